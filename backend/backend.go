@@ -9,6 +9,7 @@
 //     /statusz, and repairlimiter.go the limit of repairs.
 //   - programmer.go is the part that all networks with kernel objects have in common.
 //     notifier.go serves networks with several sources of changes.
+//   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
 //   - leftover.go, listener.go and tunneler.go are interfaces that some backends have in
 //     addition.
 //
@@ -21,6 +22,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -51,6 +53,15 @@ type Env struct {
 	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.
 	// The two backends of a migration share one.
 	NewReconciler func(dataplane.Scope) (Reconciler, error)
+}
+
+// Locals returns the addresses of the external interface, one for each family.
+func (e Env) Locals() []netip.Addr {
+	var all []netip.Addr
+	for _, a := range e.Underlay.Addrs {
+		all = append(all, a.Local)
+	}
+	return all
 }
 
 // Base returns the state that the kernel should have for the own lease with every

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -66,13 +65,8 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 			return c, nil, fmt.Errorf(`Backend.RouteTableFilter contains %q: want name=value, such as "tag:cluster=blue"`, subnet.Shorten(f))
 		}
 	}
-	var keys map[string]json.RawMessage
-	if len(raw) > 0 {
-		if err := json.Unmarshal(raw, &keys); err != nil {
-			return c, nil, err
-		}
-	}
-	return c, append(warnings, cloud.SecretKeys(slices.Collect(maps.Keys(keys)))...), nil
+	secrets, err := cloud.SecretKeys(raw)
+	return c, append(warnings, secrets...), err
 }
 
 // filters returns the configured filters, with the values by name.

@@ -278,8 +278,8 @@ func routeParams(table string, dst netip.Prefix) url.Values {
 	return url.Values{"RouteTableId": {table}, key: {dst.String()}}
 }
 
-// Put implements cloud.Cloud. The description of a table may be older than the last call, so a call that
-// does not fit the present state is followed by the other one.
+// Put implements cloud.Cloud. The description of a table may be older than the last call, so a
+// replacement of a route that is missing creates it.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	params := routeParams(r.Table, r.Dst)
 	params.Set("NetworkInterfaceId", r.Target)
@@ -292,15 +292,26 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		return v.api.call(ctx, "CreateRoute", params, nil)
 	}
 	err := v.api.call(ctx, "CreateRoute", params, nil)
-	if !isCode(err, "RouteAlreadyExists") {
-		return err
+	if isCode(err, "RouteAlreadyExists") {
+		return cloud.ErrExists
 	}
-	return v.api.call(ctx, "ReplaceRoute", params, nil)
+	return err
 }
 
-// Remove implements cloud.Cloud.
+// Remove implements cloud.Cloud. DeleteRoute takes no target, so Remove looks right before where
+// the route leads.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
-	err := v.api.call(ctx, "DeleteRoute", routeParams(r.Table, r.Dst), nil)
+	now, err := v.describeTables(ctx, url.Values{"RouteTableId.1": {r.Table}})
+	if err != nil {
+		return err
+	}
+	for _, t := range now {
+		same := func(have cloud.Route) bool { return have.Dst == r.Dst && have.Target == r.Target && have.ByCall }
+		if !slices.ContainsFunc(t.table().Routes, same) {
+			return nil
+		}
+	}
+	err = v.api.call(ctx, "DeleteRoute", routeParams(r.Table, r.Dst), nil)
 	if isCode(err, "InvalidRoute.NotFound") {
 		return nil
 	}

@@ -57,20 +57,20 @@ func serve(t *testing.T, h http.Handler) string {
 }
 
 // newBackend returns a backend with that Backend object, on a dual-stack host.
-func newBackend(t *testing.T, raw string) *Backend {
+func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 	t.Helper()
 	b, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4, prefix.IPv6))
 	if err != nil || len(warnings) > 0 {
 		t.Fatalf("warnings %q, error %v", warnings, err)
 	}
-	return b.(*Backend)
+	return b.(*backend.CloudBackend)
 }
 
 func TestSuite(t *testing.T) {
 	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
 		s := open(t)
 		return cloudtest.Fixture{
-			Cloud: newBackend(t, `{"Type":"aws-vpc"}`).cloud, Table: ec2test.MainTable, Peer: "eni-2", PeerAddress: peer4,
+			Cloud: newBackend(t, `{"Type":"aws-vpc"}`).Cloud, Table: ec2test.MainTable, Peer: "eni-2", PeerAddress: peer4,
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(ec2test.MainTable, dst) },
 			EndPeer:      func() { s.Terminate("i-2") },
 			SetQuota:     s.SetQuota,
@@ -93,7 +93,7 @@ func TestSuite(t *testing.T) {
 func TestSourceDestCheck(t *testing.T) {
 	s := open(t)
 	for range 2 {
-		if _, err := newBackend(t, `{}`).cloud.Join(t.Context()); err != nil {
+		if _, err := newBackend(t, `{}`).Cloud.Join(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -132,7 +132,7 @@ func TestChoiceOfTables(t *testing.T) {
 			if test.setUp != nil {
 				test.setUp(s)
 			}
-			c := newBackend(t, test.raw).cloud
+			c := newBackend(t, test.raw).Cloud
 			if _, err := c.Join(t.Context()); err != nil {
 				t.Fatal(err)
 			}
@@ -152,16 +152,20 @@ func TestChoiceOfTables(t *testing.T) {
 func TestOldAnswers(t *testing.T) {
 	s := open(t)
 	s.SetLag(time.Hour)
-	c := newBackend(t, `{}`).cloud
+	c := newBackend(t, `{}`).Cloud
 	self, err := c.Join(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	r := cloud.Route{Table: ec2test.MainTable, Dst: netip.MustParsePrefix("10.5.1.0/24"), Target: self, ByCall: true}
-	for _, replace := range []bool{false, false, true} {
-		if err := c.Put(t.Context(), r, replace); err != nil {
-			t.Error(err)
-		}
+	if err := c.Put(t.Context(), r, true); err != nil { // there is none yet
+		t.Error(err)
+	}
+	if err := c.Put(t.Context(), r, false); !errors.Is(err, cloud.ErrExists) {
+		t.Errorf("error %v, want ErrExists", err)
+	}
+	if err := c.Put(t.Context(), r, true); err != nil {
+		t.Error(err)
 	}
 	if target, _ := s.RouteTo(ec2test.MainTable, r.Dst); target != self {
 		t.Errorf("the route leads to %q, want %s", target, self)
@@ -178,7 +182,7 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 		for _, action := range test.denied {
 			s.Deny(action, true)
 		}
-		err := newBackend(t, `{}`).cloud.Check(t.Context())
+		err := newBackend(t, `{}`).Cloud.Check(t.Context())
 		missing, ok := errors.AsType[*cloud.MissingError](err)
 		if !ok || !slices.Equal(missing.Permissions, test.want) {
 			t.Errorf("without %v: %v, want all of them named", test.denied, err)
@@ -191,7 +195,7 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 
 func TestCheckChangesNothing(t *testing.T) {
 	s := open(t)
-	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err != nil {
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if n := s.Writes(); n > 0 || !s.Instance("i-1").SourceDestCheck || len(s.Routes(ec2test.MainTable)) != 1 {
@@ -203,11 +207,11 @@ func TestCheckChangesNothing(t *testing.T) {
 // check off instead of giving hosts the right to do it.
 func TestCheckNeedsNoRightForACheckThatIsOff(t *testing.T) {
 	s := open(t)
-	if _, err := newBackend(t, `{}`).cloud.Join(t.Context()); err != nil {
+	if _, err := newBackend(t, `{}`).Cloud.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	s.Deny("ModifyNetworkInterfaceAttribute", true)
-	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err != nil {
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
@@ -230,7 +234,7 @@ func TestUnknownAddress(t *testing.T) {
 	s := open(t)
 	s.Terminate("i-1")
 	s.AddInstance(1, "subnet-1", netip.MustParseAddr("192.168.77.100"))
-	_, err := newBackend(t, `{}`).cloud.Join(t.Context())
+	_, err := newBackend(t, `{}`).Cloud.Join(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "i-1") || !strings.Contains(err.Error(), "192.168.77.1") {
 		t.Errorf("error %v, want one that names the instance and the address", err)
 	}
@@ -271,7 +275,7 @@ func TestClaim(t *testing.T) {
 		s := open(t)
 		test.fault(s)
 		b := newBackend(t, `{}`)
-		b.env.Used = test.used
+		b.Env.Used = test.used
 		claim, err := b.Claim(t.Context(), test.prev)
 		if test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
 			t.Errorf("%s: error %v, want %q", name, err, test.err)
@@ -292,7 +296,7 @@ func TestClaim(t *testing.T) {
 func TestRedirect(t *testing.T) {
 	s := open(t)
 	t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, http.RedirectHandler(os.Getenv("AWS_ENDPOINT_URL_EC2"), http.StatusTemporaryRedirect)))
-	err := newBackend(t, `{}`).cloud.Check(t.Context())
+	err := newBackend(t, `{}`).Cloud.Check(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "307") || len(s.Calls()) > 0 {
 		t.Errorf("error %v, calls %v, want none and an error with the status", err, s.Calls())
 	}
@@ -304,7 +308,7 @@ func TestEndlessPages(t *testing.T) {
 	t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, "<DescribeInstancesResponse><nextToken>again</nextToken></DescribeInstancesResponse>")
 	})))
-	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err == nil || !strings.Contains(err.Error(), "refers to itself") {
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err == nil || !strings.Contains(err.Error(), "refers to itself") {
 		t.Errorf("error %v, want one about the pages", err)
 	}
 }
@@ -331,9 +335,9 @@ func TestSecretsAreNeverShown(t *testing.T) {
 		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), log), 2*time.Second)
 		b := newBackend(t, `{}`)
 		_, err := b.Claim(ctx, held())
-		_, joined := b.cloud.Join(ctx)
+		_, joined := b.Cloud.Join(ctx)
 		cancel()
-		log.Info("results", "claim", err, "join", joined, "calls", b.calls.Counts())
+		log.Info("results", "claim", err, "join", joined, "calls", b.Calls.Counts())
 	}
 	for _, secret := range []string{ec2test.SecretKey, ec2test.SessionToken} {
 		if strings.Contains(out.String(), secret) {
@@ -362,7 +366,7 @@ func TestContainerCredentials(t *testing.T) {
 		}
 		fmt.Fprintf(w, `{"AccessKeyId":%q,"SecretAccessKey":%q,"Token":%q,"Expiration":"2100-01-01T00:00:00Z"}`, ec2test.AccessKey, ec2test.SecretKey, ec2test.SessionToken)
 	})))
-	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err != nil {
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
@@ -409,19 +413,6 @@ func TestConfig(t *testing.T) {
 		if want.err == "" && err != nil || want.err != "" && (err == nil || !strings.Contains(err.Error(), want.err)) ||
 			!strings.Contains(all, want.warning) || want.warning == "" && all != "" || strings.Contains(all, "very-secret") {
 			t.Errorf("%s: warnings %q, error %v, want %+v", raw, warnings, err, want)
-		}
-	}
-}
-
-// TestRefusedLeasesCount expects that a refused lease protects its route like any other.
-func TestRefusedLeasesCount(t *testing.T) {
-	l := &subnet.Lease{Endpoints: held().Endpoints}
-	for _, set := range []backend.Set{
-		{Leases: map[string]*subnet.Lease{"a": l}},
-		{Refused: func() []*subnet.Lease { return []*subnet.Lease{l} }},
-	} {
-		if got := hosts(set); len(got) != 1 || !slices.Equal(got[0].Subnets, l.Subnets()) || !slices.Contains(got[0].Addresses, own4) {
-			t.Errorf("hosts %v, want the one with the lease", got)
 		}
 	}
 }

@@ -12,24 +12,25 @@ import (
 // change is a call that puts a route.
 type change struct {
 	Route
-	was Route // the route that is replaced; zero if there is none
+	was Route // the route that is replaced, or one of several; zero if there is none
 }
 
 // replaces reports whether the change replaces a route in place.
 func (c change) replaces() bool { return c.was.Dst.IsValid() }
 
 // changes returns the calls after which each table has a route to each subnet by target. It
-// leaves a route that is right as it is, and never names a route to another destination.
+// leaves a route that is right as it is, and never names a route to another destination. An
+// interrupted call may have left a wrong route beside the right one.
 func changes(tables []Table, subnets []netip.Prefix, target string) []change {
 	var calls []change
 	for _, t := range tables {
 		for _, dst := range subnets {
 			c := change{Route: Route{Table: t.ID, Dst: dst, Target: target, ByCall: true}}
-			i := slices.IndexFunc(t.Routes, func(r Route) bool { return r.Dst == dst && r.ByCall })
+			i := slices.IndexFunc(t.Routes, func(r Route) bool { return r.Dst == dst && r.replaceable() && r != c.Route })
 			if i >= 0 {
 				c.was = t.Routes[i]
 			}
-			if c.was != c.Route {
+			if i >= 0 || !slices.Contains(t.Routes, c.Route) {
 				calls = append(calls, c)
 			}
 		}
@@ -37,14 +38,17 @@ func changes(tables []Table, subnets []netip.Prefix, target string) []change {
 	return calls
 }
 
-// unclaimed returns the routes in networks that no host needs: an API call has made them, and
-// they overlap no subnet of a lease. It does not look where they lead.
+// replaceable reports whether flanneld may replace and remove r, judging by r alone.
+func (r Route) replaceable() bool { return r.ByCall && !r.Foreign }
+
+// unclaimed returns the routes in networks that no host needs: they are replaceable, and
+// overlap no subnet of a lease. It does not look where they lead.
 func unclaimed(tables []Table, networks []netip.Prefix, leased func(netip.Prefix) bool) []Route {
 	var routes []Route
 	for _, t := range tables {
 		for _, r := range t.Routes {
 			inside := slices.ContainsFunc(networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
-			if inside && r.ByCall && !leased(r.Dst) {
+			if inside && r.replaceable() && !leased(r.Dst) {
 				routes = append(routes, r)
 			}
 		}

@@ -31,6 +31,8 @@ func TestChanges(t *testing.T) {
 	wanted := byCall("10.5.1.0/24", "me")
 	lost := wanted
 	lost.Lost = true
+	foreign := byCall("10.5.1.0/24", "other")
+	foreign.Foreign = true
 	learned := byCall("10.5.1.0/24", "gateway")
 	learned.ByCall = false
 	for name, test := range map[string]struct {
@@ -41,6 +43,9 @@ func TestChanges(t *testing.T) {
 		"right":                            {[]Route{wanted}, nil},
 		"to another host":                  {[]Route{byCall("10.5.1.0/24", "other")}, []change{{wanted, byCall("10.5.1.0/24", "other")}}},
 		"to nowhere":                       {[]Route{lost}, []change{{wanted, lost}}},
+		"a wrong one beside the right one": {[]Route{wanted, byCall("10.5.1.0/24", "other")}, []change{{wanted, byCall("10.5.1.0/24", "other")}}},
+		"of another program":               {[]Route{foreign}, []change{{Route: wanted}}},
+		"of another program, and right":    {[]Route{foreign, wanted}, nil},
 		"learned from a gateway":           {[]Route{learned}, []change{{Route: wanted}}},
 		"other destinations are left":      {[]Route{wanted, byCall("10.5.2.0/24", "me"), byCall("0.0.0.0/0", "gateway"), byCall("10.5.1.0/25", "x")}, nil},
 		"a larger destination is no match": {[]Route{byCall("10.5.0.0/16", "me")}, []change{{Route: wanted}}},
@@ -83,8 +88,8 @@ func TestHostless(t *testing.T) {
 }
 
 func TestSecretKeys(t *testing.T) {
-	got := SecretKeys([]string{"Type", "AccessKeySecret", "accesskeyid", "SessionToken", "RouteTableID"})
-	if len(got) != 3 {
-		t.Errorf("%d warnings, want 3: %q", len(got), got)
+	got, err := SecretKeys([]byte(`{"Type":"a","AccessKeySecret":"b","accesskeyid":"c","SessionToken":"d","RouteTableID":["e"]}`))
+	if err != nil || len(got) != 3 {
+		t.Errorf("%d warnings, want 3: %q, error %v", len(got), got, err)
 	}
 }

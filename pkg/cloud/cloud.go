@@ -13,8 +13,10 @@ package cloud
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -34,6 +36,9 @@ type Route struct {
 	// ByCall is set if a call of the cloud's API has made the route. Other routes are
 	// those of the network itself, and those that a VPN gateway has learned.
 	ByCall bool
+	// Foreign is set if the route belongs to another program or cluster, which the cloud has
+	// said. Such a route is never replaced or removed.
+	Foreign bool
 }
 
 // String returns the route in one line.
@@ -41,6 +46,9 @@ func (r Route) String() string {
 	s := fmt.Sprintf("%s to %s in table %s", r.Dst, r.Target, r.Table)
 	if r.Lost {
 		s += ", which leads to nowhere"
+	}
+	if r.Foreign {
+		s += ", which belongs to another program"
 	}
 	return s
 }
@@ -70,11 +78,13 @@ type Cloud interface {
 	Join(ctx context.Context) (target string, err error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
-	// Put makes r exist. If replace is set, there is a route to the same destination, which
-	// Put replaces in place, so that packets are never without a route. Put succeeds even if
-	// replace is out of date.
+	// Put makes r exist, and no other route to the same destination that may be replaced. If
+	// replace is set, it replaces such a route, so that packets are never without a route; it
+	// succeeds if there is none. Without replace, it returns ErrExists if there is one, which
+	// may lead to another host that runs.
 	Put(ctx context.Context, r Route, replace bool) error
-	// Remove removes r. It succeeds if there is no such route.
+	// Remove removes r, but no other route to the same destination. It succeeds if there is no
+	// such route.
 	Remove(ctx context.Context, r Route) error
 	// Addresses returns the addresses of the hosts that the targets lead to. A target that is
 	// not a host, or about which nothing is known, is missing in the result.
@@ -83,6 +93,9 @@ type Cloud interface {
 	// are missing. It changes nothing.
 	Check(ctx context.Context) error
 }
+
+// ErrExists means that a route was not put because there is another one to the same destination.
+var ErrExists = errors.New("there is another route to the same destination")
 
 // ErrThrottled means that the cloud refuses a call because there were too many. The call may
 // be repeated after a pause.
@@ -95,7 +108,8 @@ var ErrUnavailable = errors.New("the cloud does not answer")
 // QuotaError means that a table has as many routes as the cloud allows.
 type QuotaError struct {
 	Table string
-	Limit int // 0 if it is not known
+	Limit int    // 0 if it is not known
+	Quota string // in the words of the cloud, such as ROUTES; empty if it has no name
 }
 
 // Error implements error.
@@ -103,6 +117,9 @@ func (e *QuotaError) Error() string {
 	limit := "its limit of routes"
 	if e.Limit > 0 {
 		limit = fmt.Sprintf("its limit of %d routes", e.Limit)
+	}
+	if e.Quota != "" {
+		limit += ", quota " + e.Quota
 	}
 	return fmt.Sprintf("table %s has reached %s: ask the cloud for a higher quota, or remove routes", e.Table, limit)
 }
@@ -128,15 +145,20 @@ func Transient(err error) bool {
 	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable)
 }
 
-// SecretKeys returns a warning for each key of the network configuration that may contain a
-// secret. keys are the names of the keys. Every host, and every other client of the
-// store, can read the configuration.
-func SecretKeys(keys []string) (warnings []string) {
-	for _, key := range slices.Sorted(slices.Values(keys)) {
+// SecretKeys returns a warning for each key of a Backend object that may contain a secret. Every
+// host, and every other client of the store, can read the configuration.
+func SecretKeys(raw json.RawMessage) (warnings []string, err error) {
+	var keys map[string]json.RawMessage
+	if len(raw) > 0 {
+		if err := json.Unmarshal(raw, &keys); err != nil {
+			return nil, err
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(keys)) {
 		lower := strings.ToLower(key)
 		if strings.HasPrefix(lower, "accesskey") || strings.Contains(lower, "secret") || strings.Contains(lower, "token") {
 			warnings = append(warnings, fmt.Sprintf("key %q may contain a secret, which everything that reads the store can see: remove it, and give the host a role", key))
 		}
 	}
-	return warnings
+	return warnings, nil
 }

@@ -226,7 +226,7 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 			errs = append(errs, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
 			continue
 		}
-		if err := k.Cloud.Put(ctx, c.Route, c.replaces()); err != nil {
+		if err := k.call(ctx, c); err != nil {
 			errs = append(errs, fmt.Errorf("put route %s: %w", c.Route, explainQuota(err, c.Route, tables)))
 			if Transient(err) {
 				break // the next call would fail as well
@@ -249,12 +249,25 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 	return wrote, oneline.Join(errs...)
 }
 
+// call makes the call for c. If there is a route that the tables did not show, it may lead to
+// another host, like one that they showed.
+func (k *Keeper) call(ctx context.Context, c change) error {
+	err := k.Cloud.Put(ctx, c.Route, c.replaces())
+	switch {
+	case !errors.Is(err, ErrExists):
+		return err
+	case !k.answered():
+		return fmt.Errorf("%w: %w", err, errUnanswered)
+	}
+	return k.Cloud.Put(ctx, c.Route, true)
+}
+
 // present returns the routes to the own subnets that are right.
 func (k *Keeper) present(tables []Table, target string) map[Route]bool {
 	right := map[Route]bool{}
 	for _, t := range tables {
 		for _, r := range t.Routes {
-			if r.Target == target && r.ByCall && !r.Lost && slices.Contains(k.Own.Subnets, r.Dst) {
+			if r.Target == target && r.replaceable() && !r.Lost && slices.Contains(k.Own.Subnets, r.Dst) {
 				right[r] = true
 			}
 		}
@@ -271,7 +284,7 @@ func explainQuota(err error, r Route, tables []Table) error {
 	}
 	for _, t := range tables {
 		if t.ID == quota.Table {
-			return &QuotaError{Table: t.ID, Limit: t.Count(prefix.FamilyOf(r.Dst.Addr()))}
+			return &QuotaError{Table: t.ID, Limit: t.Count(prefix.FamilyOf(r.Dst.Addr())), Quota: quota.Quota}
 		}
 	}
 	return err
@@ -284,7 +297,7 @@ func update(tables []Table, c change) {
 		if t.ID != c.Table {
 			continue
 		}
-		t.Routes = slices.DeleteFunc(t.Routes, func(r Route) bool { return c.replaces() && r == c.was })
+		t.Routes = slices.DeleteFunc(t.Routes, func(r Route) bool { return r.Dst == c.Dst && r.replaceable() })
 		t.Routes = append(t.Routes, c.Route)
 	}
 }

@@ -196,6 +196,30 @@ func TestZombie(t *testing.T) {
 	}, routeTo(1, 2))
 }
 
+// TestRouteAppears has a route to another host that appears between the reading of the table and
+// the call.
+func TestRouteAppears(t *testing.T) {
+	for _, connected := range []bool{false, true} {
+		run(t, func(b *bed) {
+			b.answer(2)
+			b.setConnected(connected)
+			b.deleteOwn()
+			b.Do(func() {
+				b.Appears = func() {
+					b.Appears = nil
+					b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(1, 2))
+				}
+			})
+			b.comparison()
+			if connected {
+				b.expectRoutes("with the store", routeTo(1, 1))
+				return
+			}
+			b.expectRoutes("without the store", routeTo(1, 2))
+		}, routeTo(1, 1))
+	}
+}
+
 func TestLostRouteIsPutBack(t *testing.T) {
 	run(t, func(b *bed) {
 		b.deleteOwn()

@@ -49,6 +49,7 @@ func Run(t *testing.T, open func(t *testing.T) Fixture) {
 		{"a route is put, found and removed", testPut},
 		{"a route is replaced without a gap", testReplace},
 		{"put works although it is out of date", testStale},
+		{"only the route that was meant is removed", testRemoveOther},
 		{"a route to a host that has ended is lost", testLost},
 		{"only hosts have addresses", testAddresses},
 		{"the quota is named", testQuota},
@@ -147,12 +148,29 @@ func testStale(t *testing.T, f Fixture) {
 	self := join(t, f)
 	dst, _ := subnets()
 	put(t, f, dst, self, true) // there is none to replace
-	put(t, f, dst, f.Peer, false)
+	if err := f.Cloud.Put(t.Context(), route(f, dst, f.Peer), false); !errors.Is(err, cloud.ErrExists) {
+		t.Errorf("error %v, want ErrExists", err)
+	}
+	if r, _ := find(t, f, dst); r.Target != self {
+		t.Errorf("found %v, want the route that was there", r)
+	}
 	if gaps := f.Gaps(); gaps > 0 {
 		t.Errorf("the table was %d times without the route", gaps)
 	}
 	f.DeleteByHand(dst)
 	put(t, f, dst, self, true)
+}
+
+func testRemoveOther(t *testing.T, f Fixture) {
+	self := join(t, f)
+	dst, _ := subnets()
+	put(t, f, dst, self, false)
+	if err := f.Cloud.Remove(t.Context(), route(f, dst, f.Peer)); err != nil {
+		t.Fatal(err)
+	}
+	if r, ok := find(t, f, dst); !ok || r.Target != self {
+		t.Errorf("found %v (%v), want the route that another host has put meanwhile", r, ok)
+	}
 }
 
 func testLost(t *testing.T, f Fixture) {

@@ -26,6 +26,7 @@ type Memory struct {
 	Denied    map[string]bool         // put, remove or read
 	Writes    []string                // the calls that have changed something
 	Compared  int                     // calls of Tables
+	Appears   func()                  // called by Put before it looks at the table; may be nil
 	Removed   func(left int)          // called by Remove with the number of routes in the table; may be nil
 }
 
@@ -78,14 +79,20 @@ func (m *Memory) Tables(context.Context) ([]cloud.Table, error) {
 }
 
 // Put implements cloud.Cloud.
-func (m *Memory) Put(_ context.Context, r cloud.Route, _ bool) error {
+func (m *Memory) Put(_ context.Context, r cloud.Route, replace bool) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err := m.fail("put"); err != nil {
 		return err
 	}
 	t := m.table(r.Table)
+	if m.Appears != nil {
+		m.Appears()
+	}
 	exists := slices.ContainsFunc(t.Routes, func(have cloud.Route) bool { return have.Dst == r.Dst && have.ByCall })
+	if exists && !replace {
+		return cloud.ErrExists
+	}
 	if !exists && m.Quota > 0 && t.Count(prefix.FamilyOf(r.Dst.Addr())) >= m.Quota {
 		return &cloud.QuotaError{Table: r.Table}
 	}
@@ -102,7 +109,10 @@ func (m *Memory) Remove(_ context.Context, r cloud.Route) error {
 	if err := m.fail("remove"); err != nil {
 		return err
 	}
-	m.DeleteByHand(r.Table, r.Dst)
+	t := m.table(r.Table)
+	t.Routes = slices.DeleteFunc(t.Routes, func(have cloud.Route) bool {
+		return have.Dst == r.Dst && have.Target == r.Target && have.ByCall
+	})
 	m.Writes = append(m.Writes, "remove "+r.String())
 	if m.Removed != nil {
 		m.Removed(len(m.table(r.Table).Routes))

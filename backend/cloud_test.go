@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// TestRefusedLeasesCount expects that a refused lease protects its route like any other.
+func TestRefusedLeasesCount(t *testing.T) {
+	address := netip.MustParseAddr("192.168.77.1")
+	l := &subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: address}}}
+	for _, set := range []Set{
+		{Leases: map[string]*subnet.Lease{"a": l}},
+		{Refused: func() []*subnet.Lease { return []*subnet.Lease{l} }},
+	} {
+		if got := cloudHosts(set); len(got) != 1 || !slices.Equal(got[0].Subnets, l.Subnets()) || !slices.Contains(got[0].Addresses, address) {
+			t.Errorf("hosts %v, want the one with the lease", got)
+		}
+	}
+}
