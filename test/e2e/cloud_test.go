@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// testCloud is the server of a cloud. It is an http.Handler for the calls of its API.
+type testCloud interface {
+	http.Handler
+	// add adds the instance with that number for a host. It returns its metadata service.
+	add(number, host int, addresses []netip.Addr) http.Handler
+	end(number int)
+	// env returns the variables of a daemon for which the API has that address.
+	env(api string) []string
+	table() string
+	target(number int) string
+	// routeTo returns the target of the route to dst; ok is false if there is none.
+	routeTo(dst netip.Prefix) (target string, ok bool)
+	deleteRoute(dst netip.Prefix)
+	// addRoute adds a route as an operator does.
+	addRoute(dst netip.Prefix, number int)
+	// forwarding returns the destinations of pods to which routers deliver packets, with the
+	// addresses of the instance for each.
+	forwarding() map[netip.Prefix][]netip.Addr
+	// restricted returns the addresses of the instances that may only send packets with them.
+	restricted() []netip.Addr
+	// deny takes the right to put routes away, or gives it back. missing is the name of the right.
+	deny(denied bool) (missing string)
+	SetAway(away bool)
+	Throttle(calls int)
+	setQuota(n int)
+	// deletions returns the number of routes that calls have deleted.
+	deletions() int
+	Writes() int
+	secrets() []string
+}
+
+// cloudBed is a lab whose router has the routes of a table of a cloud. Each host is on a network
+// of its own, so that packets to pods pass the router.
+type cloudBed struct {
+	*lab.Lab
+	testCloud
+	t        *testing.T
+	metadata []*atomic.Pointer[http.Handler] // of each host
+}
+
+const (
+	metadataAddress = "127.0.0.1:8169"
+	apiPort         = "8443"
+)
+
+// newCloudBed builds a cloud with as many instances as hosts. It starts no daemons.
+func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backendType string, c testCloud) *cloudBed {
+	t.Helper()
+	l := newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, fmt.Sprintf(`{"Type":%q}`, backendType))
+	v := &cloudBed{Lab: l, testCloud: c, t: t}
+	v.serve(l.Underlay(), v.apiAddress(), c)
+	for i, h := range l.Hosts() {
+		now := &atomic.Pointer[http.Handler]{}
+		v.metadata = append(v.metadata, now)
+		v.setInstance(i+1, i+1)
+		v.serve(h.Namespace, metadataAddress, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			(*now.Load()).ServeHTTP(w, r)
+		}))
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); v.route(ctx) }()
+	t.Cleanup(func() { cancel(); <-done })
+	return v
+}
+
+func (v *cloudBed) apiAddress() string {
+	return v.RouterAddr(prefix.IPv4).String() + ":" + apiPort
+}
+
+func (v *cloudBed) serve(n *lab.Namespace, address string, h http.Handler) {
+	v.t.Helper()
+	listener, err := n.Listen(testContext(v.t), "tcp", address)
+	if err != nil {
+		v.t.Fatal(err)
+	}
+	server := &http.Server{Handler: h, ReadHeaderTimeout: patience}
+	go func() { _ = server.Serve(listener) }()
+	v.t.Cleanup(func() { _ = server.Close() })
+}
+
+// setInstance makes a host the instance with that number, which it adds.
+func (v *cloudBed) setInstance(host, number int) {
+	var addresses []netip.Addr
+	for _, f := range v.Families() {
+		addresses = append(addresses, v.Host(host).Addr(f))
+	}
+	metadata := v.add(number, host, addresses)
+	v.metadata[host-1].Store(&metadata)
+}
+
+func (v *cloudBed) options() lab.FlanneldOptions {
+	return lab.FlanneldOptions{Args: []string{"--resync=2s"}, Env: v.env(v.apiAddress())}
+}
+
+// route makes the router follow the table until ctx ends. From restricted instances it takes only
+// packets with their addresses.
+func (v *cloudBed) route(ctx context.Context) {
+	have := map[netip.Prefix]string{}
+	checked := ""
+	for {
+		var script []string
+		want, rules := map[netip.Prefix]string{}, "flush ruleset; add table inet vpc; add chain inet vpc forward { type filter hook forward priority 0; }"
+		for dst, addresses := range v.forwarding() {
+			for _, a := range addresses {
+				if a.Is4() == dst.Addr().Is4() {
+					want[dst] = a.String()
+				}
+			}
+		}
+		for dst, via := range want {
+			if have[dst] != via {
+				script = append(script, fmt.Sprintf("ip route replace %s via %s", dst, via))
+			}
+		}
+		for dst := range have {
+			if want[dst] == "" {
+				script = append(script, "ip route del "+dst.String())
+			}
+		}
+		for _, a := range v.restricted() {
+			family := map[bool]string{true: "ip", false: "ip6"}[a.Is4()]
+			rules += fmt.Sprintf("; add rule inet vpc forward iifname l2-%d %s saddr != %s drop", v.hostAt(a), family, a)
+		}
+		if rules != checked {
+			script = append(script, "nft '"+rules+"'")
+		}
+		if len(script) > 0 {
+			if out, err := v.Underlay().Exec(ctx, "sh", "-ec", strings.Join(script, "\n")); err != nil && ctx.Err() == nil {
+				v.t.Errorf("router: %v: %s", err, out)
+			}
+		}
+		have, checked = want, rules
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// hostAt returns the number of the host that has an address.
+func (v *cloudBed) hostAt(a netip.Addr) int {
+	return 1 + slices.IndexFunc(v.Hosts(), func(h *lab.Host) bool {
+		return slices.Contains([]netip.Addr{h.Addr(prefix.IPv4), h.Addr(prefix.IPv6)}, a)
+	})
+}
+
+// subnetOf returns the IPv4 subnet of a host.
+func (v *cloudBed) subnetOf(host int) netip.Prefix {
+	v.t.Helper()
+	return statusOf(v.t, v.Host(host)).Lease.Subnets[0]
+}
+
+// expectRoute waits until the table leads to the instance with that number.
+func (v *cloudBed) expectRoute(dst netip.Prefix, instance int) {
+	v.t.Helper()
+	eventually(v.t, fmt.Sprintf("a route %s to instance %d", dst, instance), func() error {
+		if target, _ := v.routeTo(dst); target != v.target(instance) {
+			return fmt.Errorf("the table leads to %q", target)
+		}
+		return nil
+	})
+}
+
+// expectReason waits until a daemon is not ready and gives a reason that contains text.
+func expectReason(t *testing.T, d *lab.Daemon, text string) {
+	t.Helper()
+	eventually(t, "a daemon that is not ready", func() error {
+		if code, body, _ := d.Get(testContext(t), "/readyz"); code == http.StatusOK || !strings.Contains(body, text) {
+			return fmt.Errorf("status %d, %q, want a reason with %q", code, body, text)
+		}
+		return nil
+	})
+}
+
+// expectNoSecrets searches everything that a host shows for the secrets of its instance.
+func (v *cloudBed) expectNoSecrets() {
+	v.t.Helper()
+	for _, h := range v.Hosts() {
+		var shown strings.Builder
+		for _, d := range h.Daemons() {
+			shown.WriteString(d.Log())
+		}
+		if h.Daemon() != nil && h.Daemon().Ended() == nil {
+			for _, path := range []string{"/statusz", "/statusz.json", "/metrics", "/readyz"} {
+				_, body, _ := h.Daemon().Get(testContext(v.t), path)
+				shown.WriteString(body)
+			}
+		}
+		for _, secret := range v.secrets() {
+			if strings.Contains(shown.String(), secret) {
+				v.t.Errorf("%s shows %q", h.Name(), secret)
+			}
+		}
+	}
+}
+
+// expectLeaseCount fails the test unless the store has that many leases.
+func expectLeaseCount(t *testing.T, l *lab.Lab, want int) {
+	t.Helper()
+	leases, err := l.Leases(testContext(t))
+	if err != nil || len(leases) != want {
+		t.Errorf("%d leases, %v, want %d", len(leases), err, want)
+	}
+}
+
+// stop stops the daemon of a host.
+func (v *cloudBed) stop(host int) {
+	v.t.Helper()
+	if code, err := v.Host(host).Daemon().Stop(testContext(v.t)); code != 0 || err != nil {
+		v.t.Fatalf("exit code %d, %v", code, err)
+	}
+}
+
+// expectPods checks that pods reach each other with the full MTU, and without a tunnel or a route
+// on a host. call is the call that puts a route.
+func (v *cloudBed) expectPods(call string) {
+	t := v.t
+	t.Helper()
+	startAll(t, v.Lab, v.options())
+	expectMatrix(t, v.Lab)
+	expectMTU(t, v.Lab, 1500)
+	for _, h := range v.Hosts() {
+		routes, err := h.Routes(testContext(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range routes {
+			if v.HasPods(r.Dst) && r.Dev != lab.PodBridge {
+				t.Errorf("%s has the route %s, want none to pods of other hosts", h.Name(), r)
+			}
+		}
+		report := statusOf(t, h).Network.Cloud
+		if report == nil || report.Writer != "host" || report.LastGood.IsZero() || len(report.Routes) != 2 {
+			t.Fatalf("%s: status %+v, want two routes", h.Name(), report)
+		}
+		for _, r := range report.Routes {
+			if !r.Present || r.Table != v.table() {
+				t.Errorf("%s: route %+v, want it in place in %s", h.Name(), r, v.table())
+			}
+		}
+		if n := metric(t, h, fmt.Sprintf(`flannel_cloud_calls_total{call=%q,result="ok"}`, call)); n != 2 {
+			t.Errorf("%s has made %v calls of %s, want 2", h.Name(), n, call)
+		}
+	}
+	out := expectFlannelctl(t, v.Host(1), []string{"status"}, "written by each host; in order at 20",
+		fmt.Sprintf("%s to %s in table %s\n", v.subnetOf(1), v.target(1), v.table()))
+	t.Log(out)
+	v.expectNoSecrets()
+}
+
+// testRestart restarts all daemons while 1,000 packets flow per second in each direction. No
+// packet may be lost, and no call may change the cloud.
+func (v *cloudBed) testRestart() {
+	t := v.t
+	t.Helper()
+	startAll(t, v.Lab, v.options())
+	flows := startFlows(t, v.Lab, 1000)
+	before := v.Writes()
+	for i, h := range v.Hosts() {
+		v.stop(i + 1)
+		startOne(t, h, v.options())
+	}
+	pause(t, 3*time.Second) // more than one comparison
+	expectNothingLost(t, flows)
+	if n := v.Writes() - before; n != 0 {
+		t.Errorf("%d calls have changed the cloud, want none", n)
+	}
+}
+
+// testFaults causes faults of the cloud one after the other, on four hosts between which packets
+// flow. It returns the number of the calls that have deleted a route.
+func (v *cloudBed) testFaults() (deleted int) {
+	t := v.t
+	t.Helper()
+	for i := 1; i <= 3; i++ {
+		start(t, v.Host(i), v.options())
+	}
+	for i := 1; i <= 3; i++ {
+		expectReady(t, v.Host(i).Daemon())
+		if _, err := v.Host(i).AddPod(testContext(t), ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	// The cloud does not answer for several comparisons, and then only that there are too many calls.
+	flows := startFlows(t, v.Lab, 100)
+	v.SetAway(true)
+	expectReason(t, v.Host(1).Daemon(), "the cloud does not answer")
+	pause(t, 5*time.Second)
+	v.SetAway(false)
+	v.Throttle(5)
+	for i := 1; i <= 3; i++ {
+		expectReady(t, v.Host(i).Daemon())
+	}
+	expectNothingLost(t, flows)
+	expectOnce(t, v.Host(1).Daemon(), "data path not in order")
+
+	// An operator deletes a route.
+	of2 := v.subnetOf(2)
+	v.deleteRoute(of2)
+	v.expectRoute(of2, 2)
+	expectMatrix(t, v.Lab)
+	eventually(t, "a repair in the metrics", func() error {
+		if n := metric(t, v.Host(2), "flannel_drift_repaired_total"); n != 1 {
+			return fmt.Errorf("%v repairs, want 1", n)
+		}
+		return nil
+	})
+
+	// Host 2 loses its right. It keeps its lease and its route, also over a restart.
+	missing := "permission " + v.deny(true) + " is missing"
+	v.stop(2)
+	startOne(t, v.Host(2), v.options())
+	v.deleteRoute(of2)
+	expectReason(t, v.Host(2).Daemon(), missing)
+	if now := v.subnetOf(2); now != of2 {
+		t.Errorf("host 2 has %s, want its subnet %s", now, of2)
+	}
+
+	// A new host without the right takes no lease.
+	expectFailure(t, start(t, v.Host(4), v.options()), missing, "policy to paste")
+	expectLeaseCount(t, v.Lab, 3)
+	v.deny(false)
+	v.expectRoute(of2, 2)
+	expectMatrix(t, v.Lab)
+
+	// A table without place for a new host. The others are not affected.
+	v.setQuota(3)
+	fourth := start(t, v.Host(4), v.options())
+	expectReason(t, fourth, "has reached its limit of 3 routes")
+	v.setQuota(5) // one more is needed for a replacement, in some clouds
+	expectReady(t, fourth)
+	of4 := v.subnetOf(4)
+	v.expectRoute(of4, 4)
+
+	// The instance of host 3 is replaced. Its route, which leads to nowhere, is replaced.
+	of3 := v.subnetOf(3)
+	v.stop(3)
+	v.end(3)
+	v.setInstance(3, 33)
+	startOne(t, v.Host(3), v.options())
+	v.expectRoute(of3, 33)
+	expectMatrix(t, v.Lab)
+
+	// Host 4 ends for good. Its route goes with its lease, and no other does.
+	v.stop(4)
+	v.end(4)
+	pause(t, 5*time.Second) // several comparisons, while its lease lasts
+	if _, ok := v.routeTo(of4); !ok {
+		t.Error("the route of host 4 is gone before its lease")
+	}
+	outside := netip.MustParsePrefix("10.99.0.0/24")
+	v.addRoute(outside, 4)
+	c, key := etcdClient(t, v.Lab), subnets+strings.ReplaceAll(of4.String(), "/", "-")
+	putKey(t, c, subnets+"10.5.210.0-24", "unreadable") // of a host that flanneld does not know
+	if _, err := c.Delete(testContext(t), key); err != nil {
+		t.Fatal(err)
+	}
+	pause(t, 5*time.Second)
+	if _, ok := v.routeTo(of4); !ok {
+		t.Error("the route of host 4 is gone while the store has an unreadable lease")
+	}
+	if _, err := c.Delete(testContext(t), subnets+"10.5.210.0-24"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the route of host 4 removed", func() error {
+		if target, ok := v.routeTo(of4); ok {
+			return fmt.Errorf("it leads to %s", target)
+		}
+		return nil
+	})
+	if _, ok := v.routeTo(outside); !ok {
+		t.Error("the route outside of the network is gone")
+	}
+	expectMatrix(t, v.Lab)
+	v.expectNoSecrets()
+	return v.deletions()
+}
