@@ -34,6 +34,7 @@ import (
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/udp"
@@ -74,6 +75,7 @@ var sections = []section{
 	{"Backend ipip", "backend/ipip", ipip.Defaults(), ipip.Type},
 	{"Backend udp", "backend/udp", udp.Defaults(), udp.Type},
 	{"Backend aws-vpc", "backend/awsvpc", awsvpc.Defaults(), awsvpc.Type},
+	{"Backend gce", "backend/gce", gce.Defaults(), gce.Type},
 	{"Backend extension", "backend/extension", extension.Defaults(), extension.Type},
 	{"Backend host-gw", "backend/hostgw", struct{}{}, hostgw.Type},
 	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},

@@ -8,6 +8,7 @@ import (
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/migration"
@@ -28,6 +29,7 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
 		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: extension.Type, Factory: commands.New},
+		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: udp.Type, Factory: packets.New},

@@ -19,6 +19,7 @@ import (
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/vxlan"
@@ -47,6 +48,7 @@ func newBackend(t *testing.T, env backend.Env) (backend.Backend, error) {
 	t.Helper()
 	r, err := backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
+		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
@@ -73,6 +75,7 @@ func TestImpossibleMigrations(t *testing.T) {
 		{`{"Type":"alloc"}`, vni1, "backend alloc"},
 		{vni1, `{"Type":"aws-vpc"}`, "backend aws-vpc, whose routes are in the VPC"},
 		{`{"Type":"aws-vpc"}`, vni1, "backend aws-vpc, whose routes are in the VPC"},
+		{vni1, `{"Type":"gce"}`, "backend gce, whose routes are in the VPC"},
 		{vni1, `{"Type":"wiregard"}`, `NextBackend: unknown backend type "wiregard"`},
 		{vni1, `{"Type":"vxlan","VNI":-1}`, "NextBackend: Backend.VNI is -1"},
 	} {

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gce
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+const pageSize = 500 // routes in one answer, which is the most that the API allows
+
+// vpc implements cloud.Cloud for the VPC network of this host. Its table is that network.
+type vpc struct {
+	cluster   string
+	networks  []netip.Prefix
+	addresses []netip.Addr // of the external interface
+	connect   func(context.Context) (*client, error)
+
+	api   *client // nil before the first connection
+	table string  // name of the VPC network; of the last Join or Check
+	own   string  // target of routes to this host; of the last Join or Check
+}
+
+// find finds the VPC network of the external interface.
+func (v *vpc) find(ctx context.Context) (*client, error) {
+	if v.api == nil {
+		api, err := v.connect(ctx)
+		if err != nil {
+			return nil, err
+		}
+		v.api = api
+	}
+	interfaces, err := v.api.interfaces(ctx)
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(interfaces, func(n networkInterface) bool { return slices.ContainsFunc(v.addresses, n.has) })
+	if i < 0 {
+		return nil, fmt.Errorf("no network interface of instance %s has an address of the external interface: the metadata service does not know %v", v.api.instance, v.addresses)
+	}
+	parts := strings.Split(interfaces[i].Network, "/") // projects/NUMBER/networks/NAME
+	if len(parts) != 4 {
+		return nil, fmt.Errorf("the metadata service names the VPC network %q: want projects/NUMBER/networks/NAME", interfaces[i].Network)
+	}
+	if parts[1] != v.api.number {
+		return nil, fmt.Errorf("the VPC network %s is shared by project %s, where Google allows no routes to instances of other projects: choose another network, or another backend", parts[3], parts[1])
+	}
+	v.table, v.own = parts[3], targetOf(v.api.zone, v.api.instance)
+	return v.api, nil
+}
+
+// instance is an instance of the Compute API.
+type instance struct {
+	CanIPForward bool `json:"canIpForward"`
+	Interfaces   []struct {
+		IPv4    string         `json:"networkIP"`
+		IPv6    string         `json:"ipv6Address"`
+		Access  []accessConfig `json:"accessConfigs"`
+		Access6 []accessConfig `json:"ipv6AccessConfigs"`
+	} `json:"networkInterfaces"`
+}
+
+// accessConfig has an address outside of the VPC network.
+type accessConfig struct {
+	IPv4 string `json:"natIP"`
+	IPv6 string `json:"externalIpv6"`
+}
+
+// addresses returns all addresses of the instance.
+func (i instance) addresses() (all []netip.Addr) {
+	for _, n := range i.Interfaces {
+		texts := []string{n.IPv4, n.IPv6}
+		for _, access := range slices.Concat(n.Access, n.Access6) {
+			texts = append(texts, access.IPv4, access.IPv6)
+		}
+		for _, text := range texts {
+			if a, err := netip.ParseAddr(text); err == nil {
+				all = append(all, a)
+			}
+		}
+	}
+	return all
+}
+
+func instancePath(zone, name string) string { return "zones/" + zone + "/instances/" + name }
+
+// get returns an instance.
+func (c *client) get(ctx context.Context, zone, name string) (i instance, err error) {
+	return i, c.call(ctx, c.at("instances.get", http.MethodGet, instancePath(zone, name), nil), &i)
+}
+
+// Join implements cloud.Cloud. An instance gets packets with foreign addresses if its canIpForward
+// is set. To set it may restart the instance, so that is left to the operator.
+func (v *vpc) Join(ctx context.Context) (string, error) {
+	api, err := v.find(ctx)
+	if err != nil {
+		return "", err
+	}
+	me, err := api.get(ctx, api.zone, api.instance)
+	if err != nil {
+		return "", err
+	}
+	if !me.CanIPForward {
+		return "", fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", v.own, page)
+	}
+	return v.own, nil
+}
+
+// Tables implements cloud.Cloud. It must be called after Join or Check.
+func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
+	all, err := v.list(ctx, v.filter())
+	if err != nil {
+		return nil, err
+	}
+	table := cloud.Table{ID: v.table}
+	for _, r := range all {
+		c := v.convert(r)
+		if slices.Contains(table.Routes, c) || slices.ContainsFunc(all, func(other route) bool { return v.precedes(other, r) }) {
+			continue
+		}
+		table.Routes = append(table.Routes, c)
+	}
+	return []cloud.Table{table}, nil
+}
+
+// convert returns r as a route of the table.
+func (v *vpc) convert(r route) cloud.Route { return r.convert(v.table, v.cluster, v.own) }
+
+// precedes reports whether r gets no packets because of a route that belongs to another program.
+func (v *vpc) precedes(other, r route) bool {
+	c := v.convert(other)
+	return c.Foreign && c.ByCall && !c.Lost && len(other.Tags) == 0 && other.dst() == r.dst() && other.Priority <= r.Priority && !v.convert(r).Foreign
+}
+
+// filter returns the filter for the routes of the VPC network. Its value is a regular expression.
+func (v *vpc) filter() string { return fmt.Sprintf(`(network eq ".*/%s")`, v.table) }
+
+// list returns the routes of the VPC network that match a filter, of all pages.
+func (v *vpc) list(ctx context.Context, filter string) (all []route, err error) {
+	query := url.Values{"filter": {filter}, "maxResults": {strconv.Itoa(pageSize)}}
+	for {
+		var answer struct {
+			Items []route `json:"items"`
+			Next  string  `json:"nextPageToken"`
+		}
+		if err := v.api.call(ctx, v.api.at("routes.list", http.MethodGet, "global/routes?"+query.Encode(), nil), &answer); err != nil {
+			return nil, err
+		}
+		for _, r := range answer.Items {
+			if path.Base(r.Network) == v.table && r.dst().IsValid() {
+				all = append(all, r)
+			}
+		}
+		switch answer.Next {
+		case "":
+			return all, nil
+		case query.Get("pageToken"):
+			return nil, errors.New("routes.list: the answer refers to itself as its next page")
+		}
+		query.Set("pageToken", answer.Next)
+	}
+}
+
+// to returns the static routes to dst that count for all instances.
+func (v *vpc) to(ctx context.Context, dst netip.Prefix) ([]route, error) {
+	all, err := v.list(ctx, v.filter()+fmt.Sprintf(` (destRange eq "%s")`, dst))
+	return slices.DeleteFunc(all, func(r route) bool { return r.dst() != dst || !r.static() || len(r.Tags) > 0 }), err
+}
+
+// Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to all
+// others, and then deletes those. Only if there is no place for one more route, it deletes them
+// first.
+func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
+	present, err := v.to(ctx, want.Dst)
+	if err != nil {
+		return err
+	}
+	right, wrong := v.split(present, want)
+	for _, r := range wrong {
+		switch c := v.convert(r); {
+		case c.Lost, c.Target == want.Target:
+		case c.Foreign:
+			return fmt.Errorf("route %s to %s with the description %q belongs to another program or cluster: remove it, or choose another Network", r.Name, c.Target, r.Description)
+		case !replace:
+			return cloud.ErrExists
+		}
+	}
+	old := slices.DeleteFunc(slices.Clone(wrong), func(r route) bool { return v.convert(r).Foreign })
+	if right {
+		return v.delete(ctx, old)
+	}
+	priority := defaultPriority
+	for _, r := range wrong {
+		priority = min(priority, r.Priority-1)
+	}
+	if priority < 0 {
+		return fmt.Errorf("a route to %s in %s has the priority 0, which no other route can precede: remove it", want.Dst, v.table)
+	}
+	err = v.insert(ctx, want, priority)
+	if _, full := errors.AsType[*cloud.QuotaError](err); full && len(old) > 0 {
+		if err := v.delete(ctx, old); err != nil {
+			return err
+		}
+		return v.insert(ctx, want, priority)
+	}
+	if err != nil {
+		return err
+	}
+	return v.delete(ctx, old)
+}
+
+// split reports whether one of the present routes is wanted and preferred to all others. It
+// returns the other ones.
+func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route) {
+	slices.SortStableFunc(present, func(a, b route) int { return a.Priority - b.Priority })
+	if len(present) > 0 && v.convert(present[0]) == want && (len(present) == 1 || present[1].Priority > present[0].Priority) {
+		return true, present[1:]
+	}
+	return false, present
+}
+
+// insert inserts a route.
+func (v *vpc) insert(ctx context.Context, want cloud.Route, priority int) error {
+	inside := v.networks[0]
+	for _, n := range v.networks {
+		if prefix.Contains(n, want.Dst) {
+			inside = n
+		}
+	}
+	zone, name, _ := strings.Cut(want.Target, "/")
+	project := "projects/" + v.api.project + "/"
+	r := route{
+		Description: description(v.cluster, inside), DestRange: want.Dst.String(), Priority: priority,
+		Network: project + "global/networks/" + v.table, Instance: project + instancePath(zone, name),
+	}
+	r.Name = r.name(v.cluster)
+	err := v.api.change(ctx, v.api.at("routes.insert", http.MethodPost, "global/routes", r))
+	if quota, ok := errors.AsType[*cloud.QuotaError](err); ok {
+		return fmt.Errorf("routes.insert: %w", &cloud.QuotaError{Table: v.table, Limit: quota.Limit, Quota: quota.Quota})
+	}
+	if isStatus(err, http.StatusConflict) { // another call is in progress, or the list is older than the last one
+		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, err)
+	}
+	return err
+}
+
+// delete deletes routes by their names.
+func (v *vpc) delete(ctx context.Context, routes []route) error {
+	for _, r := range routes {
+		err := v.api.change(ctx, v.api.at("routes.delete", http.MethodDelete, "global/routes/"+r.Name, nil))
+		if err != nil && !isStatus(err, http.StatusNotFound) {
+			return err
+		}
+	}
+	return nil
+}
+
+// Remove implements cloud.Cloud.
+func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
+	present, err := v.to(ctx, r.Dst)
+	if err != nil {
+		return err
+	}
+	return v.delete(ctx, slices.DeleteFunc(present, func(have route) bool { return have.target() != r.Target || v.convert(have).Foreign }))
+}
+
+// Addresses implements cloud.Cloud. A host is an instance.
+func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
+	hosts := map[string][]netip.Addr{}
+	for _, t := range targets {
+		zone, name, ok := strings.Cut(t, "/")
+		if !ok {
+			continue
+		}
+		i, err := v.api.get(ctx, zone, name)
+		switch {
+		case err == nil:
+			hosts[t] = i.addresses()
+		case !isStatus(err, http.StatusNotFound):
+			return nil, err
+		}
+	}
+	return hosts, nil
+}
+
+// Check implements cloud.Cloud.
+func (v *vpc) Check(ctx context.Context) error {
+	api, err := v.find(ctx)
+	if err != nil {
+		return err
+	}
+	if err := api.checkScopes(ctx); err != nil {
+		return err
+	}
+	if err := v.checkPermissions(ctx); err != nil {
+		return err
+	}
+	if _, err := v.Join(ctx); err != nil {
+		return err
+	}
+	tables, err := v.Tables(ctx)
+	if err != nil {
+		return err
+	}
+	return v.checkRanges(tables)
+}
+
+// checkPermissions returns an error that names all permissions that this host needs and lacks. Not
+// every host can ask about those of the project.
+func (v *vpc) checkPermissions(ctx context.Context) error {
+	self := v.api.at("", "", instancePath(v.api.zone, v.api.instance), nil).url
+	missing, err := v.api.lacks(ctx, "instances.testIamPermissions", self+"/testIamPermissions", "compute.instances.get", "compute.instances.use")
+	if err != nil {
+		return err
+	}
+	project := strings.TrimSuffix(v.api.manager, "/") + "/v3/projects/" + v.api.project + ":testIamPermissions"
+	more, err := v.api.lacks(ctx, "projects.testIamPermissions", project,
+		"compute.routes.list", "compute.routes.create", "compute.routes.delete", "compute.networks.updatePolicy", "compute.globalOperations.get")
+	if err != nil {
+		klog.FromContext(ctx).Info("cannot check the permissions in the project: a call will name a missing one", "reason", err.Error())
+	}
+	if missing = append(missing, more...); len(missing) > 0 {
+		return &cloud.MissingError{Permissions: missing, Page: page}
+	}
+	return nil
+}
+
+// checkRanges returns an error if a network overlaps a range of the VPC network, where Google
+// refuses routes.
+func (v *vpc) checkRanges(tables []cloud.Table) error {
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			for _, n := range v.networks {
+				if r.Target == localTarget && r.Dst.Overlaps(n) {
+					return fmt.Errorf("the network %s overlaps %s of the VPC network %s, where Google allows no routes to instances: choose another Network or IPv6Network", n, r.Dst, v.table)
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gce
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// config is the Backend object of the network configuration.
+type config struct {
+	Cluster string // name of the cluster in the descriptions of its routes, such as "blue"; hosts replace and remove only routes of their own cluster
+}
+
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
+func Defaults() any { return config{} }
+
+func parseConfig(raw json.RawMessage) (config, []string, error) {
+	var c config
+	warnings, err := subnet.DecodeBackend(raw, &c)
+	if err != nil {
+		return c, nil, err
+	}
+	if c.Cluster != "" && !regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(c.Cluster) {
+		return c, nil, fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(c.Cluster))
+	}
+	secrets, err := cloud.SecretKeys(raw)
+	return c, append(warnings, secrets...), err
+}

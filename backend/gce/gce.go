@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package gce lets the routers of a VPC network of Google Cloud carry the packets of pods. Each
+// host has a static route to its subnet. There is no tunnel.
+//
+//   - gce.go creates the backend.CloudBackend. config.go is the Backend object of the configuration.
+//   - compute.go implements cloud.Cloud. routes.go decides whose a route is, and how it is named; it
+//     is pure.
+//   - rest.go makes the calls of the Compute API, and sorts their errors.
+//   - metadata.go asks the metadata service for the instance and for tokens.
+package gce
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// Type is the backend's name in the configuration.
+const Type = "gce"
+
+// New is the backend's factory.
+func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	calls := &cloud.Calls{}
+	v := &vpc{
+		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
+		connect: func(ctx context.Context) (*client, error) { return connect(ctx, calls) },
+	}
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls}, warnings, nil
+}

@@ -1,0 +1,510 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gce
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/gce/gcetest"
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+var (
+	own4, own6 = netip.MustParseAddr("192.168.77.1"), netip.MustParseAddr("fd00:77::1")
+	peer4      = netip.MustParseAddr("192.168.77.2")
+	dst        = netip.MustParsePrefix("10.5.1.0/24")
+)
+
+const (
+	self = gcetest.Zone + "/host-1"
+	peer = gcetest.Zone + "/host-2"
+)
+
+// open returns a cloud with two instances, and makes this process the first of them: the
+// metadata service and the APIs are those of the test.
+func open(t *testing.T) *gcetest.Server {
+	t.Helper()
+	s := gcetest.New()
+	s.AddInstance(1, own4, own6)
+	s.AddInstance(2, peer4)
+	api := serve(t, s)
+	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", api+"/compute/v1/")
+	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER", api)
+	t.Setenv("GCE_METADATA_HOST", strings.TrimPrefix(serve(t, s.Metadata("host-1")), "http://"))
+	return s
+}
+
+func serve(t *testing.T, h http.Handler) string {
+	t.Helper()
+	server := httptest.NewServer(h)
+	t.Cleanup(server.Close)
+	return server.URL
+}
+
+// newBackend returns a backend with that Backend object, on a dual-stack host.
+func newBackend(t *testing.T, raw string) *backend.CloudBackend {
+	t.Helper()
+	b, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4, prefix.IPv6))
+	if err != nil || len(warnings) > 0 {
+		t.Fatalf("warnings %q, error %v", warnings, err)
+	}
+	return b.(*backend.CloudBackend)
+}
+
+// joined returns the cloud of a host that has joined it.
+func joined(t *testing.T, raw string) cloud.Cloud {
+	t.Helper()
+	c := newBackend(t, raw).Cloud
+	if target, err := c.Join(t.Context()); err != nil || target != self {
+		t.Fatalf("target %q, error %v", target, err)
+	}
+	return c
+}
+
+func routeTo(target string) cloud.Route {
+	return cloud.Route{Table: gcetest.Network, Dst: dst, Target: target, ByCall: true}
+}
+
+// to returns a route of the API to an instance.
+func to(name, description string, number, priority int) gcetest.Route {
+	return gcetest.Route{
+		Name: name, Description: description, Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: priority,
+		Instance: fmt.Sprintf("projects/%s/zones/%s/instances/host-%d", gcetest.Project, gcetest.Zone, number),
+	}
+}
+
+// seen returns the routes to dst that the cloud shows.
+func seen(t *testing.T, c cloud.Cloud) (all []cloud.Route) {
+	t.Helper()
+	tables, err := c.Tables(t.Context())
+	if err != nil || len(tables) != 1 {
+		t.Fatalf("tables %v, error %v", tables, err)
+	}
+	for _, r := range tables[0].Routes {
+		if r.Dst == dst {
+			all = append(all, r)
+		}
+	}
+	return all
+}
+
+// expectOnly expects that there is one route to dst, to host 1 or 2.
+func expectOnly(t *testing.T, s *gcetest.Server, number int) {
+	t.Helper()
+	all := s.RoutesTo(gcetest.Network, dst)
+	if len(all) != 1 || !strings.HasSuffix(all[0].Instance, fmt.Sprintf("/host-%d", number)) {
+		t.Errorf("routes %+v, want one to host %d", all, number)
+	}
+}
+
+// TestSuite runs the suite twice, because a quota may refuse a call, or end its operation.
+func TestSuite(t *testing.T) {
+	for name, late := range map[string]bool{"refused calls": false, "failing operations": true} {
+		t.Run(name, func(t *testing.T) { testSuite(t, late) })
+	}
+}
+
+func testSuite(t *testing.T, lateQuota bool) {
+	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
+		s := open(t)
+		s.SetPageSize(1)
+		return cloudtest.Fixture{
+			Cloud: newBackend(t, `{"Type":"gce"}`).Cloud, Table: gcetest.Network, Peer: peer, PeerAddress: peer4,
+			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoutes(gcetest.Network, dst) },
+			EndPeer:      func() { s.Delete("host-2") },
+			SetQuota:     func(n int) { s.SetQuota(n, lateQuota) },
+			Deny:         func() { s.Deny("compute.routes.create", true) },
+			Throttle:     s.Throttle,
+			SetAway:      s.SetAway,
+			Gaps:         s.Gaps,
+		}
+	})
+}
+
+// TestReplace replaces a route to another host. At no time there may be no route, or two routes
+// that share the packets.
+func TestReplace(t *testing.T) {
+	for name, was := range map[string]gcetest.Route{
+		"a route of flanneld":              to("flannel-10-5-1-0-24-0a0a0a0a", "flanneld cluster= network=10.5.0.0/16", 2, 1000),
+		"a route of a former Network":      to("flannel-10-5-1-0-24-0a0a0a0a", "flanneld cluster= network=10.0.0.0/8", 2, 1000),
+		"a route that has replaced one":    to("flannel-10-5-1-0-24-0a0a0a0a", "flanneld cluster= network=10.5.0.0/16", 2, 990),
+		"a route of flannel":               to("flannel-10-5-1-0-24", "", 2, 1000),
+		"a route with a high number":       to("flannel-10-5-1-0-24", "", 2, 5000),
+		"a route to an instance that ends": to("flannel-10-5-1-0-24", "", 9, 1000),
+	} {
+		s := open(t)
+		s.AddRoute(was)
+		c := joined(t, `{}`)
+		if err := c.Put(t.Context(), routeTo(self), true); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		expectOnly(t, s, 1)
+		if s.Gaps() > 0 || s.Shared() > 0 {
+			t.Errorf("%s: %d gaps, %d times two routes with the same priority, want none", name, s.Gaps(), s.Shared())
+		}
+		if got := seen(t, c); len(got) != 1 || got[0] != routeTo(self) {
+			t.Errorf("%s: routes %v, want the one that was put", name, got)
+		}
+	}
+}
+
+// TestReplaceInAFullNetwork has no place for a second route to the same destination.
+func TestReplaceInAFullNetwork(t *testing.T) {
+	s := open(t)
+	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
+	s.SetQuota(1, false)
+	c := joined(t, `{}`)
+	if err := c.Put(t.Context(), routeTo(self), true); err != nil {
+		t.Error(err)
+	}
+	expectOnly(t, s, 1)
+	err := c.Put(t.Context(), cloud.Route{Table: gcetest.Network, Dst: netip.MustParsePrefix("10.5.2.0/24"), Target: self, ByCall: true}, false)
+	if quota, ok := errors.AsType[*cloud.QuotaError](err); !ok || quota.Quota != "ROUTES" || quota.Limit != 1 || !strings.Contains(err.Error(), "table network-a has reached its limit of 1 routes, quota ROUTES") {
+		t.Errorf("error %v, want one that names quota, limit and network", err)
+	}
+}
+
+// TestInterruptedReplacement ends between the insertion and the deletion. The next comparison
+// must end the work.
+func TestInterruptedReplacement(t *testing.T) {
+	s := open(t)
+	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
+	s.Deny("compute.routes.delete", true)
+	c := joined(t, `{}`)
+	if err := c.Put(t.Context(), routeTo(self), true); err == nil || !strings.Contains(err.Error(), "permission compute.routes.delete is missing") {
+		t.Errorf("error %v, want one about the permission", err)
+	}
+	if got := seen(t, c); len(got) != 2 {
+		t.Errorf("routes %v, want both", got)
+	}
+	if i := s.Forwarding(gcetest.Network)[dst]; i.Name != "host-1" {
+		t.Errorf("packets go to %s, want host-1", i.Name)
+	}
+	s.Deny("compute.routes.delete", false)
+	before := s.Writes()
+	if err := c.Put(t.Context(), routeTo(self), true); err != nil {
+		t.Error(err)
+	}
+	expectOnly(t, s, 1)
+	if n := s.Writes() - before; n != 1 {
+		t.Errorf("%d calls, want only a deletion", n)
+	}
+}
+
+// TestForeignRoutes has routes of other programs, clusters and networks, which must stay.
+func TestForeignRoutes(t *testing.T) {
+	other := to("flannel-10-5-1-0-24", "", 2, 1000)
+	other.Network = gcetest.NetworkURL("network-b")
+	tagged := to("tagged", "flanneld cluster= network=10.5.0.0/16", 2, 900)
+	tagged.Tags = []string{"some"}
+	for name, test := range map[string]struct {
+		route gcetest.Route
+		err   string
+	}{
+		"another VPC network":      {other, ""},
+		"for some instances":       {tagged, ""},
+		"another cluster":          {to("x", "flanneld cluster=blue network=10.5.0.0/16", 2, 1000), `route x to zone-a/host-2 with the description "flanneld cluster=blue network=10.5.0.0/16" belongs to another program or cluster`},
+		"another program":          {to("kubernetes-1", "k8s-node-route", 2, 1000), `"k8s-node-route" belongs to another program`},
+		"a name like that of us":   {to("flannel-10-5-2-0-24", "", 2, 1000), "belongs to another program"},
+		"one that leads nowhere":   {to("x", "k8s-node-route", 9, 1000), ""},
+		"one with priority 0":      {to("x", "k8s-node-route", 9, 0), "has the priority 0"},
+		"preferred to one of ours": {to("x", "k8s-node-route", 2, 10), "belongs to another program"},
+	} {
+		s := open(t)
+		c := joined(t, `{}`)
+		if strings.HasPrefix(name, "preferred") {
+			if err := c.Put(t.Context(), routeTo(self), false); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s.AddRoute(test.route)
+		err := c.Put(t.Context(), routeTo(self), true)
+		if test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
+			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+		if got := seen(t, c); test.err == "" != slices.Contains(got, routeTo(self)) {
+			t.Errorf("%s: routes %v", name, got)
+		}
+		for _, target := range []string{self, peer} {
+			if err := c.Remove(t.Context(), routeTo(target)); err != nil {
+				t.Error(err)
+			}
+		}
+		network := test.route.Network[strings.LastIndex(test.route.Network, "/")+1:]
+		if left := s.RoutesTo(network, dst); len(left) != 1 || left[0].Name != test.route.Name {
+			t.Errorf("%s: %+v is left, want the route of the other", name, left)
+		}
+	}
+}
+
+// TestAdoption expects that a route that leads to this host stays, even if another program has made
+// it.
+func TestAdoption(t *testing.T) {
+	for _, r := range []gcetest.Route{to("flannel-10-5-1-0-24", "", 1, 1000), to("by-hand", "made by an operator", 1, 700)} {
+		s := open(t)
+		s.AddRoute(r)
+		c := joined(t, `{"Cluster":"blue"}`)
+		if got := seen(t, c); len(got) != 1 || got[0] != routeTo(self) {
+			t.Errorf("%s: routes %v, want a right one", r.Name, got)
+		}
+		if err := c.Put(t.Context(), routeTo(self), false); err != nil || s.Writes() > 0 {
+			t.Errorf("%s: error %v, %d writes, want none", r.Name, err, s.Writes())
+		}
+	}
+}
+
+// TestNames puts the same route in two VPC networks, and for two clusters. Names are unique in a
+// project.
+func TestNames(t *testing.T) {
+	seen := map[string]bool{}
+	six := netip.MustParsePrefix("fd00:1111:2222:3333:4444:5555:6666:7777/128")
+	for _, network := range []string{"a", "b"} {
+		for _, cluster := range []string{"", "blue"} {
+			for _, priority := range []int{1000, 999} {
+				for _, dst := range []netip.Prefix{dst, six} {
+					name := route{Network: network, Instance: "i", DestRange: dst.String(), Priority: priority}.name(cluster)
+					if seen[name] || len(name) > 63 {
+						t.Errorf("the name %s is too long or exists twice", name)
+					}
+					seen[name] = true
+				}
+			}
+		}
+	}
+}
+
+func TestDescription(t *testing.T) {
+	s := open(t)
+	if err := joined(t, `{"Cluster":"blue"}`).Put(t.Context(), routeTo(self), false); err != nil {
+		t.Fatal(err)
+	}
+	r := s.RoutesTo(gcetest.Network, dst)[0]
+	if r.Description != "flanneld cluster=blue network=10.5.0.0/16" || !strings.HasPrefix(r.Name, "flannel-10-5-1-0-24-") || r.Priority != 1000 {
+		t.Errorf("route %+v", r)
+	}
+}
+
+func TestCheckNamesEveryMissingPermission(t *testing.T) {
+	all := []string{
+		"compute.instances.get", "compute.instances.use", "compute.routes.list", "compute.routes.create", "compute.routes.delete",
+		"compute.networks.updatePolicy", "compute.globalOperations.get",
+	}
+	s := open(t)
+	for _, p := range all {
+		s.Deny(p, true)
+	}
+	err := newBackend(t, `{}`).Cloud.Check(t.Context())
+	missing, ok := errors.AsType[*cloud.MissingError](err)
+	if !ok || !slices.Equal(missing.Permissions, all) || s.Writes() > 0 {
+		t.Errorf("error %v, want all permissions named, and no call that changes something", err)
+	}
+	// Without the Resource Manager API, a call names the permission.
+	s.DisableManager()
+	for _, p := range all {
+		s.Deny(p, p == "compute.routes.list")
+	}
+	err = newBackend(t, `{}`).Cloud.Check(t.Context())
+	if missing, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(missing.Permissions, []string{"compute.routes.list"}) {
+		t.Errorf("error %v, want the permission named", err)
+	}
+	s.Deny("compute.routes.list", false)
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestRefusedHosts has instances that cannot use the backend.
+func TestRefusedHosts(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*gcetest.Instance)
+		err    string
+	}{
+		"cannot forward":     {func(i *gcetest.Instance) { i.CanIPForward = false }, "instance zone-a/host-1 cannot forward packets of pods, because its canIpForward is off"},
+		"no service account": {func(i *gcetest.Instance) { i.Scopes = nil }, "the instance has no service account"},
+		"no scope":           {func(i *gcetest.Instance) { i.Scopes = []string{"https://www.googleapis.com/auth/compute.readonly"} }, "permission https://www.googleapis.com/auth/compute is missing"},
+		"a shared network":   {func(i *gcetest.Instance) { i.Network = "999/shared" }, "the VPC network shared is shared by project 999"},
+		"another address":    {func(i *gcetest.Instance) { i.Addresses = []netip.Addr{peer4} }, "the metadata service does not know [192.168.77.1 fd00:77::1]"},
+	} {
+		s := open(t)
+		i := s.Instances()[0]
+		test.change(&i)
+		s.SetInstance(i)
+		err := newBackend(t, `{}`).Cloud.Check(t.Context())
+		if err == nil || !strings.Contains(err.Error(), test.err) || cloud.Transient(err) {
+			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+	}
+}
+
+func TestCheckRefusesTheRangeOfTheNetwork(t *testing.T) {
+	open(t)
+	env := backendtest.Env(1500, prefix.IPv4)
+	env.Config.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("192.168.128.0/17")}}
+	b, _, err := New([]byte(`{}`), env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = b.Claim(t.Context(), subnet.Claim{})
+	if err == nil || !strings.Contains(err.Error(), "192.168.128.0/17 overlaps 192.168.0.0/16 of the VPC network network-a") {
+		t.Errorf("error %v, want one that names both ranges", err)
+	}
+}
+
+// TestLongOperation expects that a change is awaited.
+func TestLongOperation(t *testing.T) {
+	s := open(t)
+	s.SetDelay(600 * time.Millisecond)
+	c := joined(t, `{}`)
+	begin := time.Now()
+	if err := c.Put(t.Context(), routeTo(self), false); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(begin); took < 600*time.Millisecond {
+		t.Errorf("put has returned after %v, before the operation was done", took)
+	}
+	expectOnly(t, s, 1)
+	s.SetDelay(time.Hour)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	if err := c.Put(ctx, routeTo(peer), true); !cloud.Transient(err) || !strings.Contains(err.Error(), "has not ended") {
+		t.Errorf("error %v, want one about the operation", err)
+	}
+	if err := c.Put(t.Context(), routeTo(peer), false); !errors.Is(err, cloud.ErrExists) {
+		t.Errorf("error %v, want ErrExists", err)
+	}
+}
+
+// TestNewToken makes the token of the client invalid before its time.
+func TestNewToken(t *testing.T) {
+	s := open(t)
+	c := joined(t, `{}`)
+	s.RotateToken()
+	if _, err := c.Tables(t.Context()); err != nil {
+		t.Error(err)
+	}
+	for _, call := range s.Calls() {
+		if call.Reason != "" && call.Reason != "authError" {
+			t.Errorf("call %+v", call)
+		}
+	}
+}
+
+// TestRedirect expects that tokens go to no other server.
+func TestRedirect(t *testing.T) {
+	s := open(t)
+	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", serve(t, http.RedirectHandler(os.Getenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"), http.StatusTemporaryRedirect)))
+	err := newBackend(t, `{}`).Cloud.Check(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "307") || len(s.Calls()) > 0 {
+		t.Errorf("error %v, calls %v, want none and an error with the status", err, s.Calls())
+	}
+}
+
+// TestEndlessPages has a server whose pages refer to themselves.
+func TestEndlessPages(t *testing.T) {
+	open(t)
+	c := joined(t, `{}`)
+	c.(*vpc).api.compute = serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"nextPageToken":"again"}`) }))
+	if _, err := c.Tables(t.Context()); err == nil || !strings.Contains(err.Error(), "refers to itself") {
+		t.Errorf("error %v, want one about the pages", err)
+	}
+}
+
+// TestErrors sorts errors in the forms that Google's APIs have.
+func TestErrors(t *testing.T) {
+	for text, want := range map[string]struct {
+		status int
+		err    string
+		result string // the error that it is
+	}{
+		`{"error":{"code":403,"message":"Required 'compute.networks.updatePolicy' permission for 'x'","errors":[{"reason":"forbidden"}]}}`:                                                                                         {403, "permission compute.networks.updatePolicy is missing", "denied"},
+		`{"error":{"code":403,"message":"No.","status":"PERMISSION_DENIED"}}`:                                                                                                                                                      {403, "permission compute.routes.create is missing", "denied"},
+		`{"error":{"code":403,"message":"Request had insufficient authentication scopes.","errors":[{"reason":"insufficientPermissions"}],"status":"PERMISSION_DENIED","details":[{"reason":"ACCESS_TOKEN_SCOPE_INSUFFICIENT"}]}}`: {403, "permission https://www.googleapis.com/auth/compute is missing", "denied"},
+		`{"error":{"code":403,"message":"Rate Limit Exceeded","errors":[{"reason":"rateLimitExceeded"}]}}`:                                                                                                                         {403, "too many (rateLimitExceeded)", "throttled"},
+		`{"error":{"code":403,"message":"Quota exceeded","details":[{"reason":"RATE_LIMIT_EXCEEDED"}]}}`:                                                                                                                           {403, "too many", "throttled"},
+		`{"error":{"code":403,"message":"Quota 'ROUTES' exceeded.  Limit: 250.0 globally.","errors":[{"reason":"quotaExceeded"}]}}`:                                                                                                {403, "its limit of 250 routes, quota ROUTES", "quota"},
+		`{"error":{"code":400,"message":"The resource is not ready","errors":[{"reason":"resourceNotReady"}]}}`:                                                                                                                    {400, "does not answer", "unavailable"},
+		`{"error":{"code":403,"message":"API has not been used in project","errors":[{"reason":"accessNotConfigured"}]}}`:                                                                                                          {403, "403 accessNotConfigured: API has not been used", "failed"},
+		`<html>proxy</html>`: {502, "the cloud does not answer: 502 Bad Gateway", "unavailable"},
+		``:                   {429, "too many", "throttled"},
+		`{}`:                 {404, "404 Not Found", "failed"},
+	} {
+		err := classify("routes.insert", decodeError(want.status, []byte(text)))
+		var calls cloud.Calls
+		calls.Count("x", err)
+		if !strings.Contains(err.Error(), want.err) || calls.Counts()[0].Result != want.result {
+			t.Errorf("%s: %v (%s), want %q (%s)", text, err, calls.Counts()[0].Result, want.err, want.result)
+		}
+	}
+}
+
+// TestSecretsAreNeverShown makes calls fail in many ways, and searches errors and log for the
+// token of the host.
+func TestSecretsAreNeverShown(t *testing.T) {
+	var out bytes.Buffer
+	log := textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&out), textlogger.Verbosity(10)))
+	for _, fault := range []func(*gcetest.Server){
+		func(*gcetest.Server) {},
+		func(s *gcetest.Server) { s.SetAway(true) },
+		func(s *gcetest.Server) { s.Deny("compute.instances.get", true) },
+		func(s *gcetest.Server) { s.Delete("host-1") },
+		func(*gcetest.Server) { t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "http://127.0.0.1:1") },
+		func(*gcetest.Server) { // a proxy that answers with what it got
+			t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				http.Error(w, r.Header.Get("Authorization"), http.StatusBadGateway)
+			})))
+		},
+	} {
+		s := open(t)
+		fault(s)
+		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), log), 2*time.Second)
+		b := newBackend(t, `{}`)
+		_, err := b.Claim(ctx, subnet.Claim{})
+		_, joined := b.Cloud.Join(ctx)
+		cancel()
+		log.Info("results", "claim", err, "join", joined, "calls", b.Calls.Counts())
+	}
+	if strings.Contains(out.String(), gcetest.Token) {
+		t.Errorf("the log contains the token:\n%s", out.String())
+	}
+	if !strings.Contains(out.String(), "permission compute.instances.get is missing") || !strings.Contains(out.String(), "502") {
+		t.Errorf("the faults are not in the log:\n%s", out.String())
+	}
+}
+
+func TestConfig(t *testing.T) {
+	for raw, want := range map[string]struct{ err, warning string }{
+		`{"Type":"gce"}`:                {},
+		`{"Cluster":"blue-1"}`:          {},
+		`{"Cluster":"Blue"}`:            {err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
+		`{"Cluster":"a b"}`:             {err: `Backend.Cluster is "a b"`},
+		`{"Cluster":7}`:                 {err: "Cluster"},
+		`{"Clutser":"a"}`:               {warning: `unknown key "Clutser" is ignored; the nearest known key is "Cluster"`},
+		`{"AccessToken":"very-secret"}`: {warning: `key "AccessToken" may contain a secret`},
+	} {
+		_, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4))
+		all := strings.Join(warnings, "; ")
+		if want.err == "" && err != nil || want.err != "" && (err == nil || !strings.Contains(err.Error(), want.err)) ||
+			!strings.Contains(all, want.warning) || want.warning == "" && all != "" || strings.Contains(all, "very-secret") {
+			t.Errorf("%s: warnings %q, error %v, want %+v", raw, warnings, err, want)
+		}
+	}
+}

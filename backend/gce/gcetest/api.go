@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gcetest
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"path"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// failure is an error of a Google API.
+type failure struct {
+	status          int
+	reason, message string
+}
+
+func failed(status int, reason, format string, args ...any) *failure {
+	return &failure{status, reason, fmt.Sprintf(format, args...)}
+}
+
+// ServeHTTP implements http.Handler: the Compute API below /compute/v1/, and the call of the
+// Resource Manager API that asks for permissions.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.settle()
+	name, parts := nameOf(r)
+	answer, f := s.answer(r, name, parts)
+	call := Call{Name: name}
+	w.Header().Set("Content-Type", "application/json; charset=UTF-8")
+	if f != nil {
+		call.Reason = f.reason
+		w.WriteHeader(f.status)
+		answer = map[string]any{"error": map[string]any{
+			"code": f.status, "message": f.message, "errors": []any{map[string]string{"message": f.message, "domain": "global", "reason": f.reason}},
+		}}
+	}
+	s.calls = append(s.calls, call)
+	_ = json.NewEncoder(w).Encode(answer)
+}
+
+// nameOf returns the name of a call, and the parts of its path behind the project.
+func nameOf(r *http.Request) (name string, parts []string) {
+	if r.URL.Path == "/v3/projects/"+Project+":testIamPermissions" && r.Method == http.MethodPost {
+		return "projects.testIamPermissions", nil
+	}
+	rest, ok := strings.CutPrefix(r.URL.Path, "/compute/v1/projects/"+Project+"/")
+	if !ok {
+		return "", nil
+	}
+	parts = strings.Split(rest, "/")
+	in := func(method string, shape ...string) bool {
+		for i, want := range shape {
+			if len(parts) != len(shape) || want != "*" && parts[i] != want {
+				return false
+			}
+		}
+		return r.Method == method
+	}
+	switch {
+	case in(http.MethodGet, "zones", Zone, "instances", "*"):
+		name = "instances.get"
+	case in(http.MethodPost, "zones", Zone, "instances", "*", "testIamPermissions"):
+		name = "instances.testIamPermissions"
+	case in(http.MethodGet, "global", "routes"):
+		name = "routes.list"
+	case in(http.MethodPost, "global", "routes"):
+		name = "routes.insert"
+	case in(http.MethodDelete, "global", "routes", "*"):
+		name = "routes.delete"
+	case in(http.MethodGet, "global", "operations", "*"):
+		name = "globalOperations.get"
+	}
+	return name, parts
+}
+
+// permissions returns those that a call needs.
+func permissions(name string) []string {
+	return map[string][]string{
+		"instances.get":        {"compute.instances.get"},
+		"routes.list":          {"compute.routes.list"},
+		"routes.insert":        {"compute.routes.create", "compute.networks.updatePolicy", "compute.instances.use"},
+		"routes.delete":        {"compute.routes.delete", "compute.networks.updatePolicy"},
+		"globalOperations.get": {"compute.globalOperations.get"},
+	}[name]
+}
+
+// answer returns the answer to a call.
+func (s *Server) answer(r *http.Request, name string, parts []string) (any, *failure) {
+	switch {
+	case s.away:
+		return nil, failed(http.StatusServiceUnavailable, "backendError", "The service is currently unavailable.")
+	case r.Header.Get("Authorization") != "Bearer "+s.bearer():
+		return nil, failed(http.StatusUnauthorized, "authError", "Request had invalid authentication credentials.")
+	case name == "":
+		return nil, failed(http.StatusNotFound, "notFound", "%s %s was not found", r.Method, r.URL.Path)
+	case s.throttled > 0:
+		s.throttled--
+		return nil, failed(http.StatusForbidden, "rateLimitExceeded", "Quota exceeded for quota metric 'Queries' and limit 'Queries per minute' of service 'compute.googleapis.com'.")
+	case name == "projects.testIamPermissions" && s.noManager:
+		return nil, failed(http.StatusForbidden, "accessNotConfigured", "Cloud Resource Manager API has not been used in project %s before or it is disabled.", Number)
+	}
+	for _, p := range permissions(name) {
+		if s.denied[p] {
+			return nil, failed(http.StatusForbidden, "forbidden", "Required '%s' permission for '%s'", p, strings.TrimPrefix(r.URL.Path, "/compute/v1/"))
+		}
+	}
+	last := ""
+	if len(parts) > 0 {
+		last = parts[len(parts)-1]
+	}
+	switch name {
+	case "projects.testIamPermissions", "instances.testIamPermissions":
+		return s.testPermissions(r)
+	case "instances.get":
+		return s.getInstance(last)
+	case "routes.list":
+		return s.listRoutes(r)
+	case "routes.insert":
+		return s.insert(r)
+	case "routes.delete":
+		return s.delete(last)
+	default:
+		return s.getOperation(last)
+	}
+}
+
+func (s *Server) testPermissions(r *http.Request) (any, *failure) {
+	var asked struct {
+		Permissions []string `json:"permissions"`
+	}
+	if err := json.NewDecoder(r.Body).Decode(&asked); err != nil {
+		return nil, failed(http.StatusBadRequest, "badRequest", "%v", err)
+	}
+	asked.Permissions = slices.DeleteFunc(asked.Permissions, func(p string) bool { return s.denied[p] })
+	return asked, nil
+}
+
+func (s *Server) getInstance(name string) (any, *failure) {
+	i, ok := s.instances[name]
+	if !ok {
+		return nil, failed(http.StatusNotFound, "notFound", "The resource '%s' was not found", Instance{Name: name}.url())
+	}
+	n := map[string]any{"name": "nic0", "network": "https://www.googleapis.com/compute/v1/" + NetworkURL(i.Network)}
+	for _, a := range i.Addresses {
+		n[map[bool]string{true: "networkIP", false: "ipv6Address"}[a.Is4()]] = a.String()
+	}
+	status := map[bool]string{true: "TERMINATED", false: "RUNNING"}[i.Stopped]
+	return map[string]any{"name": name, "status": status, "canIpForward": i.CanIPForward, "networkInterfaces": []any{n}}, nil
+}
+
+// condition is a part of a filter.
+func condition() *regexp.Regexp { return regexp.MustCompile(`^\((network|destRange) eq "([^"]*)"\)$`) }
+
+func (s *Server) listRoutes(r *http.Request) (any, *failure) {
+	var matching []Route
+	conditions := strings.SplitAfter(r.FormValue("filter"), ") ")
+	for _, route := range s.routes {
+		wanted := true
+		for _, text := range conditions {
+			c := condition().FindStringSubmatch(strings.TrimSpace(text))
+			if c == nil {
+				return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
+			}
+			value := map[string]string{"network": "https://www.googleapis.com/compute/v1/" + route.Network, "destRange": route.DestRange}[c[1]]
+			ok, err := regexp.MatchString("^("+c[2]+")$", value)
+			if err != nil {
+				return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
+			}
+			wanted = wanted && ok
+		}
+		if !wanted {
+			continue
+		}
+		if w := s.warning(route); w != "" {
+			route.Warnings = []Warning{{w}}
+		}
+		for _, url := range []*string{&route.Network, &route.Instance, &route.Gateway, &route.LocalNet} {
+			if *url != "" {
+				*url = "https://www.googleapis.com/compute/v1/" + *url
+			}
+		}
+		matching = append(matching, route)
+	}
+	begin, _ := strconv.Atoi(r.FormValue("pageToken"))
+	size, err := strconv.Atoi(cmp.Or(r.FormValue("maxResults"), "500"))
+	if err != nil || size > 500 {
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'maxResults'.")
+	}
+	end := min(begin+min(size, s.pageSize), len(matching))
+	answer := map[string]any{"kind": "compute#routeList", "items": matching[min(begin, end):end]}
+	if end < len(matching) {
+		answer["nextPageToken"] = strconv.Itoa(end)
+	}
+	return answer, nil
+}
+
+func (s *Server) insert(r *http.Request) (any, *failure) {
+	var route Route
+	decoder := json.NewDecoder(r.Body)
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&route); err != nil {
+		return nil, failed(http.StatusBadRequest, "badRequest", "%v", err)
+	}
+	dst, err := netip.ParsePrefix(route.DestRange)
+	target, exists := s.instances[path.Base(route.Instance)]
+	switch {
+	case !regexp.MustCompile(`^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(route.Name):
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'resource.name': '%s'.", route.Name)
+	case err != nil || dst != dst.Masked():
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'resource.destRange': '%s'.", route.DestRange)
+	case prefixInside(dst, NetworkRange()):
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'resource.destRange': '%s'. %s hides the reserved address space for network (%s).", dst, dst, NetworkRange())
+	case route.Priority < 0 || route.Priority > 65535 || route.Type != "" || route.Warnings != nil:
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for a field of 'resource'.")
+	case !exists || route.Instance != target.url():
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'resource.nextHopInstance': '%s'. The referenced instance resource cannot be found.", route.Instance)
+	case slices.ContainsFunc(s.routes, func(have Route) bool { return have.Name == route.Name }):
+		return nil, failed(http.StatusConflict, "alreadyExists", "The resource 'projects/%s/global/routes/%s' already exists", Project, route.Name)
+	}
+	network := path.Base(route.Network)
+	full := func() *failure {
+		if s.count(network) >= s.quota {
+			return failed(http.StatusForbidden, "quotaExceeded", "Quota 'ROUTES' exceeded.  Limit: %d.0 globally.", s.quota)
+		}
+		return nil
+	}
+	if f := full(); f != nil && !s.lateQuota {
+		return nil, f
+	}
+	route.Type = "STATIC"
+	return s.begin(func() *failure {
+		if f := full(); f != nil {
+			f.reason = "QUOTA_EXCEEDED"
+			return f
+		}
+		s.routes = append(s.routes, route)
+		return nil
+	}), nil
+}
+
+// prefixInside reports whether p is equal to outer or a part of it.
+func prefixInside(p, outer netip.Prefix) bool {
+	return p.Overlaps(outer) && p.Bits() >= outer.Bits()
+}
+
+func (s *Server) delete(name string) (any, *failure) {
+	named := func(r Route) bool { return r.Name == name }
+	if !slices.ContainsFunc(s.routes, named) {
+		return nil, failed(http.StatusNotFound, "notFound", "The resource 'projects/%s/global/routes/%s' was not found", Project, name)
+	}
+	return s.begin(func() *failure {
+		s.routes = slices.DeleteFunc(s.routes, named)
+		return nil
+	}), nil
+}
+
+// begin begins an operation, and returns its description.
+func (s *Server) begin(apply func() *failure) any {
+	op := &operation{name: fmt.Sprintf("operation-%d", len(s.operations)+1), apply: apply, at: time.Now().Add(s.delay)}
+	s.operations = append(s.operations, op)
+	return map[string]any{"kind": "compute#operation", "name": op.name, "status": "PENDING"}
+}
+
+func (s *Server) getOperation(name string) (any, *failure) {
+	for _, op := range s.operations {
+		if op.name != name {
+			continue
+		}
+		answer := map[string]any{"kind": "compute#operation", "name": op.name, "status": "RUNNING"}
+		if op.apply == nil {
+			answer["status"] = "DONE"
+		}
+		if op.failed != nil {
+			answer["httpErrorStatusCode"] = op.failed.status
+			answer["error"] = map[string]any{"errors": []any{map[string]string{"code": op.failed.reason, "message": op.failed.message}}}
+		}
+		return answer, nil
+	}
+	return nil, failed(http.StatusNotFound, "notFound", "The resource 'projects/%s/global/operations/%s' was not found", Project, name)
+}

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gcetest
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+)
+
+// Token is the beginning of all tokens. Tests check that it is never shown.
+const Token = "ya29.token-of-the-service-account-"
+
+// Metadata returns the metadata service of an instance. It refuses requests without the header
+// that forwarded requests do not have.
+func (s *Server) Metadata(name string) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Metadata-Flavor", "Google")
+		if r.Header.Get("Metadata-Flavor") != "Google" || r.Header.Get("X-Forwarded-For") != "" {
+			http.Error(w, "Missing Metadata-Flavor:Google header.", http.StatusForbidden)
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		i := s.instances[name]
+		values := map[string]string{
+			"project/project-id":           Project,
+			"project/numeric-project-id":   Number,
+			"instance/name":                i.Name,
+			"instance/zone":                "projects/" + Number + "/zones/" + Zone,
+			"instance/network-interfaces/": i.interfaces(),
+		}
+		if i.Scopes != nil {
+			values["instance/service-accounts/default/scopes"] = strings.Join(i.Scopes, "\n")
+			values["instance/service-accounts/default/token"] = fmt.Sprintf(`{"access_token":%q,"expires_in":3599,"token_type":"Bearer"}`, s.bearer())
+		}
+		value, ok := values[strings.TrimPrefix(r.URL.Path, "/computeMetadata/v1/")]
+		if !ok {
+			http.NotFound(w, r)
+			return
+		}
+		_, _ = w.Write([]byte(value))
+	})
+}
+
+// bearer returns the valid token.
+func (s *Server) bearer() string { return fmt.Sprint(Token, s.token) }
+
+// interfaces returns the network interface in the form of the metadata service. A VPC network of
+// another project contains its number and a slash.
+func (i Instance) interfaces() string {
+	project, network, shared := strings.Cut(i.Network, "/")
+	if !shared {
+		project, network = Number, i.Network
+	}
+	n := map[string]any{"network": "projects/" + project + "/networks/" + network, "mac": "42:01:0a:80:00:02", "mtu": 1460}
+	var six []string
+	for _, a := range i.Addresses {
+		if a.Is4() {
+			n["ip"] = a.String()
+		} else {
+			six = append(six, a.String())
+		}
+	}
+	n["ipv6s"] = six
+	text, _ := json.Marshal([]any{n}) //nolint:errchkjson // strings and numbers
+	return string(text)
+}

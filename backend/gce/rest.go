@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gce
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+const (
+	callTimeout      = 10 * time.Second
+	metadataTimeout  = 5 * time.Second
+	operationTimeout = 2 * time.Minute
+	tokenReserve     = time.Minute
+	maxAnswer        = 16 << 20 // bytes; a page of 500 routes takes 400 kB
+	page             = "Documentation/backends/gce.md"
+)
+
+// The pauses between two looks at an operation. Most operations of routes take some seconds.
+const (
+	leastPoll = 100 * time.Millisecond
+	mostPoll  = 4 * time.Second
+)
+
+// client makes calls of the Compute API for the instance of this host.
+type client struct {
+	identity
+	http     *http.Client
+	calls    *cloud.Calls
+	compute  string // URL
+	manager  string // URL of the Resource Manager API
+	project  string
+	number   string // of the project
+	zone     string
+	instance string // name
+}
+
+// request is a call. Its name is that of the API, such as routes.insert.
+type request struct {
+	name, method, url string
+	body              any // nil means none
+}
+
+// at returns a request for a path in this project.
+func (c *client) at(name, method, path string, body any) request {
+	return request{name, method, strings.TrimSuffix(c.compute, "/") + "/projects/" + c.project + "/" + path, body}
+}
+
+// call makes a call and decodes its answer. It repeats a call that was throttled, and one whose
+// token was refused, because the metadata service may have a new one.
+func (c *client) call(ctx context.Context, r request, answer any) error {
+	return cloud.Retry(ctx, func() error {
+		err := c.once(ctx, r, answer)
+		if isStatus(err, http.StatusUnauthorized) {
+			c.token = ""
+			err = c.once(ctx, r, answer)
+		}
+		if isStatus(err, http.StatusUnauthorized) {
+			err = fmt.Errorf("Google refuses the token of the service account: %w", err)
+		}
+		if err != nil {
+			err = fmt.Errorf("%s: %w", r.name, err)
+		}
+		c.calls.Count(r.name, err)
+		return err
+	})
+}
+
+func (c *client) once(ctx context.Context, r request, answer any) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	token, err := c.bearer(ctx)
+	if err != nil {
+		return err
+	}
+	var body io.Reader
+	if r.body != nil {
+		text, err := json.Marshal(r.body)
+		if err != nil {
+			return err
+		}
+		body = bytes.NewReader(text)
+	}
+	req, err := http.NewRequestWithContext(ctx, r.method, r.url, body)
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Authorization", "Bearer "+token)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+	}
+	if resp.StatusCode != http.StatusOK {
+		return classify(r.name, decodeError(resp.StatusCode, text))
+	}
+	if err := json.Unmarshal(text, answer); err != nil {
+		return fmt.Errorf("decode the answer: %w", err)
+	}
+	return nil
+}
+
+// operation is a change in progress.
+type operation struct {
+	Name   string `json:"name"`
+	Status string `json:"status"` // PENDING, RUNNING or DONE
+	Code   int    `json:"httpErrorStatusCode"`
+	Error  struct {
+		Errors []struct {
+			Code    string `json:"code"`
+			Message string `json:"message"`
+		} `json:"errors"`
+	} `json:"error"`
+}
+
+// change makes a call that changes something, and waits until it is done.
+func (c *client) change(ctx context.Context, r request) error {
+	ctx, cancel := context.WithTimeout(ctx, operationTimeout)
+	defer cancel()
+	var op operation
+	if err := c.call(ctx, r, &op); err != nil {
+		return err
+	}
+	pauses := wait.Backoff{Least: leastPoll, Most: mostPoll}
+	for op.Status != "DONE" {
+		if pauses.Wait(ctx, 0) != nil {
+			return fmt.Errorf("%s: %w: operation %s has not ended", r.name, cloud.ErrUnavailable, op.Name)
+		}
+		if err := c.call(ctx, c.at("globalOperations.get", http.MethodGet, "global/operations/"+op.Name, nil), &op); err != nil {
+			return fmt.Errorf("%s: %w", r.name, err)
+		}
+	}
+	if len(op.Error.Errors) == 0 {
+		return nil
+	}
+	first := op.Error.Errors[0]
+	return fmt.Errorf("%s: %w", r.name, classify(r.name, &apiError{Status: op.Code, Reason: first.Code, Message: first.Message}))
+}
+
+// apiError is an error of a Google API.
+type apiError struct {
+	Status  int    // of HTTP
+	Reason  string // such as quotaExceeded, or QUOTA_EXCEEDED of an operation
+	Message string
+}
+
+// Error implements error.
+func (e *apiError) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.Reason, e.Message) }
+
+// isStatus reports whether err is an error of a Google API with that HTTP status.
+func isStatus(err error, status int) bool {
+	e, ok := errors.AsType[*apiError](err)
+	return ok && e.Status == status
+}
+
+// decodeError returns the error in an answer.
+func decodeError(status int, text []byte) *apiError {
+	var answer struct {
+		Error struct {
+			Message string `json:"message"`
+			Status  string `json:"status"`
+			Errors  []struct {
+				Reason string `json:"reason"`
+			} `json:"errors"`
+			Details []struct {
+				Reason string `json:"reason"`
+			} `json:"details"`
+		} `json:"error"`
+	}
+	e := &apiError{Status: status, Reason: http.StatusText(status)}
+	if json.Unmarshal(text, &answer) != nil || answer.Error.Message == "" {
+		return e
+	}
+	e.Message = strings.Join(strings.Fields(answer.Error.Message), " ")
+	for _, d := range answer.Error.Details {
+		if d.Reason != "" {
+			e.Reason = d.Reason
+			return e
+		}
+	}
+	if len(answer.Error.Errors) > 0 {
+		e.Reason = answer.Error.Errors[0].Reason
+	} else if answer.Error.Status != "" {
+		e.Reason = answer.Error.Status
+	}
+	return e
+}
+
+// classify returns the error that e means for the call with that name.
+func classify(name string, e *apiError) error {
+	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
+	switch {
+	case is("rateLimitExceeded", "userRateLimitExceeded", "RATE_LIMIT_EXCEEDED") || e.Status == http.StatusTooManyRequests:
+		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Reason)
+	case is("quotaExceeded", "limitExceeded", "QUOTA_EXCEEDED", "LIMIT_EXCEEDED"):
+		return quotaError(e.Message)
+	case is("resourceNotReady", "RESOURCE_NOT_READY") || e.Status >= http.StatusInternalServerError:
+		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
+	case is("insufficientPermissions", "ACCESS_TOKEN_SCOPE_INSUFFICIENT"):
+		return &cloud.MissingError{Permissions: scopes()[:1], Page: page}
+	case is("forbidden", "PERMISSION_DENIED", "IAM_PERMISSION_DENIED", "PERMISSIONS_ERROR"):
+		return &cloud.MissingError{Permissions: []string{permission(name, e.Message)}, Page: page}
+	}
+	return e
+}
+
+// permission returns the permission that the message of an error names, or else that of the call.
+func permission(name, message string) string {
+	if found := regexp.MustCompile(`'(compute\.[a-zA-Z.]+)'`).FindStringSubmatch(message); found != nil {
+		return found[1]
+	}
+	return "compute." + strings.Replace(name, ".insert", ".create", 1)
+}
+
+// quotaError returns the quota that a message names, such as "Quota 'ROUTES' exceeded. Limit:
+// 250.0 globally.".
+func quotaError(message string) *cloud.QuotaError {
+	quota := &cloud.QuotaError{}
+	if found := regexp.MustCompile(`Quota '([^']*)'`).FindStringSubmatch(message); found != nil {
+		quota.Quota = found[1]
+	}
+	if found := regexp.MustCompile(`Limit: ([0-9]+)`).FindStringSubmatch(message); found != nil {
+		quota.Limit, _ = strconv.Atoi(found[1])
+	}
+	return quota
+}
+
+// lacks returns those of permissions that the account of the instance does not have by the
+// testIamPermissions call with that URL.
+func (c *client) lacks(ctx context.Context, name, url string, permissions ...string) ([]string, error) {
+	var answer struct {
+		Permissions []string `json:"permissions"`
+	}
+	asked := map[string][]string{"permissions": permissions}
+	if err := c.call(ctx, request{name, http.MethodPost, url, asked}, &answer); err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(permissions, func(p string) bool { return slices.Contains(answer.Permissions, p) }), nil
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gce
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"net/netip"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// defaultPriority is the priority of a route that replaces none. Lower numbers are preferred.
+const defaultPriority = 1000
+
+// route is a route of the Compute API. A written one has a part of the fields.
+type route struct {
+	Name        string    `json:"name"`
+	Description string    `json:"description"`
+	Network     string    `json:"network"` // URL
+	DestRange   string    `json:"destRange"`
+	Priority    int       `json:"priority"`
+	Instance    string    `json:"nextHopInstance,omitempty"` // URL
+	Tags        []string  `json:"tags,omitempty"`            // of the instances for which the route counts; none means all
+	Type        string    `json:"routeType,omitempty"`       // STATIC, SUBNET, BGP or TRANSIT
+	IP          string    `json:"nextHopIp,omitempty"`
+	Gateway     string    `json:"nextHopGateway,omitempty"`
+	LocalNet    string    `json:"nextHopNetwork,omitempty"`
+	Peering     string    `json:"nextHopPeering,omitempty"`
+	Balancer    string    `json:"nextHopIlb,omitempty"`
+	VPN         string    `json:"nextHopVpnTunnel,omitempty"`
+	Hub         string    `json:"nextHopHub,omitempty"`
+	Warnings    []warning `json:"warnings,omitempty"`
+}
+
+// warning is what the Compute API says about a route that gets no packets.
+type warning struct {
+	Code string `json:"code"`
+}
+
+// localTarget is the target of routes to the ranges of the VPC network itself.
+const localTarget = "local"
+
+// target returns where the route leads. An instance is named by its zone and name.
+func (r route) target() string {
+	if r.Instance != "" {
+		return targetOf(path.Base(path.Dir(path.Dir(r.Instance))), path.Base(r.Instance))
+	}
+	if r.LocalNet != "" {
+		return localTarget
+	}
+	return path.Base(cmp.Or(r.IP, r.Gateway, r.Peering, r.Balancer, r.VPN, r.Hub, "an unknown target"))
+}
+
+// targetOf returns the target of routes to an instance.
+func targetOf(zone, instance string) string { return zone + "/" + instance }
+
+// static reports whether a call of the API has made the route.
+func (r route) static() bool {
+	return r.Type == "STATIC" || r.Type == "" && r.LocalNet == "" && r.Peering == "" && r.Hub == ""
+}
+
+// lost reports whether the API warns that the next hop gets no packets.
+func (r route) lost() bool {
+	return slices.ContainsFunc(r.Warnings, func(w warning) bool { return strings.HasPrefix(w.Code, "NEXT_HOP_") })
+}
+
+// dst returns the destination, or an invalid prefix.
+func (r route) dst() netip.Prefix {
+	dst, err := netip.ParsePrefix(r.DestRange)
+	if err != nil {
+		return netip.Prefix{}
+	}
+	return dst.Masked()
+}
+
+// description returns the description of the routes of a cluster. The range is for people.
+func description(cluster string, network netip.Prefix) string {
+	return "flanneld cluster=" + cluster + " network=" + network.String()
+}
+
+// belongsTo reports whether the route is one of a cluster, or one that flannel has made. Those have
+// no description.
+func (r route) belongsTo(cluster string) bool {
+	if r.Description == "" {
+		return r.Name == flannelName(r.dst())
+	}
+	fields := strings.Fields(r.Description)
+	return fields[0] == "flanneld" && slices.Contains(fields, "cluster="+cluster)
+}
+
+// flannelName returns the name that flannel gives the route to dst.
+func flannelName(dst netip.Prefix) string {
+	return "flannel-" + strings.NewReplacer(".", "-", ":", "-", "/", "-").Replace(dst.String())
+}
+
+// name returns the name of a route. Names are unique in a project, so it contains a sum of all
+// that may differ between two routes to one destination.
+func (r route) name(cluster string) string {
+	sum := sha256.Sum256([]byte(strings.Join([]string{r.Network, cluster, r.Instance, strconv.Itoa(r.Priority)}, " ")))
+	return flannelName(r.dst()) + "-" + hex.EncodeToString(sum[:4])
+}
+
+// convert returns r as a route of table. A route that does not belong to the cluster is foreign,
+// unless it leads to this host, whose target is own. A route for some instances is always foreign.
+func (r route) convert(table, cluster, own string) cloud.Route {
+	c := cloud.Route{Table: table, Dst: r.dst(), Target: r.target(), Lost: r.lost(), ByCall: r.static()}
+	c.Foreign = len(r.Tags) > 0 || c.Target != own && !r.belongsTo(cluster)
+	return c
+}
