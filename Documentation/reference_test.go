@@ -279,7 +279,7 @@ func fieldComments(t *testing.T, folder, name string) map[string]string {
 
 // scrape returns /metrics of a daemon that has a value for every metric.
 func scrape(t *testing.T) string {
-	m := metrics.New("", func(context.Context) metrics.Values {
+	m := metrics.New("", true, func(context.Context) metrics.Values {
 		one := map[string]int{"": 1}
 		return metrics.Values{
 			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},

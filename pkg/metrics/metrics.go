@@ -60,8 +60,9 @@ type Metrics struct {
 
 // New returns metrics that call read at each scrape. When its context ends, read may
 // return the values that it has so far. network is the name of the network if the daemon serves
-// several: all metrics get it as a label.
-func New(network string, read func(context.Context) Values) *Metrics {
+// several: all metrics get it as a label. probe says whether the network has probes, and so a
+// histogram of round trips.
+func New(network string, probe bool, read func(context.Context) Values) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
 	}
@@ -89,8 +90,11 @@ func New(network string, read func(context.Context) Values) *Metrics {
 		registerer = prometheus.WrapRegistererWith(prometheus.Labels{"network": network}, registerer)
 	}
 	registerer.MustRegister(
-		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures, m.roundTrips, &collector{read},
+		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures, &collector{read},
 	)
+	if probe {
+		registerer.MustRegister(m.roundTrips)
+	}
 	return m
 }
 

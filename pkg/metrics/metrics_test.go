@@ -46,11 +46,12 @@ func full(context.Context) metrics.Values {
 }
 
 func TestMetrics(t *testing.T) {
-	m := metrics.New("", full)
+	m := metrics.New("", true, full)
 	m.Synced(3*time.Millisecond, 2, nil)
 	m.Synced(time.Second, 0, errors.New("no"))
 	m.Firewall(true, nil)
 	m.Firewall(false, errors.New("no"))
+	m.Answered(2 * time.Millisecond)
 	page := scrape(t, m)
 	for _, want := range []string{
 		"flannel_ready 1", `flannel_backend_info{mode="",type="vxlan"} 1`, `flannel_peers{state="served"} 3`, `flannel_peers{state="refused"} 1`,
@@ -60,7 +61,7 @@ func TestMetrics(t *testing.T) {
 		`flannel_migration_peers{backend="next"} 4`, `flannel_migration_peers{backend="present"} 1`,
 		`flannel_cloud_calls_total{call="CreateRoute",result="ok"} 4`, `flannel_cloud_routes{family="IPv4",table="rtb-1"} 7`,
 		`flannel_cloud_routes_quota{table="rtb-1"} 50`, "flannel_cloud_last_good_timestamp_seconds 3000",
-		"flannel_sync_duration_seconds_count 2", "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
+		"flannel_sync_duration_seconds_count 2", `flannel_path_round_trip_seconds_bucket{le="0.001"} 0`, `flannel_path_round_trip_seconds_bucket{le="0.0025"} 1`, "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
 		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
 	} {
 		if !strings.Contains(page, "\n"+want) {
@@ -82,8 +83,8 @@ func TestMetrics(t *testing.T) {
 // Unknown values are absent instead of zero: a lease that does not expire would otherwise
 // look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
-	page := scrape(t, metrics.New("", func(context.Context) metrics.Values { return metrics.Values{} }))
-	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud"} {
+	page := scrape(t, metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }))
+	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_path_round_trip"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
 		}
@@ -95,7 +96,7 @@ func TestUnknownIsAbsent(t *testing.T) {
 
 // Alert rules and the dashboard use only metrics that exist.
 func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
-	m := metrics.New("", full)
+	m := metrics.New("", true, full)
 	m.Synced(time.Second, 0, nil)
 	page := scrape(t, m)
 	for _, file := range []string{"../../dist/prometheus/flannel-rules.yml", "../../dist/grafana/flannel.json"} {
@@ -118,7 +119,7 @@ func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 // TestSeveralNetworks scrapes a daemon with two networks. Their metrics differ in a label, and those
 // of the process have none.
 func TestSeveralNetworks(t *testing.T) {
-	red, green := metrics.New("red", full), metrics.New("green", full)
+	red, green := metrics.New("red", true, full), metrics.New("green", true, full)
 	red.Synced(time.Millisecond, 2, nil)
 	w := httptest.NewRecorder()
 	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{green, red} }).

@@ -85,7 +85,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	}
 	p.past.Rules = append(p.past.Rules, subnetfile.Networks(opts.SubnetFile)...)
 	p.ready = newReadiness(opts, p.state.LeaseEnd, c.Announce)
-	p.metrics = metrics.New(c.Name, reporter{n.runner}.values)
+	p.metrics = metrics.New(c.Name, opts.Probe, reporter{n.runner}.values)
 	p.rules = p.newRuleKeeper(c.Host.Firewall)
 	if c.OpenStore == nil {
 		p.store, err = p.openStore(ctx)
