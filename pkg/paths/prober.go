@@ -24,7 +24,7 @@ const (
 	round = 5 * time.Minute
 	// leastRound is the time of a round if there are few peers.
 	leastRound = 10 * time.Second
-	// Rate is the number of probes that a host should send in a second.
+	// Rate is the number of probes that a host may send in a second, with all its networks.
 	Rate = 10
 	// share is the part of Rate that probes of each path once a round may use. The rest is for TCP and
 	// for broken paths.
@@ -57,16 +57,13 @@ type Config struct {
 	// Peers returns the peers that packets are sent to. It is called at the begin of each round. ok is
 	// false if they are not known at that moment: the round is then about the same ones as the last.
 	Peers func(ctx context.Context) (peers []Peer, ok bool)
-	// Limit is what all probers of the host may send: probes a second. See NewLimit.
-	Limit *rate.Limiter
+	// Limit is what all probers of the host may send together.
+	Limit *Limit
 	// Answered is called with each round trip.
 	Answered func(rtt time.Duration)
 	// Changed is called when a path breaks, and when it works again, unless many do at once.
 	Changed func(Result)
 }
-
-// NewLimit returns the limit for all probers of a host.
-func NewLimit() *rate.Limiter { return rate.NewLimiter(Rate, Rate) }
 
 // Prober checks the paths to all peers, one after the other.
 type Prober struct {
@@ -79,12 +76,14 @@ type Prober struct {
 
 	mu      sync.Mutex
 	paths   map[Path]*state
-	unnamed int // changes that were not logged
+	broken  map[Path]*state // the ones that are known not to work
+	unnamed int             // changes that were not logged
 }
 
 // state is the present knowledge of a path.
 type state struct {
 	Result
+	begun time.Time    // the last check; zero if there was none
 	due   time.Time    // the next check, if the path is broken
 	pause wait.Backoff // between checks of a broken path
 	busy  bool
@@ -94,7 +93,7 @@ type state struct {
 // NewProber returns a prober.
 func NewProber(c Config) *Prober {
 	p := &Prober{
-		Config: c, paths: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst),
+		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst),
 	}
 	p.probe = func(ctx context.Context, path Path) (Verdict, error) {
 		rtt, err := whole(ctx, c.Network.end(path.Subnet), c.Network.MTU)
@@ -134,33 +133,29 @@ func (p *Prober) Run(ctx context.Context) {
 	var checks sync.WaitGroup
 	defer checks.Wait()
 	checks.Go(func() { p.checkBroken(ctx, &checks) })
+	defer p.Limit.set(p, demand{})
 	var peers []Peer
 	for ctx.Err() == nil {
 		if now, ok := p.Peers(ctx); ok {
 			peers = now
 		}
-		due := p.refresh(peers)
-		pause := pauseOf(len(due))
+		due, next := p.refresh(peers), time.Now()
 		for _, path := range due {
-			if wait.For(ctx, pause) != nil {
+			next = next.Add(p.Limit.pause(p)) // even if the check before it had to wait for the limit
+			if wait.For(ctx, time.Until(next)) != nil {
 				return
 			}
 			p.start(ctx, path, false, &checks)
 		}
 		if len(due) == 0 {
-			_ = wait.For(ctx, pause) // the loop notices the end of ctx
+			_ = wait.For(ctx, p.Limit.pause(p)) // the loop notices the end of ctx
 		}
 	}
 }
 
-// pauseOf returns the time between the checks of n paths in a round.
-func pauseOf(n int) time.Duration {
-	period := max(leastRound, time.Duration(float64(n)/(Rate*share)*float64(time.Second)))
-	return period / time.Duration(max(n, 1))
-}
-
-// refresh adopts the present paths, and returns those that this host checks, in random order. If there
-// are so many that a round would take too long, one host of each pair checks the path.
+// refresh adopts the present paths, and returns those that this host checks: first the ones that were not
+// checked for the longest time, and new ones in random order. If there are so many that a round would
+// take too long, one host of each pair checks the path.
 func (p *Prober) refresh(peers []Peer) []Path {
 	now := map[Path]string{}
 	for _, peer := range peers {
@@ -168,7 +163,7 @@ func (p *Prober) refresh(peers []Peer) []Path {
 			now[path] = peer.Key
 		}
 	}
-	split := pauseOf(len(now))*time.Duration(len(now)) > round
+	all, split := len(now), p.Limit.split(p, len(now))
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var due []Path
@@ -186,9 +181,12 @@ func (p *Prober) refresh(peers []Peer) []Path {
 	for path := range p.paths {
 		if _, known := now[path]; !known {
 			delete(p.paths, path)
+			delete(p.broken, path)
 		}
 	}
 	rand.Shuffle(len(due), func(i, j int) { due[i], due[j] = due[j], due[i] })
+	slices.SortStableFunc(due, func(a, b Path) int { return p.paths[a].begun.Compare(p.paths[b].begun) })
+	p.Limit.set(p, demand{paths: all, due: len(due)})
 	return due
 }
 
@@ -268,7 +266,7 @@ func (p *Prober) begin(path Path, broken bool) bool {
 	if s == nil || s.busy || s.broken() != broken {
 		return false
 	}
-	s.busy = true
+	s.busy, s.begun = true, time.Now()
 	return true
 }
 
@@ -292,6 +290,11 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 		s.pause.Reset()
 	} else {
 		s.due = now.Add(s.pause.Next())
+	}
+	if s.broken() {
+		p.broken[v.Path] = s
+	} else {
+		delete(p.broken, v.Path)
 	}
 	after := s.Result
 	p.mu.Unlock()
@@ -340,8 +343,8 @@ func (p *Prober) mostDue(now time.Time) (path Path, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var first time.Time
-	for candidate, s := range p.paths {
-		if !s.broken() || s.busy || s.due.After(now) {
+	for candidate, s := range p.broken {
+		if s.busy || s.due.After(now) {
 			continue
 		}
 		if !ok || s.due.Before(first) {

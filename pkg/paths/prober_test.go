@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -20,6 +21,9 @@ type network struct {
 	checks map[Path][]time.Time
 	broken map[Path]Part
 
+	packets int // that were sent
+
+	stop    func()      // ends the prober
 	unknown atomic.Bool // the prober does not learn the present peers
 }
 
@@ -29,7 +33,9 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	if c.Own == nil {
 		c.Own = []netip.Prefix{subnet(0)}
 	}
-	c.Limit = NewLimit()
+	if c.Limit == nil {
+		c.Limit = NewLimit()
+	}
 	c.Peers = func(context.Context) ([]Peer, bool) {
 		var peers []Peer
 		for i := range n {
@@ -42,6 +48,10 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.checks[path] = append(w.checks[path], time.Now())
+		w.packets++
+		if c.Limit.Allow() { // the probe over TCP
+			w.packets++
+		}
 		if w.broken[path] != "" {
 			return Verdict{}, errors.New("no answer")
 		}
@@ -55,10 +65,11 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	wg.Go(func() { p.Run(ctx) })
-	t.Cleanup(func() {
+	w.stop = func() {
 		cancel()
 		wg.Wait()
-	})
+	}
+	t.Cleanup(w.stop)
 	return p
 }
 
@@ -78,35 +89,98 @@ func path(i int) Path {
 	return Path{Subnet: subnet(i), PublicIP: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)})}
 }
 
-// TestRate checks that every pair of hosts is checked within a round, and that a host stays below its
+// longestPause returns the longest time in which a path was not checked, from begin until now.
+func (w *network) longestPause(begin time.Time, p Path) time.Duration {
+	longest, last := time.Duration(0), begin
+	for _, at := range append(slices.Clone(w.checks[p]), time.Now()) {
+		longest, last = max(longest, at.Sub(last)), at
+	}
+	return longest
+}
+
+// expectRate expects at most Rate packets a second, besides those of the first second.
+func expectRate(t *testing.T, packets int, took time.Duration) {
+	t.Helper()
+	if most := Rate * (took.Seconds() + 1); float64(packets) > most {
+		t.Errorf("%d packets in %s, want at most %.0f", packets, took, most)
+	}
+}
+
+// TestRate checks that every pair of hosts is checked once in a round, and that a host stays below its
 // rate.
 func TestRate(t *testing.T) {
 	for _, n := range []int{1, 10, 500, 2500, 4999} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				var w network
-				p := w.prober(t, n, Config{})
-				const rounds = 3
-				time.Sleep(rounds*round + time.Minute)
+				p, begin := w.prober(t, n, Config{}), time.Now()
+				time.Sleep(3*round + time.Minute)
 				w.mu.Lock()
 				defer w.mu.Unlock()
-				total := 0
 				for i := range n {
-					times := w.checks[path(i+1)]
-					total += len(times)
-					if len(times) == 0 && (n < 2800 || p.responsible(subnet(i+1))) {
-						t.Fatalf("the path to %s was never checked", subnet(i+1))
+					if pause := w.longestPause(begin, path(i+1)); pause > round && (n < 2800 || p.responsible(subnet(i+1))) {
+						t.Fatalf("the path to %s was not checked for %s, want at most %s", subnet(i+1), pause, round)
 					}
 				}
-				if perSecond := float64(total) / (rounds*round + time.Minute).Seconds(); perSecond > Rate {
-					t.Errorf("%.1f probes a second, want at most %d", perSecond, Rate)
-				}
+				expectRate(t, w.packets, time.Since(begin))
 				if o := p.Outcome(0); o.OK != o.Paths || o.Paths == 0 {
 					t.Errorf("%+v, want all paths ok", o)
 				}
 			})
 		})
 	}
+}
+
+// TestSeveralNetworks lets three networks of a host share its rate. A round of each takes the same time,
+// so that a large network is not checked less often than a small one. When the largest ends, the others
+// use its part.
+func TestSeveralNetworks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		limit, begin := NewLimit(), time.Now()
+		sizes := []int{2000, 500, 5}
+		networks := make([]network, len(sizes))
+		for i, n := range sizes {
+			networks[i].prober(t, n, Config{Limit: limit})
+		}
+		// The first network learns of the others' paths while its first round lasts.
+		time.Sleep(3 * round)
+		packets := 0
+		for i, n := range sizes {
+			w := &networks[i]
+			w.mu.Lock()
+			packets += w.packets
+			for k := range n {
+				if pause := w.longestPause(begin, path(k+1)); pause > round {
+					t.Fatalf("the network with %d paths: %s was not checked for %s, want at most %s", n, subnet(k+1), pause, round)
+				}
+			}
+			w.mu.Unlock()
+		}
+		expectRate(t, packets, time.Since(begin))
+		networks[0].stop()
+		limit.mu.Lock()
+		defer limit.mu.Unlock()
+		if got := limit.all; got != (demand{505, 505}) {
+			t.Errorf("the demand after the end of the largest network is %+v, want 505 paths", got)
+		}
+	})
+}
+
+// TestSplitWithSeveralNetworks expects hosts to check half of the paths of each network if those of all
+// networks together would take longer than a round.
+func TestSplitWithSeveralNetworks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		limit := NewLimit()
+		var first, second network
+		a := first.prober(t, 2000, Config{Limit: limit})
+		b := second.prober(t, 2000, Config{Limit: limit})
+		time.Sleep(3 * round)
+		for _, p := range []*Prober{a, b} {
+			if o := p.Outcome(0); o.Paths < 900 || o.Paths > 1100 {
+				t.Errorf("%d paths are checked, want about half of 2000", o.Paths)
+			}
+		}
+	})
 }
 
 // TestResponsible checks that exactly one host of each pair is responsible, each for about a half.
@@ -175,7 +249,7 @@ func TestBreakAndHeal(t *testing.T) {
 
 // TestKnocked expects silence of TCP to count only on a path on which TCP was answered before.
 func TestKnocked(t *testing.T) {
-	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}})
+	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Limit: NewLimit()})
 	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
 	for i, step := range []struct{ err, want error }{{errNoTCP, nil}, {nil, nil}, {errNoTCP, errNoTCP}} {
 		if got := p.knocked(path(1), step.err); !errors.Is(got, step.want) {

@@ -65,6 +65,10 @@ func kindOf(f prefix.Family) icmpKind {
 
 const icmpHeader = 8
 
+// leastBuffer is the size in bytes of the smallest buffer for answers. Of an error only the beginning
+// counts, and what does not fit is cut off.
+const leastBuffer = 1500
+
 // Ping sends one echo request to dst and returns the time to its reply. It returns
 // ErrTooBig or ErrUnreachable, wrapped, if this host or a router reports that. Without a
 // reply it returns an error after the timeout.
@@ -96,7 +100,7 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 		}
 		return 0, err
 	}
-	buf := make([]byte, 1<<16)
+	buf := make([]byte, max(o.Size, leastBuffer))
 	for {
 		size, _, err := conn.ReadFrom(buf)
 		if err != nil {

@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"time"
 
-	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -19,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
@@ -35,7 +35,7 @@ type Host struct {
 	Journal  *status.Journal
 	Tuner    *tune.Tuner
 	Started  time.Time
-	Probes   *rate.Limiter // of paths, for all networks
+	Probes   *paths.Limit // for all networks
 }
 
 // Store is a manager with its connection.
