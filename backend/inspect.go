@@ -79,6 +79,7 @@ type Inspection struct {
 	Mode     string                     // data path in use; empty if the network is not a DataPath
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
+	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 
 // Inspect returns the state between two passes. objects selects whether it includes the
@@ -92,7 +93,7 @@ func (s *Syncer) Inspect(ctx context.Context, objects bool) (in Inspection, err 
 func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	in := Inspection{LastSync: s.lastSync, Err: s.err}
+	in := Inspection{LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
 	inspector, _ := s.Network.(Inspector)
 	migrator, _ := s.Network.(Migrator)
 	if inspector != nil {

@@ -120,6 +120,9 @@ func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
 // share no longer, since the last call. Its cost depends on the number of these addresses.
 func (a *Arbiter) SharedChanges() []SharedPublicIP { return a.shared.changes() }
 
+// Shared returns the public addresses that several accepted leases have, in their order.
+func (a *Arbiter) Shared() []SharedPublicIP { return a.shared.all() }
+
 // Refused returns the reasons why the lease, or a family of it, may not be programmed; nil if
 // there is none.
 func (a *Arbiter) Refused(key string) []string { return a.refused[key] }

@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -64,6 +66,12 @@ func TestChangeAndResetAgree(t *testing.T) {
 				applyShared(t, anew, fresh.SharedChanges())
 				if diff := cmp.Diff(slices.Sorted(maps.Keys(anew)), slices.Sorted(maps.Keys(shared))); diff != "" {
 					t.Fatalf("seed %d step %d: shared addresses (-anew +by change):\n%s", seed, step, diff)
+				}
+				if diff := cmp.Diff(fresh.Shared(), a.Shared(), cmpopts.EquateComparable(netip.Addr{})); diff != "" {
+					t.Fatalf("seed %d step %d: leases that share addresses (-anew +by change):\n%s", seed, step, diff)
+				}
+				if len(a.Shared()) != len(shared) {
+					t.Fatalf("seed %d step %d: %d shared addresses, want %d", seed, step, len(a.Shared()), len(shared))
 				}
 			}
 		}

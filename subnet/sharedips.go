@@ -63,6 +63,26 @@ func (s *sharedPublicIPs) remove(a netip.Addr, l *Lease) (oldest *Lease) {
 	return all[0]
 }
 
+// all returns the addresses that several leases have, in their order.
+func (s *sharedPublicIPs) all() []SharedPublicIP {
+	var all []SharedPublicIP
+	for a, leases := range s.leases {
+		all = append(all, SharedPublicIP{a, keysOf(leases)})
+	}
+	slices.SortFunc(all, compareShared)
+	return all
+}
+
+func keysOf(leases []*Lease) []string {
+	var keys []string
+	for _, l := range leases {
+		keys = append(keys, l.Key)
+	}
+	return keys
+}
+
+func compareShared(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) }
+
 // changes returns the changes since the last call, in the order of addresses.
 func (s *sharedPublicIPs) changes() []SharedPublicIP {
 	var all []SharedPublicIP
@@ -77,13 +97,9 @@ func (s *sharedPublicIPs) changes() []SharedPublicIP {
 		default:
 			delete(s.reported, a)
 		}
-		one := SharedPublicIP{PublicIP: a}
-		for _, l := range leases {
-			one.Keys = append(one.Keys, l.Key)
-		}
-		all = append(all, one)
+		all = append(all, SharedPublicIP{a, keysOf(leases)})
 	}
 	clear(s.changed)
-	slices.SortFunc(all, func(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) })
+	slices.SortFunc(all, compareShared)
 	return all
 }

@@ -47,8 +47,8 @@ func newDoctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "doctor", Short: "Find problems of this host that affect the network, and name a remedy", Args: cobra.NoArgs,
 		Long: `Checks forwarding, bridge filtering, reverse-path filtering, other firewalls,
-Docker's rules, MTUs, udev's MAC policy, ports and kernel modules. It changes
-nothing. The exit code is 1 if there is a serious problem.`,
+Docker's rules, MTUs, udev's MAC policy, ports, kernel modules, and public addresses
+that several leases have. It changes nothing. The exit code is 1 if there is a serious problem.`,
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			h := host{root: "/", docker: dockerCuts}
@@ -86,7 +86,7 @@ nothing. The exit code is 1 if there is a serious problem.`,
 func (h host) examine(ctx context.Context) []finding {
 	findings := []finding{}
 	for _, look := range []func() []finding{
-		h.daemon, h.forwarding, h.bridges, h.reversePath, h.firewalls, func() []finding { return h.dockers(ctx) }, h.mtus, h.udev, h.port, h.modules,
+		h.daemon, h.sharedAddresses, h.forwarding, h.bridges, h.reversePath, h.firewalls, func() []finding { return h.dockers(ctx) }, h.mtus, h.udev, h.port, h.modules,
 	} {
 		findings = append(findings, look()...)
 	}
@@ -142,6 +142,31 @@ func (h host) daemon() []finding {
 		fs = append(fs, finding{"flanneld is not ready: " + r, "flannelctl status", true})
 	}
 	return fs
+}
+
+// maxNamed is the number of leases that a finding names.
+const maxNamed = 5
+
+// sharedAddresses names the leases that have one public address. That is right for hosts behind one
+// NAT. Otherwise all but one of the leases are left over, and packets to their pods are lost.
+func (h host) sharedAddresses() []finding {
+	if h.report == nil {
+		return nil
+	}
+	var found []finding
+	for _, s := range h.report.SharedPublicIPs {
+		names := s.Leases
+		if len(names) > maxNamed {
+			names = append(slices.Clone(names[:maxNamed]), fmt.Sprintf("%d more", len(s.Leases)-maxNamed))
+		}
+		problem := fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", strings.Join(names, ", "), s.PublicIP)
+		fix := "flannelctl revoke LEASE for those whose host is gone; hosts behind one NAT may share an address"
+		if h.kubernetes() {
+			fix = "kubectl delete node NODE for those that are gone; Nodes behind one NAT may share an address"
+		}
+		found = append(found, finding{problem, fix, false})
+	}
+	return found
 }
 
 // cause returns the cause of a failed request, without the request itself.

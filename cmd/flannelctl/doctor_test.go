@@ -71,6 +71,13 @@ func TestDoctor(t *testing.T) {
 	on4789 := func(r *status.Report) { r.Network.Ports = []int{4789} }
 	kubernetes := func(r *status.Report) { r.Datastore.Kind = "kubernetes" }
 	hostGW := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "host-gw", nil }
+	shared := func(n int) func(*status.Report) {
+		one := status.SharedPublicIP{PublicIP: netip.MustParseAddr("192.0.2.7")}
+		for i := range n {
+			one.Leases = append(one.Leases, fmt.Sprintf("lease%d", i+1))
+		}
+		return func(r *status.Report) { r.SharedPublicIPs = []status.SharedPublicIP{one} }
+	}
 	wireguard := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "wireguard", []int{51820, 51821} }
 	for _, tc := range []struct {
 		name    string
@@ -102,6 +109,9 @@ func TestDoctor(t *testing.T) {
 		{name: "another port taken", change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}, report: on4789, want: "process 77 uses UDP port 4789", fix: "ss -lunp 'sport = :4789'", serious: true},
 		{name: "the usual port taken, and not needed", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, report: on4789},
 		{name: "no vxlan", change: map[string]string{"sys/module/vxlan/version": "-"}, report: func(r *status.Report) { r.Ready = false }, want: "has no module vxlan", fix: "linux-modules-extra", serious: true},
+		{name: "leases with one public address", report: shared(2), want: "the leases lease1, lease2 have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
+		{name: "many leases with one public address", report: shared(7), want: "lease5, 2 more have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
+		{name: "Nodes with one public address", report: func(r *status.Report) { shared(2)(r); kubernetes(r) }, want: "lease1, lease2 have", fix: "kubectl delete node NODE"},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

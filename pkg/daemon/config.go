@@ -44,7 +44,6 @@ type served interface {
 	StateIsWritten() bool
 	// all returns the metrics of all networks.
 	all() []*metrics.Metrics
-	// status returns the report about a network. Without a name it returns the report about the
-	// only network, or an overview of several.
-	status(ctx context.Context, name string) (status.Report, error)
+	// status is a status.Source.
+	status(ctx context.Context, q status.Query) (status.Report, error)
 }

@@ -275,18 +275,18 @@ func (f *fleet) all() []*metrics.Metrics {
 }
 
 // status implements served.
-func (f *fleet) status(ctx context.Context, name string) (status.Report, error) {
+func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, error) {
 	f.mu.Lock()
-	m := f.find(name)
+	m := f.find(q.Network)
 	f.mu.Unlock()
 	switch {
-	case name == "":
+	case q.Network == "":
 		return f.overview(), nil
 	case m == nil:
-		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, name)
+		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, q.Network)
 	}
 	if n := m.present(); n != nil {
-		return n.Report(ctx)
+		return n.Report(ctx, q)
 	}
 	r := f.process()
 	r.Network.Name, r.Network.Phase = m.name, m.summary().Phase

@@ -35,9 +35,9 @@ func announceReady(ctx context.Context) {
 
 func (s single) all() []*metrics.Metrics { return []*metrics.Metrics{s.Metrics()} }
 
-func (s single) status(ctx context.Context, name string) (status.Report, error) {
-	if name != "" {
-		return status.Report{}, fmt.Errorf("there is no network %s: this daemon has one network without a name", name)
+func (s single) status(ctx context.Context, q status.Query) (status.Report, error) {
+	if q.Network != "" {
+		return status.Report{}, fmt.Errorf("there is no network %s: this daemon has one network without a name", q.Network)
 	}
-	return s.Report(ctx)
+	return s.Report(ctx, q)
 }

@@ -69,7 +69,7 @@ func TestBrowser(t *testing.T) {
 		}
 		r.Peers = append(r.Peers, p)
 	}
-	page, err := status.Handler(func(context.Context, string) (status.Report, error) { return r, nil })
+	page, err := status.Handler(func(context.Context, status.Query) (status.Report, error) { return r, nil })
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,14 +19,30 @@ import (
 // ErrNoNetwork means that the daemon does not serve a network with the requested name.
 var ErrNoNetwork = errors.New("no such network")
 
-// Source makes a report about a network. Without a name it is about the only network, or about
-// all of several. It returns ErrNoNetwork, wrapped, for an unknown name.
-type Source func(ctx context.Context, network string) (Report, error)
+// Query says what a report is about.
+type Query struct {
+	// Network is the name of a network. Without a name the report is about the only network, or
+	// about all of several.
+	Network string
+	// AllPaths asks for all paths instead of the worst ones, and for neither peers nor events. Such a
+	// report of each host together says which hosts reach each other.
+	AllPaths bool
+}
+
+// The parameters of a URL that make a Query. The value of ParamPaths is AllPaths.
+const (
+	ParamNetwork = "network"
+	ParamPaths   = "paths"
+	AllPaths     = "all"
+)
+
+// Source makes a report. It returns ErrNoNetwork, wrapped, for an unknown name.
+type Source func(ctx context.Context, q Query) (Report, error)
 
 //go:embed page.html
 var pageText string
 
-// Handler serves the report of source, about the network in the query "network". It answers with
+// Handler serves the report of source that the parameters of the URL ask for. It answers with
 // JSON if the request accepts it or its path ends in .json, otherwise with the page.
 func Handler(source Source) (http.Handler, error) {
 	page, err := template.New("status").Funcs(template.FuncMap{
@@ -36,7 +52,9 @@ func Handler(source Source) (http.Handler, error) {
 		return nil, err
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		report, err := source(r.Context(), r.URL.Query().Get("network"))
+		params := r.URL.Query()
+		q := Query{Network: params.Get(ParamNetwork), AllPaths: params.Get(ParamPaths) == AllPaths}
+		report, err := source(r.Context(), q)
 		if err != nil {
 			code := http.StatusServiceUnavailable
 			if errors.Is(err, ErrNoNetwork) {
@@ -50,7 +68,9 @@ func Handler(source Source) (http.Handler, error) {
 		if strings.HasSuffix(r.URL.Path, ".json") || strings.Contains(r.Header.Get("Accept"), "application/json") {
 			contentType = "application/json"
 			encoder := json.NewEncoder(&body)
-			encoder.SetIndent("", "  ")
+			if !q.AllPaths { // programs read all paths, and white space would double their size
+				encoder.SetIndent("", "  ")
+			}
 			err = encoder.Encode(report)
 		} else {
 			// The page contains all that it needs: it loads nothing and sends nothing.

@@ -34,7 +34,9 @@ type Report struct {
 	Firewall  Firewall  `json:"firewall"`
 	Kernel    Kernel    `json:"kernel"`
 	Peers     []Peer    `json:"peers"`
-	Paths     *Paths    `json:"paths,omitempty"` // nil without --probe
+	// SharedPublicIPs are the public addresses that several peers have. All of these are served.
+	SharedPublicIPs []SharedPublicIP `json:"sharedPublicIPs,omitempty"`
+	Paths           *Paths           `json:"paths,omitempty"` // nil without --probe
 	// Networks is the overview of several networks, by name. The fields that are about one
 	// network are empty then.
 	Networks []NetworkSummary `json:"networks,omitempty"`
@@ -172,12 +174,19 @@ type Peer struct {
 	Objects []Object `json:"objects,omitempty"` // that the kernel should contain for this peer
 }
 
+// SharedPublicIP is a public address that several peers have.
+type SharedPublicIP struct {
+	PublicIP netip.Addr `json:"publicIP"`
+	Leases   []string   `json:"leases"` // their keys, the oldest first
+}
+
 // Paths are the results of probes.
 type Paths struct {
 	// Results counts the paths that this host checks: ok, waiting (not checked yet), unknown, or the
 	// part that does not work: underlay, network, mtu or checksum.
 	Results map[string]int `json:"results"`
-	// Worst are the worst paths: first the broken ones, then those with the longest round trips.
+	// Worst are the worst paths: first the broken ones, then those with the longest round trips. With
+	// Query.AllPaths they are all paths that were checked.
 	Worst []Path `json:"worst"`
 }
 

@@ -41,7 +41,8 @@ func report() status.Report {
 				Objects: []status.Object{{Text: "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1"}, {Text: "neighbour 10.5.2.0", Present: true}}},
 			{Lease: status.Lease{Key: "<script>alert(1)</script>", Type: "<script>alert(1)</script>"}, State: status.Refused, Error: "its type is <script>alert(1)</script>"},
 		},
-		Events: []status.Event{{Time: now, Text: "older"}, {Time: now, Error: true, Text: "newer <i>"}},
+		SharedPublicIPs: []status.SharedPublicIP{{PublicIP: netip.MustParseAddr("192.168.77.9"), Leases: []string{"10.5.8.0-24", "<b>node</b>"}}},
+		Events:          []status.Event{{Time: now, Text: "older"}, {Time: now, Error: true, Text: "newer <i>"}},
 	}
 }
 
@@ -59,7 +60,7 @@ func get(t *testing.T, source status.Source, path, accept string) *httptest.Resp
 }
 
 func TestJSONIsTheReport(t *testing.T) {
-	source := func(context.Context, string) (status.Report, error) { return report(), nil }
+	source := func(context.Context, status.Query) (status.Report, error) { return report(), nil }
 	for _, ask := range [][2]string{{"/statusz", "application/json"}, {"/statusz.json", "*/*"}} {
 		w := get(t, source, ask[0], ask[1])
 		var got status.Report
@@ -73,11 +74,11 @@ func TestJSONIsTheReport(t *testing.T) {
 }
 
 func TestPage(t *testing.T) {
-	w := get(t, func(context.Context, string) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
+	w := get(t, func(context.Context, status.Query) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
 	page := w.Body.String()
 	for _, want := range []string{
 		"<dd>wireguard, userspace</dd>", "not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "expires in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
-		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, `title="missing">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
+		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, "<li>192.168.77.9: 10.5.8.0-24, &lt;b&gt;node&lt;/b&gt;</li>", `title="missing">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
 	} {
 		if !strings.Contains(page, want) {
 			t.Errorf("the page lacks %q", want)
@@ -103,7 +104,7 @@ func TestPageOfTheCloud(t *testing.T) {
 		{Table: "rtb-1", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1", Present: true},
 		{Table: "rtb-2", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1"},
 	}}}}
-	w := get(t, func(context.Context, string) (status.Report, error) { return r, nil }, "/statusz", "text/html")
+	w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
 	for _, want := range []string{"written by each host", "<span>10.5.1.0/24 to eni-1 in table rtb-1</span>", `<span class="bad">10.5.1.0/24 to eni-1 in table rtb-2: missing</span>`} {
 		if !strings.Contains(w.Body.String(), want) {
 			t.Errorf("no %q in\n%s", want, w.Body)
@@ -118,7 +119,7 @@ func TestPageOfTheFirewall(t *testing.T) {
 		`<dd>iptables: <span class="bad">no &lt;lock&gt;</span></dd>`: {Kind: "iptables", Error: "no <lock>"},
 		`<dd><span class="bad">not up yet</span></dd>`:                {Error: "not up yet"},
 	} {
-		w := get(t, func(context.Context, string) (status.Report, error) { return status.Report{Firewall: f}, nil }, "/statusz", "text/html")
+		w := get(t, func(context.Context, status.Query) (status.Report, error) { return status.Report{Firewall: f}, nil }, "/statusz", "text/html")
 		if !strings.Contains(w.Body.String(), "<dt>Firewall</dt>"+want) {
 			t.Errorf("%+v: the page lacks %q", f, want)
 		}
@@ -126,7 +127,9 @@ func TestPageOfTheFirewall(t *testing.T) {
 }
 
 func TestNoReport(t *testing.T) {
-	w := get(t, func(context.Context, string) (status.Report, error) { return status.Report{}, errors.New("stuck") }, "/statusz", "")
+	w := get(t, func(context.Context, status.Query) (status.Report, error) {
+		return status.Report{}, errors.New("stuck")
+	}, "/statusz", "")
 	if w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "stuck") {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
@@ -238,11 +241,35 @@ func TestSocketPath(t *testing.T) {
 	}
 }
 
+// TestQuery expects the parameters of the URL in the query. All paths are for programs, so the answer
+// has no indentation.
+func TestQuery(t *testing.T) {
+	for params, want := range map[string]status.Query{
+		"":                        {},
+		"?network=red":            {Network: "red"},
+		"?paths=all":              {AllPaths: true},
+		"?paths=some":             {},
+		"?paths=all&network=blue": {Network: "blue", AllPaths: true},
+	} {
+		var got status.Query
+		w := get(t, func(_ context.Context, q status.Query) (status.Report, error) {
+			got = q
+			return report(), nil
+		}, "/statusz.json"+params, "")
+		if got != want {
+			t.Errorf("%q asks for %+v, want %+v", params, got, want)
+		}
+		if indented := strings.Contains(w.Body.String(), "\n "); indented == want.AllPaths {
+			t.Errorf("%q: indented is %v", params, indented)
+		}
+	}
+}
+
 // TestOverviewOfNetworks shows the page and the JSON of a daemon with several networks, and of one of
 // them.
 func TestOverviewOfNetworks(t *testing.T) {
-	source := func(_ context.Context, network string) (status.Report, error) {
-		switch network {
+	source := func(_ context.Context, q status.Query) (status.Report, error) {
+		switch q.Network {
 		case "":
 			return status.Report{Networks: []status.NetworkSummary{
 				{Name: "green<b>", Phase: "refused", Reasons: []string{"it clashes with network red"}},
@@ -251,7 +278,7 @@ func TestOverviewOfNetworks(t *testing.T) {
 		case "red":
 			return report(), nil
 		}
-		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, network)
+		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, q.Network)
 	}
 	page := get(t, source, "/statusz", "text/html").Body.String()
 	for _, want := range []string{`<a href="?network=red">red</a>`, "serving", "10.5.1.0/24", "it clashes with network red", "green&lt;b&gt;"} {

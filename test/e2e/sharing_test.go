@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -82,12 +83,21 @@ func testSharedPublicAddress(t *testing.T, config string) {
 			}
 			return expectServed(t, l.Host(1), younger, key)
 		})
+		want := []status.SharedPublicIP{{PublicIP: l.Host(2).Addr(prefix.IPv4), Leases: []string{first, second}}}
+		if got := statusOf(t, l.Host(1)).SharedPublicIPs; !reflect.DeepEqual(got, want) {
+			t.Errorf("the status has the shared addresses %+v, want %+v", got, want)
+		}
+		out, _ := flannelctl(t, l.Host(1), "doctor") // the exit code depends on other findings
+		expectOutput(t, []string{"doctor"}, out, []string{fmt.Sprintf("the leases %s, %s have the public address %s", first, second, address)})
 		reach(t, l)
 	}
 	putKey(t, c, subnets+key, twin(address))
 	both(key, younger, 1)
 	removeKey(t, c, subnets+key)
 	expectLog(t, d, fmt.Sprintf(`"leases no longer share a public address" publicIP=%q`, address))
+	if got := statusOf(t, l.Host(1)).SharedPublicIPs; len(got) > 0 {
+		t.Errorf("the status has the shared addresses %+v, want none", got)
+	}
 	reach(t, l)
 	putKey(t, c, subnets+key, twin(address))
 	both(younger, key, 1)

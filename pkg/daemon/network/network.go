@@ -266,7 +266,7 @@ func (n *Network) Phase() Phase { return n.progress.phase() }
 // Metrics returns the metrics of the network.
 func (n *Network) Metrics() *metrics.Metrics { return n.metrics }
 
-// Report returns the status for people.
-func (n *Network) Report(ctx context.Context) (status.Report, error) {
-	return reporter{n.runner}.report(ctx)
+// Report returns the status for people. It does not use the name in q.
+func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {
+	return reporter{n.runner}.report(ctx, q)
 }

@@ -4,6 +4,7 @@ package network
 
 import (
 	"context"
+	"math"
 	"net/netip"
 	"os"
 	"time"
@@ -126,8 +127,8 @@ func EmptyReport(h *Host, o options.Options) status.Report {
 }
 
 // report returns the status for people.
-func (o reporter) report(ctx context.Context) (status.Report, error) {
-	now, in := o.inspect(ctx, true)
+func (o reporter) report(ctx context.Context, q status.Query) (status.Report, error) {
+	now, in := o.inspect(ctx, !q.AllPaths)
 	r := EmptyReport(o.host, o.opts)
 	r.Network = status.Network{
 		Name: o.name, Phase: string(o.progress.phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
@@ -152,10 +153,21 @@ func (o reporter) report(ctx context.Context) (status.Report, error) {
 		r.Kernel.Objects[kind] = status.Count(c)
 	}
 	if s := o.serving.Load(); s != nil && s.prober != nil {
-		r.Paths = statusPaths(s.prober.Outcome(worstPaths))
+		worst := worstPaths
+		if q.AllPaths {
+			worst = math.MaxInt
+		}
+		r.Paths = statusPaths(s.prober.Outcome(worst))
 	}
 	if in.Cloud != nil {
 		r.Network.Cloud = statusCloud(*in.Cloud)
+	}
+	for _, shared := range in.Shared {
+		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
+	}
+	if q.AllPaths {
+		r.Events = []status.Event{}
+		return r, nil
 	}
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))

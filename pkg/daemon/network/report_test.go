@@ -60,7 +60,7 @@ func TestStatusFirewall(t *testing.T) {
 // because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
 	n := reporter{&runner{parts: &parts{host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced), config: newConfigWatch(false, nil)}}}
-	r, err := n.report(t.Context())
+	r, err := n.report(t.Context(), status.Query{})
 	if err != nil {
 		t.Fatal(err)
 	}
