@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+)
+
+const (
+	podsPage    = "200" // a pod takes about 10 kB in JSON
+	podsTimeout = 20 * time.Second
+)
+
+// Daemons are the pods of flanneld in a cluster. An operator reaches them through the API server, which
+// needs the right to list pods and to get pods/proxy.
+type Daemons struct {
+	client    *client
+	namespace string
+	pods      map[string]string // by name of the Node
+}
+
+// FindDaemons lists the pods with the labels of selector. It uses only APIURL and Kubeconfig of cfg. The
+// caller must Close the result.
+func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*Daemons, error) {
+	c, err := operatorClient(cfg)
+	if err != nil {
+		return nil, err
+	}
+	// A pod can answer with a redirect. The client would send the operator's token there.
+	c.http.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	d := &Daemons{client: c, namespace: namespace, pods: map[string]string{}}
+	for page, more := "", true; more; more = page != "" {
+		if page, err = d.list(ctx, selector, page); err != nil {
+			d.Close()
+			return nil, fmt.Errorf("list pods with the label %s in namespace %s: %w", selector, namespace, err)
+		}
+	}
+	return d, nil
+}
+
+// list reads a page of pods, and returns the mark of the next one; empty if there is none.
+func (d *Daemons) list(ctx context.Context, selector, page string) (next string, err error) {
+	body, err := d.client.call(ctx, podsTimeout, request{
+		path: "namespaces/" + url.PathEscape(d.namespace) + "/pods", accept: acceptJSON,
+		query: url.Values{"labelSelector": {selector}, "limit": {podsPage}, "continue": {page}},
+	})
+	if err != nil {
+		return "", err
+	}
+	var found struct {
+		Metadata struct{ Continue string }
+		Items    []struct {
+			Metadata struct{ Name, DeletionTimestamp string }
+			Spec     struct{ NodeName string }
+		}
+	}
+	if err := json.Unmarshal(body, &found); err != nil {
+		return "", err
+	}
+	for _, pod := range found.Items {
+		// During an update a Node may have an old pod, which ends, beside the new one.
+		if pod.Metadata.DeletionTimestamp == "" {
+			d.pods[pod.Spec.NodeName] = pod.Metadata.Name
+		}
+	}
+	return found.Metadata.Continue, nil
+}
+
+// Get requests path from the daemon on a Node, whose HTTP server listens on port. An answer of more than
+// limit bytes is an error.
+func (d *Daemons) Get(ctx context.Context, node string, port int, path string, query url.Values, limit int64) ([]byte, error) {
+	pod, ok := d.pods[node]
+	if !ok {
+		return nil, fmt.Errorf("there is no pod of flanneld on it in namespace %s", d.namespace)
+	}
+	resp, err := d.client.do(ctx, request{
+		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(pod+":"+strconv.Itoa(port)) + "/proxy/" + path,
+		query: query, accept: acceptJSON,
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, limit+1))
+	switch {
+	case err != nil:
+		return nil, d.client.explain(err)
+	case int64(len(body)) > limit:
+		return nil, fmt.Errorf("the answer of pod %s is larger than %d bytes", pod, limit)
+	}
+	return body, nil
+}
+
+// Close closes the connections.
+func (d *Daemons) Close() { d.client.renew() }
