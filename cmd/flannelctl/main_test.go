@@ -142,6 +142,11 @@ func TestFlagsRefuseNonsense(t *testing.T) {
 		{"leases --etcd-endpoints=etcd", `--etcd-endpoints "etcd" is invalid: endpoint 1: expected host:port, or http:// or https:// with host:port`},
 		{"config get --net-config-map=x", `--net-config-map "x" is invalid: expected NAMESPACE/NAME, such as kube-flannel/kube-flannel-cfg`},
 		{"lab --interval=0s", "--interval: 0s is not positive"},
+		{"mesh --statusz-port=0", "--statusz-port 0 is invalid: expected a port from 1 to 65535"},
+		{"mesh --statusz-port=70000", `invalid argument "70000" for "--statusz-port"`},
+		{"mesh --timeout=0s", "--timeout 0s is invalid: expected a time above zero"},
+		{"mesh --interval=-1s", "--interval -1s is invalid: expected a time above zero"},
+		{"mesh -o png", `invalid argument "png" for "-o, --output" flag: expected table, json, yaml, svg`},
 		{"status -o xml", `invalid argument "xml"`},
 	} {
 		if _, err := run(t, strings.Fields(tc.args)...); err == nil || !strings.Contains(err.Error(), tc.want) || strings.Contains(err.Error(), "\n") {

@@ -14,34 +14,39 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// output is the output format of a command: table, json or yaml.
-type output string
-
-func (o *output) addTo(cmd *cobra.Command) {
-	*o = "table"
-	cmd.Flags().VarP(o, "output", "o", "table, json or yaml")
+// output is the output format of a command: table, json, yaml, or one that only this command has.
+type output struct {
+	format string
+	forms  []string // the possible ones
 }
 
-func (o *output) String() string { return string(*o) }
+// addTo adds the flag. more are the formats that only this command has.
+func (o *output) addTo(cmd *cobra.Command, more ...string) {
+	o.format, o.forms = "table", append([]string{"table", "json", "yaml"}, more...)
+	last := len(o.forms) - 1
+	cmd.Flags().VarP(o, "output", "o", strings.Join(o.forms[:last], ", ")+" or "+o.forms[last])
+}
+
+func (o *output) String() string { return o.format }
 func (*output) Type() string     { return "format" }
 
 func (o *output) Set(s string) error {
-	if forms := []string{"table", "json", "yaml"}; !slices.Contains(forms, s) {
-		return fmt.Errorf("expected %s", strings.Join(forms, ", "))
+	if !slices.Contains(o.forms, s) {
+		return fmt.Errorf("expected %s", strings.Join(o.forms, ", "))
 	}
-	*o = output(s)
+	o.format = s
 	return nil
 }
 
 // print writes v as JSON or YAML, or calls table.
 func (o *output) print(w io.Writer, v any, table func(io.Writer)) error {
-	if *o == "table" {
+	if o.format == "table" {
 		t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
 		table(t)
 		return t.Flush()
 	}
 	text, err := json.MarshalIndent(v, "", "  ")
-	if err == nil && *o == "yaml" {
+	if err == nil && o.format == "yaml" {
 		text, err = yaml.JSONToYAML(text)
 	}
 	if err != nil {

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/flanneld/flanneld/pkg/mesh"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
+)
+
+// meshAtOnce is the number of hosts that are asked at the same time. Each may take several times
+// mesh.MaxAnswer of memory.
+const meshAtOnce = 16
+
+// meshFlags are the flags of flannelctl mesh.
+type meshFlags struct {
+	store     storeFlags
+	port      uint16
+	timeout   time.Duration
+	interval  time.Duration
+	namespace string
+	selector  string
+}
+
+func newMeshCommand() *cobra.Command {
+	var (
+		f     meshFlags
+		out   output
+		watch bool
+	)
+	cmd := &cobra.Command{
+		Use: "mesh", Short: "Ask all hosts for their paths, and show who reaches whom", Args: cobra.NoArgs,
+		Long: `Asks every host with a lease for the results of its probes, and shows them as a
+matrix: a row is what one host knows of the paths to the others. The daemons need
+--probe and --statusz-address. With etcd the addresses are the public ones of the
+leases. On Kubernetes the API server passes the requests to flanneld's pods: you need
+the rights to list nodes, to list pods and to get pods/proxy. The exit code is 1 if
+a path is broken or no host has answered.`,
+		Example: "  flannelctl mesh\n  flannelctl mesh -w\n  flannelctl mesh -o svg > mesh.svg\n  flannelctl mesh -o json | jq -r '.broken[] | .from + \" \" + .to'\n" +
+			"  flannelctl mesh --kubeconfig-file ~/.kube/config --namespace kube-flannel",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			switch {
+			case f.port == 0:
+				return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
+			case f.timeout <= 0:
+				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
+			case f.interval <= 0:
+				return fmt.Errorf("--interval %s is invalid: expected a time above zero", f.interval)
+			case watch:
+				return watchMesh(cmd.Context(), cmd.OutOrStdout(), &f)
+			}
+			return showMesh(cmd, &f, out)
+		},
+	}
+	f.store.addKubeTo(cmd)
+	out.addTo(cmd, "svg")
+	cmd.Flags().Uint16Var(&f.port, "statusz-port", 8287, "port of the daemons' --statusz-address")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", 5*time.Second, "time that a host may take to answer")
+	cmd.Flags().DurationVar(&f.interval, "interval", 10*time.Second, "with --watch: time between two questions")
+	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods, on Kubernetes")
+	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods, on Kubernetes")
+	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every path that breaks or works again, a line each, until Ctrl-C")
+	cmd.MarkFlagsMutuallyExclusive("watch", "output")
+	return cmd
+}
+
+func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
+	c, err := f.find(cmd.Context())
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	m, err := c.collect(cmd.Context(), f.timeout)
+	if err != nil {
+		return err
+	}
+	w := cmd.OutOrStdout()
+	switch out.format {
+	case "svg":
+		err = m.SVG(w)
+	case "table":
+		err = m.Text(w)
+	default:
+		err = out.print(w, m.Data(), nil)
+	}
+	if err != nil {
+		return err
+	}
+	s := m.Summary()
+	switch {
+	case len(m.Hosts) == 0:
+		return errors.New("there is no lease")
+	case len(s.Silent) == len(m.Hosts):
+		return fmt.Errorf("nothing is known from any host: %s: %s", m.Hosts[0], m.Problem(0))
+	case s.Broken > 0:
+		return fmt.Errorf("%d of %d paths are broken", s.Broken, s.OK+s.Broken)
+	}
+	return nil
+}
+
+// cluster is the hosts that have a lease, and how they are asked.
+type cluster struct {
+	hosts []mesh.Host
+	ask   func(ctx context.Context, h mesh.Host) (body []byte, err error)
+	close func()
+}
+
+// find finds the hosts. The caller closes the cluster.
+func (f *meshFlags) find(ctx context.Context) (cluster, error) {
+	o, err := f.store.options()
+	if err != nil {
+		return cluster{}, err
+	}
+	if o.KubeSubnetMgr {
+		return f.onKubernetes(ctx, o)
+	}
+	hosts, err := f.onEtcd(ctx)
+	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
+}
+
+// collect asks all hosts, each for at most a time.
+func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix, error) {
+	m := mesh.New(c.hosts)
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(meshAtOnce)
+	for i, h := range m.Hosts {
+		group.Go(func() error {
+			within, cancel := context.WithTimeout(ctx, most)
+			defer cancel()
+			if body, err := c.ask(within, h); err != nil {
+				m.Fail(i, err)
+			} else {
+				m.Answer(i, body)
+			}
+			return ctx.Err()
+		})
+	}
+	return m, group.Wait()
+}
+
+// meshHost returns the host of a lease. ok is false for a reservation that keeps a subnet for no host.
+func meshHost(l subnet.Lease, name string) (h mesh.Host, ok bool) {
+	h = mesh.Host{Key: l.Key, Name: name}
+	for _, e := range l.Endpoints {
+		if subnet.IsHost(e.PublicIP) {
+			h.PublicIPs = append(h.PublicIPs, e.PublicIP)
+		}
+	}
+	return h, len(h.PublicIPs) > 0
+}
+
+// onEtcd returns the hosts of the leases in etcd.
+func (f *meshFlags) onEtcd(ctx context.Context) (hosts []mesh.Host, err error) {
+	err = withAdmin(f.store, func(a *etcd.Admin) error {
+		entries, err := a.Entries(ctx, false)
+		for _, e := range entries {
+			name := e.Lease.Key
+			if len(e.Lease.Endpoints) > 0 {
+				name = e.Lease.Endpoints[0].Subnet.String()
+			}
+			if h, ok := meshHost(e.Lease, name); ok {
+				hosts = append(hosts, h)
+			}
+		}
+		return err
+	})
+	return hosts, err
+}
+
+// overHTTP asks hosts at their public addresses: at that of the second family if the first does not answer.
+func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) ([]byte, error) {
+	client := &http.Client{
+		Transport: &http.Transport{DisableKeepAlives: true}, // without a proxy: these are addresses of the own network
+		// Another host must not make this one send requests to arbitrary places.
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	return func(ctx context.Context, h mesh.Host) (body []byte, err error) {
+		for _, a := range h.PublicIPs {
+			within, cancel := context.WithTimeout(ctx, f.timeout/time.Duration(len(h.PublicIPs)))
+			body, err = get(within, client, netip.AddrPortFrom(a, f.port), f.query())
+			cancel()
+			if err == nil {
+				return body, nil
+			}
+		}
+		return nil, err
+	}
+}
+
+func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.Values) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+at.String()+"/statusz.json?"+query.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, errors.New(cause(err)) // without the URL
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("http://%s/statusz.json: %s", at, resp.Status)
+	}
+	body, err := io.ReadAll(io.LimitReader(resp.Body, mesh.MaxAnswer+1))
+	if err != nil {
+		return nil, fmt.Errorf("read http://%s/statusz.json: %w", at, err)
+	}
+	return body, nil
+}
+
+// onKubernetes returns the hosts of the Nodes that flannel manages. They are asked through the API server.
+func (f *meshFlags) onKubernetes(ctx context.Context, o options.Options) (cluster, error) {
+	d, err := kube.FindDaemons(ctx, kubeConfig(o), f.namespace, f.selector)
+	if err != nil {
+		return cluster{}, err
+	}
+	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) ([]byte, error) {
+		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query(), mesh.MaxAnswer)
+	}}
+	entries, err := kube.Entries(ctx, kubeConfig(o))
+	if err != nil {
+		d.Close()
+		return cluster{}, err
+	}
+	for _, e := range entries {
+		if h, ok := meshHost(e.Lease, e.Lease.Key); ok {
+			c.hosts = append(c.hosts, h)
+		}
+	}
+	return c, nil
+}
+
+// query returns the parameters that ask for all paths.
+func (f *meshFlags) query() url.Values {
+	q := url.Values{status.ParamPaths: {status.AllPaths}}
+	if *f.store.network != "" {
+		q.Set(status.ParamNetwork, *f.store.network)
+	}
+	return q
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mesh
+
+import "net/netip"
+
+// MaxCells is the number of hosts up to which Data contains every cell. A picture shows as many hosts.
+const MaxCells = 200
+
+// Data is a Matrix for programs. Its JSON is a stable interface.
+type Data struct {
+	Paths Counts     `json:"paths"`
+	Hosts []HostData `json:"hosts"`
+	// Broken are the paths that do not work.
+	Broken []CellData `json:"broken"`
+	// Cells are all paths that were checked. They are absent with more than MaxCells hosts.
+	Cells []CellData `json:"cells,omitempty"`
+}
+
+// HostData is a host.
+type HostData struct {
+	Key       string       `json:"key"` // of its lease
+	Name      string       `json:"name"`
+	PublicIPs []netip.Addr `json:"publicIPs"`
+	Problem   string       `json:"problem,omitempty"` // why it has not told of its paths
+	From      Counts       `json:"from"`              // paths from this host, as it sees them
+	To        Counts       `json:"to"`                // paths to this host, as the others see them
+}
+
+// CellData is the path from one host to another, as the first one sees it.
+type CellData struct {
+	From   string  `json:"from"` // name
+	To     string  `json:"to"`
+	Result Result  `json:"result"`
+	RTT    float64 `json:"rttMilliseconds,omitempty"`
+	Advice string  `json:"advice,omitempty"`
+}
+
+// Data returns the matrix for programs.
+func (m *Matrix) Data() Data {
+	s := m.Summary()
+	d := Data{Paths: s.Counts, Hosts: []HostData{}, Broken: []CellData{}}
+	for i, h := range m.Hosts {
+		one := HostData{Key: h.Key, Name: h.Name, PublicIPs: h.PublicIPs, Problem: m.Problem(i), From: s.From[i], To: s.To[i]}
+		if one.PublicIPs == nil {
+			one.PublicIPs = []netip.Addr{}
+		}
+		d.Hosts = append(d.Hosts, one)
+	}
+	for _, p := range m.Broken(-1) {
+		d.Broken = append(d.Broken, m.data(p))
+	}
+	if len(m.Hosts) > MaxCells {
+		return d
+	}
+	for from := range m.Hosts {
+		for to := range m.Hosts {
+			if c := m.Cell(from, to); c.Result != Unknown {
+				d.Cells = append(d.Cells, m.data(Pair{from, to, c}))
+			}
+		}
+	}
+	return d
+}
+
+func (m *Matrix) data(p Pair) CellData {
+	return CellData{From: m.Hosts[p.From].Name, To: m.Hosts[p.To].Name, Result: p.Result, RTT: p.RTT, Advice: p.Advice}
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package mesh puts what all hosts know of their paths into one matrix. A row is about
+// the paths from one host to all others.
+//
+//   - answer.go reads the status of one host.
+//   - summary.go counts, and finds the worst hosts.
+//   - data.go, text.go and svg.go show a matrix: for programs, in a terminal and as a picture.
+//
+// An answer comes from another host, which may be hostile. So names come only from the caller, and
+// text from answers is limited and quoted.
+package mesh
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/flanneld/flanneld/pkg/paths"
+)
+
+// Host is a row and a column of a Matrix.
+type Host struct {
+	Key       string // of its lease
+	Name      string // for people
+	PublicIPs []netip.Addr
+}
+
+// Result is the result of a path.
+type Result string
+
+// The results, besides the parts of a path that can be broken.
+const (
+	OK      Result = "ok"
+	Unknown Result = "unknown" // the host has not answered, or has not checked this path
+)
+
+// Broken reports whether it is known that a path with this result does not work.
+func (r Result) Broken() bool { return r != OK && r != Unknown }
+
+// Cell is what one host knows of the paths to another one. With two address families it is about the
+// worse path.
+type Cell struct {
+	Result Result
+	RTT    float64 // in milliseconds; zero unless the path works
+	Advice string  // one line for operators
+}
+
+// Matrix is what all hosts know of their paths. Different goroutines may add the answers of different
+// hosts. All other methods need that to be over.
+type Matrix struct {
+	Hosts []Host
+
+	index map[string]int // of the hosts, by key
+	rows  []row
+}
+
+// row is what one host knows.
+type row struct {
+	problem string // why it is not known; empty if it is
+	cells   []cell // by the number of the other host; nil if it is not known
+	advice  map[int]string
+}
+
+// cell is a Cell in little memory, because 5,000 hosts have 25 million.
+type cell struct {
+	result uint8 // index in results
+	rtt    float32
+}
+
+// results returns all results. Each is worse than those before it. The first one is that of a path of
+// which nothing is known.
+func results() [6]Result {
+	return [...]Result{Unknown, OK, Result(paths.Checksum), Result(paths.MTU), Result(paths.Tunnel), Result(paths.Underlay)}
+}
+
+// New returns a matrix of hosts that have not answered, in the order of their subnets or names.
+func New(hosts []Host) *Matrix {
+	m := &Matrix{Hosts: slices.SortedFunc(slices.Values(hosts), compareHosts), index: make(map[string]int, len(hosts)), rows: make([]row, len(hosts))}
+	for i := range m.Hosts {
+		h := &m.Hosts[i]
+		h.Name = Printable(h.Name)
+		m.index[h.Key] = i
+		m.rows[i].problem = "it was not asked"
+	}
+	return m
+}
+
+// Fail records why host i has no answer.
+func (m *Matrix) Fail(i int, err error) { m.rows[i] = row{problem: Printable(err.Error())} }
+
+// Problem returns why nothing is known from host i, or an empty string.
+func (m *Matrix) Problem(i int) string { return m.rows[i].problem }
+
+// Cell returns what host from knows of the paths to host to.
+func (m *Matrix) Cell(from, to int) Cell {
+	r := m.rows[from]
+	if r.cells == nil || from == to {
+		return Cell{Result: Unknown}
+	}
+	c := r.cells[to]
+	return Cell{Result: results()[c.result], RTT: float64(c.rtt), Advice: r.advice[to]}
+}
+
+// maxText is the size in bytes of the longest text of an answer that is shown.
+const maxText = 400
+
+// Printable returns text from another host as one line of limited length that is safe to print:
+// characters that are not visible are escaped.
+func Printable(text string) string {
+	if len(text) > maxText {
+		end := maxText
+		for end > 0 && !utf8.RuneStart(text[end]) {
+			end--
+		}
+		text = text[:end] + "…"
+	}
+	quoted := strconv.Quote(text)
+	return strings.ReplaceAll(strings.ReplaceAll(quoted[1:len(quoted)-1], `\"`, `"`), `\\`, `\`)
+}
+
+// compareHosts orders hosts by subnet if their names are subnets, otherwise by name.
+func compareHosts(a, b Host) int {
+	x, errX := netip.ParsePrefix(a.Name)
+	y, errY := netip.ParsePrefix(b.Name)
+	if errX == nil && errY == nil {
+		return x.Compare(y)
+	}
+	return cmp.Compare(a.Name, b.Name)
+}

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mesh
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+)
+
+// Counts are numbers of pairs of hosts.
+type Counts struct {
+	OK      int `json:"ok"`
+	Broken  int `json:"broken"`
+	Unknown int `json:"unknown"`
+}
+
+// String returns the numbers in words.
+func (c Counts) String() string {
+	return fmt.Sprintf("%d ok, %d broken, %d unknown", c.OK, c.Broken, c.Unknown)
+}
+
+func (c *Counts) add(r Result) {
+	switch r {
+	case OK:
+		c.OK++
+	case Unknown:
+		c.Unknown++
+	default:
+		c.Broken++
+	}
+}
+
+// Pair is a cell with the numbers of its hosts.
+type Pair struct {
+	From, To int
+	Cell
+}
+
+// Summary counts a Matrix.
+type Summary struct {
+	Counts
+	From   []Counts // paths from a host, by its number
+	To     []Counts // paths to a host, by its number
+	Silent []int    // numbers of the hosts of which nothing is known
+}
+
+// Summary counts the paths.
+func (m *Matrix) Summary() Summary {
+	n := len(m.Hosts)
+	s := Summary{From: make([]Counts, n), To: make([]Counts, n)}
+	all := results()
+	for from, r := range m.rows {
+		if r.cells == nil {
+			s.Silent = append(s.Silent, from)
+		}
+		for to := range n {
+			if from == to {
+				continue
+			}
+			result := Unknown
+			if r.cells != nil {
+				result = all[r.cells[to].result]
+			}
+			s.add(result)
+			s.From[from].add(result)
+			s.To[to].add(result)
+		}
+	}
+	return s
+}
+
+// Broken returns the paths that do not work, at most limit of them, in the order of hosts. A limit below
+// zero is none.
+func (m *Matrix) Broken(limit int) []Pair {
+	var pairs []Pair
+	for from := range m.rows {
+		for to := range m.rows[from].cells {
+			if c := m.Cell(from, to); c.Result.Broken() {
+				if len(pairs) == limit {
+					return pairs
+				}
+				pairs = append(pairs, Pair{from, to, c})
+			}
+		}
+	}
+	return pairs
+}
+
+// worst returns the numbers of the n worst hosts in their order: those with most broken paths in counts,
+// and then those with most unknown ones.
+func worst(counts []Counts, n int) []int {
+	all := make([]int, len(counts))
+	for i := range all {
+		all[i] = i
+	}
+	slices.SortStableFunc(all, func(a, b int) int {
+		return cmp.Or(cmp.Compare(counts[b].Broken, counts[a].Broken), cmp.Compare(counts[b].Unknown, counts[a].Unknown))
+	})
+	return all[:min(n, len(all))]
+}
+
+// drawn returns the numbers of the hosts that a picture of at most n hosts shows, in their order. If
+// there are more hosts, it shows the worst.
+func (m *Matrix) drawn(n int) []int {
+	s := m.Summary()
+	both := make([]Counts, len(m.Hosts))
+	for i := range both {
+		both[i] = Counts{Broken: s.From[i].Broken + s.To[i].Broken, Unknown: s.From[i].Unknown + s.To[i].Unknown}
+	}
+	chosen := worst(both, n)
+	slices.Sort(chosen)
+	return chosen
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mesh
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+)
+
+const (
+	// maxWords is the number of hosts up to which the cells in a terminal have words and figures.
+	maxWords = 6
+	// maxLetters is the number of hosts up to which a terminal shows every cell, as a letter.
+	maxLetters = 40
+	// maxLines is the number of broken paths, of hosts without an answer and of the worst hosts that
+	// are listed.
+	maxLines = 10
+)
+
+// class is a range of round trips.
+type class struct {
+	below float64 // milliseconds
+	mark  string  // of a cell in few characters
+	text  string
+}
+
+func classes() [4]class {
+	return [...]class{{1, "1", "less than 1 ms"}, {10, "2", "less than 10 ms"}, {100, "3", "less than 100 ms"}, {2 * maxRTT, "4", "100 ms or more"}}
+}
+
+// class returns the number of the range of the round trip.
+func (c Cell) class() int {
+	all := classes()
+	for i, one := range all[:len(all)-1] {
+		if c.RTT < one.below {
+			return i
+		}
+	}
+	return len(all) - 1
+}
+
+// mark returns one character for a cell.
+func (c Cell) mark() string {
+	switch c.Result {
+	case OK:
+		return classes()[c.class()].mark
+	case Unknown:
+		return "?"
+	}
+	return strings.ToUpper(string(c.Result[:1]))
+}
+
+// words returns a few words for a cell.
+func (c Cell) words() string {
+	switch {
+	case c.Result != OK:
+		return string(c.Result)
+	case c.RTT == 0:
+		return "ok"
+	}
+	return fmt.Sprintf("%.2f ms", c.RTT)
+}
+
+// legend says what the marks mean that are not digits.
+func legend() string {
+	var parts []string
+	for _, c := range classes() {
+		parts = append(parts, c.mark+" "+c.text)
+	}
+	all := results()
+	for i := len(all) - 1; i >= 0; i-- {
+		if all[i] != OK {
+			parts = append(parts, Cell{Result: all[i]}.mark()+" "+string(all[i]))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+// String returns the name of the host with its addresses.
+func (h Host) String() string {
+	parts := []string{h.Name}
+	for _, a := range h.PublicIPs {
+		parts = append(parts, a.String())
+	}
+	return strings.Join(parts, " ")
+}
+
+// Text writes the matrix for a terminal. Of more than maxLetters hosts it shows the worst.
+func (m *Matrix) Text(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	s := m.Summary()
+	switch n := len(m.Hosts); {
+	case n <= maxWords:
+		m.writeCells(t, "FROM", Cell.words, func(i int) string { return "TO " + m.Hosts[i].Name })
+	case n <= maxLetters:
+		m.writeCells(t, "FROM", Cell.mark, func(i int) string { return fmt.Sprint(i + 1) })
+	default:
+		m.writeWorst(t, "WORST FROM", s.From)
+		m.writeWorst(t, "WORST TO", s.To)
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	if n := len(m.Hosts); n > maxWords && n <= maxLetters {
+		fmt.Fprintln(w, legend())
+	}
+	fmt.Fprintln(w)
+	fmt.Fprintln(w, "paths:", s.Counts)
+	for _, p := range m.Broken(maxLines) {
+		fmt.Fprintf(w, "%s -> %s: %s: %s\n", m.Hosts[p.From].Name, m.Hosts[p.To].Name, p.Result, p.Advice)
+	}
+	more(w, s.Broken, "broken paths")
+	for _, i := range s.Silent[:min(len(s.Silent), maxLines)] {
+		fmt.Fprintf(w, "nothing is known from %s: %s\n", m.Hosts[i], m.Problem(i))
+	}
+	more(w, len(s.Silent), "hosts of which nothing is known")
+	return nil
+}
+
+// more says how many of n were left out.
+func more(w io.Writer, n int, what string) {
+	if n > maxLines {
+		fmt.Fprintf(w, "and %d more %s\n", n-maxLines, what)
+	}
+}
+
+// writeCells writes every cell. text is that of a cell, and column the heading of a column.
+func (m *Matrix) writeCells(w io.Writer, title string, text func(Cell) string, column func(int) string) {
+	fmt.Fprint(w, title)
+	for to := range m.Hosts {
+		fmt.Fprintf(w, "\t%s", column(to))
+	}
+	for from, h := range m.Hosts {
+		fmt.Fprintln(w)
+		if len(m.Hosts) > maxWords {
+			fmt.Fprintf(w, "%d ", from+1)
+		}
+		fmt.Fprint(w, h)
+		for to := range m.Hosts {
+			if from == to {
+				fmt.Fprint(w, "\t-")
+			} else {
+				fmt.Fprintf(w, "\t%s", text(m.Cell(from, to)))
+			}
+		}
+	}
+	fmt.Fprintln(w)
+}
+
+// writeWorst writes the hosts with most broken paths in one direction.
+func (m *Matrix) writeWorst(w io.Writer, title string, counts []Counts) {
+	fmt.Fprintf(w, "%s\tBROKEN\tUNKNOWN\tOK\n", title)
+	for _, i := range worst(counts, maxLines) {
+		if counts[i].Broken == 0 {
+			break
+		}
+		fmt.Fprintf(w, "%s\t%d\t%d\t%d\n", m.Hosts[i], counts[i].Broken, counts[i].Unknown, counts[i].OK)
+	}
+}
