@@ -295,7 +295,11 @@ type Catalog struct {
 	// Retire undoes what backends have done outside of Scope and Leftovers, when the network was
 	// deleted. It may be nil.
 	Retire func(ctx context.Context) error
-	// Close releases the state. It may be nil.
+	// CloseUnused ends what runs in the process and belongs to no started network. A network may
+	// leave it running at its end, so that packets go on until the next network takes it over. It
+	// may be nil.
+	CloseUnused func() error
+	// Close releases the state, after the end of all networks. It may be nil.
 	Close func()
 	// Files returns the paths of files outside of stateDir that the backends have written,
 	// for a cleanup. It may be nil.

@@ -15,6 +15,7 @@ import (
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/tunnel"
 )
@@ -25,6 +26,7 @@ func New(o options.Options) (backend.Catalog, error) {
 		Allow: o.AllowExtensionBackend, StateDir: o.StateDir, Name: o.StateName() + "-commands",
 	})
 	packets := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(o.UDPSourceCheck), Persist: o.UDPPersist})
+	encrypted := wireguard.NewHost()
 	registry, err := backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
 		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
@@ -34,13 +36,17 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: udp.Type, Factory: packets.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
-		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
+		backend.Entry{Type: wireguard.Type, Factory: encrypted.New},
 	)
 	return backend.Catalog{
-		Registry: registry.WithMigration(migration.New),
-		Shutdown: commands.Shutdown,
-		Retire:   commands.Retire,
-		Close:    func() { _ = packets.Close() },
-		Files:    wireguard.WrittenKeys,
+		Registry:    registry.WithMigration(migration.New),
+		Shutdown:    commands.Shutdown,
+		Retire:      commands.Retire,
+		CloseUnused: func() error { return oneline.Join(packets.CloseUnused(), encrypted.CloseUnused()) },
+		Close: func() {
+			_ = packets.Close()
+			_ = encrypted.Close()
+		},
+		Files: wireguard.WrittenKeys,
 	}, err
 }

@@ -51,7 +51,7 @@ func newBackend(t *testing.T, env backend.Env) (backend.Backend, error) {
 		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
-		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
+		backend.Entry{Type: wireguard.Type, Factory: wireguard.NewHost().New},
 	)
 	if err != nil {
 		t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/coreos/go-systemd/v22/activation"
@@ -28,9 +29,9 @@ type Settings struct {
 	Persist bool
 }
 
-// Host is the state of this backend in the process. It outlives a network: when the
-// external interface changes, device and peers stay. While another backend is in use it
-// is empty.
+// Host is the state of this backend in the process, which outlives networks. When a network ends,
+// its tunnel goes on with the peers that it has. The next network takes it over if the tunnel
+// suits it, so that no packet is lost in between. Otherwise device and peers stay.
 type Host struct {
 	settings Settings
 	counters tunnel.Counters
@@ -38,10 +39,12 @@ type Host struct {
 
 	mu              sync.Mutex
 	device          *tunnel.Device
-	askedSystemd    bool      // systemd was asked for the device of the last process
-	receiver        *receiver // receiver of the kernel path; nil if it is not in use
-	uncheckedLogged bool      // the log says that senders are not checked
-	icmpLogged      bool      // the log says that the kernel does not accept ICMP errors from the device
+	tunnel          *tunnel.Tunnel // on device; nil if there is none
+	used            bool           // a network that has started uses the tunnel
+	askedSystemd    bool           // systemd was asked for the device of the last process
+	receiver        *receiver      // receiver of the kernel path; nil if it is not in use
+	uncheckedLogged bool           // the log says that senders are not checked
+	icmpLogged      bool           // the log says that the kernel does not accept ICMP errors from the device
 }
 
 // NewHost returns a Host without a device. The caller closes it.
@@ -75,13 +78,75 @@ func (h *Host) Close() error {
 	return oneline.Join(err, h.closeDevice())
 }
 
+// CloseUnused closes tunnel and device unless a network uses them.
+func (h *Host) CloseUnused() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.used {
+		return nil
+	}
+	return h.closeDevice()
+}
+
+// closeDevice closes the device, and before that its tunnel.
 func (h *Host) closeDevice() error {
 	if h.device == nil {
 		return nil
 	}
-	err := h.device.Close()
+	err := oneline.Join(h.closeTunnel(), h.device.Close())
 	h.device = nil
 	return err
+}
+
+func (h *Host) closeTunnel() error {
+	if h.tunnel == nil {
+		return nil
+	}
+	err := h.tunnel.Close()
+	h.tunnel = nil
+	return err
+}
+
+// openTunnel returns the tunnel with configuration c, which the Host completes, between the device
+// with that name and the network. It may run already, because an earlier network has left it.
+func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.openDevice(ctx, name); err != nil {
+		return nil, err
+	}
+	c.Device, c.Check, c.Table, c.Counters = h.device, h.settings.Check, h.peers.table, &h.counters
+	if h.tunnel == nil || h.tunnel.Err() != nil || !sameEnds(h.tunnel.Config, c) {
+		if err := h.closeTunnel(); err != nil {
+			return nil, err
+		}
+		t, err := tunnel.Open(ctx, c)
+		if err != nil {
+			return nil, err
+		}
+		h.tunnel = t
+	}
+	h.used = true
+	return h.tunnel, nil
+}
+
+// sameEnds reports whether tunnels with these configurations carry packets between the same ends.
+func sameEnds(a, b tunnel.Config) bool {
+	return a.Device == b.Device && slices.Equal(a.Local, b.Local) && slices.Equal(a.Own, b.Own) && slices.Equal(a.Networks, b.Networks)
+}
+
+// leaveTunnel lets the tunnel go on until another network takes it over, or until CloseUnused.
+func (h *Host) leaveTunnel() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.used = false
+}
+
+// freePort closes the tunnel, whose port the kernel path needs.
+func (h *Host) freePort() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.closeTunnel()
 }
 
 // useKernelPath records that the kernel carries the packets from now on, with r as the
@@ -102,13 +167,11 @@ func (h *Host) removeKernelPath(r receiver) error {
 	return r.removeAll()
 }
 
-// openDevice returns the device with that name, ready to carry packets.
-func (h *Host) openDevice(ctx context.Context, name string) (*tunnel.Device, error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
+// openDevice makes h.device the device with that name, ready to carry packets.
+func (h *Host) openDevice(ctx context.Context, name string) error {
 	added, err := h.attachDevice(ctx, name)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if added {
 		if err := keepDevice(h.device); err != nil {
@@ -116,13 +179,13 @@ func (h *Host) openDevice(ctx context.Context, name string) (*tunnel.Device, err
 		}
 	}
 	if err := h.device.Persist(h.settings.Persist); err != nil {
-		return nil, oneline.Join(err, h.closeDevice())
+		return oneline.Join(err, h.closeDevice())
 	}
 	if err := h.device.AcceptOwn(); err != nil && !h.icmpLogged {
 		h.icmpLogged = true
 		klog.FromContext(ctx).Error(err, "cannot send ICMP errors about IPv4 packets: connections over paths with a smaller MTU may hang")
 	}
-	return h.device, nil
+	return nil
 }
 
 // claimDevice opens the TUN device. It returns an error if another process has it open.
@@ -137,7 +200,7 @@ func (h *Host) claimDevice(ctx context.Context, name string) error {
 // kept, a persistent one, or a new one. added reports whether systemd does not know the
 // device.
 func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err error) {
-	if h.device != nil && h.device.Alive() {
+	if h.device != nil && h.device.Name() == name && h.device.Alive() {
 		return false, nil
 	}
 	_ = h.closeDevice()

@@ -27,15 +27,15 @@ func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Getenv(childEnv) != "" {
 		h := NewHost(Settings{})
-		d, err := h.openDevice(context.Background(), deviceName)
+		err := h.openDevice(context.Background(), deviceName)
 		if err == nil { // open it again, as after a change of the external interface
-			d, err = h.openDevice(context.Background(), deviceName)
+			err = h.openDevice(context.Background(), deviceName)
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
-		fmt.Fprintln(os.Stdout, d.Name(), h.askedSystemd, d.Alive())
+		fmt.Fprintln(os.Stdout, h.device.Name(), h.askedSystemd, h.device.Alive())
 		_ = h.Close()
 		os.Exit(0)
 	}
@@ -70,7 +70,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	defer systemd.Close()
 	t.Setenv("NOTIFY_SOCKET", path)
 	h := NewHost(Settings{})
-	if err := l.Host(1).Do(ctx, func() error { _, err := h.openDevice(ctx, deviceName); return err }); err != nil {
+	if err := l.Host(1).Do(ctx, func() error { return h.openDevice(ctx, deviceName) }); err != nil {
 		t.Fatal(err)
 	}
 	kept := receiveKept(t, systemd)

@@ -111,6 +111,9 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	if err := b.checkDeviceName(ctx); err != nil {
 		return nil, err
 	}
+	if err := b.host.freePort(); err != nil {
+		return nil, err
+	}
 	scope := b.Scope()
 	scope.TxChecksum = true
 	reconciler, err := b.env.Reconciler(scope)

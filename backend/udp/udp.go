@@ -8,8 +8,8 @@
 //   - kernel.go is the network of the kernel path. Its objects besides device and routes
 //     are the FOU port in receiver.go and the source check in filter.go and
 //     filter_rules.go.
-//   - host.go is the Host, which outlives networks: it contains the TUN device and the
-//     peers (peers.go).
+//   - host.go is the Host, which outlives networks: it contains the TUN device, the tunnel and
+//     the peers (peers.go).
 package udp
 
 import (
@@ -133,11 +133,12 @@ type network struct {
 	*backend.Programmer
 	*backend.Notifier
 	own     subnet.Lease
-	tunnel  *tunnel.Tunnel // nil while there is none
-	started bool           // the tunnel carries packets
+	tunnel  *tunnel.Tunnel // of the host
+	started bool           // the tunnel carries packets, and the network hears of its end
 }
 
-// start opens device and tunnel. The tunnel carries no packets yet.
+// start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
+// left it running.
 func (n *network) start(ctx context.Context) error {
 	if err := n.openTunnel(ctx); err != nil {
 		return err
@@ -148,15 +149,9 @@ func (n *network) start(ctx context.Context) error {
 	return nil
 }
 
-// openTunnel opens the device and a tunnel between it and the network.
-func (n *network) openTunnel(ctx context.Context) error {
-	device, err := n.host.openDevice(ctx, n.device())
-	if err != nil {
-		return err
-	}
-	c := tunnel.Config{
-		Device: device, Check: n.host.settings.Check, Table: n.host.peers.table, Counters: &n.host.counters,
-	}
+// openTunnel makes the host have the device and a tunnel between it and the network.
+func (n *network) openTunnel(ctx context.Context) (err error) {
+	var c tunnel.Config
 	for _, net := range n.env.Config.Networks {
 		c.Networks = append(c.Networks, net.Prefix)
 		if addr, ok := n.env.Underlay.Family(net.Family()); ok {
@@ -166,8 +161,8 @@ func (n *network) openTunnel(ctx context.Context) error {
 	for _, e := range n.own.Endpoints {
 		c.Own = append(c.Own, e.Subnet.Addr())
 	}
-	n.tunnel, err = tunnel.Open(ctx, c)
 	n.started = false
+	n.tunnel, err = n.host.openTunnel(ctx, n.device(), c)
 	return err
 }
 
@@ -207,19 +202,7 @@ func (n *network) reopen(ctx context.Context) error {
 	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
 		return nil
 	}
-	if err := n.closeTunnel(); err != nil {
-		return err
-	}
 	return n.openTunnel(ctx)
-}
-
-func (n *network) closeTunnel() error {
-	if n.tunnel == nil {
-		return nil
-	}
-	err := n.tunnel.Close()
-	n.tunnel, n.started = nil, false
-	return err
 }
 
 // MTU implements backend.Sized, and backend.Network for both modes.
@@ -247,9 +230,10 @@ func (*network) Mode() string { return modeUserspace }
 // Dropped implements backend.DataPath.
 func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
 
-// Close implements backend.Network. The device belongs to the host and stays for the next
+// Close implements backend.Network. Device and tunnel belong to the host and go on for the next
 // network.
 func (n *network) Close() error {
 	n.Notifier.Close()
-	return oneline.Join(n.closeTunnel(), n.Programmer.Close())
+	n.host.leaveTunnel()
+	return n.Programmer.Close()
 }

@@ -250,7 +250,10 @@ func countRepairs(c wgtypes.Config, d diff) (count int) {
 func explainPortInUse(err error, port int) error {
 	// A device of this process returns a number, which wgctrl turns into a text.
 	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))
-	if errors.Is(err, syscall.EADDRINUSE) || strings.HasSuffix(err.Error(), inUse) {
+	if strings.HasSuffix(err.Error(), inUse) {
+		err = syscall.EADDRINUSE
+	}
+	if errors.Is(err, syscall.EADDRINUSE) {
 		return fmt.Errorf("another program listens on UDP port %d (Backend.ListenPort, Backend.ListenPortV6): %w", port, err)
 	}
 	return err
@@ -273,7 +276,8 @@ func (n *network) Mode() string { return n.implementation }
 // Dropped implements backend.DataPath. WireGuard does not count drops.
 func (*network) Dropped() map[string]uint64 { return nil }
 
-// Close implements backend.Network.
+// Close implements backend.Network. Devices of this process belong to the host and go on for the
+// next network.
 func (n *network) Close() error {
 	n.Notifier.Close()
 	errs := []error{n.Reconciler.Close()}
@@ -282,7 +286,7 @@ func (n *network) Close() error {
 	}
 	for _, d := range n.devices {
 		if d.userspace != nil {
-			errs = append(errs, d.userspace.close())
+			n.host.leave(d.userspace)
 		}
 	}
 	return oneline.Join(errs...)

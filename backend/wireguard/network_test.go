@@ -120,7 +120,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	spy := &dataplanetest.Spy{Kernel: k}
 	env := backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	env.Kernel = spy
-	b, _, err := New(json.RawMessage(`{}`), env)
+	b, _, err := NewHost().New(json.RawMessage(`{}`), env)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,11 +13,11 @@
 //     preshared key.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process, and initiator.go starts its sessions.
+//   - host.go is the Host, which outlives networks: it contains the devices in this process.
 package wireguard
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -43,15 +43,7 @@ const Type = "wireguard"
 type Backend struct {
 	env    backend.Env
 	config config
-}
-
-// New is the backend's factory.
-func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
-	c, warnings, err := parseConfig(raw, env)
-	if err != nil {
-		return nil, nil, err
-	}
-	return &Backend{env: env, config: c}, warnings, nil
+	host   *Host
 }
 
 func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
@@ -163,13 +155,19 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 			return err
 		}
 		for _, d := range n.devices {
-			d.userspace = &userspaceDevice{name: d.name, mtu: n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel)}
+			if d.userspace, err = n.host.take(d.tunnel, n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel), n.env.Underlay); err != nil {
+				return err
+			}
 		}
 		if err := n.ensureUserspace(ctx); err != nil {
 			return err
 		}
 	case err != nil:
 		return err
+	default:
+		if err := n.host.closeNamed(n.Scope().Devices); err != nil {
+			return err
+		}
 	}
 	n.Base = n.base(own, kind)
 	if err := n.SetUp(ctx); err != nil {

@@ -58,7 +58,7 @@ func TestConfig(t *testing.T) {
 		{name: "two PSKs", raw: `{"PSK":"c2VjcmV0","PSKFile":"/x"}`, env: v4, err: "both set"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			b, _, err := New(json.RawMessage(tt.raw), tt.env)
+			b, _, err := NewHost().New(json.RawMessage(tt.raw), tt.env)
 			if tt.err != "" {
 				if err == nil || !strings.Contains(err.Error(), tt.err) || strings.Contains(err.Error(), "c2VjcmV0") {
 					t.Fatalf("error %v, want one with %q and without secrets", err, tt.err)
@@ -82,7 +82,7 @@ func TestConfig(t *testing.T) {
 
 func TestMTU(t *testing.T) {
 	backendtest.MTU{
-		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		New: NewHost().New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
 		Overhead: map[prefix.Family]int{prefix.IPv4: 60, prefix.IPv6: 80}, Key: true,
 	}.Run(t)
 }
@@ -331,7 +331,7 @@ func TestPeer(t *testing.T) {
 		{"auto, IPv4 only", global, modeAuto, lease(t, "192.168.77.2", "", 51820, 0), []string{"192.168.77.2:51820 [10.5.2.0/24]"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			b, _, err := New(json.RawMessage(`{"Mode":"`+tt.mode+`"}`), tt.env)
+			b, _, err := NewHost().New(json.RawMessage(`{"Mode":"`+tt.mode+`"}`), tt.env)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -75,6 +75,7 @@ type Tunnel struct {
 	errorLimit     *rate.Limiter // limit of other ICMP errors
 	sizeErrorLimit *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
 	log            klog.Logger
+	started        bool // Start has succeeded
 	closing        atomic.Bool
 	running        sync.WaitGroup
 	done           chan struct{}
@@ -105,9 +106,12 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	return t, nil
 }
 
-// Start makes the tunnel move packets, until Close or an error: see Done and Err. It may
-// be called only once.
+// Start makes the tunnel move packets, until Close or an error: see Done and Err. It has no
+// effect if the tunnel does so already.
 func (t *Tunnel) Start() error {
+	if t.started {
+		return nil
+	}
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
@@ -118,6 +122,7 @@ func (t *Tunnel) Start() error {
 		}
 	}
 	connect(workers)
+	t.started = true
 	for _, w := range workers {
 		t.running.Go(func() { t.end(w.run()) })
 	}

@@ -103,12 +103,12 @@ func (n *Network) Close() {
 	if n.store != nil {
 		_ = n.store.Close()
 	}
+	if n.catalog.Close != nil { // before another daemon may take the devices
+		n.catalog.Close()
+	}
 	n.devices.ReleaseAll()
 	if n.state != nil {
 		n.state.Close()
-	}
-	if n.catalog.Close != nil {
-		n.catalog.Close()
 	}
 	if n.kernel != nil {
 		_ = n.kernel.Close()

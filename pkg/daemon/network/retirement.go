@@ -47,19 +47,20 @@ const lingering = 10 * time.Second
 // retirement removes the objects of former configurations once the present one is
 // applied. After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
-	former   []ownership.Objects
-	migrated bool // former contains the configuration of a migration
-	present  ownership.Objects
-	devices  *ownership.Locks
-	due      func(backend.Pass) // reports a pass without an error after which the present configuration is applied
-	done     func()             // called when everything is removed
-	start    chan struct{}
+	former      []ownership.Objects
+	migrated    bool // former contains the configuration of a migration
+	present     ownership.Objects
+	devices     *ownership.Locks
+	closeUnused func() error       // see backend.Catalog; may be nil
+	due         func(backend.Pass) // reports a pass without an error after which the present configuration is applied
+	done        func()             // called when everything is removed
+	start       chan struct{}
 }
 
 // newRetirement returns the retirement of fs. When everything is removed, it sends rules, because
 // the traffic rules guard the tunnels of fs until then.
 func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, rules wait.Signal) *retirement {
-	r := &retirement{present: ownership.Of(present), devices: p.devices, start: make(chan struct{})}
+	r := &retirement{present: ownership.Of(present), devices: p.devices, closeUnused: p.catalog.CloseUnused, start: make(chan struct{})}
 	for _, f := range fs {
 		r.former = append(r.former, p.owned(f))
 		r.migrated = r.migrated || f.Config.Migrates()
@@ -117,8 +118,13 @@ func (r *retirement) run(ctx context.Context) {
 }
 
 // retire removes the objects of one configuration, except for devices that another daemon
-// uses now, with their objects.
+// uses now, with their objects. Until then its devices in this process have carried packets.
 func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former ownership.Objects) error {
+	if r.closeUnused != nil {
+		if err := r.closeUnused(); err != nil {
+			return err
+		}
+	}
 	locks, scope := r.devices, former.Scope
 	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
 		return errors.Is(locks.Take(name), state.ErrInUse)
@@ -166,7 +172,7 @@ func (p *parts) retireAll(ctx context.Context) error {
 			return err
 		}
 	}
-	r := &retirement{devices: p.devices}
+	r := &retirement{devices: p.devices, closeUnused: p.catalog.CloseUnused}
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 		former := p.owned(f)
 		if err := r.retire(ctx, kernel, former); err != nil {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -54,7 +55,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
 	r.state.Set(now) // before the first object exists that a later configuration must remove
 	r.hold(now, be)
-	running, err := startBackend(ctx, be, now.Own)
+	running, err := startBackend(ctx, be, now.Own, r.catalog.CloseUnused)
 	if err != nil {
 		return nil, fmt.Errorf("start backend: %w", err)
 	}
@@ -135,14 +136,20 @@ const portPatience = 2 * time.Second
 
 // startBackend starts the network of a backend. If a port is in use it tries again for a
 // while: a child process that has not yet run its program, such as iptables, still has the
-// sockets of the session before, and of a daemon that has just ended.
-func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease) (backend.Network, error) {
+// sockets of the session before, and of a daemon that has just ended. So does what an earlier network
+// has left running, which closeUnused ends. It may be nil.
+func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, closeUnused func() error) (backend.Network, error) {
 	const pause = 20 * time.Millisecond
 	deadline := time.Now().Add(portPatience)
 	for {
 		network, err := be.Start(ctx, own)
 		if !errors.Is(err, unix.EADDRINUSE) || time.Now().After(deadline) {
 			return network, err
+		}
+		if closeUnused != nil {
+			if failed := closeUnused(); failed != nil {
+				return nil, oneline.Join(err, failed)
+			}
 		}
 		if wait.For(ctx, pause) != nil {
 			return nil, err

@@ -306,7 +306,7 @@ func TestStartBackendWaitsForPort(t *testing.T) {
 					errs = errs[min(1, len(errs)-1):]
 					return err
 				}}
-				_, err := startBackend(t.Context(), be, subnet.Lease{})
+				_, err := startBackend(t.Context(), be, subnet.Lease{}, nil)
 				if !errors.Is(err, test.want) {
 					t.Errorf("error %v, want %v", err, test.want)
 				}

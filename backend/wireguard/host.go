@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"encoding/json"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/underlay"
+)
+
+// Host is the state of this backend in the process: the devices in user space, which outlive
+// networks. When a network ends, its devices go on with the peers that they have. The next network
+// takes them over, so that no packet is lost in between.
+type Host struct {
+	mu      sync.Mutex
+	devices map[string]*hostDevice // by name
+}
+
+// hostDevice is a device in user space, and what the Host knows of it.
+type hostDevice struct {
+	userspaceDevice
+	port  int          // UDP port that the network sets
+	iface int          // index of the external interface
+	local []netip.Addr // addresses of the host from which it sends
+	used  bool         // a network that has started uses it
+}
+
+// NewHost returns a Host without devices. The caller closes it.
+func NewHost() *Host { return &Host{devices: map[string]*hostDevice{}} }
+
+// New is the backend's factory.
+func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw, env)
+	if err != nil {
+		return nil, nil, err
+	}
+	return &Backend{env: env, config: c, host: h}, warnings, nil
+}
+
+// take returns the device for a tunnel. It may run already, because an earlier network has left it.
+// Such a device is closed first if the addresses of the host are different now: WireGuard remembers
+// the one from which it sends to each peer.
+func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var local []netip.Addr
+	for _, f := range t.outer {
+		if a, ok := u.Family(f); ok {
+			local = append(local, a.Local)
+		}
+	}
+	err := h.closeIf(func(d *hostDevice) bool {
+		if d.name == t.name {
+			return d.iface != u.Index || !slices.Equal(d.local, local)
+		}
+		return !d.used && d.port == t.port
+	})
+	if err != nil {
+		return nil, err
+	}
+	d := h.devices[t.name]
+	if d == nil {
+		d = &hostDevice{userspaceDevice: userspaceDevice{name: t.name}}
+		h.devices[t.name] = d
+	}
+	d.mtu, d.port, d.iface, d.local, d.used = mtu, t.port, u.Index, local, true
+	return &d.userspaceDevice, nil
+}
+
+// leave lets a device go on until another network takes it, or until CloseUnused.
+func (h *Host) leave(u *userspaceDevice) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if d := h.devices[u.name]; d != nil && &d.userspaceDevice == u {
+		d.used = false
+	}
+}
+
+// closeNamed closes the devices with these names, because the kernel's replace them.
+func (h *Host) closeNamed(names []string) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.closeIf(func(d *hostDevice) bool { return slices.Contains(names, d.name) })
+}
+
+// CloseUnused closes the devices that no network uses.
+func (h *Host) CloseUnused() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.closeIf(func(d *hostDevice) bool { return !d.used })
+}
+
+// Close closes all devices. Their TUN devices stay.
+func (h *Host) Close() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.closeIf(func(*hostDevice) bool { return true })
+}
+
+// closeIf closes the devices for which f returns true. The caller holds h.mu.
+func (h *Host) closeIf(f func(*hostDevice) bool) error {
+	var errs []error
+	for name, d := range h.devices {
+		if f(d) {
+			errs = append(errs, d.close())
+			delete(h.devices, name)
+		}
+	}
+	return oneline.Join(errs...)
+}
