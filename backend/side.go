@@ -65,6 +65,14 @@ type Sized interface {
 	MTU() int
 }
 
+// Reclaimer is a Network on a host that may publish more than its own lease has.
+type Reclaimer interface {
+	// Reclaim returns a channel that receives when Claim of the backend may return more than it
+	// did before the network was started. The owner of the network then starts another one, with
+	// the lease that has the new claim.
+	Reclaim() <-chan struct{}
+}
+
 // Selector is a Network that uses leases with data for several backends as they are.
 type Selector interface {
 	// Selects reports whether the network can use l. It is pure, and safe for concurrent

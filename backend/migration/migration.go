@@ -5,6 +5,7 @@
 //
 //   - migration.go is the Backend, which consists of the present one and the next one.
 //   - network.go is the Network, which Start creates. It decides about each peer.
+//   - peer.go is the state of a peer, and the queue of those that do not follow.
 //   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
 //   - rpfilter.go makes the kernel accept packets by either backend.
@@ -29,8 +30,6 @@ type Backend struct {
 	env   backend.Env
 	parts [sides]part
 	layer *layer // of the network that was started last
-	// withheld is the reason why the last claim has no data of the next backend; nil if it has.
-	withheld error
 }
 
 // part is one of the two backends.
@@ -87,10 +86,10 @@ func (b *Backend) check() error {
 	used := from.be.Scope().Devices
 	for _, name := range to.be.Scope().Devices {
 		if slices.Contains(used, name) {
-			return fmt.Errorf("Backend and NextBackend both have the device %s: want a NextBackend of another type, or for vxlan with another VNI", name)
+			return fmt.Errorf("Backend and NextBackend both have the device %s: want a NextBackend of another type, or for vxlan with another VNI, which also allows another Port or GBP", name)
 		}
 	}
-	if from.side.Type == to.side.Type && len(used) == 0 {
+	if from.side.Type == to.side.Type && (len(used) == 0 || from.side.Type == "udp") { // leases of udp do not have the port
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}
 	if from.side.Type == "vxlan" && to.side.Type == "vxlan" { // the kernel shares a port between vxlan devices of different VNIs
@@ -162,11 +161,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	var more subnet.Claim
-	if err = backend.Usable(ctx, b.parts[next].be); err == nil {
-		more, err = b.parts[next].claim(ctx, prev)
-	}
-	if b.withheld = err; err != nil {
+	more, err := b.claimNext(ctx, prev)
+	if err != nil {
 		klog.FromContext(ctx).Error(err, "cannot publish data of the next backend: peers go on with the present one", "next", b.parts[next].side.Type)
 		return claim, nil
 	}
@@ -175,6 +171,14 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		claim.Endpoints[i].NextData = more.Endpoints[i].Data
 	}
 	return claim, nil
+}
+
+// claimNext returns the claim of the next backend, unless it is known not to start on this host.
+func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	if err := backend.Usable(ctx, b.parts[next].be); err != nil {
+		return subnet.Claim{}, err
+	}
+	return b.parts[next].claim(ctx, prev)
 }
 
 // claim returns the claim of one backend. It gets the data that it has published before, by

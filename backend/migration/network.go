@@ -3,7 +3,6 @@
 package migration
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -33,30 +32,19 @@ type network struct {
 	before   map[netip.Prefix]dataplane.Route // best routes at the start, for peers that are not decided yet
 	peers    map[string]*peer                 // by lease key
 	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
+	onlyNext map[string]struct{}              // keys of leases that only the next backend can use
 	bySubnet map[netip.Prefix]string          // keys of peers
 	refused  []*peer                          // peers with a reason in refused
 	byNext   int                              // number of peers to which the next backend carries the packets
+	waiters  waiters
 
+	claimable  wait.Signal  // see backend.Reclaimer
 	notStarted error        // why the next backend does not run
 	again      wait.Backoff // for starting it
 	nextStart  time.Time    // when to start it again
 	nextError  string       // logged error of the next backend
 	sources    sourceCheck
 }
-
-// peer is the state of a peer.
-type peer struct {
-	subnets  []netip.Prefix
-	side     int // the backend that carries the packets to the peer
-	decided  bool
-	unusable string        // why the data for the next backend cannot be used
-	refused  [sides]string // why the kernel has no route by that backend
-	since    time.Time     // when it became known
-	named    bool          // the log names it, because it does not follow
-}
-
-// patience is the time after which the log names a peer that does not follow.
-const patience = time.Minute
 
 // Limits of the pause between two attempts to start the next backend.
 const (
@@ -82,8 +70,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n := &network{
 		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
 		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
-		leases: [sides]map[string]*subnet.Lease{{}, {}},
-		again:  wait.Backoff{Least: leastPause, Most: mostPause},
+		leases: [sides]map[string]*subnet.Lease{{}, {}}, onlyNext: map[string]struct{}{},
+		claimable: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 	n.Forward(reconciler.Changed())
 	if n.running[present], err = b.parts[present].be.Start(ctx, ownOf(b.parts[present].side, own)); err != nil {
@@ -99,6 +87,19 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 // errNoData means that the own lease has no data for a backend.
 var errNoData = errors.New("the own lease has no data for it")
 
+// lackOfData returns why the own lease has no data for the next backend. If there is no reason any
+// more, it asks for another claim. The network ends when that is published.
+func (n *network) lackOfData(ctx context.Context) error {
+	if _, err := n.claimNext(ctx, n.own.Claim()); err != nil {
+		return err
+	}
+	n.claimable.Send()
+	return errNoData
+}
+
+// Reclaim implements backend.Reclaimer.
+func (n *network) Reclaim() <-chan struct{} { return n.claimable }
+
 // ownOf returns the own lease as s has it, or without data if it has none.
 func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
 	if l, ok := s.Of(&own); ok {
@@ -110,10 +111,11 @@ func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
 // startNext starts the next backend. It logs the first error of a series.
 func (n *network) startNext(ctx context.Context) {
 	part := n.parts[next]
-	own, ok := part.side.Of(&n.own)
-	err := cmp.Or(n.withheld, errNoData)
-	if ok {
+	var err error
+	if own, ok := part.side.Of(&n.own); ok {
 		n.running[next], err = part.be.Start(ctx, *own)
+	} else {
+		err = n.lackOfData(ctx)
 	}
 	if err != nil {
 		n.running[next] = nil
@@ -177,13 +179,17 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	n.layer.held = true
 	changed := n.update(set)
 	out, err := n.syncParts(ctx, set)
-	moved := n.decide(changed, n.prober.take())
+	answered := n.prober.take()
+	moved := n.decide(changed, answered)
 	n.layer.held = false
+	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers are others
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
 		n.layer.sweepGone()
 	}
 	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
+	affected := slices.Concat(changed, answered, keysOf(n.refused))
 	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
+	affected = append(affected, keysOf(n.refused)...)
 	if set.All || report.Repaired > 0 {
 		n.sources.loosen(ctx, n.Scope().Devices, n.sharedDevice())
 	}
@@ -203,7 +209,10 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if again := n.nameWaiting(ctx, time.Now()); again > 0 {
 		out.Again = sooner(out.Again, again)
 	}
-	n.prober.set(n.targets())
+	if anyRoute {
+		affected = slices.AppendSeq(affected, maps.Keys(n.peers))
+	}
+	n.aim(affected)
 	return out, err
 }
 
@@ -246,6 +255,7 @@ func (n *network) update(set backend.Set) []string {
 			n.remember(key, l)
 		} else if p := n.peers[key]; p != nil {
 			n.count(p, present)
+			p.due = time.Time{}
 			delete(n.peers, key)
 		}
 	}
@@ -275,6 +285,7 @@ func (n *network) forget(key string) []netip.Prefix {
 	for i := range n.leases {
 		delete(n.leases[i], key)
 	}
+	delete(n.onlyNext, key)
 	p.subnets, p.unusable = nil, ""
 	return subnets
 }
@@ -283,8 +294,9 @@ func (n *network) forget(key string) []netip.Prefix {
 func (n *network) remember(key string, l *subnet.Lease) {
 	p := n.peers[key]
 	if p == nil {
-		p = &peer{since: time.Now()}
+		p = &peer{key: key}
 		n.peers[key] = p
+		n.waiters.add(p, time.Now())
 	}
 	p.subnets = l.Subnets()
 	leases := n.split(l)
@@ -292,6 +304,9 @@ func (n *network) remember(key string, l *subnet.Lease) {
 		if _, err := n.running[next].Check(*leases[next]); err != nil {
 			leases[next], p.unusable = nil, err.Error()
 		}
+	}
+	if leases[present] == nil {
+		n.onlyNext[key] = struct{}{}
 	}
 	for i, own := range leases {
 		if own == nil {
@@ -413,12 +428,15 @@ func (n *network) wasNext(p *peer) bool {
 
 // count makes side the backend of p and counts p there.
 func (n *network) count(p *peer, side int) {
-	if p.side == next {
+	switch {
+	case p.side == next && side == present:
 		n.byNext--
-	}
-	if p.side = side; side == next {
+		n.waiters.add(p, time.Now())
+	case p.side == present && side == next:
 		n.byNext++
+		p.due = time.Time{}
 	}
+	p.side = side
 }
 
 // noteRefused assigns routes that the kernel does not have to their peers. A route to the
@@ -451,16 +469,14 @@ func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) 
 func (n *network) refusals() (all []subnet.Refusal) {
 	for _, p := range n.refused {
 		if why := p.refused[p.side]; why != "" && len(p.subnets) > 0 {
-			all = append(all, subnet.Refusal{Key: n.bySubnet[p.subnets[0]], Reason: why})
+			all = append(all, subnet.Refusal{Key: p.key, Reason: why})
 		}
 	}
 	if n.running[next] != nil {
 		return all
 	}
-	for key := range n.leases[next] {
-		if n.leases[present][key] == nil {
-			all = append(all, subnet.Refusal{Key: key, Reason: n.waiting(key)})
-		}
+	for key := range n.onlyNext {
+		all = append(all, subnet.Refusal{Key: key, Reason: n.waiting(key)})
 	}
 	return all
 }
@@ -487,22 +503,12 @@ func (n *network) waiting(key string) string {
 // nameWaiting logs peers that do not follow, each once. It returns the time until there may be
 // more of them, or zero.
 func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Duration) {
-	var late []string
-	for key, p := range n.peers {
-		if p.named = p.named && p.side == present; p.named || p.side == next {
-			continue
-		}
-		if left := p.since.Add(patience).Sub(now); left > 0 {
-			again = sooner(again, left)
-			continue
-		}
-		p.named = true
-		late = append(late, key)
-	}
-	if len(late) == 0 {
+	peers, again := n.waiters.late(now)
+	if len(peers) == 0 {
 		return again
 	}
 	const shown = 10
+	late := keysOf(peers)
 	slices.Sort(late)
 	some := []string{}
 	for _, key := range late[:min(len(late), shown)] {
@@ -513,27 +519,31 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 	return again
 }
 
-// targets returns the addresses that probes through the next backend must reach, by the key of
-// the peer. They are base addresses of subnets, from which the answers come back by the way
-// that the peer has to this host. So both directions are independent. The probes have the size of
-// the largest packets of pods.
-func (n *network) targets() map[string][]target {
-	all := map[string][]target{}
-	if n.running[next] == nil {
-		return all
+// aim makes the prober probe those of the peers with these keys that could change to the next
+// backend, and not the others.
+func (n *network) aim(keys []string) {
+	if n.running[next] == nil { // it has not run before, so there are no probes
+		return
 	}
-	mtu := n.MTU()
-	for key := range n.leases[next] {
-		p := n.peers[key]
-		if p.side == next || n.leases[present][key] == nil || p.refused[next] != "" {
-			continue
-		}
-		for _, e := range n.leases[next][key].Endpoints {
-			own, has := n.own.Endpoint(e.Family())
-			r, ok := n.layer.views[next].route(e.Subnet)
-			if has && ok {
-				all[key] = append(all[key], target{to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: mtu})
-			}
+	for _, key := range keys {
+		n.prober.aim(key, n.targets(key))
+	}
+}
+
+// targets returns the addresses of a peer that probes through the next backend must reach, or none
+// if the peer cannot change to it. They are base addresses of subnets, from which the answers come
+// back by the way that the peer has to this host. So both directions are independent. The probes
+// have the size of the largest packets of pods.
+func (n *network) targets(key string) (all []target) {
+	p, l := n.peers[key], n.leases[next][key]
+	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {
+		return nil
+	}
+	for _, e := range l.Endpoints {
+		own, has := n.own.Endpoint(e.Family())
+		r, ok := n.layer.views[next].route(e.Subnet)
+		if has && ok {
+			all = append(all, target{to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: n.MTU()})
 		}
 	}
 	return all

@@ -3,6 +3,7 @@
 package migration
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,6 +23,7 @@ import (
 	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
 	"github.com/flanneld/flanneld/pkg/dataplane"
@@ -44,12 +46,13 @@ func newEnv(k *dataplanetest.Kernel, from, to string) backend.Env {
 	return env
 }
 
-func newBackend(t *testing.T, env backend.Env) (backend.Backend, error) {
+func newBackend(t testing.TB, env backend.Env) (backend.Backend, error) {
 	t.Helper()
 	r, err := backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: udp.Type, Factory: udp.NewHost(udp.Settings{}).New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.NewHost().New},
 	)
@@ -82,6 +85,11 @@ func TestImpossibleMigrations(t *testing.T) {
 		if _, err := newBackend(t, newEnv(dataplanetest.New(), tt.from, tt.to)); err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s to %s: error %v, want one with %q", tt.from, tt.to, err, tt.want)
 		}
+	}
+	env := newEnv(dataplanetest.New(), `{"Type":"udp"}`, `{"Type":"udp","Port":7}`)
+	env.Network = "blue" // so that the names of the devices are different
+	if _, err := newBackend(t, env); err == nil || !strings.Contains(err.Error(), "are both udp") {
+		t.Errorf("to another port of udp: error %v, want one that both are udp", err)
 	}
 }
 
@@ -365,18 +373,34 @@ func TestClaim(t *testing.T) {
 	}
 }
 
+// modules is a kernel without the modules of tunnels other than vxlan while missing is set.
+type modules struct {
+	*dataplanetest.Kernel
+	missing *bool
+}
+
+// Apply implements dataplane.Kernel.
+func (m modules) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
+	l, ok := ops[0].Object.(dataplane.Link)
+	switch {
+	case !ok || l.Kind == dataplane.KindVXLAN:
+		return m.Kernel.Apply(ctx, ops)
+	case *m.missing:
+		return []dataplane.OpError{{Op: ops[0], Err: unix.EOPNOTSUPP}}
+	}
+	return nil
+}
+
 // TestClaimWithoutAModule checks that a host publishes no data for a backend that its kernel does not
-// have: it would be cut off when the migration is finished.
+// have: it would be cut off when the migration is finished. When the module is loaded, the network must
+// ask for another claim.
 func TestClaimWithoutAModule(t *testing.T) {
 	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`} {
+		missing := true
 		k := dataplanetest.New()
 		env := newEnv(k, vni1, to)
-		env.Kernel = &dataplanetest.Spy{Kernel: k, Fail: func(op dataplane.Op) error {
-			if l, ok := op.Object.(dataplane.Link); ok && l.Kind != dataplane.KindVXLAN {
-				return unix.EOPNOTSUPP
-			}
-			return nil
-		}}
+		env.StateDir = t.TempDir() // of the key of wireguard
+		env.Kernel = modules{k, &missing}
 		b, err := newBackend(t, env)
 		if err != nil {
 			t.Fatal(err)
@@ -392,6 +416,28 @@ func TestClaimWithoutAModule(t *testing.T) {
 		}
 		if got := n.(*network).notStarted; !errors.Is(got, unix.EOPNOTSUPP) {
 			t.Errorf("%s does not start because of %v, want the reason why it has no data", to, got)
+		}
+		asks := func(when string, want bool) {
+			t.Helper()
+			n.(*network).nextStart = time.Time{}
+			if out, err := n.Sync(t.Context(), backend.Set{Complete: true}); err != nil || out.Again == 0 {
+				t.Errorf("%s, %s: %+v, %v, want another pass", to, when, out, err)
+			}
+			asked := false
+			select {
+			case <-n.(backend.Reclaimer).Reclaim():
+				asked = true
+			default:
+			}
+			if asked != want {
+				t.Errorf("%s, %s: the network asks for another claim: %v", to, when, asked)
+			}
+		}
+		asks("without the module", false)
+		missing = false
+		asks("with the module", true)
+		if claim, err = b.Claim(t.Context(), claim); err != nil || claim.NextType == "" {
+			t.Errorf("%s: the claim with the module is %+v, %v", to, claim, err)
 		}
 		if err := n.Close(); err != nil {
 			t.Error(err)

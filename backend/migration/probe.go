@@ -92,28 +92,28 @@ func newProber(notify func()) *prober {
 	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}}
 }
 
-// set replaces the targets. Peers whose targets are the same keep their state.
-func (p *prober) set(targets map[string][]target) {
+// aim replaces the targets of a peer, which is not probed any more if there are none. If they are
+// the same, the peer keeps its state.
+func (p *prober) aim(key string, targets []target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for key, peer := range p.peers {
-		if !slices.Equal(peer.targets, targets[key]) {
-			p.drop(key)
+	if peer := p.peers[key]; peer != nil {
+		if slices.Equal(peer.targets, targets) {
+			return
 		}
+		p.drop(key)
 	}
-	for key, ts := range targets {
-		if p.peers[key] != nil || slices.Contains(p.answered, key) {
-			continue
-		}
-		peer := &probed{key: key, targets: ts, missing: map[netip.Addr]struct{}{}, due: time.Now()}
-		peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
-		for _, t := range ts {
-			peer.missing[t.to] = struct{}{}
-		}
-		p.peers[key] = peer
-		heap.Push(&p.order, peer)
-		p.changed.Send()
+	if len(targets) == 0 || slices.Contains(p.answered, key) {
+		return
 	}
+	peer := &probed{key: key, targets: targets, missing: map[netip.Addr]struct{}{}, due: time.Now()}
+	peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
+	for _, t := range targets {
+		peer.missing[t.to] = struct{}{}
+	}
+	p.peers[key] = peer
+	heap.Push(&p.order, peer)
+	p.changed.Send()
 }
 
 // take returns the peers that have answered since the last call.

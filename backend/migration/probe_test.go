@@ -18,11 +18,9 @@ func targetOf(n int) target { return target{to: subnetOf(n).Addr(), device: "new
 func TestProbeOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newProber(func() {})
-		targets := map[string][]target{}
 		for n := range 50 {
-			targets[fmt.Sprint(n)] = []target{targetOf(n)}
+			p.aim(fmt.Sprint(n), []target{targetOf(n)})
 		}
-		p.set(targets)
 		sent := map[netip.Addr]int{}
 		probe := func(d time.Duration) {
 			for end := time.Now().Add(d); time.Now().Before(end); {
@@ -52,10 +50,10 @@ func TestProbeOrder(t *testing.T) {
 		if got := p.take(); len(got) != 1 || got[0] != "7" {
 			t.Errorf("answered: %q, want peer 7", got)
 		}
-		delete(targets, "7")
-		delete(targets, "9")
-		targets["50"] = []target{targetOf(50)}
-		p.set(targets)
+		p.aim("3", []target{targetOf(3)}) // as before
+		p.aim("7", nil)
+		p.aim("9", nil)
+		p.aim("50", []target{targetOf(50)})
 		probe(leastProbe / 4)
 		if sent[targetOf(50).to] != 1 {
 			t.Error("no request to a new peer before the second ones to the others")

@@ -25,6 +25,7 @@ import (
 // change is another network configuration, and everything that the network needs to use it.
 type change struct {
 	config subnet.Config
+	same   bool // the configuration is the present one, and only the claim is another
 	iface  underlay.Interface
 	be     backend.Backend // nil if the backend and the lease are not affected
 	warns  []string        // about the configuration of be
@@ -80,9 +81,33 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		case <-ctx.Done():
 		case <-changed:
 		case <-again:
+		case <-s.reclaim:
+			if next := r.prepareClaim(ctx, s); next != nil {
+				prepared <- next
+				return nil
+			}
 		}
 	}
 	return ctx.Err()
+}
+
+// prepareClaim returns a change to the same configuration with another claim, or nil if the claim is
+// the same.
+func (r *runner) prepareClaim(ctx context.Context, s *session) *change {
+	now := *s.begin.Load()
+	c := &change{config: now.Config, same: true, iface: now.Interface}
+	var err error
+	if c.be, _, err = r.catalog.New(r.env(c.iface, c.config)); err == nil {
+		c.claim, err = c.be.Claim(ctx, now.Own.Claim())
+	}
+	if err != nil { // the network asks again
+		klog.FromContext(ctx).Error(err, "cannot publish more data in the own lease")
+		return nil
+	}
+	if reflect.DeepEqual(c.claim, now.Own.Claim()) {
+		return nil
+	}
+	return c
 }
 
 // errSuperseded ends the preparation of a configuration because the store has another one.
@@ -221,7 +246,11 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	if ctx.Err() != nil {
 		return nil, err
 	}
-	r.config.giveUp(ctx, c.config, err)
+	if c.same {
+		klog.FromContext(ctx).Error(err, "cannot publish more data in the own lease")
+	} else {
+		r.config.giveUp(ctx, c.config, err)
+	}
 	return r.goBack(ctx, before, c)
 }
 
@@ -231,6 +260,10 @@ func (r *runner) changed(ctx context.Context, c *change) {
 	log := klog.FromContext(ctx)
 	for _, w := range c.warns {
 		log.Error(nil, "network configuration", "warning", w)
+	}
+	if c.same {
+		log.Info("the own lease gets more data", "backend", c.config.BackendType, "next", c.config.NextType)
+		return
 	}
 	log.Info("the network uses the changed configuration", "backend", c.config.BackendType, "networks", c.config.Prefixes())
 }

@@ -33,6 +33,7 @@ type session struct {
 	// unpublished is set while the store may have another version of the own lease.
 	unpublished bool
 	pause       time.Duration                      // before it is published
+	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
 	rules       wait.Signal                        // sent when begin, or the end of the retirement, may need other traffic rules
 	prober      *paths.Prober                      // nil without --probe
 	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
@@ -70,6 +71,9 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
+	if n, ok := running.(backend.Reclaimer); ok {
+		s.reclaim = n.Reclaim()
+	}
 	s.begin.Store(&now)
 	if r.opts.Probe {
 		s.prober = r.newProber(s)

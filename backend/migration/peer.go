@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migration
+
+import (
+	"net/netip"
+	"time"
+)
+
+// peer is the state of a peer.
+type peer struct {
+	key      string // of the lease
+	subnets  []netip.Prefix
+	side     int // the backend that carries the packets to the peer
+	decided  bool
+	unusable string        // why the data for the next backend cannot be used
+	refused  [sides]string // why the kernel has no route by that backend
+	due      time.Time     // when the log names it, because it does not follow; zero if it need not
+}
+
+// keysOf returns the keys of peers.
+func keysOf(peers []*peer) (keys []string) {
+	for _, p := range peers {
+		keys = append(keys, p.key)
+	}
+	return keys
+}
+
+// patience is the time after which the log names a peer that does not follow.
+const patience = time.Minute
+
+// waiters is a queue of peers that do not follow yet, in the order in which the log names them. A
+// pass looks only at its head, because there may be thousands of them.
+type waiters []waiter
+
+type waiter struct {
+	peer *peer
+	due  time.Time // another one than that of the peer means that the peer does not wait any more
+}
+
+// add lets a peer wait from now on.
+func (w *waiters) add(p *peer, now time.Time) {
+	p.due = now.Add(patience)
+	*w = append(*w, waiter{p, p.due})
+}
+
+// late returns the peers that have waited for too long, each once, and the time until there may be
+// more of them, or zero.
+func (w *waiters) late(now time.Time) (late []*peer, again time.Duration) {
+	for len(*w) > 0 {
+		first := (*w)[0]
+		waits := first.due.Equal(first.peer.due)
+		if left := first.due.Sub(now); waits && left > 0 {
+			return late, left
+		}
+		*w = (*w)[1:]
+		if waits {
+			first.peer.due = time.Time{}
+			late = append(late, first.peer)
+		}
+	}
+	return late, 0
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migration
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// TestWaiters checks which peers are late, and when.
+func TestWaiters(t *testing.T) {
+	var w waiters
+	now := time.Now()
+	one, two, three := &peer{key: "one"}, &peer{key: "two"}, &peer{key: "three"}
+	expect := func(after, again time.Duration, want ...*peer) {
+		t.Helper()
+		late, got := w.late(now.Add(after))
+		if fmt.Sprint(keysOf(late)) != fmt.Sprint(keysOf(want)) || got != again {
+			t.Errorf("after %s: %q and again after %s, want %q and %s", after, keysOf(late), got, keysOf(want), again)
+		}
+	}
+	expect(0, 0)
+	w.add(one, now)
+	w.add(two, now)
+	w.add(three, now.Add(20*time.Second))
+	expect(20*time.Second, 40*time.Second)
+	two.due = time.Time{} // it has followed
+	expect(patience, 20*time.Second, one)
+	w.add(two, now.Add(patience)) // it has gone back
+	expect(2*patience-time.Second, time.Second, three)
+	expect(2*patience, 0, two)
+	expect(time.Hour, 0)
+}
+
+// manyOf returns the lease of host n of several thousand, with data for vxlan and host-gw.
+func manyOf(n int) *subnet.Lease {
+	hi, lo := byte(n>>8), byte(n)
+	return &subnet.Lease{Key: fmt.Sprintf("host%d", n), BackendType: "vxlan", NextType: "host-gw", Endpoints: []subnet.Endpoint{{
+		Subnet:   netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(n >> 5), lo << 3}), 29),
+		PublicIP: netip.AddrFrom4([4]byte{192, 168, 80 + hi, lo}),
+		Data:     fmt.Appendf(nil, `{"VNI":1,"VtepMAC":"02:00:00:00:%02x:%02x"}`, hi, lo),
+	}}}
+}
+
+// BenchmarkLeaseEvent measures a pass after one of 5,000 leases has changed, while all peers wait for
+// probes. It leaves out the kernel.
+func BenchmarkLeaseEvent(b *testing.B) {
+	be, err := newBackend(b, newEnv(dataplanetest.New(), vni1, hostGW))
+	if err != nil {
+		b.Fatal(err)
+	}
+	started, err := be.Start(b.Context(), *lease(1, "vxlan", dataOf(1, 1), "host-gw", nil))
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer started.Close()
+	n := started.(*network)
+	n.layer.held = true
+	pass := func(set backend.Set) {
+		changed := n.update(set)
+		if _, err := n.syncParts(b.Context(), set); err != nil {
+			b.Fatal(err)
+		}
+		n.decide(changed, nil)
+		n.nameWaiting(b.Context(), time.Now())
+		n.aim(changed)
+	}
+	leases := map[string]*subnet.Lease{}
+	for i := 2; i < 5002; i++ {
+		l := manyOf(i)
+		leases[l.Key] = l
+	}
+	pass(backend.Set{Leases: leases, All: true, Complete: true})
+	set := backend.Set{Leases: leases, Changed: []string{manyOf(7).Key}, Complete: true}
+	for b.Loop() {
+		pass(set)
+	}
+}
