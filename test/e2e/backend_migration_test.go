@@ -3,12 +3,14 @@
 package e2e
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -270,7 +272,8 @@ func TestBackendMigration(t *testing.T) {
 }
 
 // TestBackendMigrationFollowed changes the backend of a network whose hosts follow the configuration
-// without a restart, all at the same moment, and goes back at the second attempt.
+// without a restart, all at the same moment, and goes back at the first attempt. Backends whose
+// packets the daemon carries must not lose any either.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationFollowed(t *testing.T) {
@@ -279,12 +282,16 @@ func TestBackendMigrationFollowed(t *testing.T) {
 		{from: "vxlan", to: "host-gw", families: dual, left: "flannel.1:"},
 		{from: "host-gw", to: "vxlan", families: dual, left: ".0/24 via 192.168.77"},
 		{from: "vxlan", to: vni7, families: dual, left: "flannel.1:"},
+		{from: "vxlan", to: userspace, families: dual, left: "flannel.1:", rate: 300},
+		{from: userspace, to: "vxlan", families: dual, left: "flannel-wg", rate: 300},
+		{from: "vxlan", to: "udp", families: dual, left: "flannel.1:", rate: 300},
+		{from: "udp", to: userspace, families: dual, left: "flannel0", rate: 300},
 	} {
 		t.Run(tt.name(), func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Families: tt.families}, backendConfig(tt.from))
 			startAll(t, l, lab.FlanneldOptions{})
-			tr := startTraffic(t, l, 1000)
+			tr := startTraffic(t, l, cmp.Or(tt.rate, 1000))
 			migrate(t, l, tt.from, tt.to)
 			eventuallyMigrated(t, l, typeOf(tt.to))
 			migrate(t, l, tt.from, "")
@@ -499,6 +506,46 @@ func TestBackendMigrationBystander(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
+// TestBackendMigrationDataLater migrates while a host cannot have data for the next backend. When the
+// reason is gone, the host must publish the data by itself, and must not lose a packet.
+func TestBackendMigrationDataLater(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("vxlan"))
+	startAll(t, l, lab.FlanneldOptions{})
+	blocked := l.Host(2)
+	tr := startTraffic(t, l, 300)
+	key := blocked.Path("/var/lib/flannel/wgkey") // in a folder's place the private key cannot be written
+	if err := os.MkdirAll(key, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	migrate(t, l, "vxlan", userspace)
+	expectLog(t, blocked.Daemon(), "cannot publish data of the next backend")
+	nextTypes := func() (types []string) {
+		for _, one := range leases(t, l) {
+			types = append(types, one.NextBackendType)
+		}
+		slices.Sort(types)
+		return types
+	}
+	eventually(t, "one host publishes data for the next backend", func() error {
+		if got := nextTypes(); !slices.Equal(got, []string{"", "wireguard"}) {
+			return fmt.Errorf("the next types of the leases are %q", got)
+		}
+		return nil
+	})
+	if err := os.Remove(key); err != nil {
+		t.Fatal(err)
+	}
+	eventuallyMigrated(t, l, "wireguard")
+	if got := nextTypes(); !slices.Equal(got, []string{"wireguard", "wireguard"}) {
+		t.Errorf("the next types of the leases are %q, want wireguard for both", got)
+	}
+	tr.expectNoLoss(t)
+	if n := len(blocked.Daemons()); n != 1 {
+		t.Errorf("%s has run %d daemons, want one", blocked.Name(), n)
+	}
+}
+
 // TestKubeBackendMigration migrates a cluster whose leases are annotations of Nodes, and goes back.
 // The annotations of the present backend must not change in the migration, because flannel reads
 // them. Those of the next one must go with it.
@@ -551,7 +598,7 @@ func TestFlannelctlMigrate(t *testing.T) {
 	}
 	socketFlag := "--socket=" + h.Path(socket)
 	expect("the network does not migrate", "status")
-	expect("both have the device flannel.1", "plan", `{"Type":"vxlan","Port":4789}`)
+	expect("both have the device flannel.1: want a NextBackend of another type, or for vxlan with another VNI, which also allows another Port", "plan", `{"Type":"vxlan","Port":4789}`)
 	expect(`"NextBackend":{"Type":"host-gw"}`, "plan", `{"Type":"host-gw"}`)
 	expect("there is no NextBackend to finish with", "finish", "--yes")
 	expect(`+ NextBackend.Type: "host-gw" written`, "start", `{"Type":"host-gw"}`)

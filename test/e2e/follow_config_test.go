@@ -144,6 +144,36 @@ func TestConfigurationFollowedInPlace(t *testing.T) {
 	}
 }
 
+// TestConfigurationFollowedInUserspace is TestConfigurationFollowedInPlace with backends whose packets
+// the daemon carries.
+func TestConfigurationFollowedInUserspace(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name  string
+		steps []string // configurations of the backend, the first one at the start
+	}{
+		{"wireguard", []string{
+			backendConfig(userspace),
+			`{"Type":"wireguard","Implementation":"userspace","PersistentKeepaliveInterval":7}`,
+			`{"Type":"wireguard","Implementation":"userspace","MTU":1400}`,
+		}},
+		{"udp", []string{backendConfig("udp"), `{"Type":"udp"}`, backendConfig("udp")}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: json.RawMessage(dualConfig("", tt.steps[0]))}, "")
+			startAll(t, l, lab.FlanneldOptions{})
+			flows := startFlows(t, l, 300)
+			e := newEdits(t, l)
+			for _, backend := range tt.steps[1:] {
+				e.put(dualConfig("", backend))
+			}
+			expectNothingLost(t, flows)
+			expectMatrix(t, l)
+		})
+	}
+}
+
 // TestConfigurationFollowedAfterAMove changes the configuration of hosts whose external interface has
 // changed before, so that their first session has ended. Rules alone change first, and then the
 // backend. Peers that come later must be served.
@@ -223,7 +253,7 @@ func TestConfigurationFollowed(t *testing.T) {
 		{"port", network(old, old6, `{"Type":"vxlan","VNI":7,"Port":8473}`), []string{"dstport 8472"}},
 		{"backend type", network(old, old6, `{"Type":"host-gw"}`), []string{"flannel"}},
 		{"wireguard in user space", network(old, old6, backendConfig(userspace)), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
-		{"udp in user space", network(old, old6, backendConfig("udp")), []string{"flannel-wg"}},
+		{"udp in user space, on the port of wireguard", network(old, old6, `{"Type":"udp","Mode":"userspace","Port":51820}`), []string{"flannel-wg"}},
 		{"commands", network(old, old6, commands), []string{"flannel0", "proto 98"}},
 		{"and back", network(old, old6, `{"Type":"vxlan"}`), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
 	} {

@@ -54,6 +54,8 @@ type lease struct {
 	Value       string
 	PublicIP    string
 	BackendData struct{ VtepMAC string }
+
+	NextBackendType string
 }
 
 // subnet returns the IPv4 subnet in the key.
