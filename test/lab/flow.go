@@ -163,13 +163,20 @@ func (f *Flow) Stats() FlowStats {
 }
 
 // Stop ends the flow and returns its counts. It first waits up to three seconds for the
-// last packets: on an emulated or busy machine they may take that long.
+// last packets: on an emulated or busy machine they may take that long. Another call only
+// returns the counts.
 func (f *Flow) Stop() FlowStats {
 	const grace, period = 3 * time.Second, 5 * time.Millisecond
 	f.stop()
 	f.mu.Lock()
-	f.stopped = time.Now()
+	again := !f.stopped.IsZero()
+	if !again {
+		f.stopped = time.Now()
+	}
 	f.mu.Unlock()
+	if again {
+		return f.Stats()
+	}
 	patience := time.NewTimer(grace)
 	defer patience.Stop()
 	tick := time.NewTicker(period)
