@@ -167,8 +167,11 @@ func (v *view) effective(r dataplane.Route) (_ dataplane.Route, ok bool) {
 	if v.side == next && slices.Contains(v.networks, r.Dst) {
 		return dataplane.Route{}, false
 	}
-	if r.Type != dataplane.Unicast || v.carries(r.Dst) {
+	switch {
+	case r.Type != dataplane.Unicast:
 		return r, true
+	case v.carries(r.Dst):
+		return r.AsPlain(), true // so that probes find the one that stands by
 	}
 	return r.Standby(), true
 }

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os/exec"
 	"runtime"
+	"strings"
 	"testing"
 	"time"
 
@@ -101,6 +102,17 @@ func TestKernelManyPeers(t *testing.T) {
 				if len(routes) != 2 || !found[best(e.Family())] || !found[standby(e.Family())+" standby"] {
 					t.Fatalf("%s: routes to %s are %v", when, e.Subnet, routes)
 				}
+			}
+		}
+		for _, e := range leases[keys[0]].Endpoints { // probes choose the device
+			device, to := standby(e.Family()), e.Subnet.Addr().Next().String()
+			out, err := exec.Command("ip", "route", "get", to, "oif", device).CombinedOutput()
+			via := e.PublicIP.String() // with host-gw
+			if device != "eth0" {
+				via = e.Subnet.Addr().String()
+			}
+			if err != nil || !strings.Contains(string(out), " via "+via+" dev "+device) {
+				t.Errorf("%s: a packet to %s through %s takes another route than via %s: %v, %s", when, to, device, via, err, out)
 			}
 		}
 		if report, err := n.layer.reconciler.Reconcile(t.Context(), n.layer.merged(), true); err != nil || report.Puts+report.Deletes > 0 {

@@ -196,6 +196,8 @@ type Route struct {
 	Multipath bool
 	// NexthopID is the id of the nexthop object that the route uses; 0 if it uses none.
 	NexthopID uint32
+	// Plain is set on a wanted route that must not use a nexthop object. See AsPlain.
+	Plain bool
 }
 
 // NewRoute returns the unicast route to dst through gateway, in the form in which the
@@ -235,6 +237,14 @@ func (r Route) Standby() Route {
 	return r
 }
 
+// AsPlain returns r as a route without a nexthop object. If the sender of a packet has chosen another
+// device than that of the best route, the kernel looks at the other IPv4 routes to the destination only
+// if the best one has no nexthop object.
+func (r Route) AsPlain() Route {
+	r.Plain = r.Gateway.Is4()
+	return r
+}
+
 // lastResort is the metric of blackhole routes. It is higher than that of any other
 // route. A bridge or a pod with addresses of the subnet therefore takes precedence, even
 // if its route is newer.
@@ -247,15 +257,19 @@ func NewBlackhole(dst netip.Prefix) Route {
 
 // same reports whether r forwards packets as want does. The Reconciler adopts such a
 // route, even if another program created it: protocol, onlink flag and the form of the
-// next hop make no difference to packets, and a replacement could make a lookup fail.
+// next hop make no difference to packets, and a replacement could make a lookup fail. The exception
+// is a wanted route that must be plain.
 func (r Route) same(want Route) bool {
-	r.Protocol, r.OnLink, r.NexthopID = want.Protocol, want.OnLink, want.NexthopID
+	if want.Plain && r.NexthopID != 0 {
+		return false
+	}
+	r.Protocol, r.OnLink, r.NexthopID, r.Plain = want.Protocol, want.OnLink, want.NexthopID, want.Plain
 	return r == want
 }
 
 // canonical returns r without the attributes that same ignores.
 func (r Route) canonical() Route {
-	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
+	r.Protocol, r.OnLink, r.NexthopID, r.Plain = 0, false, 0, false
 	return r
 }
 

@@ -253,7 +253,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 	var missing []*object
 	for _, op := range ops {
 		r, ok := viaNexthop(op)
-		if !ok || indexes[r.Dev] != index {
+		if !ok || r.Plain || indexes[r.Dev] != index {
 			continue
 		}
 		h := hop{r.Gateway, index, r.OnLink}
