@@ -94,7 +94,7 @@ flannel_migration_peers{backend="present"} of all hosts before.`,
 				if err != nil {
 					return err
 				}
-				if n := m.Phases[phaseBefore]; n > 0 {
+				if n := m.Phases[phaseBefore]; n > 0 && !m.Ended {
 					return fmt.Errorf("hosts that do not publish data for %s, and would be cut off: %d (flannelctl migrate status names them): add --yes to finish nevertheless",
 						m.To, n)
 				}
@@ -128,7 +128,8 @@ func newMigrateStatusCommand(store *storeFlags) *cobra.Command {
 leases, and names those that do not publish data for the next backend. A host
 that does need not have it in order: look there too. If a daemon runs on this
 host, the output also shows which peers it does not send to by the next backend,
-and why.`,
+and why. After finish and abort, the output names the hosts that have not
+followed yet: all others keep the former devices for them.`,
 		Example: "  flannelctl migrate status\n  flannelctl migrate status -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			m, err := readMigration(cmd, store)
@@ -159,7 +160,11 @@ type migration struct {
 	To     string         `json:"to"`
 	Phases map[string]int `json:"phases"` // number of hosts by phase
 	Behind []string       `json:"behind"` // leases without data for the next backend
-	Host   *hostMigration `json:"host,omitempty"`
+	// Ended is set if the configuration has only one backend, which is To, but leases still have data
+	// for another one. Leaving are those that have data for both.
+	Ended   bool           `json:"ended,omitempty"`
+	Leaving []string       `json:"leaving,omitempty"`
+	Host    *hostMigration `json:"host,omitempty"`
 }
 
 // hostMigration is the state of this host.
@@ -188,14 +193,18 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 	if err != nil {
 		return m, err
 	}
-	return newMigration(present, next, leases), nil
+	if cfg.Migrates() {
+		return newMigration(present, next, leases), nil
+	}
+	m, ended := endedMigration(present, leases)
+	if !ended {
+		return m, fmt.Errorf("the network does not migrate: its configuration has no NextBackend, its backend is %s, and no lease has data for another one", cfg.BackendType)
+	}
+	return m, nil
 }
 
-// sidesOf returns the backends of a migration.
+// sidesOf returns the backends of a configuration. The next one is empty unless the network migrates.
 func sidesOf(cfg subnet.Config) (present, next backend.Side, err error) {
-	if !cfg.Migrates() {
-		return present, next, fmt.Errorf("the network does not migrate: its configuration has no NextBackend, and its backend is %s", cfg.BackendType)
-	}
 	backends, err := allBackends()
 	if err != nil {
 		return present, next, err
@@ -207,8 +216,9 @@ func sidesOf(cfg subnet.Config) (present, next backend.Side, err error) {
 	}
 	if both, ok := be.(backend.TwoSided); ok {
 		present, next = both.Sides()
+		return present, next, nil
 	}
-	return present, next, nil
+	return backend.NewSide(be, cfg.BackendType), next, nil
 }
 
 // allLeases returns the leases in the store. Those that cannot be read contain only a key.
@@ -234,24 +244,55 @@ func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases [
 	return leases, err
 }
 
-// newMigration returns the state according to leases. Reservations that no host uses do not
-// count.
+// newMigration returns the state according to leases.
 func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
-	m := migration{
-		From: present.Type, To: next.Type, Behind: []string{},
-		Phases: map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0},
-	}
+	m := migration{From: present.Type, To: next.Type}
+	m.count(leases, func(l *subnet.Lease) (byPresent, byNext bool) {
+		_, byPresent = present.Of(l)
+		_, byNext = next.Of(l)
+		return byPresent, byNext
+	})
+	m.Leaving = nil
+	return m
+}
+
+// endedMigration returns the state after a migration to the backend now, which the configuration has
+// alone. ended is false if no lease has data for another one.
+func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended bool) {
+	now.Strict = true // the former backend may be of the same type
+	m = migration{To: now.Type, Ended: true}
+	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // hosts do not wait for unreadable ones
+	m.count(leases, func(l *subnet.Lease) (byFormer, byNow bool) {
+		_, byNow = now.Of(l)
+		former := l.BackendType
+		if l.NextType != "" && l.NextType != now.Type {
+			former = l.NextType
+		}
+		byFormer = !byNow || l.NextType != ""
+		if byFormer && m.From == "" {
+			m.From = former
+		}
+		return byFormer, byNow
+	})
+	return m, len(m.Behind)+len(m.Leaving) > 0
+}
+
+// count sorts the leases of hosts by phase. has tells which backends a lease has data for.
+// Reservations that no host uses do not count.
+func (m *migration) count(leases []subnet.Lease, has func(*subnet.Lease) (from, to bool)) {
+	m.Behind = []string{}
+	m.Phases = map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0}
 	for _, l := range leases {
 		used := slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
 		if !used && l.Permanent {
 			continue
 		}
-		_, byPresent := present.Of(&l)
-		_, byNext := next.Of(&l)
+		from, to := has(&l)
 		switch {
-		case byPresent && byNext:
+		case from && to:
 			m.Phases[phaseBoth]++
-		case byNext:
+			m.Leaving = append(m.Leaving, l.Key)
+		case to:
 			m.Phases[phaseFinished]++
 		default:
 			m.Phases[phaseBefore]++
@@ -259,7 +300,7 @@ func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
 		}
 	}
 	slices.Sort(m.Behind)
-	return m
+	slices.Sort(m.Leaving)
 }
 
 // addHost adds the state of a host in the migration.
@@ -281,12 +322,19 @@ func (m *migration) addHost(r status.Report) {
 }
 
 func (m migration) print(w io.Writer) {
-	fmt.Fprintf(w, "migration\tfrom %s to %s\n", m.From, m.To)
+	if m.Ended {
+		fmt.Fprintf(w, "migration\tto %s alone: hosts keep their former devices until the last lease has followed\n", m.To)
+	} else {
+		fmt.Fprintf(w, "migration\tfrom %s to %s\n", m.From, m.To)
+	}
 	for _, phase := range []string{phaseBefore, phaseBoth, phaseFinished} {
 		fmt.Fprintf(w, "hosts with %s\t%d\n", phase, m.Phases[phase])
 	}
 	for _, key := range m.Behind {
 		fmt.Fprintf(w, "\t%s does not publish data for %s\n", key, m.To)
+	}
+	for _, key := range m.Leaving {
+		fmt.Fprintf(w, "\t%s still publishes data for %s\n", key, m.From)
 	}
 	h := m.Host
 	if h == nil {

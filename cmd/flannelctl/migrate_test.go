@@ -89,6 +89,61 @@ func TestMigrationState(t *testing.T) {
 	}
 }
 
+// TestMigrationEnd checks which hosts hold up the end of a migration: those with data for a backend that
+// the configuration does not have.
+func TestMigrationEnd(t *testing.T) {
+	lease := func(key, backendType, nextType, data, nextData string) subnet.Lease {
+		return subnet.Lease{Key: key, BackendType: backendType, NextType: nextType, Endpoints: []subnet.Endpoint{{
+			Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte(data), NextData: []byte(nextData),
+		}}}
+	}
+	const one, seven = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`, `{"VNI":7,"VtepMAC":"02:00:00:00:00:02"}`
+	for _, tt := range []struct {
+		name, backend        string
+		leases               []subnet.Lease
+		ended                bool
+		before, both, finish int
+		want                 []string
+	}{
+		{"all have finished", `{"Type":"host-gw"}`, []subnet.Lease{lease("a", "host-gw", "", "", ""), {Key: "unreadable"}}, false, 0, 0, 1, nil},
+		{
+			"finished", `{"Type":"host-gw"}`,
+			[]subnet.Lease{lease("old", "vxlan", "", one, ""), lease("both", "vxlan", "host-gw", one, ""), lease("new", "host-gw", "", "", "")},
+			true, 1, 1, 1, []string{"old does not publish data for host-gw", "both still publishes data for vxlan", "to host-gw alone"},
+		},
+		{
+			"aborted", `{"Type":"vxlan"}`,
+			[]subnet.Lease{lease("both", "vxlan", "host-gw", one, ""), lease("old", "vxlan", "", one, "")},
+			true, 0, 1, 1, []string{"both still publishes data for host-gw"},
+		},
+		{
+			"another VNI", `{"Type":"vxlan","VNI":7}`,
+			[]subnet.Lease{lease("old", "vxlan", "", one, ""), lease("both", "vxlan", "vxlan", one, seven), lease("new", "vxlan", "", seven, "")},
+			true, 1, 1, 1, []string{"old does not publish data for vxlan", "both still publishes data for vxlan"},
+		},
+	} {
+		cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":` + tt.backend + `}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		now, _, err := sidesOf(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m, ended := endedMigration(now, tt.leases)
+		if diff := cmp.Diff(map[string]int{phaseBefore: tt.before, phaseBoth: tt.both, phaseFinished: tt.finish}, m.Phases); ended != tt.ended || diff != "" {
+			t.Errorf("%s: ended %v, want %v; phases (-want +got):\n%s", tt.name, ended, tt.ended, diff)
+		}
+		var text strings.Builder
+		m.print(&text)
+		for _, want := range tt.want {
+			if !strings.Contains(text.String(), want) {
+				t.Errorf("%s: no %q in\n%s", tt.name, want, text.String())
+			}
+		}
+	}
+}
+
 // editedStore is a store in memory. It has the revisions of etcd.
 type editedStore struct {
 	text     string
