@@ -5,6 +5,7 @@ package e2e
 import (
 	"cmp"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -79,18 +81,23 @@ func configWith(t *testing.T, l *lab.Lab, backend string) []byte {
 // type.
 func eventuallyCarriedBy(t *testing.T, h *lab.Host, backend string, others ...*lab.Host) {
 	t.Helper()
+	names := map[string]string{} // by the key of the lease
+	for _, other := range others {
+		names[statusOf(t, other).Lease.Key] = other.Name()
+	}
 	eventually(t, fmt.Sprintf("%s sends by %s", h.Name(), backend), func() error {
-		r := statusOf(t, h)
-		if len(r.Peers) < len(others) {
-			return fmt.Errorf("it knows %d peers, want %d", len(r.Peers), len(others))
-		}
-		for _, p := range r.Peers {
-			for _, other := range others {
-				own := statusOf(t, other).Lease
-				if p.Key == own.Key && (p.Backend != backend || p.State != "in place") {
-					return fmt.Errorf("it sends to %s by %q (%s %s), because %s", other.Name(), p.Backend, p.State, p.Error, p.Waiting)
-				}
+		found := 0
+		for _, p := range statusOf(t, h).Peers {
+			name, wanted := names[p.Key]
+			if wanted && (p.Backend != backend || p.State != status.InPlace) {
+				return fmt.Errorf("it sends to %s by %q (%s %s), because %s", name, p.Backend, p.State, p.Error, p.Waiting)
 			}
+			if wanted {
+				found++
+			}
+		}
+		if found < len(names) {
+			return fmt.Errorf("it knows %d of %v", found, names)
 		}
 		return nil
 	})
@@ -216,9 +223,9 @@ func typeOf(backend string) string {
 	return backend
 }
 
-// others returns the hosts of a lab except for one.
-func others(l *lab.Lab, h *lab.Host) []*lab.Host {
-	return slices.DeleteFunc(l.Hosts(), func(o *lab.Host) bool { return o == h })
+// except returns hosts without h.
+func except(hosts []*lab.Host, h *lab.Host) []*lab.Host {
+	return slices.DeleteFunc(slices.Clone(hosts), func(o *lab.Host) bool { return o == h })
 }
 
 // eventuallyMigrated waits until all hosts send to each other by the next backend, which is of the
@@ -226,7 +233,7 @@ func others(l *lab.Lab, h *lab.Host) []*lab.Host {
 func eventuallyMigrated(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
-		eventuallyCarriedBy(t, h, backend, others(l, h)...)
+		eventuallyCarriedBy(t, h, backend, except(l.Hosts(), h)...)
 		eventually(t, h.Name()+" waits for no peer", func() error {
 			if n := metric(t, h, `flannel_migration_peers{backend="present"}`); n > 0 {
 				return fmt.Errorf("%v peers are with the present backend", n)
@@ -234,6 +241,31 @@ func eventuallyMigrated(t *testing.T, l *lab.Lab, backend string) {
 			return nil
 		})
 	}
+}
+
+// eventuallyPublished waits until the store has the leases of the given number of hosts, all of them
+// with data of exactly these types of backends. next is empty unless the network migrates.
+func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next string) {
+	t.Helper()
+	eventually(t, fmt.Sprintf("the leases have data of %q and %q", present, next), func() error {
+		all := leases(t, l)
+		if len(all) != hosts {
+			return fmt.Errorf("%d leases, want %d", len(all), hosts)
+		}
+		for _, one := range all {
+			var types struct{ BackendType, NextBackendType string }
+			if err := json.Unmarshal([]byte(one.Value), &types); err != nil {
+				return err
+			}
+			if types.BackendType == "" { // as flannel writes it
+				types.BackendType = "udp"
+			}
+			if types.BackendType != present || types.NextBackendType != next {
+				return fmt.Errorf("lease %s has data of %q and %q", one.Key, types.BackendType, types.NextBackendType)
+			}
+		}
+		return nil
+	})
 }
 
 // eventuallyWithout waits until no kernel shows text, which is part of an object of a former
@@ -612,5 +644,12 @@ func TestFlannelctlMigrate(t *testing.T) {
 	follow(t, l.Host(3))
 	eventuallyMigrated(t, l, "host-gw")
 	expect(`~ Backend.Type: "host-gw" (was "vxlan") - NextBackend.Type: "host-gw" written`, "finish")
+	follow(t, h)
+	follow(t, l.Host(2))
+	expect("to host-gw alone: hosts keep their former devices until the last lease has followed", "status")
+	expect("hosts with both backends 1 hosts with next backend only 2 "+behind+" still publishes data for vxlan", "status")
+	follow(t, l.Host(3))
+	eventuallyPublished(t, l, 3, "host-gw", "")
+	expect("the network does not migrate", "status")
 	expect("there is no NextBackend to remove", "abort")
 }

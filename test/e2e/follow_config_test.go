@@ -18,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -647,81 +648,171 @@ func TestConfigurationFollowedByNetworks(t *testing.T) {
 	}
 }
 
-// edit is a random configuration. Packets may be lost if its path differs from that of the
-// configuration before.
-type edit struct{ config, path string }
+// edit is a random configuration.
+type edit struct {
+	network string // IPv4 network
+	more    string // further keys of the configuration
+	backend string // keys of the backend
+	path    string // of packets
+}
+
+// config returns the text of the configuration. It migrates to the backends in next.
+func (e edit) config(next ...edit) string {
+	text := fmt.Sprintf(`{"Network":%q%s,"Backend":{%s}`, e.network, e.more, e.backend)
+	for _, n := range next {
+		text += `,"NextBackend":{` + n.backend + "}"
+	}
+	return text + "}"
+}
+
+// inUserspace reports whether the daemon carries the packets.
+func (e edit) inUserspace() bool { return e.path == "udp" }
+
+// lossless reports whether no packet may be lost when hosts change to another configuration at once.
+func (e edit) lossless(to edit) bool {
+	if e.inUserspace() && e.network != to.network { // the backend has to start again
+		return false
+	}
+	return e.path == to.path
+}
+
+// device returns the device of the backend, or "".
+func (e edit) device() string {
+	switch {
+	case e.typeOf() == "host-gw":
+		return ""
+	case e.typeOf() == "udp":
+		return "flannel0"
+	case strings.Contains(e.path, "VNI"):
+		return "flannel.7"
+	}
+	return "flannel.1"
+}
+
+// typeOf returns the type of the backend.
+func (e edit) typeOf() string {
+	name, _, _ := strings.Cut(e.path, ",")
+	return name
+}
 
 // randomEdit returns a configuration that differs from the one before.
 func randomEdit(r *rand.Rand, before edit) edit {
 	pick := func(values ...string) string { return values[r.IntN(len(values))] }
 	for {
-		var e edit
 		more := pick("", `,"EnableNFTables":true`) + pick("", `,"NonMasqueradeCIDRs":["192.0.2.0/24"]`) + pick("", `,"SubnetMin":"10.5.0.0"`)
-		net4 := pick("10.5.0.0/16", "10.4.0.0/15")
-		keys := ""
+		e := edit{network: pick("10.5.0.0/16", "10.4.0.0/15"), more: more}
 		switch backend := pick("vxlan", "vxlan", "vxlan", "vxlan", "host-gw", "udp"); backend {
 		case "vxlan":
 			e.path = pick("", `,"VNI":7`) + pick("", `,"Port":8473`)
-			keys = `"Type":"vxlan"` + e.path + pick("", `,"MTU":1400`, `,"MTU":1300`) + pick("", `,"DirectRouting":true`) + pick("", `,"ChecksumOffload":"off"`)
+			e.backend = `"Type":"vxlan"` + e.path + pick("", `,"MTU":1400`, `,"MTU":1300`) + pick("", `,"DirectRouting":true`) + pick("", `,"ChecksumOffload":"off"`)
 			e.path = "vxlan" + e.path
-		case "udp": // its socket is closed for a moment if the backend has to start again
-			keys, e.path = `"Type":"udp","Mode":"userspace"`, backend+net4
+		case "udp":
+			e.backend, e.path = `"Type":"udp","Mode":"userspace"`, backend
 		default:
-			keys, e.path = `"Type":"host-gw"`, backend
+			e.backend, e.path = `"Type":"host-gw"`, backend
 		}
-		e.config = fmt.Sprintf(`{"Network":%q%s,"Backend":{%s}}`, net4, more, keys)
-		if e.config != before.config {
+		if e.config() != before.config() {
 			return e
 		}
 	}
 }
 
-// walkEdits changes the configuration at random. In one of ten changes it kills a daemon in between.
-// All pods must reach each other after each change, and no packet may be lost unless the change
-// gives packets another path, or the daemon that was killed carries them.
-func walkEdits(t *testing.T, hosts, steps int) {
-	options := lab.FlanneldOptions{Args: []string{"--ip-masq"}}
+// randomNext returns a configuration to which a network with the configuration before can migrate.
+func randomNext(r *rand.Rand, before edit) edit {
+	for {
+		next := randomEdit(r, before)
+		next.network, next.more = before.network, before.more
+		if next.device() != before.device() {
+			return next
+		}
+	}
+}
+
+// usedBy returns the configuration in the state file of a host.
+func usedBy(h *lab.Host) (cfg subnet.Config, err error) {
+	names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not the files of backends
+	if err != nil || len(names) != 1 {
+		return cfg, fmt.Errorf("state files %q, %w", names, err)
+	}
+	text, err := os.ReadFile(names[0])
+	if err != nil {
+		return cfg, err
+	}
+	var file struct {
+		State struct {
+			Config subnet.Config `json:"config"`
+		} `json:"state"`
+	}
+	err = json.Unmarshal(text, &file)
+	return file.State.Config, err
+}
+
+// eventuallyUsed waits until all hosts serve with a configuration.
+func eventuallyUsed(t *testing.T, l *lab.Lab, config string) {
+	t.Helper()
+	want, _, err := subnet.ParseConfig([]byte(config))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range l.Hosts() {
+		eventually(t, h.Name()+" uses "+config, func() error {
+			used, err := usedBy(h)
+			if err != nil {
+				return err
+			}
+			if changes := subnet.Changes(used, want); len(changes) > 0 {
+				return fmt.Errorf("it needs the changes %q", changes)
+			}
+			r := statusOf(t, h)
+			serves := r.Network.Phase == "serving" || r.Network.Phase == "serving, and removing what a former configuration left"
+			if !serves || !r.Ready || r.ConfigRejected != "" {
+				return fmt.Errorf("ready %v %v, phase %q, rejected %q", r.Ready, r.Reasons, r.Network.Phase, r.ConfigRejected)
+			}
+			return nil
+		})
+	}
+	expectPeersProgrammed(t, l)
+}
+
+// configWalk changes the configuration of a lab at random.
+type configWalk struct {
+	t     *testing.T
+	r     *rand.Rand
+	lab   *lab.Lab
+	flows []flow
+}
+
+// walkRate is the number of packets per second of each flow of a configWalk.
+const walkRate = 200
+
+// walkOptions are the options of the daemons of a configWalk.
+func walkOptions() lab.FlanneldOptions { return lab.FlanneldOptions{Args: []string{"--ip-masq"}} }
+
+// walkEdits changes the configuration at random. With migrations, one of four changes is a migration,
+// which is finished or aborted. In some changes it kills a daemon in between. All pods must reach each
+// other after each change, and no packet may be lost unless the change gives packets another path at
+// once, or the daemon carries them and starts again.
+func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
-	r := rand.New(rand.NewPCG(seed, 1))
-	now := edit{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, "vxlan"}
-	l := newLab(t, lab.Config{Hosts: hosts, Network: json.RawMessage(now.config)}, "")
-	startAll(t, l, options)
-	flows := startFlows(t, l, 200)
-	e := newEdits(t, l)
+	now := edit{network: "10.5.0.0/16", backend: `"Type":"vxlan"`, path: "vxlan"}
+	w := configWalk{t: t, r: rand.New(rand.NewPCG(seed, 1))}
+	w.lab = newLab(t, lab.Config{Hosts: hosts, Network: json.RawMessage(now.config())}, "")
+	startAll(t, w.lab, walkOptions())
+	w.flows = startFlows(t, w.lab, walkRate)
 	for range steps {
-		next := randomEdit(r, now)
-		if r.IntN(4) == 0 { // garbage first
-			if err := l.PutNetwork(testContext(t), json.RawMessage(next.config[:len(next.config)-1])); err != nil {
-				t.Fatal(err)
-			}
+		step := w.edit
+		if migrations && w.r.IntN(4) == 0 {
+			step = w.migrate
 		}
-		crash := r.IntN(10) == 0
-		lossless := next.path == now.path && (!crash || !strings.HasPrefix(now.path, "udp"))
-		if !lossless {
-			expectNothingLost(t, flows)
+		before := now
+		if now = step(before); t.Failed() {
+			t.Fatalf("after %s and %s", before.config(), now.config())
 		}
-		if err := l.PutNetwork(testContext(t), json.RawMessage(next.config)); err != nil {
-			t.Fatal(err)
-		}
-		if crash {
-			h := l.Host(1 + r.IntN(hosts))
-			pause(t, milliseconds(r.IntN(60)))
-			h.Daemon().Kill()
-			e.done[startOne(t, h, options)] = -1 // it starts with the new configuration
-		}
-		e.expectFollowed()
-		if !lossless {
-			flows = startFlows(t, l, 200)
-		}
-		if t.Failed() {
-			t.Fatalf("after %s and %s", now.config, next.config)
-		}
-		now = next
 	}
-	expectNothingLost(t, flows)
-	expectMatrix(t, l)
-	for _, h := range l.Hosts() {
+	expectNothingLost(t, w.flows)
+	expectMatrix(t, w.lab)
+	for _, h := range w.lab.Hosts() {
 		for _, p := range statusOf(t, h).Peers {
 			if p.State != status.InPlace {
 				t.Errorf("%s: peer %v is %s", h.Name(), p.Lease, p.State)
@@ -731,16 +822,102 @@ func walkEdits(t *testing.T, hosts, steps int) {
 	}
 }
 
+// edit changes from a configuration to another one, which it returns.
+func (w *configWalk) edit(now edit) edit {
+	next := randomEdit(w.r, now)
+	if w.r.IntN(4) == 0 { // garbage first
+		text := next.config()
+		w.put(text[:len(text)-1])
+	}
+	crash := w.r.IntN(10) == 0
+	w.through(now.lossless(next) && (!crash || !now.inUserspace()), func() {
+		w.put(next.config())
+		if crash {
+			w.crash()
+		}
+		eventuallyUsed(w.t, w.lab, next.config())
+	})
+	return next
+}
+
+// The moments at which migrate ends a migration.
+const (
+	anyMoment     = iota // perhaps before some hosts have read of it
+	whenPublished        // when all hosts have published data for both backends
+	whenMigrated         // when all hosts send by the next backend
+	moments
+)
+
+// migrate starts a migration and finishes or aborts it. It returns the configuration afterwards.
+func (w *configWalk) migrate(now edit) edit {
+	next, moment, finish, crash := randomNext(w.r, now), w.r.IntN(moments), w.r.IntN(2) == 0, w.r.IntN(4) == 0
+	end := now
+	if finish {
+		end = next
+	}
+	// Hosts that have finished cannot reach those that have not read of the migration.
+	lossless := !now.inUserspace() && !next.inUserspace() && (moment != anyMoment || !finish)
+	w.through(lossless, func() {
+		w.put(now.config(next))
+		if crash {
+			w.crash()
+		}
+		switch moment {
+		case anyMoment:
+			pause(w.t, milliseconds(w.r.IntN(300)))
+		case whenPublished:
+			eventuallyPublished(w.t, w.lab, len(w.lab.Hosts()), now.typeOf(), next.typeOf())
+		case whenMigrated:
+			eventuallyMigrated(w.t, w.lab, next.typeOf())
+		}
+		w.put(end.config())
+		eventuallyUsed(w.t, w.lab, end.config())
+	})
+	if w.t.Failed() {
+		w.t.Logf("migration from %s to %s, moment %d, finished %v, crash %v", now.config(), next.config(), moment, finish, crash)
+	}
+	return end
+}
+
+// put writes a configuration, which may be invalid.
+func (w *configWalk) put(config string) {
+	w.t.Helper()
+	if err := w.lab.PutNetwork(testContext(w.t), json.RawMessage(config)); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// crash kills a daemon and starts it again.
+func (w *configWalk) crash() {
+	w.t.Helper()
+	h := w.lab.Host(1 + w.r.IntN(len(w.lab.Hosts())))
+	pause(w.t, milliseconds(w.r.IntN(60)))
+	h.Daemon().Kill()
+	startOne(w.t, h, walkOptions())
+}
+
+// through makes a change, in which packets may be lost unless it is lossless.
+func (w *configWalk) through(lossless bool, change func()) {
+	w.t.Helper()
+	if !lossless {
+		expectNothingLost(w.t, w.flows)
+	}
+	change()
+	if !lossless {
+		w.flows = startFlows(w.t, w.lab, walkRate)
+	}
+}
+
 // TestConfigurationWalk changes the configuration some dozen times.
 func TestConfigurationWalk(t *testing.T) {
 	t.Parallel()
-	walkEdits(t, 3, 24)
+	walkEdits(t, 3, 24, false)
 }
 
-// TestConfigurationLongWalk is a longer TestConfigurationWalk on more hosts.
+// TestConfigurationLongWalk is a longer TestConfigurationWalk on more hosts, with migrations.
 //
 //stages:rest it repeats TestConfigurationWalk in a longer form
 func TestConfigurationLongWalk(t *testing.T) {
 	t.Parallel()
-	walkEdits(t, 4, 150)
+	walkEdits(t, 4, 150, true)
 }

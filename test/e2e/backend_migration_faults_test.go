@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// startWithPod starts a daemon and a pod on a host.
+func startWithPod(t *testing.T, h *lab.Host, o lab.FlanneldOptions) {
+	t.Helper()
+	startOne(t, h, o)
+	if _, err := h.AddPod(testContext(t), ""); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestBackendMigrationJoin adds hosts to a network in the middle of a migration: one while the others
+// change their routes, and one while they finish.
+//
+//stages:rest it waits until the former devices may go
+func TestBackendMigrationJoin(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 5, Families: dual}, backendConfig("vxlan"))
+	for _, h := range l.Hosts()[:3] {
+		startWithPod(t, h, lab.FlanneldOptions{})
+	}
+	tr := startTraffic(t, l, 200)
+	migrate(t, l, "vxlan", "host-gw")
+	startWithPod(t, l.Host(4), lab.FlanneldOptions{})
+	for _, h := range l.Hosts()[:4] {
+		eventuallyCarriedBy(t, h, "host-gw", except(l.Hosts()[:4], h)...)
+	}
+	eventuallyPublished(t, l, 4, "vxlan", "host-gw")
+	migrate(t, l, "host-gw", "")
+	startWithPod(t, l.Host(5), lab.FlanneldOptions{})
+	eventuallyFinished(t, l, "host-gw")
+	eventuallyWithout(t, l, "flannel.1:")
+	tr.expectNoLoss(t)
+	expectMatrix(t, l)
+}
+
+// TestBackendMigrationAbsentHost migrates a network while one of its hosts is down. The host comes back
+// after the end, first without the store, so that it serves with the former backend of its last known
+// state. As soon as it has read the configuration, all pods must reach each other.
+//
+//stages:rest it waits until the former devices may go
+func TestBackendMigrationAbsentHost(t *testing.T) {
+	t.Parallel()
+	for _, rebooted := range []bool{false, true} {
+		t.Run(fmt.Sprintf("rebooted %v", rebooted), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 4}, backendConfig("vxlan"))
+			up, h := l.Hosts()[:3], l.Host(4)
+			for _, one := range up {
+				startWithPod(t, one, lab.FlanneldOptions{})
+			}
+			startOne(t, h, lab.FlanneldOptions{})
+			expectPeersProgrammed(t, l)
+			key := statusOf(t, h).Lease.Key
+			pause(t, 3*time.Second) // until the state is written to disk
+			h.Daemon().Kill()
+			if rebooted {
+				if out, err := h.Exec(testContext(t), "sh", "-c", "ip link del flannel.1 && rm -r /run/flannel"); err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+			}
+			tr := startTraffic(t, l, 300)
+			migrate(t, l, "vxlan", "host-gw")
+			for _, one := range up {
+				eventuallyCarriedBy(t, one, "host-gw", except(up, one)...)
+				for _, p := range statusOf(t, one).Peers {
+					if p.Key == key && (p.Backend != "vxlan" || p.Waiting != "it does not publish data for host-gw") {
+						t.Errorf("%s sends to the absent host by %q because %q, want vxlan, because it does not publish data", one.Name(), p.Backend, p.Waiting)
+					}
+				}
+			}
+			migrate(t, l, "host-gw", "")
+			for _, one := range up {
+				eventually(t, one.Name()+" has finished", func() error {
+					if n := statusOf(t, one).Network; n.BackendType != "host-gw" || n.NextBackendType != "" {
+						return fmt.Errorf("its backend is %q, the next one %q", n.BackendType, n.NextBackendType)
+					}
+					return nil
+				})
+			}
+			nft(t, h.Namespace, "table inet outage { chain output { type filter hook output priority filter ; tcp dport 2379 drop ; } ; }")
+			expectLog(t, start(t, h, lab.FlanneldOptions{}), "etcd is not usable")
+			eventually(t, "the absent host serves from its last known state", func() error {
+				if n := statusOf(t, h).Network; n.BackendType != "vxlan" || n.Phase != "serving from the last known state" {
+					return fmt.Errorf("its backend is %q, its phase %q", n.BackendType, n.Phase)
+				}
+				return nil
+			})
+			nft(t, h.Namespace, "delete table inet outage")
+			eventuallyFinished(t, l, "host-gw")
+			eventuallyWithout(t, l, "flannel.1:")
+			tr.expectNoLoss(t)
+			if _, err := h.AddPod(testContext(t), ""); err != nil {
+				t.Fatal(err)
+			}
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestBackendMigrationStoreOutage takes the store away shortly after each step of a migration has been
+// written, when some hosts may have read it and some not.
+//
+//stages:rest it waits until the former devices may go
+func TestBackendMigrationStoreOutage(t *testing.T) {
+	t.Parallel()
+	for name, outage := range map[string]struct {
+		begin func(*lab.Etcd) error
+		end   func(*testing.T, *lab.Etcd) error
+	}{
+		"frozen": {(*lab.Etcd).Stop, func(_ *testing.T, e *lab.Etcd) error { return e.Cont() }},
+		"dead":   {func(e *lab.Etcd) error { e.Kill(); return nil }, func(t *testing.T, e *lab.Etcd) error { return e.Start(testContext(t)) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 4}, backendConfig("vxlan"))
+			startAll(t, l, lab.FlanneldOptions{})
+			tr := startTraffic(t, l, 200)
+			interrupt := func() {
+				t.Helper()
+				moment := milliseconds(rand.IntN(80))
+				t.Logf("the store goes after %s", moment)
+				pause(t, moment)
+				if err := outage.begin(l.Etcd()); err != nil {
+					t.Fatal(err)
+				}
+				pause(t, 4*time.Second)
+				if err := outage.end(t, l.Etcd()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			migrate(t, l, "vxlan", "host-gw")
+			interrupt()
+			eventuallyMigrated(t, l, "host-gw")
+			migrate(t, l, "vxlan", "")
+			interrupt()
+			eventuallyFinished(t, l, "vxlan")
+			migrate(t, l, "vxlan", "host-gw")
+			eventuallyMigrated(t, l, "host-gw")
+			eventuallyPublished(t, l, len(l.Hosts()), "vxlan", "host-gw")
+			migrate(t, l, "host-gw", "")
+			interrupt()
+			eventuallyFinished(t, l, "host-gw")
+			eventuallyWithout(t, l, "flannel.1:")
+			tr.expectNoLoss(t)
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestBackendMigrationAborted aborts migrations at different moments: before hosts have read of them,
+// while they publish, while they change their routes, and afterwards. One host does not follow the
+// configuration, as an older version would not, and is never restarted.
+//
+//stages:rest it makes many migrations, one after the other
+func TestBackendMigrationAborted(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct{ from, to, left string }{
+		{"vxlan", "host-gw", ".0/24 via 192.168.77"},
+		{"host-gw", "vxlan", "flannel"},
+	} {
+		t.Run(tt.from+" to "+tt.to, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 4}, backendConfig(tt.from))
+			following, bystander := l.Hosts()[:3], l.Host(4)
+			for _, h := range following {
+				startWithPod(t, h, lab.FlanneldOptions{})
+			}
+			startWithPod(t, bystander, oneByOne())
+			tr := startTraffic(t, l, 200)
+			for _, ms := range []int{0, 5, 10, 20, 40, 80, 160, 320} {
+				migrate(t, l, tt.from, tt.to)
+				pause(t, milliseconds(ms))
+				migrate(t, l, tt.from, "")
+				pause(t, milliseconds(rand.IntN(200)))
+			}
+			for range 2 {
+				migrate(t, l, tt.from, tt.to)
+				for _, h := range following {
+					eventuallyCarriedBy(t, h, tt.to, except(following, h)...)
+					eventuallyCarriedBy(t, h, tt.from, bystander)
+				}
+				migrate(t, l, tt.from, "")
+				eventuallyFinished(t, l, tt.from)
+			}
+			eventuallyWithout(t, l, tt.left)
+			tr.expectNoLoss(t)
+			expectMatrix(t, l)
+			for _, h := range l.Hosts() {
+				if n := len(h.Daemons()); n != 1 {
+					t.Errorf("%s has run %d daemons, want one", h.Name(), n)
+				}
+			}
+		})
+	}
+}
+
+// TestBackendMigrationAbortedLate goes back to the former backend at different moments after the
+// migration was finished: when some hosts may have read of the end and some not, and when all have.
+//
+//stages:rest it makes many migrations, one after the other
+func TestBackendMigrationAbortedLate(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct{ from, to, left string }{
+		{"vxlan", "host-gw", ".0/24 via 192.168.77"},
+		{"vxlan", vni7, "flannel.7:"},
+	} {
+		t.Run(tt.from+" to "+typeOf(tt.to), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 4}, backendConfig(tt.from))
+			startAll(t, l, lab.FlanneldOptions{})
+			tr := startTraffic(t, l, 200)
+			for _, ms := range []int{0, 10, 30, 100, 1000} {
+				migrate(t, l, tt.from, tt.to)
+				eventuallyMigrated(t, l, typeOf(tt.to))
+				eventuallyPublished(t, l, len(l.Hosts()), typeOf(tt.from), typeOf(tt.to))
+				migrate(t, l, tt.to, "")
+				pause(t, milliseconds(ms))
+				migrate(t, l, tt.from, tt.to)
+				pause(t, time.Second) // until all hosts have read the end and this configuration
+				for _, h := range l.Hosts() {
+					eventually(t, h.Name()+" has both backends again", func() error {
+						if n := statusOf(t, h).Network; n.BackendType != typeOf(tt.from) || n.NextBackendType != typeOf(tt.to) {
+							return fmt.Errorf("its backend is %q, the next one %q", n.BackendType, n.NextBackendType)
+						}
+						return nil
+					})
+				}
+				eventuallyPublished(t, l, len(l.Hosts()), typeOf(tt.from), typeOf(tt.to))
+				migrate(t, l, tt.from, "")
+				eventuallyFinished(t, l, typeOf(tt.from))
+			}
+			eventuallyWithout(t, l, tt.left)
+			tr.expectNoLoss(t)
+			expectMatrix(t, l)
+		})
+	}
+}

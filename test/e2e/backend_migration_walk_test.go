@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// lostInUserspace is the number of packets that a flow may lose in a step of a migration, if routes
+// lead to a backend in user space before and after the step. The daemon starts such a backend again
+// in each step.
+const lostInUserspace = 50
+
+// inUserspace reports whether the daemon carries the packets of a backend in the arguments of migrate.
+func inUserspace(backend string) bool { return backend == userspace || backend == "udp" }
+
+// allPairs returns a closed walk over n points that goes from each point to each other exactly once.
+func allPairs(n int) []int {
+	var walk []int
+	for i := range n {
+		for j := i + 1; j < n; j++ {
+			walk = append(walk, i, j)
+		}
+	}
+	return append(walk, 0)
+}
+
+// TestBackendMigrationWalk migrates running networks from each backend to each other one, without a
+// restart of a daemon. All packets arrive, except in steps that start a backend in user space again,
+// and no TCP stream is interrupted. Most migrations begin while the devices of earlier ones are still
+// there.
+//
+//stages:rest it makes many migrations, one after the other
+func TestBackendMigrationWalk(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []migrationWalk{
+		{hosts: 5, families: v4, rate: 100, backends: []string{"vxlan", "host-gw", "udp", userspace, vni7}},
+		{hosts: 3, families: dual, rate: 200, backends: []string{"host-gw", "udp", userspace}},
+	} {
+		t.Run(familiesName(tt.families), func(t *testing.T) {
+			t.Parallel()
+			tt.test(t)
+		})
+	}
+}
+
+// TestVMBackendMigrationWalk is TestBackendMigrationWalk with backends that need modules of the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMBackendMigrationWalk(t *testing.T) {
+	const rate = 20 // the CPU is emulated
+	migrationWalk{hosts: 3, families: v4, rate: rate, backends: []string{"vxlan", "ipip", "wireguard"}}.test(t)
+}
+
+// migrationWalk migrates a network from each backend to each other one.
+type migrationWalk struct {
+	hosts    int
+	families []prefix.Family
+	rate     int // packets per second of each flow
+	backends []string
+}
+
+func (w migrationWalk) test(t *testing.T) {
+	walk := allPairs(len(w.backends))
+	l := newLab(t, lab.Config{Hosts: w.hosts, Families: w.families}, backendConfig(w.backends[walk[0]]))
+	startAll(t, l, lab.FlanneldOptions{})
+	tr := startTraffic(t, l, w.rate)
+	for i, point := range walk[1:] {
+		began := time.Now()
+		from, to := w.backends[walk[i]], w.backends[point]
+		tr.through(t, l, w.rate, inUserspace(from), func() {
+			migrate(t, l, from, to)
+			eventuallyMigrated(t, l, typeOf(to))
+		})
+		tr.through(t, l, w.rate, inUserspace(to), func() {
+			migrate(t, l, to, "")
+			eventuallyFinished(t, l, typeOf(to))
+		})
+		if t.Failed() {
+			t.Fatalf("after the migration from %s to %s, number %d", from, to, i+1)
+		}
+		t.Logf("%s to %s took %s", from, to, time.Since(began).Round(time.Millisecond))
+	}
+	last := w.backends[walk[0]]
+	for _, h := range l.Hosts() {
+		expectNothingOf(t, h, leftBy(w.backends, last)...)
+		if n := len(h.Daemons()); n != 1 {
+			t.Errorf("%s has run %d daemons, want one", h.Name(), n)
+		}
+	}
+	pause(t, time.Second) // in which removed devices are missed, if anything uses them
+	tr.expectNoLoss(t)
+	expectMatrix(t, l)
+}
+
+// through makes a step of a migration. Flows may lose packets only if lossy is set.
+func (tr *traffic) through(t *testing.T, l *lab.Lab, rate int, lossy bool, step func()) {
+	t.Helper()
+	if !lossy {
+		step()
+		return
+	}
+	expectNothingLost(t, tr.flows)
+	during := startFlows(t, l, rate)
+	step()
+	expectLostAtMost(t, during, lostInUserspace)
+	tr.flows = startFlows(t, l, rate)
+}
+
+// eventuallyFinished waits until all hosts serve with the backend of the given type alone, and have
+// published that.
+func eventuallyFinished(t *testing.T, l *lab.Lab, backend string) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		eventually(t, fmt.Sprintf("%s serves with %s alone", h.Name(), backend), func() error {
+			n := statusOf(t, h).Network
+			if n.BackendType != backend || n.NextBackendType != "" || !strings.HasPrefix(n.Phase, "serving") {
+				return fmt.Errorf("its backend is %q, the next one %q, its phase %q", n.BackendType, n.NextBackendType, n.Phase)
+			}
+			return nil
+		})
+	}
+	eventuallyPublished(t, l, len(l.Hosts()), backend, "")
+	expectPeersProgrammed(t, l)
+}
+
+// leftBy returns texts that kernels show as long as they have objects of backends other than last.
+func leftBy(backends []string, last string) []string {
+	var all []string
+	for _, b := range backends {
+		text := map[string]string{
+			"vxlan": "flannel.1:", vni7: "flannel.7:", "host-gw": ".0/24 via 192.168.77", "udp": "flannel0", userspace: "flannel-wg",
+			"wireguard": "flannel-wg", "ipip": "flannel.ipip",
+		}[b]
+		if b != last {
+			all = append(all, text)
+		}
+	}
+	return all
+}
