@@ -103,15 +103,20 @@ func (b *bed) configure(ctx context.Context, backend string, n int) error {
 	if _, err := b.client.Delete(ctx, etcdPrefix, clientv3.WithPrefix()); err != nil {
 		return fmt.Errorf("empty etcd: %w", err)
 	}
-	if err := b.putConfig(ctx, map[string]any{"Type": backend}); err != nil {
+	if err := b.putConfig(ctx, map[string]any{"Type": backend}, nil); err != nil {
 		return err
 	}
 	b.backend, b.peers = backend, makePeers(n)
 	return b.putLeases(ctx, b.peers)
 }
 
-func (b *bed) putConfig(ctx context.Context, backend map[string]any) error {
-	config, err := json.Marshal(map[string]any{"Network": podNetwork, "SubnetLen": 24, "SubnetMin": ownSubnets, "Backend": backend})
+// putConfig writes the network configuration. The network migrates to next unless it is nil.
+func (b *bed) putConfig(ctx context.Context, backend, next map[string]any) error {
+	keys := map[string]any{"Network": podNetwork, "SubnetLen": 24, "SubnetMin": ownSubnets, "Backend": backend}
+	if next != nil {
+		keys["NextBackend"] = next
+	}
+	config, err := json.Marshal(keys)
 	if err != nil {
 		return err
 	}
@@ -122,12 +127,17 @@ func (b *bed) putConfig(ctx context.Context, backend map[string]any) error {
 }
 
 func (b *bed) putLeases(ctx context.Context, peers []peer) error {
+	return b.putLeasesOf(ctx, peers, b.backend, "")
+}
+
+// putLeasesOf writes the leases of peers with the given backends. next may be empty.
+func (b *bed) putLeasesOf(ctx context.Context, peers []peer, backend, next string) error {
 	for len(peers) > 0 {
 		some := peers[:min(txnOps, len(peers))]
 		peers = peers[len(some):]
 		var ops []clientv3.Op
 		for _, p := range some {
-			value, err := p.value(b.backend)
+			value, err := p.migratingValue(backend, next)
 			if err != nil {
 				return err
 			}

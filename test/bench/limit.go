@@ -4,6 +4,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -25,11 +26,8 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 	}
 	defer r.close()
 	each := func(build func(p peer)) {
-		for i := 0; i < len(peers) && err == nil; i += batch {
-			for _, p := range peers[i:min(i+batch, len(peers))] {
-				build(p)
-			}
-			err = r.flush()
+		if err == nil {
+			err = r.each(peers, build)
 		}
 	}
 	var flags uint32
@@ -42,7 +40,7 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 	}
 	if kinds.nexthop {
 		each(func(p peer) { r.addNexthop(p.nexthop(), ifindex, p.gateway(kinds), flags) })
-		each(func(p peer) { r.putRouteByID(p.subnet, p.nexthop()) })
+		each(func(p peer) { r.putRouteByID(p.subnet, p.nexthop(), 0) })
 	} else {
 		each(func(p peer) { r.putRoute(p.subnet, ifindex, p.gateway(kinds), flags) })
 	}
@@ -50,6 +48,19 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 		return 0, 0, fmt.Errorf("write the limit: %w", err)
 	}
 	return time.Since(start), threadCPU() - startCPU, nil
+}
+
+// each sends the messages that build makes for each peer.
+func (r *rtnl) each(peers []peer, build func(p peer)) error {
+	for some := range slices.Chunk(peers, batch) {
+		for _, p := range some {
+			build(p)
+		}
+		if err := r.flush(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func threadCPU() time.Duration {

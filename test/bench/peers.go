@@ -95,13 +95,20 @@ func (p peer) vtep(vni int) map[string]any {
 }
 
 // value returns the value of the peer's lease.
-func (p peer) value(backend string) (string, error) {
+func (p peer) value(backend string) (string, error) { return p.migratingValue(backend, "") }
+
+// migratingValue returns the value of the peer's lease in a migration to host-gw, which has no data of
+// its own. next is empty if the network does not migrate.
+func (p peer) migratingValue(backend, next string) (string, error) {
 	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil}
 	if backend != "udp" { // udp leases have no type
 		lease["BackendType"] = backend
 	}
 	if backend == "vxlan" {
 		lease["BackendData"] = p.vtep(1)
+	}
+	if next != "" {
+		lease["NextBackendType"] = next
 	}
 	text, err := json.Marshal(lease)
 	return string(text), err

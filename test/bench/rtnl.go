@@ -219,6 +219,12 @@ func (r *rtnl) putNeigh(ifindex int, ip netip.Addr, mac [6]byte) {
 	r.end()
 }
 
+func (r *rtnl) delNeigh(ifindex int, ip netip.Addr) {
+	r.begin(unix.RTM_DELNEIGH, 0, ndmsg(unix.AF_INET, ifindex, 0)...)
+	r.attr(unix.NDA_DST, ip.AsSlice())
+	r.end()
+}
+
 func (r *rtnl) putFDB(ifindex int, mac [6]byte, dst netip.Addr) {
 	r.begin(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_BRIDGE, ifindex, unix.NTF_SELF)...)
 	r.attr(unix.NDA_LLADDR, mac[:])
@@ -240,9 +246,13 @@ func (r *rtnl) delNexthop(id uint32) {
 	r.end()
 }
 
-func (r *rtnl) putRouteByID(dst netip.Prefix, id uint32) {
+// putRouteByID adds or replaces a route. The metric 0 is the usual one.
+func (r *rtnl) putRouteByID(dst netip.Prefix, id, metric uint32) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
+	if metric > 0 {
+		r.attr32(unix.RTA_PRIORITY, metric)
+	}
 	r.attr32(rtaNHID, id)
 	r.end()
 }

@@ -43,6 +43,7 @@ func measures() []measure {
 		{"busy", (*runner).measureBusy},
 		{"firewall", (*runner).measureFirewall},
 		{"networks", (*runner).measureNetworks},
+		{"migration", (*runner).measureMigration},
 		{"growth", (*runner).measureGrowth},
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},

@@ -83,7 +83,7 @@ func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) 
 // startWireGuard starts a daemon and a pod on each host. It returns an address of host 2
 // whose route leads through the tunnel.
 func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error) {
-	if err := b.putConfig(ctx, wireguardConfig()); err != nil {
+	if err := b.putConfig(ctx, wireguardConfig(), nil); err != nil {
 		return netip.Addr{}, err
 	}
 	ready, cancel := context.WithTimeout(ctx, time.Minute)

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// kernelRoute is a route to a peer.
+type kernelRoute struct {
+	metric, device, nexthop uint32 // device is an index; nexthop is the id of a nexthop object, or 0
+	gateway                 netip.Addr
+}
+
+// routeWatch follows the routes of a host to peers by the kernel's announcements. The kernel announces
+// each change in the order in which it makes them, so a peer that is without a route for a
+// microsecond is noticed.
+type routeWatch struct {
+	host      *lab.Host
+	r         *rtnl
+	routes    map[netip.Prefix][]kernelRoute
+	byNexthop map[uint32]map[netip.Prefix]struct{} // destinations of routes that have used a nexthop object
+	best      map[uint32]int                       // number of peers by the device of their best route
+
+	changes int // announcements about routes to peers and about nexthop objects
+	without int // how often a peer has lost its last route
+}
+
+func newRouteWatch(h *lab.Host, peers []peer) *routeWatch {
+	w := &routeWatch{host: h, routes: map[netip.Prefix][]kernelRoute{}, byNexthop: map[uint32]map[netip.Prefix]struct{}{}, best: map[uint32]int{}}
+	for _, p := range peers {
+		w.routes[p.subnet] = nil
+	}
+	return w
+}
+
+// watchRoutes begins to follow the routes of a host to peers. The caller must call close.
+func watchRoutes(ctx context.Context, h *lab.Host, peers []peer) (*routeWatch, error) {
+	w := newRouteWatch(h, peers)
+	err := h.Do(ctx, func() (err error) {
+		w.r, err = openRTNL(unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_ROUTE, rtnlgrpNexthop)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	tv := unix.NsecToTimeval(int64(100 * time.Millisecond))
+	if err := unix.SetsockoptTimeval(w.r.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
+		w.close()
+		return nil, err
+	}
+	have, err := w.read(ctx)
+	if err != nil {
+		w.close()
+		return nil, err
+	}
+	for dst, all := range have {
+		for _, one := range all {
+			w.put(dst, one)
+		}
+	}
+	return w, nil
+}
+
+func (w *routeWatch) close() { w.r.close() }
+
+// until handles announcements until done returns true. Between two calls of done there are at most
+// the announcements of one datagram.
+func (w *routeWatch) until(ctx context.Context, done func() bool) error {
+	for !done() {
+		err := w.r.receive(func(typ uint16, _ uint32, payload []byte) error {
+			w.apply(typ, payload)
+			return nil
+		})
+		if ctx.Err() != nil {
+			return fmt.Errorf("wait for routes to %d peers, have %v by device: %w", len(w.routes), w.best, context.Cause(ctx))
+		}
+		if err != nil && !errors.Is(err, unix.EAGAIN) {
+			return fmt.Errorf("follow routes: %w", err)
+		}
+	}
+	return nil
+}
+
+// verify returns an error if the kernel has other routes than those that were announced. The routes
+// must not change meanwhile.
+func (w *routeWatch) verify(ctx context.Context) error {
+	have, err := w.read(ctx)
+	if err != nil {
+		return err
+	}
+	for dst, all := range w.routes {
+		if len(all) != len(have[dst]) || slices.ContainsFunc(all, func(one kernelRoute) bool { return !slices.Contains(have[dst], one) }) {
+			return fmt.Errorf("%s: the kernel has announced the routes %v to %s and has %v", w.host.Name(), all, dst, have[dst])
+		}
+	}
+	return nil
+}
+
+// read returns the routes to the peers in the kernel.
+func (w *routeWatch) read(ctx context.Context) (map[netip.Prefix][]kernelRoute, error) {
+	have := map[netip.Prefix][]kernelRoute{}
+	err := withRTNL(ctx, w.host, func(r *rtnl) error {
+		body := rtmsg(0, 0, 0)
+		clear(body[5:])
+		r.begin(unix.RTM_GETROUTE, 0, body...)
+		return r.dump(func(payload []byte) {
+			if dst, one, ok := w.parse(payload); ok {
+				have[dst] = append(have[dst], one)
+			}
+		})
+	})
+	return have, err
+}
+
+// parse returns the route that a message describes. ok is false if it is not a unicast route to a
+// peer.
+func (w *routeWatch) parse(payload []byte) (dst netip.Prefix, one kernelRoute, ok bool) {
+	if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN || payload[7] != unix.RTN_UNICAST {
+		return dst, one, false
+	}
+	attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
+		switch typ {
+		case unix.RTA_DST:
+			a, _ := netip.AddrFromSlice(data)
+			dst = netip.PrefixFrom(a, int(payload[1]))
+		case unix.RTA_GATEWAY:
+			one.gateway, _ = netip.AddrFromSlice(data)
+		case unix.RTA_OIF:
+			one.device = binary.NativeEndian.Uint32(data)
+		case unix.RTA_PRIORITY:
+			one.metric = binary.NativeEndian.Uint32(data)
+		case rtaNHID:
+			one.nexthop = binary.NativeEndian.Uint32(data)
+		}
+	})
+	_, ok = w.routes[dst]
+	return dst, one, ok
+}
+
+// apply handles one announcement.
+func (w *routeWatch) apply(typ uint16, payload []byte) {
+	switch typ {
+	case unix.RTM_NEWROUTE:
+		if dst, one, ok := w.parse(payload); ok {
+			w.changes++
+			w.put(dst, one)
+		}
+	case unix.RTM_DELROUTE:
+		if dst, one, ok := w.parse(payload); ok {
+			w.changes++
+			w.remove(dst, func(have kernelRoute) bool { return have == one })
+		}
+	case rtmNewNexthop:
+		w.changes++
+	case rtmDelNexthop: // the kernel deletes its routes without an announcement
+		w.changes++
+		attrs(payload[min(8, len(payload)):], func(typ uint16, data []byte) {
+			if typ != nhaID {
+				return
+			}
+			id := binary.NativeEndian.Uint32(data)
+			for dst := range w.byNexthop[id] {
+				w.remove(dst, func(have kernelRoute) bool { return have.nexthop == id })
+			}
+			delete(w.byNexthop, id)
+		})
+	case unix.RTM_NEWLINK, unix.RTM_DELLINK: // the same if a device goes
+		if len(payload) < unix.SizeofIfInfomsg || payload[0] == unix.AF_BRIDGE {
+			return
+		}
+		index := binary.NativeEndian.Uint32(payload[4:])
+		if typ == unix.RTM_NEWLINK && binary.NativeEndian.Uint32(payload[8:])&unix.IFF_UP != 0 {
+			return
+		}
+		for dst := range w.routes {
+			w.remove(dst, func(have kernelRoute) bool { return have.device == index })
+		}
+	}
+}
+
+// put adds a route. It replaces one with the same metric.
+func (w *routeWatch) put(dst netip.Prefix, one kernelRoute) {
+	if one.nexthop != 0 {
+		if w.byNexthop[one.nexthop] == nil {
+			w.byNexthop[one.nexthop] = map[netip.Prefix]struct{}{}
+		}
+		w.byNexthop[one.nexthop][dst] = struct{}{}
+	}
+	w.change(dst, func(all []kernelRoute) []kernelRoute {
+		all = slices.DeleteFunc(all, func(have kernelRoute) bool { return have.metric == one.metric })
+		return append(all, one)
+	})
+}
+
+// remove removes the routes for which gone is true.
+func (w *routeWatch) remove(dst netip.Prefix, gone func(kernelRoute) bool) {
+	before := len(w.routes[dst])
+	w.change(dst, func(all []kernelRoute) []kernelRoute { return slices.DeleteFunc(all, gone) })
+	if before > 0 && len(w.routes[dst]) == 0 {
+		w.without++
+	}
+}
+
+// change changes the routes to a peer.
+func (w *routeWatch) change(dst netip.Prefix, how func([]kernelRoute) []kernelRoute) {
+	best := func(n int) {
+		if all := w.routes[dst]; len(all) > 0 {
+			w.best[slices.MinFunc(all, func(a, b kernelRoute) int { return int(a.metric) - int(b.metric) }).device] += n
+		}
+	}
+	best(-1)
+	w.routes[dst] = how(w.routes[dst])
+	best(1)
+}
