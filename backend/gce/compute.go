@@ -121,7 +121,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
-	all, err := v.list(ctx, v.filter())
+	all, err := v.list(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -145,12 +145,10 @@ func (v *vpc) precedes(other, r route) bool {
 	return c.Foreign && c.ByCall && !c.Lost && len(other.Tags) == 0 && other.dst() == r.dst() && other.Priority <= r.Priority && !v.convert(r).Foreign
 }
 
-// filter returns the filter for the routes of the VPC network. Its value is a regular expression.
-func (v *vpc) filter() string { return fmt.Sprintf(`(network eq ".*/%s")`, v.table) }
-
-// list returns the routes of the VPC network that match a filter, of all pages.
-func (v *vpc) list(ctx context.Context, filter string) (all []route, err error) {
-	query := url.Values{"filter": {filter}, "maxResults": {strconv.Itoa(pageSize)}}
+// list returns the routes of the VPC network, of all pages. The value of the filter is a regular
+// expression.
+func (v *vpc) list(ctx context.Context) (all []route, err error) {
+	query := url.Values{"filter": {fmt.Sprintf(`network eq ".*/%s"`, v.table)}, "maxResults": {strconv.Itoa(pageSize)}}
 	for {
 		var answer struct {
 			Items []route `json:"items"`
@@ -174,9 +172,10 @@ func (v *vpc) list(ctx context.Context, filter string) (all []route, err error) 
 	}
 }
 
-// to returns the static routes to dst that count for all instances.
+// to returns the static routes to dst that count for all instances. It does not let the API filter by
+// the destination, because an IPv6 prefix has several spellings.
 func (v *vpc) to(ctx context.Context, dst netip.Prefix) ([]route, error) {
-	all, err := v.list(ctx, v.filter()+fmt.Sprintf(` (destRange eq "%s")`, dst))
+	all, err := v.list(ctx)
 	return slices.DeleteFunc(all, func(r route) bool { return r.dst() != dst || !r.static() || len(r.Tags) > 0 }), err
 }
 
@@ -198,7 +197,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 			return cloud.ErrExists
 		}
 	}
-	old := slices.DeleteFunc(slices.Clone(wrong), func(r route) bool { return v.convert(r).Foreign })
+	old := slices.DeleteFunc(slices.Clone(wrong), func(r route) bool { return !r.belongsTo(v.cluster) })
 	if right {
 		return v.delete(ctx, old)
 	}
@@ -274,7 +273,7 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	if err != nil {
 		return err
 	}
-	return v.delete(ctx, slices.DeleteFunc(present, func(have route) bool { return have.target() != r.Target || v.convert(have).Foreign }))
+	return v.delete(ctx, slices.DeleteFunc(present, func(have route) bool { return have.target() != r.Target || !have.belongsTo(v.cluster) }))
 }
 
 // Addresses implements cloud.Cloud. A host is an instance.

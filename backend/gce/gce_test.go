@@ -223,6 +223,7 @@ func TestForeignRoutes(t *testing.T) {
 		"another VPC network":      {other, ""},
 		"for some instances":       {tagged, ""},
 		"another cluster":          {to("x", "flanneld cluster=blue network=10.5.0.0/16", 2, 1000), `route x to zone-a/host-2 with the description "flanneld cluster=blue network=10.5.0.0/16" belongs to another program or cluster`},
+		"a blank description":      {to("x", " ", 2, 1000), "belongs to another program"},
 		"another program":          {to("kubernetes-1", "k8s-node-route", 2, 1000), `"k8s-node-route" belongs to another program`},
 		"a name like that of us":   {to("flannel-10-5-2-0-24", "", 2, 1000), "belongs to another program"},
 		"one that leads nowhere":   {to("x", "k8s-node-route", 9, 1000), ""},

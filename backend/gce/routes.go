@@ -91,7 +91,7 @@ func (r route) belongsTo(cluster string) bool {
 		return r.Name == flannelName(r.dst())
 	}
 	fields := strings.Fields(r.Description)
-	return fields[0] == "flanneld" && slices.Contains(fields, "cluster="+cluster)
+	return len(fields) > 0 && fields[0] == "flanneld" && slices.Contains(fields, "cluster="+cluster)
 }
 
 // flannelName returns the name that flannel gives the route to dst.
@@ -108,8 +108,10 @@ func (r route) name(cluster string) string {
 
 // convert returns r as a route of table. A route that does not belong to the cluster is foreign,
 // unless it leads to this host, whose target is own. A route for some instances is always foreign.
+// A route to this host is not lost: a new one would have the same warning.
 func (r route) convert(table, cluster, own string) cloud.Route {
-	c := cloud.Route{Table: table, Dst: r.dst(), Target: r.target(), Lost: r.lost(), ByCall: r.static()}
+	c := cloud.Route{Table: table, Dst: r.dst(), Target: r.target(), ByCall: r.static()}
+	c.Lost = r.lost() && c.Target != own
 	c.Foreign = len(r.Tags) > 0 || c.Target != own && !r.belongsTo(cluster)
 	return c
 }

@@ -157,29 +157,39 @@ func (s *Server) getInstance(name string) (any, *failure) {
 	return map[string]any{"name": name, "status": status, "canIpForward": i.CanIPForward, "networkInterfaces": []any{n}}, nil
 }
 
-// condition is a part of a filter.
-func condition() *regexp.Regexp { return regexp.MustCompile(`^\((network|destRange) eq "([^"]*)"\)$`) }
+// filter is the syntax of filters for routes.
+func filter() *regexp.Regexp { return regexp.MustCompile(`^network eq "([^"]*)"$`) }
+
+// spelled returns a destination as the API may spell it: an IPv6 address without the sign for zeros.
+func spelled(dst string) string {
+	p, err := netip.ParsePrefix(dst)
+	if err != nil || p.Addr().Is4() {
+		return dst
+	}
+	var words []string
+	for b := p.Addr().As16(); len(words) < 8; {
+		i := 2 * len(words)
+		words = append(words, strconv.FormatUint(uint64(b[i])<<8|uint64(b[i+1]), 16))
+	}
+	return fmt.Sprintf("%s/%d", strings.Join(words, ":"), p.Bits())
+}
 
 func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 	var matching []Route
-	conditions := strings.SplitAfter(r.FormValue("filter"), ") ")
+	text := r.FormValue("filter")
+	f := filter().FindStringSubmatch(text)
+	if f == nil {
+		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
+	}
 	for _, route := range s.routes {
-		wanted := true
-		for _, text := range conditions {
-			c := condition().FindStringSubmatch(strings.TrimSpace(text))
-			if c == nil {
-				return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
-			}
-			value := map[string]string{"network": "https://www.googleapis.com/compute/v1/" + route.Network, "destRange": route.DestRange}[c[1]]
-			ok, err := regexp.MatchString("^("+c[2]+")$", value)
-			if err != nil {
-				return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
-			}
-			wanted = wanted && ok
+		ok, err := regexp.MatchString("^("+f[1]+")$", "https://www.googleapis.com/compute/v1/"+route.Network)
+		if err != nil {
+			return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
 		}
-		if !wanted {
+		if !ok {
 			continue
 		}
+		route.DestRange = spelled(route.DestRange)
 		if w := s.warning(route); w != "" {
 			route.Warnings = []Warning{{w}}
 		}
