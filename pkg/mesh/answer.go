@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"unique"
 
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -57,7 +58,7 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 	case a.Paths == nil:
 		return r, errNoProbes
 	}
-	r = row{cells: make([]cell, len(m.Hosts)), advice: map[int]string{}}
+	r = row{cells: make([]cell, len(m.Hosts)), advice: map[int]unique.Handle[string]{}}
 	return r, eachPath(a.Paths.Worst, func(p status.Path) error { return m.add(&r, i, p) })
 }
 
@@ -120,7 +121,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 	r.cells[to] = now
 	delete(r.advice, to)
 	if result.Broken() && p.Advice != "" {
-		r.advice[to] = Printable(p.Advice)
+		r.advice[to] = unique.Make(Printable(p.Advice))
 	}
 	return nil
 }

@@ -18,6 +18,7 @@ import (
 	"strconv"
 	"strings"
 	"unicode/utf8"
+	"unique"
 
 	"github.com/flanneld/flanneld/pkg/paths"
 )
@@ -60,9 +61,9 @@ type Matrix struct {
 
 // row is what one host knows.
 type row struct {
-	problem string // why it is not known; empty if it is
-	cells   []cell // by the number of the other host; nil if it is not known
-	advice  map[int]string
+	problem string                        // why it is not known; empty if it is
+	cells   []cell                        // by the number of the other host; nil if it is not known
+	advice  map[int]unique.Handle[string] // few texts, of many paths
 }
 
 // cell is a Cell in little memory, because 5,000 hosts have 25 million.
@@ -102,7 +103,11 @@ func (m *Matrix) Cell(from, to int) Cell {
 		return Cell{Result: Unknown}
 	}
 	c := r.cells[to]
-	return Cell{Result: results()[c.result], RTT: float64(c.rtt), Advice: r.advice[to]}
+	now := Cell{Result: results()[c.result], RTT: float64(c.rtt)}
+	if advice, ok := r.advice[to]; ok {
+		now.Advice = advice.Value()
+	}
+	return now
 }
 
 // maxText is the size in bytes of the longest text of an answer that is shown.

@@ -165,11 +165,16 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 }
 
 // refuseFirst records that the network starts with a former configuration, because it cannot use cfg,
-// which the store has.
+// which the store had at the start. It has no effect if the store has another configuration by now.
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.stored = &cfg
+	if unknown := w.stored == nil && !w.missing && w.rejected == ""; unknown {
+		w.stored = &cfg
+	}
+	if !w.stores(cfg) {
+		return
+	}
 	w.compare()
 	w.reject(ctx, why)
 }

@@ -79,6 +79,37 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	}
 }
 
+// TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. The watch may
+// have told of a newer one by then, which must be offered.
+func TestConfigWatchRefusesTheFirst(t *testing.T) {
+	parse := func(text string) subnet.Config {
+		cfg, _, err := subnet.ParseConfig([]byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cfg
+	}
+	const used, first, newer = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
+	for name, tt := range map[string]struct{ told, next, rejection string }{
+		"nothing was told": {"", "10.6.0.0/16", "does not start"},
+		"it was told":      {first, "10.6.0.0/16", "does not start"},
+		"a newer one":      {newer, "10.7.0.0/16", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return parse(string(text)), nil })
+			if tt.told != "" {
+				w.apply(t.Context(), []byte(tt.told))
+			}
+			w.use(parse(used))
+			w.refuseFirst(t.Context(), parse(first), errors.New("does not start"))
+			next, _ := w.next()
+			if next == nil || next.Networks[0].Prefix.String() != tt.next || w.rejection() != tt.rejection {
+				t.Errorf("next %v, rejection %q, want %s, %q", next, w.rejection(), tt.next, tt.rejection)
+			}
+		})
+	}
+}
+
 // TestConfigWatchFollows expects each usable configuration to be offered once the store has it, and
 // reasons why others are not. They end with the next usable configuration.
 func TestConfigWatchFollows(t *testing.T) {

@@ -21,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/subnetfile"
 	"github.com/flanneld/flanneld/pkg/underlay"
@@ -175,7 +176,9 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	}
 	n.config.use(former.Config)
 	n.config.refuseFirst(ctx, now.Config, err)
-	n.config.giveUp(ctx, now.Config, err)
+	if !errors.Is(err, state.ErrInUse) { // another process may release its device
+		n.config.giveUp(ctx, now.Config, err)
+	}
 	former.Peers, former.Fresh, former.Recalled = now.Peers, nil, false
 	return n.goBack(ctx, former, &change{config: now.Config, iface: now.Interface, own: &now.Own})
 }
