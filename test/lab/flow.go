@@ -39,7 +39,8 @@ type FlowStats struct {
 	Gap            time.Duration // the longest time in which no packet came back
 }
 
-// StartFlow sends rate packets per second to the other pod until Stop.
+// StartFlow sends rate packets per second to the other pod until Stop, and the first one before it
+// returns.
 func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int) (*Flow, error) {
 	if rate < 1 {
 		return nil, fmt.Errorf("start flow: %d packets per second", rate)
@@ -67,6 +68,7 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	}
 	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
 	fl.stop, fl.last = stop, time.Now()
+	fl.sendNext()
 	fl.members.Go(func() { fl.send(sending, time.Second/time.Duration(rate)) })
 	fl.members.Go(fl.reflect)
 	fl.members.Go(fl.receive)
@@ -96,18 +98,23 @@ func keepAll(conn *net.UDPConn) error {
 func (f *Flow) send(ctx context.Context, period time.Duration) {
 	tick := time.NewTicker(period)
 	defer tick.Stop()
-	for seq := uint64(0); ; seq++ {
-		f.mu.Lock()
-		f.answered = append(f.answered, false)
-		f.mu.Unlock()
-		// A packet that cannot be sent counts as lost, because it does not come back.
-		_, _ = f.near.Write(binary.BigEndian.AppendUint64(nil, seq))
+	for {
 		select {
 		case <-tick.C:
+			f.sendNext()
 		case <-ctx.Done():
 			return
 		}
 	}
+}
+
+func (f *Flow) sendNext() {
+	f.mu.Lock()
+	seq := uint64(len(f.answered))
+	f.answered = append(f.answered, false)
+	f.mu.Unlock()
+	// A packet that cannot be sent counts as lost, because it does not come back.
+	_, _ = f.near.Write(binary.BigEndian.AppendUint64(nil, seq))
 }
 
 func (f *Flow) reflect() {

@@ -104,8 +104,5 @@ func (c *Cell) measure(ctx context.Context, d time.Duration) error {
 	}
 	var err error
 	c.BitsPerSecond, err = c.From.Throughput(ctx, c.To, c.Family, d)
-	if errors.Is(err, errNothingArrived) { // TCP resends a lost packet only after 200 ms
-		c.BitsPerSecond, err = c.From.Throughput(ctx, c.To, c.Family, 2*time.Second)
-	}
 	return err
 }

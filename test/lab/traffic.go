@@ -89,10 +89,9 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 	return remote.Addr().Unmap(), err
 }
 
-var errNothingArrived = errors.New("nothing arrived")
-
-// Throughput sends data over TCP to the other pod for the time d and returns the received
-// bits per second.
+// Throughput sends data over TCP to the other pod for the time d, or longer until the first data
+// arrives, and returns the received bits per second. On a busy machine, or after a lost packet, that
+// may take longer than a short d.
 func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (bps float64, err error) {
 	bps, err = p.throughput(ctx, to, f, d)
 	if err != nil {
@@ -102,14 +101,16 @@ func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 }
 
 func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (float64, error) {
+	const patience = 5 * time.Second // for the first data
 	c, err := p.connectTo(ctx, to, f)
 	if err != nil {
 		return 0, err
 	}
 	defer c.Close()
 	defer context.AfterFunc(ctx, c.Close)()
-	end := time.Now().Add(d)
-	if err := errors.Join(c.near.SetWriteDeadline(end), c.far.SetReadDeadline(end)); err != nil {
+	start, received := time.Now(), int64(0)
+	end := start.Add(d)
+	if err := c.far.SetReadDeadline(start.Add(max(d, patience))); err != nil {
 		return 0, err
 	}
 	var g errgroup.Group
@@ -121,16 +122,24 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 			}
 		}
 	})
-	start, received := time.Now(), int64(0)
-	g.Go(func() (err error) {
-		received, err = io.Copy(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c.far})
-		return ignoreTimeout(err)
+	g.Go(func() error {
+		buf := make([]byte, 1<<17)
+		n, err := c.far.Read(buf)
+		if received = int64(n); err == nil {
+			err = c.far.SetReadDeadline(end)
+		}
+		if err == nil {
+			var n int64
+			n, err = io.Copy(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c.far})
+			received += n
+		}
+		return errors.Join(ignoreTimeout(err), c.near.SetWriteDeadline(time.Now()))
 	})
 	if err := g.Wait(); err != nil {
 		return 0, cause(ctx, err)
 	}
 	if received == 0 {
-		return 0, fmt.Errorf("%w within %v", errNothingArrived, d)
+		return 0, fmt.Errorf("nothing arrived within %v", max(d, patience))
 	}
 	return float64(received) * 8 / time.Since(start).Seconds(), nil
 }
