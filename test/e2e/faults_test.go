@@ -53,8 +53,13 @@ func testFaults(t *testing.T, backend string, survives bool) {
 	startAll(t, l, lab.FlanneldOptions{})
 	before, c, one := keys(t, l), etcdClient(t, l), l.Host(1)
 	own := subnets + leaseOf(t, l, one).Key
-	removeKey(t, c, own) // before the flows: the peer removes its routes for a moment
+	removeKey(t, c, own)
 	expectLog(t, one.Daemon(), "own lease was gone, taken again")
+	// The peer removes its routes for a moment. When it reports a later event, it has done so.
+	const later = "10.5.204.0-24"
+	putKey(t, c, subnets+later, `{"PublicIP":"192.168.77.204","BackendType":"pigeon"}`)
+	expectLog(t, l.Host(2).Daemon(), fmt.Sprintf(`"lease refused" lease=%q`, later))
+	removeKey(t, c, subnets+later)
 	flows := startFlows(t, l, 100)
 
 	kind := leaseType(t, backend)
