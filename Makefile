@@ -67,7 +67,7 @@ demo: build ## run three hosts on this machine and test every pod against every 
 test: deps components-short bin/tools/stages ## run the tests that show most in minutes, then print a table of results and times
 	@$(STAGES) -part short
 
-test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets (SHORT=1: few of Kubernetes' tests, and a release for three architectures)
+test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets (SHORT=1: few of Kubernetes' tests, and a release for two architectures)
 	@$(STAGES) $(if $(SHORT),-short) -part rest
 
 test-all: deps components components-nodes bin/tools/stages ## run make test and make test-rest in one

@@ -139,8 +139,8 @@ func TestReleaseRefuses(t *testing.T) {
 }
 
 // TestRelease makes a release twice, in different folders, and checks that both are equal, and
-// what they contain. With -short it has three architectures. It uses Debian 12, because the mirrors of a release that does not change
-// any more are always complete. Debian 12 does not have riscv64.
+// what they contain. With -short it has two architectures. It uses Debian 12, because the mirrors of
+// a release that does not change any more are always complete. Debian 12 does not have riscv64.
 //
 //stages:rest it builds six architectures
 func TestRelease(t *testing.T) {

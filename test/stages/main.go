@@ -96,7 +96,7 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	flags.StringVar((*string)(&o.part), "part", string(all), "which tests run: short, rest or all")
 	flags.StringVar(&o.run, "run", "", "run only the test with this name, or tests that match this pattern, with a pattern of subtests after a slash")
 	flags.StringVar(&o.fuzzTime, "fuzztime", "10s", "how long each fuzz target runs")
-	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes, and build a release for three architectures")
+	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes, and build a release for two architectures")
 	if err := flags.Parse(args); err != nil {
 		return false, err
 	}
