@@ -919,5 +919,5 @@ func TestConfigurationWalk(t *testing.T) {
 //stages:rest it repeats TestConfigurationWalk in a longer form
 func TestConfigurationLongWalk(t *testing.T) {
 	t.Parallel()
-	walkEdits(t, 4, 150, true)
+	walkEdits(t, 4, 100, true)
 }
