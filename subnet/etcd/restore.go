@@ -227,7 +227,11 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 		return nil
 	}
 	cache.store.Revision = cache.next - 1
-	err := m.replay(ctx, m.timing.catchUp, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
+	limit := m.timing.catchUp
+	if m.slow.Load() { // many hosts ask it at once, and for an outline it would read all keys for each of them
+		limit = m.timing.catchUpLate
+	}
+	err := m.replay(ctx, limit, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
 	if !errors.Is(err, errAnswersEarly) {
 		return err
 	}

@@ -361,6 +361,27 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
+// TestRestartAtASlowStore checks that a host waits for the events of a store that answers late, and
+// does not ask it for an outline. There are too many changes for an outline, so that a host which
+// asks for one must list.
+func TestRestartAtASlowStore(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	k := &restartableNode{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.savedState(t)
+	f.populate(t, pageSize+1)
+	for slow, want := range map[time.Duration]bool{0: true, time.Hour: false} {
+		m := f.manager(t, func(c *Config) { c.Known = state })
+		m.timing.slow, m.timing.catchUp = slow, time.Nanosecond
+		if _, ok, err := m.restore(t.Context()); ok != want || err != nil {
+			t.Errorf("answers count as late after %v: restored from the last known state %v, want %v (%v)", slow, ok, want, err)
+		}
+	}
+}
+
 // TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
 // compares what it knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {
