@@ -46,6 +46,7 @@ type icmpKind struct {
 	request, reply      byte
 	unreachable, tooBig byte
 	level, discover     int // socket options
+	filter              func(fd int, types ...byte) error
 }
 
 func kindOf(f prefix.Family) icmpKind {
@@ -54,14 +55,40 @@ func kindOf(f prefix.Family) icmpKind {
 			network: "ip4:icmp", any: "0.0.0.0", header: 20,
 			request: 8, reply: 0, unreachable: 3, tooBig: 3,
 			level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER,
+			filter: filter4,
 		}
 	}
 	return icmpKind{
 		network: "ip6:ipv6-icmp", any: "::", header: 40,
 		request: 128, reply: 129, unreachable: 1, tooBig: 2,
 		level: unix.IPPROTO_IPV6, discover: unix.IPV6_MTU_DISCOVER,
+		filter: filter6,
 	}
 }
+
+// filter4 makes a socket receive only ICMP messages of these types.
+func filter4(fd int, types ...byte) error {
+	blocked := ^uint32(0)
+	for _, t := range types {
+		blocked &^= 1 << t
+	}
+	return unix.SetsockoptInt(fd, unix.SOL_RAW, unix.ICMP_FILTER, int(int32(blocked)))
+}
+
+// filter6 is filter4 for ICMPv6.
+func filter6(fd int, types ...byte) error {
+	var f unix.ICMPv6Filter
+	for i := range f.Data {
+		f.Data[i] = ^uint32(0)
+	}
+	for _, t := range types {
+		f.Data[t/32] &^= 1 << (t % 32)
+	}
+	return unix.SetsockoptICMPv6Filter(fd, unix.IPPROTO_ICMPV6, unix.ICMPV6_FILTER, &f)
+}
+
+// errNoAnswer means that the time for an answer is over.
+var errNoAnswer = errors.New("no answer")
 
 const icmpHeader = 8
 
@@ -83,7 +110,7 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 	if o.Timeout == 0 {
 		o.Timeout = time.Second
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, errors.New("no answer"))
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, errNoAnswer)
 	defer cancel()
 	conn, err := o.listen(ctx, kind)
 	if err != nil {
@@ -109,7 +136,7 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 			}
 			return 0, err
 		}
-		if matches, err := kind.match(buf[:size], id); matches {
+		if of, ok, err := kind.parse(buf[:size]); ok && of == id {
 			return time.Since(sent), err
 		}
 	}
@@ -122,6 +149,10 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 			mode = unix.IP_PMTUDISC_DO
 		}
 		cerr := c.Control(func(fd uintptr) {
+			// Otherwise each socket would receive the requests of all peers too.
+			if err = kind.filter(int(fd), kind.reply, kind.unreachable, kind.tooBig); err != nil {
+				return
+			}
 			err = unix.SetsockoptInt(int(fd), kind.level, kind.discover, mode)
 			if err == nil && o.DontFragment && kind.level == unix.IPPROTO_IPV6 {
 				err = unix.SetsockoptInt(int(fd), kind.level, unix.IPV6_DONTFRAG, 1)
@@ -152,25 +183,23 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 	return b
 }
 
-// match reports whether the ICMP message b is a response to the request with id: its
-// reply, or an ICMP error that quotes it. err is the meaning of the ICMP error.
-func (k icmpKind) match(b []byte, id uint32) (matches bool, err error) {
+// parse returns the id of the request to which the ICMP message b is a response: its reply, or an
+// ICMP error that quotes it. err is the meaning of the ICMP error. ok is false for other messages.
+func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
-		return false, nil
+		return 0, false, nil
 	}
 	if b[0] == k.reply {
-		return binary.BigEndian.Uint32(b[4:]) == id, nil
-	}
-	if b[0] != k.unreachable && b[0] != k.tooBig {
-		return false, nil
+		return binary.BigEndian.Uint32(b[4:]), true, nil
 	}
 	quoted := b[icmpHeader:]
-	if len(quoted) < k.header+icmpHeader || binary.BigEndian.Uint32(quoted[k.header+4:]) != id {
-		return false, nil
+	if b[0] != k.unreachable && b[0] != k.tooBig || len(quoted) < k.header+icmpHeader {
+		return 0, false, nil
 	}
+	id = binary.BigEndian.Uint32(quoted[k.header+4:])
 	const fragmentationNeeded = 4 // IPv4 reports "too big" as this code of "unreachable"
 	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {
-		return true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))
+		return id, true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))
 	}
-	return true, fmt.Errorf("%w: code %d", ErrUnreachable, b[1])
+	return id, true, fmt.Errorf("%w: code %d", ErrUnreachable, b[1])
 }

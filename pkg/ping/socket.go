@@ -4,7 +4,6 @@ package ping
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
 	"net"
 	"net/netip"
@@ -94,11 +93,9 @@ func (s *Socket) Receive() (id uint32, from netip.Addr, err error) {
 		if err != nil {
 			return 0, netip.Addr{}, err
 		}
-		if size < icmpHeader || buf[0] != s.kind.reply {
-			continue
-		}
-		if from, ok := netip.AddrFromSlice(addr.IP); ok {
-			return binary.BigEndian.Uint32(buf[4:]), from.Unmap(), nil
+		id, ok, failure := s.kind.parse(buf[:size])
+		if from, valid := netip.AddrFromSlice(addr.IP); ok && failure == nil && valid {
+			return id, from.Unmap(), nil
 		}
 	}
 }
