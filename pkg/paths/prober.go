@@ -16,6 +16,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -26,6 +27,9 @@ const (
 	leastRound = 10 * time.Second
 	// Rate is the number of probes that a host may send in a second, with all its networks.
 	Rate = 10
+	// burst is the time whose checks begin at once. To wake up for each of them costs more CPU time than
+	// the check.
+	burst = time.Second
 	// share is the part of Rate that probes of each path once a round may use. The rest is for TCP and
 	// for broken paths.
 	share = 0.9
@@ -72,7 +76,10 @@ type Prober struct {
 	probe    func(context.Context, Path) (Verdict, error)
 	diagnose func(context.Context, Path) Verdict
 	slots    [2]chan struct{} // of checks at the same time: of other paths, and of broken ones
+	pinger   *ping.Pinger
 	log      *rate.Limiter
+
+	broke wait.Signal // a path has broken
 
 	mu      sync.Mutex
 	paths   map[Path]*state
@@ -93,10 +100,12 @@ type state struct {
 // NewProber returns a prober.
 func NewProber(c Config) *Prober {
 	p := &Prober{
-		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst),
+		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst), broke: wait.NewSignal(), pinger: ping.NewPinger(),
 	}
 	p.probe = func(ctx context.Context, path Path) (Verdict, error) {
-		rtt, err := whole(ctx, c.Network.end(path.Subnet), c.Network.MTU)
+		rtt, err := twice(func() (time.Duration, error) {
+			return p.pinger.Ping(ctx, c.Network.end(path.Subnet), c.Network.MTU, answerTimeout)
+		})
 		if err == nil && c.Limit.Allow() {
 			err = p.knocked(path, knock(ctx, c.Network.end(path.Subnet)))
 		}
@@ -128,8 +137,9 @@ func (p *Prober) knocked(path Path, err error) error {
 	return err
 }
 
-// Run checks paths until ctx ends.
+// Run checks paths until ctx ends. It must not be called again.
 func (p *Prober) Run(ctx context.Context) {
+	defer p.pinger.Close()
 	var checks sync.WaitGroup
 	defer checks.Wait()
 	checks.Go(func() { p.checkBroken(ctx, &checks) })
@@ -142,7 +152,7 @@ func (p *Prober) Run(ctx context.Context) {
 		due, next := p.refresh(peers), time.Now()
 		for _, path := range due {
 			next = next.Add(p.Limit.pause(p)) // even if the check before it had to wait for the limit
-			if wait.For(ctx, time.Until(next)) != nil {
+			if early := time.Until(next); early > burst && wait.For(ctx, early) != nil {
 				return
 			}
 			p.start(ctx, path, false, &checks)
@@ -293,6 +303,7 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	}
 	if s.broken() {
 		p.broken[v.Path] = s
+		p.broke.Send()
 	} else {
 		delete(p.broken, v.Path)
 	}
@@ -332,14 +343,24 @@ func (p *Prober) tell(ctx context.Context, r Result) {
 // checkBroken checks broken paths again, with growing pauses, until ctx ends.
 func (p *Prober) checkBroken(ctx context.Context, checks *sync.WaitGroup) {
 	for wait.For(ctx, againPause) == nil {
-		if path, ok := p.mostDue(time.Now()); ok {
+		path, ok, some := p.mostDue(time.Now())
+		if ok {
 			p.start(ctx, path, true, checks)
+		}
+		if some {
+			continue
+		}
+		select {
+		case <-p.broke:
+		case <-ctx.Done():
+			return
 		}
 	}
 }
 
-// mostDue returns the broken path whose check is overdue for the longest time. ok is false if none is.
-func (p *Prober) mostDue(now time.Time) (path Path, ok bool) {
+// mostDue returns the broken path whose check is overdue for the longest time. ok is false if none is,
+// and some is false if no path is broken.
+func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var first time.Time
@@ -351,7 +372,7 @@ func (p *Prober) mostDue(now time.Time) (path Path, ok bool) {
 			path, first, ok = candidate, s.due, true
 		}
 	}
-	return path, ok
+	return path, ok, len(p.broken) > 0
 }
 
 // Outcome returns what is known of all paths, with at most worst of the worst ones.
