@@ -44,6 +44,7 @@ func measures() []measure {
 		{"firewall", (*runner).measureFirewall},
 		{"networks", (*runner).measureNetworks},
 		{"migration", (*runner).measureMigration},
+		{"probes", (*runner).measureProbes},
 		{"growth", (*runner).measureGrowth},
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},
