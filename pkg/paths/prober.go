@@ -27,8 +27,8 @@ const (
 	leastRound = 10 * time.Second
 	// Rate is the number of probes that a host may send in a second, with all its networks.
 	Rate = 10
-	// burst is the time whose checks begin at once. To wake up for each of them costs more CPU time than
-	// the check.
+	// burst is the time whose checks begin at once, because waking up for each of them costs more CPU
+	// time than the check.
 	burst = time.Second
 	// share is the part of Rate that probes of each path once a round may use. The rest is for TCP and
 	// for broken paths.
