@@ -50,6 +50,7 @@ type userspaceDevice struct {
 	mtu  int
 
 	dev        *wgdevice.Device // nil while it does not run
+	packets    *reader          // of dev
 	initiator  *initiator
 	socket     net.Listener
 	disconnect context.CancelFunc // disconnects the socket's clients
@@ -60,7 +61,8 @@ type userspaceDevice struct {
 func (u *userspaceDevice) ensureRunning(ctx context.Context) (fresh bool, err error) {
 	if u.dev != nil {
 		select {
-		case <-u.dev.Wait(): // another program has deleted the TUN device
+		case <-u.dev.Wait():
+			klog.FromContext(ctx).Error(u.packets.ended(), "WireGuard in user space has ended, starting it again: packets are lost meanwhile", "device", u.name)
 			if err := u.close(); err != nil {
 				return false, err
 			}
@@ -89,8 +91,9 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	logf := func(level int) func(string, ...any) {
 		return func(format string, args ...any) { log.V(level).Info(fmt.Sprintf(format, args...)) }
 	}
+	u.packets = &reader{Device: t}
 	// Its errors concern single packets and handshakes.
-	u.dev = wgdevice.NewDevice(t, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
+	u.dev = wgdevice.NewDevice(u.packets, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
 	u.initiator = newInitiator(u.dev)
 	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
 		return err
@@ -163,7 +166,7 @@ func (u *userspaceDevice) close() error {
 		u.dev.Close()
 	}
 	u.clients.Wait()
-	u.dev, u.socket, u.initiator = nil, nil, nil
+	u.dev, u.packets, u.socket, u.initiator = nil, nil, nil, nil
 	if errors.Is(err, net.ErrClosed) {
 		return nil
 	}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"encoding/binary"
+	"errors"
+	"os"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+	"golang.zx2c4.com/wireguard/tun"
+)
+
+// reader is a TUN device that corrects the packets read from it, and remembers why reading has failed.
+type reader struct {
+	tun.Device
+	failure atomic.Pointer[error]
+}
+
+// Read implements tun.Device. The kernel leaves UDP checksums to the reader. For one packet in 65,536
+// the checksum is 0, which wireguard-go writes as it is. Over IPv4 that means that there is no
+// checksum, but over IPv6 the receiver drops such a packet.
+func (r *reader) Read(bufs [][]byte, sizes []int, offset int) (n int, err error) {
+	n, err = r.Device.Read(bufs, sizes, offset)
+	for i := range n {
+		completeUDP6(bufs[i][offset : offset+sizes[i]])
+	}
+	if err != nil && !errors.Is(err, tun.ErrTooManySegments) { // after which wireguard-go reads on
+		r.failure.Store(&err)
+	}
+	return n, err
+}
+
+// ended returns why wireguard-go has ended the device.
+func (r *reader) ended() error {
+	switch err := r.failure.Load(); {
+	case err == nil:
+		return errors.New("unknown reason")
+	case errors.Is(*err, os.ErrClosed):
+		return errors.New("the TUN device was deleted")
+	default:
+		return *err
+	}
+}
+
+// Lengths of headers in bytes.
+const (
+	ipv6Header = 40
+	udpHeader  = 8
+)
+
+// completeUDP6 writes a computed UDP checksum of 0 as 0xffff, as RFC 8200, section 8.1, requires. It
+// changes no other packet: a sender may have left out the checksum, which then has another value.
+func completeUDP6(b []byte) {
+	const protocol, length, checksum = 6, ipv6Header + 4, ipv6Header + 6
+	if len(b) < ipv6Header+udpHeader || b[checksum]|b[checksum+1] != 0 || b[0]>>4 != 6 || b[protocol] != unix.IPPROTO_UDP {
+		return
+	}
+	size := int(binary.BigEndian.Uint16(b[length:]))
+	if size < udpHeader || size > len(b)-ipv6Header {
+		return
+	}
+	sum := uint32(unix.IPPROTO_UDP + size) // of the pseudo header, with the addresses before the datagram
+	const addresses = 8
+	words := b[addresses : ipv6Header+size]
+	for ; len(words) >= 2; words = words[2:] {
+		sum += uint32(binary.BigEndian.Uint16(words))
+	}
+	if len(words) > 0 {
+		sum += uint32(words[0]) << 8
+	}
+	if sum%0xffff == 0 { // it is not 0, so its one's complement sum is 0xffff
+		b[checksum], b[checksum+1] = 0xff, 0xff
+	}
+}
