@@ -38,6 +38,9 @@ type network struct {
 	byNext   int                              // number of peers to which the next backend carries the packets
 	waiters  waiters
 
+	moved       int       // number of peers that have changed their backend and are not logged yet
+	movedLogged time.Time // when such peers were logged
+
 	claimable  wait.Signal  // see backend.Reclaimer
 	notStarted error        // why the next backend does not run
 	again      wait.Backoff // for starting it
@@ -177,10 +180,10 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		set.All = set.All || n.running[next] != nil // it knows no peers yet
 	}
 	n.layer.held = true
-	changed := n.update(set)
-	out, err := n.syncParts(ctx, set)
-	answered := n.prober.take()
-	moved := n.decide(changed, answered)
+	changed, probed := n.update(set), n.prober.take()
+	answered := slices.Collect(maps.Keys(probed))
+	out, err := n.syncParts(ctx, set, answered)
+	n.decide(changed, probed)
 	n.layer.held = false
 	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers are others
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
@@ -202,12 +205,10 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if n.running[next] == nil {
 		out.Again = sooner(out.Again, max(time.Until(n.nextStart), time.Millisecond))
 	}
-	if moved > 0 {
-		klog.FromContext(ctx).Info("peers have changed their backend", "peers", moved, "next", n.parts[next].side.Type,
-			"byNext", n.byNext, "byPresent", len(n.peers)-n.byNext)
-	}
-	if again := n.nameWaiting(ctx, time.Now()); again > 0 {
-		out.Again = sooner(out.Again, again)
+	for _, again := range []time.Duration{n.logMoved(ctx, time.Now()), n.nameWaiting(ctx, time.Now())} {
+		if again > 0 {
+			out.Again = sooner(out.Again, again)
+		}
 	}
 	if anyRoute {
 		affected = slices.AppendSeq(affected, maps.Keys(n.peers))
@@ -323,8 +324,10 @@ func (n *network) remember(key string, l *subnet.Lease) {
 }
 
 // syncParts passes the peers to both backends. An error of the next one is an error of the
-// network only if the next one carries packets.
-func (n *network) syncParts(ctx context.Context, set backend.Set) (out backend.Outcome, err error) {
+// network only if the next one carries packets. The peers that have answered count as changed: if a
+// set has no changes, backends may compare all peers with the kernel.
+func (n *network) syncParts(ctx context.Context, set backend.Set, answered []string) (out backend.Outcome, err error) {
+	set.Changed = slices.Concat(set.Changed, answered)
 	for i, part := range n.running {
 		if part == nil {
 			continue
@@ -360,24 +363,23 @@ func (n *network) noteNext(ctx context.Context, err error) error {
 	return nil
 }
 
-// decide decides which backend carries the packets to the peers with these keys. It returns
-// the number of peers that have changed their backend.
-func (n *network) decide(changed, probed []string) (moved int) {
+// decide decides which backend carries the packets to the peers with these keys. probed are the
+// targets of probes that have come back. They do not count if the peer has other targets now.
+func (n *network) decide(changed []string, probed map[string][]target) {
 	for _, key := range changed {
-		moved += n.move(key, false)
+		n.move(key, false)
 	}
-	for _, key := range probed {
-		moved += n.move(key, true)
+	for key, targets := range probed {
+		n.move(key, slices.Equal(targets, n.targets(key)))
 	}
-	return moved
 }
 
 // move decides about one peer. probed is set if probes through the next backend have come
-// back. move returns 1 if the peer has changed its backend, and otherwise 0.
-func (n *network) move(key string, probed bool) int {
+// back.
+func (n *network) move(key string, probed bool) {
 	p := n.peers[key]
 	if p == nil {
-		return 0
+		return
 	}
 	side := n.sideOf(key, p, probed)
 	changes := p.decided && side != p.side
@@ -388,8 +390,25 @@ func (n *network) move(key string, probed bool) int {
 		delete(n.before, s)
 	}
 	if changes {
-		return 1
+		n.moved++
 	}
+}
+
+// movedPause is the least time between two log lines about peers that have changed their backend.
+const movedPause = 5 * time.Second
+
+// logMoved logs how many peers have changed their backend since the last time. It returns the time
+// until it will log again, or zero.
+func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Duration) {
+	if n.moved == 0 {
+		return 0
+	}
+	if left := n.movedLogged.Add(movedPause).Sub(now); left > 0 {
+		return left
+	}
+	klog.FromContext(ctx).Info("peers have changed their backend", "peers", n.moved, "next", n.parts[next].side.Type,
+		"byNext", n.byNext, "byPresent", len(n.peers)-n.byNext)
+	n.moved, n.movedLogged = 0, now
 	return 0
 }
 
@@ -532,8 +551,9 @@ func (n *network) aim(keys []string) {
 
 // targets returns the addresses of a peer that probes through the next backend must reach, or none
 // if the peer cannot change to it. They are base addresses of subnets, from which the answers come
-// back by the way that the peer has to this host. So both directions are independent. The probes
-// have the size of the largest packets of pods.
+// back by the way that the peer has to this host. So both directions are independent, except for answers
+// of another address over IPv6, which the kernel sends through the device of the request. The probes have
+// the size of the largest packets of pods.
 func (n *network) targets(key string) (all []target) {
 	p, l := n.peers[key], n.leases[next][key]
 	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {
@@ -543,7 +563,9 @@ func (n *network) targets(key string) (all []target) {
 		own, has := n.own.Endpoint(e.Family())
 		r, ok := n.layer.views[next].route(e.Subnet)
 		if has && ok {
-			all = append(all, target{to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: n.MTU()})
+			all = append(all, target{
+				to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: n.MTU(), public: e.PublicIP, data: string(e.Data),
+			})
 		}
 	}
 	return all

@@ -124,9 +124,7 @@ func TestKernelManyPeers(t *testing.T) {
 	}
 	eth0 := func(prefix.Family) string { return "eth0" }
 	sync("at first", backend.Set{All: true}, vxlanOf, eth0)
-	n.prober.mu.Lock()
-	n.prober.answered = keys
-	n.prober.mu.Unlock()
+	answer(n, keys...)
 	sync("after the probes", backend.Set{}, eth0, vxlanOf)
 	for _, p := range n.peers { // as if each had withdrawn its data for the next backend for a moment
 		p.decided = false

@@ -125,6 +125,15 @@ func lease(n int, kind string, data json.RawMessage, nextKind string, nextData j
 	}}}
 }
 
+// answer makes peers answer the probes through the next backend.
+func answer(n *network, keys ...string) {
+	n.prober.mu.Lock()
+	defer n.prober.mu.Unlock()
+	for _, key := range keys {
+		n.prober.answered[key] = n.targets(key)
+	}
+}
+
 // TestDecisions leads a peer through the phases of a migration from vxlan to host-gw, and back.
 func TestDecisions(t *testing.T) {
 	before := lease(2, "vxlan", dataOf(2, 1), "", nil)
@@ -158,9 +167,7 @@ func TestDecisions(t *testing.T) {
 						t.Fatalf("step %d: the lease cannot be used", i)
 					}
 				case bool:
-					n.prober.mu.Lock()
-					n.prober.answered = []string{"host2"}
-					n.prober.mu.Unlock()
+					answer(n, "host2")
 				case nil:
 					delete(leases, "host2")
 				}
@@ -181,6 +188,110 @@ func TestDecisions(t *testing.T) {
 	}
 }
 
+// TestAnswerForAFormerLease changes the lease of a peer while an answer to a probe waits. The answer
+// says nothing about the new lease, so the peer must not change its backend before it answers again.
+func TestAnswerForAFormerLease(t *testing.T) {
+	former := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))
+	moved := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))
+	moved.Endpoints[0].PublicIP = netip.MustParseAddr("192.168.77.99")
+	for name, changed := range map[string]*subnet.Lease{
+		"other data for the next backend": lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(3, 7)),
+		"another public address":          moved,
+	} {
+		t.Run(name, func(t *testing.T) {
+			k := dataplanetest.New()
+			n := start(t, k, vni1, vni7)
+			leases := map[string]*subnet.Lease{"host2": former}
+			step := func(set backend.Set, want string) {
+				t.Helper()
+				set.Leases, set.Complete = leases, true
+				if _, err := n.Sync(t.Context(), set); err != nil {
+					t.Fatal(err)
+				}
+				if got := routes(t.Context(), t, k, subnetOf(2)); len(got) != 2 || got[0] != want {
+					t.Errorf("routes through %q, want %s to be the best of two", got, want)
+				}
+			}
+			step(backend.Set{All: true}, "flannel.1")
+			answer(n, "host2")
+			leases["host2"] = changed
+			step(backend.Set{Changed: []string{"host2"}}, "flannel.1")
+			answer(n, "host2")
+			step(backend.Set{}, "flannel.7")
+		})
+	}
+}
+
+// recorder is a network that records the sets that it gets.
+type recorder struct {
+	backend.Network
+	sets []backend.Set
+}
+
+// Sync implements backend.Network.
+func (r *recorder) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
+	r.sets = append(r.sets, set)
+	return r.Network.Sync(ctx, set)
+}
+
+// TestAnswersAreChanges checks that a pass because of an answer names its peer to both backends. If a
+// set has no changes, wireguard compares all peers with its device.
+func TestAnswersAreChanges(t *testing.T) {
+	n := start(t, dataplanetest.New(), vni1, vni7)
+	var parts [sides]*recorder
+	for i := range n.running {
+		parts[i] = &recorder{Network: n.running[i]}
+		n.running[i] = parts[i]
+	}
+	leases := map[string]*subnet.Lease{}
+	for host := 2; host <= 5; host++ {
+		l := lease(host, "vxlan", dataOf(host, 1), "vxlan", dataOf(host, 7))
+		leases[l.Key] = l
+	}
+	if _, err := n.Sync(t.Context(), backend.Set{Leases: leases, All: true, Complete: true}); err != nil {
+		t.Fatal(err)
+	}
+	answer(n, "host3")
+	if _, err := n.Sync(t.Context(), backend.Set{Leases: leases, Complete: true}); err != nil {
+		t.Fatal(err)
+	}
+	for i, part := range parts {
+		if last := part.sets[len(part.sets)-1]; last.All || !slices.Equal(last.Changed, []string{"host3"}) {
+			t.Errorf("backend %d gets all %v, changed %q, want host3 alone", i, last.All, last.Changed)
+		}
+	}
+}
+
+// TestMovedPeersAreLoggedTogether checks how often peers that have changed their backend are logged,
+// and that none of them is left out.
+func TestMovedPeersAreLoggedTogether(t *testing.T) {
+	n := start(t, dataplanetest.New(), vni1, vni7)
+	now := time.Now()
+	for _, tt := range []struct {
+		after  time.Duration
+		moved  int
+		again  time.Duration
+		logged bool
+	}{
+		{0, 0, 0, false},
+		{0, 1, 0, true},
+		{time.Second, 3, movedPause - time.Second, false},
+		{time.Second, 4, movedPause - 2*time.Second, false},
+		{movedPause - 2*time.Second, 0, 0, true},
+		{movedPause, 0, 0, false},
+		{time.Second, 1, 0, true},
+	} {
+		now = now.Add(tt.after)
+		n.moved += tt.moved
+		if again := n.logMoved(t.Context(), now); again != tt.again || n.movedLogged.Equal(now) != tt.logged {
+			t.Errorf("after another %s: again in %s, logged %v, want in %s, %v", tt.after, again, !tt.logged, tt.again, tt.logged)
+		}
+		if tt.logged && n.moved > 0 {
+			t.Errorf("after another %s: %d peers are not logged", tt.after, n.moved)
+		}
+	}
+}
+
 // TestRestartKeepsTheRoutes checks that a restarted daemon goes on as the kernel's routes say, and
 // does not change one.
 func TestRestartKeepsTheRoutes(t *testing.T) {
@@ -195,9 +306,7 @@ func TestRestartKeepsTheRoutes(t *testing.T) {
 	if _, err := first.Sync(t.Context(), set); err != nil {
 		t.Fatal(err)
 	}
-	first.prober.mu.Lock()
-	first.prober.answered = []string{"host2", "host4"}
-	first.prober.mu.Unlock()
+	answer(first, "host2", "host4")
 	if _, err := first.Sync(t.Context(), set); err != nil {
 		t.Fatal(err)
 	}
@@ -296,9 +405,7 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 			if _, err := first.Sync(t.Context(), backend.Set{Leases: leases, All: true, Complete: true}); err != nil {
 				t.Fatal(err)
 			}
-			first.prober.mu.Lock()
-			first.prober.answered = []string{"host2", "host4"}
-			first.prober.mu.Unlock()
+			answer(first, "host2", "host4")
 		}
 		if err := first.Close(); err != nil {
 			t.Fatal(err)

@@ -64,7 +64,7 @@ func BenchmarkLeaseEvent(b *testing.B) {
 	n.layer.held = true
 	pass := func(set backend.Set) {
 		changed := n.update(set)
-		if _, err := n.syncParts(b.Context(), set); err != nil {
+		if _, err := n.syncParts(b.Context(), set, nil); err != nil {
 			b.Fatal(err)
 		}
 		n.decide(changed, nil)

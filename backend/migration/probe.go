@@ -18,11 +18,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// target is an address that a probe must reach through a device.
+// target is an address that a probe must reach through a device. An answer for another target says
+// nothing about this one, so a target also contains what the way to the address depends on.
 type target struct {
 	to, from netip.Addr
 	device   string
-	size     int // of the packet, in bytes
+	size     int        // of the packet, in bytes
+	public   netip.Addr // public address of the peer
+	data     string     // data of the peer for the next backend
 }
 
 // Limits of the pause between two probes of a peer, and the pause between two probes.
@@ -41,7 +44,7 @@ type prober struct {
 	peers    map[string]*probed
 	order    queue // of peers
 	ids      map[uint32]attempt
-	answered []string
+	answered map[string][]target // targets of the peers that have answered since the last take
 }
 
 // probed is a peer that has not answered yet.
@@ -89,7 +92,7 @@ type attempt struct {
 }
 
 func newProber(notify func()) *prober {
-	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}}
+	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}, answered: map[string][]target{}}
 }
 
 // aim replaces the targets of a peer, which is not probed any more if there are none. If they are
@@ -103,7 +106,11 @@ func (p *prober) aim(key string, targets []target) {
 		}
 		p.drop(key)
 	}
-	if len(targets) == 0 || slices.Contains(p.answered, key) {
+	if answered, ok := p.answered[key]; ok && slices.Equal(answered, targets) {
+		return
+	}
+	delete(p.answered, key)
+	if len(targets) == 0 {
 		return
 	}
 	peer := &probed{key: key, targets: targets, missing: map[netip.Addr]struct{}{}, due: time.Now()}
@@ -116,13 +123,13 @@ func (p *prober) aim(key string, targets []target) {
 	p.changed.Send()
 }
 
-// take returns the peers that have answered since the last call.
-func (p *prober) take() []string {
+// take returns the peers that have answered since the last call, with the targets of the probes.
+func (p *prober) take() map[string][]target {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	keys := p.answered
-	p.answered = nil
-	return keys
+	answered := p.answered
+	p.answered = map[string][]target{}
+	return answered
 }
 
 func (p *prober) drop(key string) {
@@ -223,20 +230,23 @@ func (p *prober) receive(s *ping.Socket) {
 	}
 }
 
-// answer handles the answer of an address to the request with that id.
+// answer handles the answer of an address to the request with that id. Over IPv6 another address of
+// the host may answer: the base address of a subnet is also the subnet-router anycast address of the
+// bridge of the pods, and the kernel never answers from an anycast address. Which address it chooses
+// depends on routes and addresses of the other host. The id is random, so it is sufficient.
 func (p *prober) answer(id uint32, from netip.Addr) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	a, known := p.ids[id]
 	peer := p.peers[a.key]
-	if !known || peer == nil || a.to != from {
+	if !known || peer == nil || a.to.Is4() && a.to != from {
 		return
 	}
-	delete(peer.missing, from)
+	delete(peer.missing, a.to)
 	if len(peer.missing) > 0 {
 		return
 	}
 	p.drop(a.key)
-	p.answered = append(p.answered, a.key)
+	p.answered[a.key] = peer.targets
 	p.notify()
 }

@@ -5,6 +5,7 @@ package migration
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -47,8 +48,8 @@ func TestProbeOrder(t *testing.T) {
 		}
 		probe(leastProbe / 2)
 		expect("at first", func(n int) int { return map[bool]int{true: 1}[n < 50] })
-		if got := p.take(); len(got) != 1 || got[0] != "7" {
-			t.Errorf("answered: %q, want peer 7", got)
+		if got := p.take(); len(got) != 1 || !slices.Equal(got["7"], []target{targetOf(7)}) {
+			t.Errorf("answered: %v, want peer 7", got)
 		}
 		p.aim("3", []target{targetOf(3)}) // as before
 		p.aim("7", nil)
@@ -66,4 +67,40 @@ func TestProbeOrder(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestAnswerFromAnotherAddress checks from which addresses an answer counts. A peer of both families
+// must answer at both targets.
+func TestAnswerFromAnotherAddress(t *testing.T) {
+	v4, v6 := targetOf(2), target{to: netip.MustParseAddr("fd00:5:2::"), device: "new"}
+	other4, other6 := netip.MustParseAddr("192.168.77.2"), netip.MustParseAddr("fd00:77::2")
+	for _, tt := range []struct {
+		name   string
+		target target
+		from   netip.Addr
+		want   bool
+	}{
+		{"IPv4, the target itself", v4, v4.to, true},
+		{"IPv4, another address", v4, other4, false},
+		{"IPv6, the target itself", v6, v6.to, true},
+		{"IPv6, another address because the target is an anycast address", v6, other6, true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			p := newProber(func() {})
+			targets := []target{v4, v6}
+			p.aim("2", targets)
+			requests, _ := p.next(time.Now())
+			for id, r := range requests {
+				from := r.to
+				if r == tt.target {
+					from = tt.from
+				}
+				p.answer(id+1, from)
+				p.answer(id, from)
+			}
+			if got := p.take(); slices.Equal(got["2"], targets) != tt.want {
+				t.Errorf("answered: %v, want the peer: %v", got, tt.want)
+			}
+		})
+	}
 }

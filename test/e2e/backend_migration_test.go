@@ -128,14 +128,7 @@ func startTraffic(t *testing.T, l *lab.Lab, rate int) *traffic {
 // interrupted.
 func (tr *traffic) expectNoLoss(t *testing.T) {
 	t.Helper()
-	tr.expectLossAtMost(t, 0)
-}
-
-// expectLossAtMost stops the traffic and fails the test if a flow has lost more than most packets or a
-// stream was interrupted.
-func (tr *traffic) expectLossAtMost(t *testing.T, most int) {
-	t.Helper()
-	expectLostAtMost(t, tr.flows, most)
+	expectNothingLost(t, tr.flows)
 	for i, s := range tr.streams {
 		if n, err := s.stop(); err != nil || n == 0 {
 			t.Errorf("stream %d: %d messages have come back, then %v", i, n, err)
@@ -311,8 +304,7 @@ func TestBackendMigration(t *testing.T) {
 }
 
 // TestBackendMigrationFollowed changes the backend of a network whose hosts follow the configuration
-// without a restart, all at the same moment, and goes back at the first attempt. Only WireGuard in user
-// space may lose packets.
+// without a restart, all at the same moment, and goes back at the first attempt.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationFollowed(t *testing.T) {
@@ -347,11 +339,7 @@ func TestBackendMigrationFollowed(t *testing.T) {
 			migrate(t, l, tt.to, "")
 			eventuallyWithout(t, l, tt.left)
 			pause(t, time.Second) // in which removed devices are missed, if anything uses them
-			if tt.from == userspace || tt.to == userspace {
-				tr.expectLossAtMost(t, lostInUserspace)
-			} else {
-				tr.expectNoLoss(t)
-			}
+			tr.expectNoLoss(t)
 			expectMatrix(t, l)
 			for _, h := range l.Hosts() {
 				if n := len(h.Daemons()); n != 1 {
