@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -264,7 +265,7 @@ func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended
 	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // hosts do not wait for unreadable ones
 	m.count(leases, func(l *subnet.Lease) (byFormer, byNow bool) {
 		_, byNow = now.Of(l)
-		former := l.BackendType
+		former := cmp.Or(l.BackendType, "udp") // leases of udp have no type
 		if l.NextType != "" && l.NextType != now.Type {
 			former = l.NextType
 		}

@@ -121,6 +121,16 @@ func TestMigrationEnd(t *testing.T) {
 			[]subnet.Lease{lease("old", "vxlan", "", one, ""), lease("both", "vxlan", "vxlan", one, seven), lease("new", "vxlan", "", seven, "")},
 			true, 1, 1, 1, []string{"old does not publish data for vxlan", "both still publishes data for vxlan"},
 		},
+		{
+			"finished, from udp", `{"Type":"host-gw"}`,
+			[]subnet.Lease{lease("old", "", "", "", ""), lease("both", "", "host-gw", "", ""), lease("new", "host-gw", "", "", "")},
+			true, 1, 1, 1, []string{"old does not publish data for host-gw", "both still publishes data for udp"},
+		},
+		{
+			"aborted, from udp", `{"Type":"udp"}`,
+			[]subnet.Lease{lease("both", "", "host-gw", "", ""), lease("old", "", "", "", "")},
+			true, 0, 1, 1, []string{"both still publishes data for host-gw"},
+		},
 	} {
 		cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":` + tt.backend + `}`))
 		if err != nil {
