@@ -142,10 +142,17 @@ func (h *Host) leaveTunnel() {
 	h.used = false
 }
 
-// freePort closes the tunnel, whose port the kernel path needs.
-func (h *Host) freePort() error {
+// freePort closes the tunnel, whose port the kernel path needs, unless try returns an error. The tunnel
+// may carry packets, and it goes on if the kernel path does not work.
+func (h *Host) freePort(try func() error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if h.tunnel == nil {
+		return nil
+	}
+	if err := try(); err != nil {
+		return err
+	}
 	return h.closeTunnel()
 }
 

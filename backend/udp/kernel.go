@@ -69,15 +69,30 @@ func (b *Backend) receiver() receiver { return receiver{b.local()} }
 // could not know that.
 func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
-	local := b.local()
-	want.Add(dataplane.Link{
-		Name: deviceName, Kind: dataplane.KindIPIP, MTU: mtu(b.env), Up: true, TxChecksum: dataplane.OffloadOff,
-		Tunnel: dataplane.Tunnel{Local: local.Addr(), FOU: dataplane.FOU{Source: local.Port(), Destination: local.Port()}},
-	})
+	want.Add(b.kernelDevice(deviceName))
 	for _, e := range own.Endpoints {
 		want.Add(dataplane.Addr{Dev: deviceName, Prefix: prefix.Host(e.Subnet.Addr())})
 	}
 	return want
+}
+
+// kernelDevice returns the device that packs packets into datagrams.
+func (b *Backend) kernelDevice(name string) dataplane.Link {
+	local := b.local()
+	return dataplane.Link{
+		Name: name, Kind: dataplane.KindIPIP, MTU: mtu(b.env), Up: true, TxChecksum: dataplane.OffloadOff,
+		Tunnel: dataplane.Tunnel{Local: local.Addr(), FOU: dataplane.FOU{Source: local.Port(), Destination: local.Port()}},
+	}
+}
+
+// probeDevice is the name of a temporary device.
+const probeDevice = "flannel-udp-try"
+
+// tryDevice returns an error if the kernel cannot have the device, for example because it has no ipip.
+func (b *Backend) tryDevice(ctx context.Context) error {
+	l := b.kernelDevice(probeDevice)
+	l.Up = false // it would receive packets
+	return b.env.TryDevice(ctx, l)
 }
 
 // routes returns the objects of one peer.
@@ -111,7 +126,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	if err := b.checkDeviceName(ctx); err != nil {
 		return nil, err
 	}
-	if err := b.host.freePort(); err != nil {
+	if err := b.host.freePort(func() error { return b.tryDevice(ctx) }); err != nil {
 		return nil, err
 	}
 	scope := b.Scope()

@@ -3,7 +3,9 @@
 package udp
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"net"
 	"net/netip"
 	"os/exec"
@@ -15,13 +17,25 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
+// refusing is a kernel that can create no device.
+type refusing struct{ *linux.Kernel }
+
+// Apply implements dataplane.Kernel.
+func (refusing) Apply(_ context.Context, ops []dataplane.Op) (failed []dataplane.OpError) {
+	for _, op := range ops {
+		failed = append(failed, dataplane.OpError{Op: op, Err: unix.EOPNOTSUPP})
+	}
+	return failed
+}
+
 // TestKernelTakeover starts networks one after the other, and checks which of them take over the
-// tunnel of the last one.
+// tunnel of the last one. An attempt of the kernel path that fails must not close the tunnel.
 func TestKernelTakeover(t *testing.T) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -78,6 +92,18 @@ func TestKernelTakeover(t *testing.T) {
 			t.Errorf("%s: %v", tt.name, err)
 		}
 		last = now
+	}
+	if err := last.Close(); err != nil {
+		t.Fatal(err)
+	}
+	without := last.Backend // of a kernel that has no ipip
+	without.env.Kernel = refusing{k}
+	if err := h.freePort(func() error { return without.tryDevice(t.Context()) }); !errors.Is(err, unix.EOPNOTSUPP) {
+		t.Errorf("the kernel path without ipip: %v, want %v", err, unix.EOPNOTSUPP)
+	}
+	before := last.tunnel
+	if last = start(`{"Mode":"userspace","Port":7}`, "10.5.2.0/24"); last.tunnel != before || last.tunnel.Err() != nil {
+		t.Errorf("after an attempt of the kernel path the tunnel is the same: %v, %v", last.tunnel == before, last.tunnel.Err())
 	}
 	exists := func() bool {
 		_, err := net.InterfaceByName(deviceName)
