@@ -50,6 +50,8 @@ type Env struct {
 	Used []string
 	// Connected returns the time since which the store is connected; zero if it is not.
 	Connected func() time.Time
+	// FreePorts is that of the Catalog. It may be nil.
+	FreePorts func(ports []int) error
 	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.
 	// The two backends of a migration share one.
 	NewReconciler func(dataplane.Scope) (Reconciler, error)
@@ -299,6 +301,8 @@ type Catalog struct {
 	// leave it running at its end, so that packets go on until the next network takes it over. It
 	// may be nil.
 	CloseUnused func() error
+	// FreePorts does the same for what listens on one of these UDP ports. It may be nil.
+	FreePorts func(ports []int) error
 	// Close releases the state, after the end of all networks. It may be nil.
 	Close func()
 	// Files returns the paths of files outside of stateDir that the backends have written,

@@ -43,6 +43,9 @@ func New(o options.Options) (backend.Catalog, error) {
 		Shutdown:    commands.Shutdown,
 		Retire:      commands.Retire,
 		CloseUnused: func() error { return oneline.Join(packets.CloseUnused(), encrypted.CloseUnused()) },
+		FreePorts: func(ports []int) error {
+			return oneline.Join(packets.FreePorts(ports), encrypted.FreePorts(ports))
+		},
 		Close: func() {
 			_ = packets.Close()
 			_ = encrypted.Close()

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -116,7 +117,7 @@ func (n *network) startNext(ctx context.Context) {
 	part := n.parts[next]
 	var err error
 	if own, ok := part.side.Of(&n.own); ok {
-		n.running[next], err = part.be.Start(ctx, *own)
+		n.running[next], err = n.attempt(ctx, *own)
 	} else {
 		err = n.lackOfData(ctx)
 	}
@@ -132,6 +133,22 @@ func (n *network) startNext(ctx context.Context) {
 	n.Forward(n.running[next].Changed())
 	n.notStarted = nil
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
+}
+
+// attempt starts the next backend. If one of its ports is in use, it tries again when what an earlier
+// network has left running there is closed. The owner of the network, which does that for a backend
+// alone, does not hear of this error.
+func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	be := n.parts[next].be
+	running, err := be.Start(ctx, own)
+	if n.env.FreePorts == nil || !errors.Is(err, unix.EADDRINUSE) {
+		return running, err
+	}
+	if failed := n.env.FreePorts(backend.Ports(be)); failed != nil {
+		return nil, oneline.Join(err, failed)
+	}
+	n.layer.view(next) // forgets the objects of the attempt
+	return be.Start(ctx, own)
 }
 
 // MTU implements backend.Network. Both backends can carry packets of that size, also if the next

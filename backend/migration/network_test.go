@@ -390,6 +390,54 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	}
 }
 
+// occupied is a backend that cannot start before its port is free.
+type occupied struct {
+	backend.Backend
+	free *bool
+}
+
+// Ports implements backend.Listener.
+func (occupied) Ports() []int { return []int{7} }
+
+// Start implements backend.Backend.
+func (o occupied) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	if !*o.free {
+		return nil, fmt.Errorf("listen: %w", unix.EADDRINUSE)
+	}
+	return o.Backend.Start(ctx, own)
+}
+
+// TestNextBackendGetsItsPort starts the next backend while an earlier network has left something running
+// on its port. That must end, but nothing on other ports.
+func TestNextBackendGetsItsPort(t *testing.T) {
+	for _, left := range []int{7, 8} { // what another program has on the port stays
+		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
+		if err != nil {
+			t.Fatal(err)
+		}
+		m, free := b.(*Backend), false
+		m.parts[next].be = occupied{m.parts[next].be, &free}
+		m.env.FreePorts = func(ports []int) error {
+			free = slices.Contains(ports, left)
+			return nil
+		}
+		claim, err := b.Claim(t.Context(), subnet.Claim{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		claim.Endpoints[0].Subnet = subnetOf(1)
+		started, err := b.Start(t.Context(), subnet.Lease{Key: "host1", BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer started.Close()
+		n := started.(*network)
+		if runs := n.running[next] != nil; runs != (left == 7) {
+			t.Errorf("with a tunnel left on port %d the next backend runs: %v, because of %v", left, runs, n.notStarted)
+		}
+	}
+}
+
 // TestPeersGoWithoutTheNextBackend removes peers while the next backend does not run. Their routes
 // must go, also those by the next backend, and all others must stay.
 func TestPeersGoWithoutTheNextBackend(t *testing.T) {

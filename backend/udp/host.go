@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"sync"
 
@@ -83,6 +84,16 @@ func (h *Host) CloseUnused() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.used {
+		return nil
+	}
+	return h.closeDevice()
+}
+
+// FreePorts is CloseUnused if the tunnel listens on one of these UDP ports.
+func (h *Host) FreePorts(ports []int) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.used || h.tunnel == nil || !slices.ContainsFunc(h.tunnel.Local, func(a netip.AddrPort) bool { return slices.Contains(ports, int(a.Port())) }) {
 		return nil
 	}
 	return h.closeDevice()

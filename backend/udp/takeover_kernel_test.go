@@ -112,8 +112,21 @@ func TestKernelTakeover(t *testing.T) {
 	if err := h.CloseUnused(); err != nil || !exists() {
 		t.Errorf("while a network uses the device: %v, and it exists: %v", err, exists())
 	}
+	if err := h.FreePorts([]int{7}); err != nil || last.tunnel.Err() != nil {
+		t.Errorf("while a network uses the port: %v, and the tunnel: %v", err, last.tunnel.Err())
+	}
 	if err := last.Close(); err != nil || !exists() {
 		t.Errorf("after the end of the network: %v, and the device exists: %v", err, exists())
+	}
+	if err := h.FreePorts([]int{8285}); err != nil || last.tunnel.Err() != nil {
+		t.Errorf("when nothing uses another port: %v, and the tunnel: %v", err, last.tunnel.Err())
+	}
+	if err := h.FreePorts([]int{8285, 7}); err != nil || exists() {
+		t.Errorf("when nothing uses the port: %v, and the device exists: %v", err, exists())
+	}
+	last = start(`{"Mode":"userspace","Port":7}`, "10.5.2.0/24")
+	if err := last.Close(); err != nil || !exists() {
+		t.Errorf("after the end of another network: %v, and the device exists: %v", err, exists())
 	}
 	if err := h.CloseUnused(); err != nil || exists() {
 		t.Errorf("when nothing uses the device: %v, and it exists: %v", err, exists())

@@ -95,6 +95,13 @@ func (h *Host) CloseUnused() error {
 	return h.closeIf(func(d *hostDevice) bool { return !d.used })
 }
 
+// FreePorts closes the devices that no network uses and that listen on one of these UDP ports.
+func (h *Host) FreePorts(ports []int) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.closeIf(func(d *hostDevice) bool { return !d.used && slices.Contains(ports, d.port) })
+}
+
 // Close closes all devices. Their TUN devices stay.
 func (h *Host) Close() error {
 	h.mu.Lock()

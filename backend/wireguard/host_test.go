@@ -51,7 +51,19 @@ func TestHost(t *testing.T) {
 	}
 	closeUnused()
 	expect("when the next network uses one of them", "flannel-wg")
+	for _, port := range []int{six.port, four.port} {
+		if err := h.FreePorts([]int{port}); err != nil {
+			t.Error(err)
+		}
+	}
+	expect("when the port of a used device is needed", "flannel-wg")
+	two = take(six, here)
 	h.leave(one)
+	h.leave(two)
+	if err := h.FreePorts([]int{six.port, 8285}); err != nil {
+		t.Error(err)
+	}
+	expect("when the port of one unused device is needed", "flannel-wg")
 	take(tunnel{name: "flannel-wg-v6", port: four.port}, here)
 	expect("when another device needs the port", "flannel-wg-v6")
 	if err := h.closeNamed([]string{"flannel-wg-v6"}); err != nil {

@@ -50,6 +50,23 @@ func TestBackendMigrationWalkDualStack(t *testing.T) {
 	}
 }
 
+// TestBackendMigrationPortOfFormerTunnel migrates from udp to vxlan, and at once to wireguard in user space
+// with the port of udp. The daemons still run the tunnel of udp then, and must close it.
+func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("udp"))
+	startAll(t, l, lab.FlanneldOptions{})
+	tr := startTraffic(t, l, 200)
+	migrate(t, l, "udp", "vxlan")
+	eventuallyMigrated(t, l, "vxlan")
+	migrate(t, l, "vxlan", "")
+	eventuallyFinished(t, l, "vxlan")
+	migrate(t, l, "vxlan", `{"Type":"wireguard","Implementation":"userspace","ListenPort":8285,"ListenPortV6":8286}`)
+	eventuallyMigrated(t, l, "wireguard")
+	tr.expectNoLoss(t)
+	expectMatrix(t, l)
+}
+
 // TestVMBackendMigrationWalk is TestBackendMigrationWalk with backends that need modules of the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes

@@ -77,7 +77,7 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 		last = now
 	}
 	return backend.Env{
-		Used: used(last), Connected: p.connected,
+		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}
 }

@@ -56,7 +56,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
 	r.state.Set(now) // before the first object exists that a later configuration must remove
 	r.hold(now, be)
-	running, err := startBackend(ctx, be, now.Own, r.catalog.CloseUnused)
+	running, err := startBackend(ctx, be, now.Own, r.catalog.FreePorts)
 	if err != nil {
 		return nil, fmt.Errorf("start backend: %w", err)
 	}
@@ -141,8 +141,8 @@ const portPatience = 2 * time.Second
 // startBackend starts the network of a backend. If a port is in use it tries again for a
 // while: a child process that has not yet run its program, such as iptables, still has the
 // sockets of the session before, and of a daemon that has just ended. So does what an earlier network
-// has left running, which closeUnused ends. It may be nil.
-func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, closeUnused func() error) (backend.Network, error) {
+// has left running, which freePorts ends. It may be nil.
+func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (backend.Network, error) {
 	const pause = 20 * time.Millisecond
 	deadline := time.Now().Add(portPatience)
 	for {
@@ -150,8 +150,8 @@ func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, clo
 		if !errors.Is(err, unix.EADDRINUSE) || time.Now().After(deadline) {
 			return network, err
 		}
-		if closeUnused != nil {
-			if failed := closeUnused(); failed != nil {
+		if freePorts != nil {
+			if failed := freePorts(backend.Ports(be)); failed != nil {
 				return nil, oneline.Join(err, failed)
 			}
 		}

@@ -306,7 +306,11 @@ func TestStartBackendWaitsForPort(t *testing.T) {
 					errs = errs[min(1, len(errs)-1):]
 					return err
 				}}
-				_, err := startBackend(t.Context(), be, subnet.Lease{}, nil)
+				freed := 0
+				_, err := startBackend(t.Context(), be, subnet.Lease{}, func([]int) error { freed++; return nil })
+				if (freed > 0) != test.waits {
+					t.Errorf("ports were freed %d times", freed)
+				}
 				if !errors.Is(err, test.want) {
 					t.Errorf("error %v, want %v", err, test.want)
 				}
