@@ -63,6 +63,11 @@ func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
 	eventuallyFinished(t, l, "vxlan")
 	migrate(t, l, "vxlan", `{"Type":"wireguard","Implementation":"userspace","ListenPort":8285,"ListenPortV6":8286}`)
 	eventuallyMigrated(t, l, "wireguard")
+	for _, h := range l.Hosts() {
+		if lines := linesWith(h.Daemon(), "the next backend does not start"); len(lines) > 0 {
+			t.Errorf("the log of %s contains %q", h.Name(), lines)
+		}
+	}
 	tr.expectNoLoss(t)
 	expectMatrix(t, l)
 }
