@@ -49,10 +49,13 @@ func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
 }
 
 // TestUserspaceWireGuardHealing damages everything that the backend has set up in user
-// space and in the kernel, and checks that the daemon repairs it.
+// space and in the kernel, and checks that the daemon repairs it. The log must name what cuts off
+// packets.
 func TestUserspaceWireGuardHealing(t *testing.T) {
 	t.Parallel()
-	newDamagedHost(t, userspace, dual).testAllRepairs(t)
+	p := newDamagedHost(t, userspace, dual)
+	p.testAllRepairs(t)
+	expectLog(t, p.host.Daemon(), `"WireGuard in user space has ended, starting it again: packets are lost meanwhile" err="the TUN device was deleted"`)
 }
 
 // TestUserspaceWireGuardRestarts checks that packets flow again within two seconds after
