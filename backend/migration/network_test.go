@@ -410,7 +410,7 @@ func (o occupied) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 // TestNextBackendGetsItsPort starts the next backend while an earlier network has left something running
 // on its port. That must end, but nothing on other ports.
 func TestNextBackendGetsItsPort(t *testing.T) {
-	for _, left := range []int{7, 8} { // what another program has on the port stays
+	for _, left := range []int{7, 8} { // without a tunnel there, another program has the port
 		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
 		if err != nil {
 			t.Fatal(err)
