@@ -27,12 +27,14 @@ import (
 type fakeControl struct {
 	peers map[string]map[wgtypes.Key]wgtypes.Peer // peers by device
 	fail  string                                  // name of a device that cannot be written
+	reads int                                     // number of times that a device was read
 }
 
 func (*fakeControl) Index(string) (int, error) { return 7, nil }
 func (*fakeControl) Close() error              { return nil }
 
 func (f *fakeControl) Device(name string) (*wgtypes.Device, error) {
+	f.reads++
 	d := &wgtypes.Device{Name: name} // its settings never match, so that they are always written
 	for _, p := range f.peers[name] {
 		d.Peers = append(d.Peers, p)
@@ -209,6 +211,29 @@ func TestChangesOfAFailedPass(t *testing.T) {
 	sync(true, set([]string{"host2"}, two, three, four))
 	sync(false, set([]string{"host3", "host4"}, two))
 	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
+}
+
+// TestNamedPeersAreNotRead checks that a pass which names peers as changed reads no device, also if their
+// leases are the same as before. During a migration there is such a pass for each answer to a probe.
+func TestNamedPeersAreNotRead(t *testing.T) {
+	n, _, c := start(t)
+	two, three := host(t, 2, 2), host(t, 3, 3)
+	for _, tt := range []struct {
+		set   backend.Set
+		reads int
+	}{
+		{set(nil, two, three), 2},
+		{set([]string{"host2"}, two, three), 0},
+		{set([]string{}, two, three), 2},
+	} {
+		c.reads = 0
+		if _, err := n.Sync(t.Context(), tt.set); err != nil {
+			t.Fatal(err)
+		}
+		if c.reads != tt.reads {
+			t.Errorf("with all %v, changed %q: %d devices were read, want %d", tt.set.All, tt.set.Changed, c.reads, tt.reads)
+		}
+	}
 }
 
 // TestPeerRemovedByHand changes a lease's address after another program has removed the
