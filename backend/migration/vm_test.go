@@ -5,6 +5,7 @@ package migration
 import (
 	"net"
 	"net/netip"
+	"os/exec"
 	"slices"
 	"testing"
 
@@ -21,12 +22,18 @@ func TestVMUsable(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer k.Close()
-	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`} {
+	if out, err := exec.Command("modprobe", "fou").CombinedOutput(); err != nil { // as the administrator must
+		t.Fatalf("%v: %s", err, out)
+	}
+	const udpKernel = `{"Type":"udp","Mode":"kernel"}`
+	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`, udpKernel} {
 		env := newEnv(nil, hostGW, to)
 		env.Kernel, env.StateDir = k, t.TempDir()
-		env.Config.Networks = append(env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
-		env.Underlay.Addrs = append(env.Underlay.Addrs, env.Underlay.Addrs[0])
-		env.Underlay.Addrs[1].Local, env.Underlay.Addrs[1].Public = netip.MustParseAddr("fd00:77::1"), netip.MustParseAddr("fd00:77::1")
+		if to != udpKernel { // which is for IPv4 alone
+			env.Config.Networks = append(env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
+			env.Underlay.Addrs = append(env.Underlay.Addrs, env.Underlay.Addrs[0])
+			env.Underlay.Addrs[1].Local, env.Underlay.Addrs[1].Public = netip.MustParseAddr("fd00:77::1"), netip.MustParseAddr("fd00:77::1")
+		}
 		b, err := newBackend(t, env)
 		if err != nil {
 			t.Fatal(err)

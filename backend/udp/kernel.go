@@ -95,6 +95,21 @@ func (b *Backend) tryDevice(ctx context.Context) error {
 	return b.env.TryDevice(ctx, l)
 }
 
+// Usable implements backend.Checker. Only the kernel path on its own may lack a module.
+func (b *Backend) Usable(ctx context.Context) error {
+	if b.config.Mode != modeKernel {
+		return nil
+	}
+	if err := fouMissing(); err != nil {
+		return err
+	}
+	links, err := b.env.Links(ctx, deviceName)
+	if err != nil || links[deviceName].Kind == dataplane.KindIPIP {
+		return err
+	}
+	return b.tryDevice(ctx)
+}
+
 // routes returns the objects of one peer.
 func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object

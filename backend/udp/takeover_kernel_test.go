@@ -101,6 +101,12 @@ func TestKernelTakeover(t *testing.T) {
 	if err := h.freePort(func() error { return without.tryDevice(t.Context()) }); !errors.Is(err, unix.EOPNOTSUPP) {
 		t.Errorf("the kernel path without ipip: %v, want %v", err, unix.EOPNOTSUPP)
 	}
+	for mode, want := range map[string]bool{modeAuto: true, modeUserspace: true, modeKernel: false} {
+		without.config.Mode = mode
+		if err := without.Usable(t.Context()); (err == nil) != want {
+			t.Errorf("mode %s without ipip: %v, usable: want %v", mode, err, want)
+		}
+	}
 	before := last.tunnel
 	if last = start(`{"Mode":"userspace","Port":7}`, "10.5.2.0/24"); last.tunnel != before || last.tunnel.Err() != nil {
 		t.Errorf("after an attempt of the kernel path the tunnel is the same: %v, %v", last.tunnel == before, last.tunnel.Err())
