@@ -176,6 +176,7 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 		wanted = append(wanted, e.Subnet)
 	}
 	wanted = append(wanted, m.previous...)
+	var stale []string
 	for key, r := range m.store.leases {
 		subnets := subnetsOf(r.lease)
 		if r.broken || !hasPublicIP(r.lease, c) && key != m.own {
@@ -190,11 +191,14 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 			m.store.put(l)
 			return m.store.leases[key].lease, nil
 		}
-		delete(m.store.leases, key)
+		stale = append(stale, key)
 	}
 	subnets, err := subnet.Allocate(pools, wanted, taken, nil)
 	if err != nil {
 		return subnet.Lease{}, err
+	}
+	for _, key := range stale {
+		delete(m.store.leases, key)
 	}
 	l := leaseOn(subnets, c)
 	l.Expires = time.Now().Add(subnet.TTL)

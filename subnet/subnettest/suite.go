@@ -223,7 +223,14 @@ func testPrevious(t *testing.T, b Backing) {
 	}
 }
 
+// testNoSubnets expects that a node gets no subnet while none is free, and that it keeps the lease
+// that it has with another configuration until then.
 func testNoSubnets(t *testing.T, b Backing) {
+	b.SetConfig(t, configV4)
+	had, err := Acquire(t.Context(), b.Manager(t, 4), claim(configV4, 4))
+	if err != nil {
+		t.Fatal(err)
+	}
 	b.SetConfig(t, `{"Network":"10.5.0.0/28"}`)
 	var last subnet.Lease
 	for n := 1; n <= 3; n++ {
@@ -235,6 +242,9 @@ func testNoSubnets(t *testing.T, b Backing) {
 	m := b.Manager(t, 4)
 	if l, err := Acquire(t.Context(), m, claim(configV4, 4)); !errors.Is(err, subnet.ErrNoSubnets) {
 		t.Fatalf("got %v, %v, want ErrNoSubnets", l, err)
+	}
+	if has, err := m.Recall(t.Context(), claim(configV4, 4)); err != nil || !sameEndpoints(has.Endpoints, had.Endpoints) {
+		t.Errorf("the node has %v, %v, want %v, which it had", has, err, had)
 	}
 	b.Delete(t, last.Key)
 	if l, err := Acquire(t.Context(), m, claim(configV4, 4)); err != nil || l.Key != last.Key {

@@ -16,6 +16,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -237,77 +238,123 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestNoSubnetForTheLastKnownState checks a host that restarts while no subnet is free
-// for it: its own subnet is outside the new configuration, or belongs to another host.
-// The host serves its own subnet until the store answers, and not longer. It then waits
-// for a free one.
+// TestNoSubnetForTheLastKnownState checks a host that restarts while its subnet belongs to another
+// host, and no other is free. The host serves its own subnet until the store answers, and not
+// longer. It then waits for a free one.
 func TestNoSubnetForTheLastKnownState(t *testing.T) {
 	t.Parallel()
-	for name, tt := range map[string]struct{ network, own, why string }{
-		"outside the new pool": {"10.6.0.0", "", "is not of the present configuration, which has [10.6.1.0/24 to 10.6.3.0/24]"},
-		"taken":                {"10.5.0.0", "192.168.77.99", "is not this node's any more"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			config := func(network string) json.RawMessage {
-				return json.RawMessage(fmt.Sprintf(`{"Network":"%s/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`, network))
-			}
-			l := newLab(t, lab.Config{Hosts: 1, Network: config("10.5.0.0")}, "")
-			c, h := etcdClient(t, l), l.Host(1)
-			startOne(t, h, lab.FlanneldOptions{})
-			had := leaseOf(t, l, h)
-			expectStop(t, h.Daemon())
-			if err := l.PutNetwork(testContext(t), config(tt.network)); err != nil {
-				t.Fatal(err)
-			}
-			if tt.own != "" {
-				removeKey(t, c, subnets+had.Key)
-			}
-			var keys []string
-			for i := 1; i <= 3; i++ {
-				keys = append(keys, fmt.Sprintf("%s%d.0-24", strings.TrimSuffix(tt.network, "0.0"), i))
-				putKey(t, c, subnets+keys[i-1], vxlanLease(fmt.Sprintf("192.168.77.%d", 98+i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
-			}
-			l.Etcd().Kill()
+	const why = "is not this node's any more"
+	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
+	c, h := etcdClient(t, l), l.Host(1)
+	startOne(t, h, lab.FlanneldOptions{})
+	had := leaseOf(t, l, h)
+	expectStop(t, h.Daemon())
+	removeKey(t, c, subnets+had.Key)
+	keys := takeSubnets(t, c, "10.5")
+	l.Etcd().Kill()
 
-			d := start(t, h, lab.FlanneldOptions{})
-			expectLog(t, d, "going on from the last known state")
-			expectLog(t, d, "is not usable")
-			if env := readSubnetFile(t, h); !strings.Contains(env, had.subnet()[:len(had.subnet())-4]) {
-				t.Errorf("subnet.env before the store has answered is\n%swant %s", env, had.subnet())
-			}
-			if err := l.Etcd().Start(testContext(t)); err != nil {
-				t.Fatal(err)
-			}
-			expectLog(t, d, `"the subnet of the last known state was left" err="`)
-			eventually(t, "reasons", func() error {
-				code, body, _ := d.Get(testContext(t), "/readyz")
-				if code != 503 || !strings.Contains(body, "subnet: ") || !strings.Contains(body, tt.why) || !strings.Contains(body, "out of subnets") {
-					return fmt.Errorf("/readyz: %d %q, want 503 with %q", code, body, tt.why)
-				}
-				return nil
-			})
-			if code, body, err := d.Get(testContext(t), "/healthz"); err != nil || code != 200 {
-				t.Errorf("/healthz: %d %q, %v, want 200", code, body, err)
-			}
-			if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); !errors.Is(err, fs.ErrNotExist) {
-				t.Errorf("subnet.env still exists: %v", err)
-			}
-			if r := statusOf(t, h); len(r.Lease.Subnets) > 0 {
-				t.Errorf("the status has the subnets %v, want none", r.Lease.Subnets)
-			}
-			expectOnce(t, d, "the subnet of the last known state was left")
+	d := start(t, h, lab.FlanneldOptions{})
+	expectLog(t, d, "going on from the last known state")
+	expectLog(t, d, "is not usable")
+	if env := readSubnetFile(t, h); !strings.Contains(env, had.subnet()[:len(had.subnet())-4]) {
+		t.Errorf("subnet.env before the store has answered is\n%swant %s", env, had.subnet())
+	}
+	if err := l.Etcd().Start(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectLog(t, d, `"the subnet of the last known state was left" err="`)
+	eventually(t, "reasons", func() error {
+		code, body, _ := d.Get(testContext(t), "/readyz")
+		if code != 503 || !strings.Contains(body, "subnet: ") || !strings.Contains(body, why) || !strings.Contains(body, "out of subnets") {
+			return fmt.Errorf("/readyz: %d %q, want 503 with %q", code, body, why)
+		}
+		return nil
+	})
+	if code, body, err := d.Get(testContext(t), "/healthz"); err != nil || code != 200 {
+		t.Errorf("/healthz: %d %q, %v, want 200", code, body, err)
+	}
+	if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("subnet.env still exists: %v", err)
+	}
+	if r := statusOf(t, h); len(r.Lease.Subnets) > 0 {
+		t.Errorf("the status has the subnets %v, want none", r.Lease.Subnets)
+	}
+	expectOnce(t, d, "the subnet of the last known state was left")
 
-			removeKey(t, c, subnets+keys[1])
-			expectReady(t, d)
-			now := leaseOf(t, l, h)
-			if now.Key != keys[1] {
-				t.Errorf("the lease is %s, want %s, which was free", now.Key, keys[1])
+	removeKey(t, c, subnets+keys[1])
+	expectReady(t, d)
+	if now := leaseOf(t, l, h); now.Key != keys[1] {
+		t.Errorf("the lease is %s, want %s, which was free", now.Key, keys[1])
+	}
+}
+
+// takeSubnets gives the subnets of the network with that begin, which is a /22, to other hosts. It
+// returns the keys of their leases.
+func takeSubnets(t *testing.T, c *clientv3.Client, begin string) (keys []string) {
+	t.Helper()
+	for i := 1; i <= 3; i++ {
+		keys = append(keys, fmt.Sprintf("%s.%d.0-24", begin, i))
+		putKey(t, c, subnets+keys[i-1], vxlanLease(fmt.Sprintf("192.168.77.%d", 98+i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
+	}
+	return keys
+}
+
+// TestRestartIntoAFullNetwork restarts a host while the store has another Network, in which no subnet is
+// free. The host must go on with the former configuration without losing a packet, give the reason, and
+// use the first subnet that becomes free.
+func TestRestartIntoAFullNetwork(t *testing.T) {
+	t.Parallel()
+	config := func(begin string) json.RawMessage {
+		return json.RawMessage(fmt.Sprintf(`{"Network":"%s.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`, begin))
+	}
+	l := newLab(t, lab.Config{Hosts: 2, Network: config("10.5")}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	c, h := etcdClient(t, l), l.Host(1)
+	had := leaseOf(t, l, h)
+	if err := l.AddPods(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+	flow, err := l.Pods()[0].StartFlow(testContext(t), l.Pods()[1], prefix.IPv4, 1000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer flow.Stop()
+	keys := takeSubnets(t, c, "10.6")
+	expectStop(t, h.Daemon())
+	if err := l.PutNetwork(testContext(t), config("10.6")); err != nil {
+		t.Fatal(err)
+	}
+	d := startOne(t, h, lab.FlanneldOptions{})
+	for _, h := range l.Hosts() {
+		eventually(t, h.Name()+" goes on with the former configuration", func() error {
+			r := statusOf(t, h)
+			if !r.Ready || r.Network.Phase != "serving" || !strings.Contains(r.ConfigRejected, "out of subnets") {
+				return fmt.Errorf("ready %v %v, phase %q, rejected %q", r.Ready, r.Reasons, r.Network.Phase, r.ConfigRejected)
 			}
-			if env := readSubnetFile(t, h); !strings.Contains(env, "FLANNEL_NETWORK="+tt.network+"/22\n") {
-				t.Errorf("subnet.env is\n%swant network %s/22", env, tt.network)
-			}
+			return nil
 		})
+	}
+	if now := leaseOf(t, l, h); now.Key != had.Key {
+		t.Errorf("the lease is %s, want %s", now.Key, had.Key)
+	}
+	expectOnce(t, d, "the network configuration cannot be used")
+	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
+		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
+	}
+	removeKey(t, c, subnets+keys[0])
+	removeKey(t, c, subnets+keys[1])
+	for _, h := range l.Hosts() {
+		eventually(t, h.Name()+" uses the new network", func() error {
+			if r := statusOf(t, h); !r.Ready || r.ConfigRejected != "" || !strings.HasPrefix(fmt.Sprint(r.Lease.Subnets), "[10.6.") {
+				return fmt.Errorf("ready %v %v, rejected %q, subnets %v", r.Ready, r.Reasons, r.ConfigRejected, r.Lease.Subnets)
+			}
+			return nil
+		})
+		if env := readSubnetFile(t, h); !strings.Contains(env, "FLANNEL_NETWORK=10.6.0.0/22\n") {
+			t.Errorf("subnet.env of %s is\n%swant network 10.6.0.0/22", h.Name(), env)
+		}
 	}
 }
 

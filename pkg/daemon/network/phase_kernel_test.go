@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -24,6 +25,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -80,19 +82,93 @@ func TestKernelPhases(t *testing.T) {
 	// After a restart the network is another one, which has no free subnet at first.
 	w.store.Put(peerOn("10.6.1.0/24", "192.0.2.9"))
 	w.store.SetConfig(`{"Network": "10.6.0.0/23", "SubnetMin": "10.6.1.0", "SubnetMax": "10.6.1.0", "Backend": {"Type": "host-gw"}}`)
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseServing)
+	w.expectNoSubnets()
+	w.store.Delete("10.6.1.0/24")
+	w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
+	stop()
+
+	// After a restart the subnet is another host's, and the only one.
+	w.store.Put(peerOn("10.6.1.0/25", "192.0.2.9"))
 	w.away(true)
 	stop = w.start()
 	w.expect(PhaseNoConfiguration, PhaseLastKnown)
 	w.away(false)
 	w.expect(PhaseNoLease)
-	w.store.Delete("10.6.1.0/24")
-	w.expect(PhaseRetiring, PhaseServing)
+	w.store.Delete("10.6.1.0/25")
+	w.expect(PhaseServing)
 	stop()
 
 	for phase := range following {
 		if !w.seen[phase] {
 			t.Errorf("the network was never in phase %q", phase)
 		}
+	}
+}
+
+// TestKernelStartWithoutAFreeSubnet restarts a network while neither the changed configuration nor the
+// former one has a subnet for this host. It must wait, and use the first subnet of the changed one.
+func TestKernelStartWithoutAFreeSubnet(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		repeatInNamespace(t)
+		return
+	}
+	w := newWalk(t)
+	w.address("192.0.2.1/24")
+	config := func(n int) string {
+		return fmt.Sprintf(`{"Network": "10.%[1]d.0.0/23", "SubnetMin": "10.%[1]d.1.0", "SubnetMax": "10.%[1]d.1.0", "Backend": {"Type": "host-gw"}}`, n)
+	}
+	w.store.SetConfig(config(5))
+	stop := w.start()
+	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
+	stop()
+	w.store.Put(peerOn("10.5.1.0/25", "192.0.2.9"))
+	w.store.Put(peerOn("10.6.1.0/25", "192.0.2.10"))
+	w.store.SetConfig(config(6))
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseNoLease)
+	w.store.Delete("10.6.1.0/25")
+	w.expect(PhaseRetiring, PhaseServing)
+	stop()
+}
+
+// TestKernelStartWaitsForAFormerSubnet restarts a network with an unknown backend in the store, and
+// without a subnet for the former configuration. It must wait for a subnet, because the store still has
+// the configuration that it has refused, and follow the next usable configuration.
+func TestKernelStartWaitsForAFormerSubnet(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		repeatInNamespace(t)
+		return
+	}
+	w := newWalk(t)
+	w.address("192.0.2.1/24")
+	const rest = `"Network": "10.5.0.0/23", "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0"`
+	w.store.SetConfig(`{` + rest + `, "Backend": {"Type": "host-gw"}}`)
+	for _, next := range []string{
+		"", // the subnet is free again
+		`{"Network": "10.6.0.0/16", "Backend": {"Type": "host-gw"}}`,
+	} {
+		stop := w.start()
+		if w.seen[PhaseLastKnown] {
+			w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseServing)
+		} else {
+			w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
+		}
+		stop()
+		w.store.Put(peerOn("10.5.1.0/25", "192.0.2.9"))
+		w.store.SetConfig(`{` + rest + `, "Backend": {"Type": "carrier-pigeon"}}`)
+		stop = w.start()
+		w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseNoLease)
+		if next == "" {
+			w.store.Delete("10.5.1.0/25")
+			w.expect(PhaseServing)
+		} else {
+			w.store.SetConfig(next)
+			w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseRetiring, PhaseServing)
+		}
+		stop()
+		w.store.SetConfig(`{` + rest + `, "Backend": {"Type": "host-gw"}}`)
 	}
 }
 
@@ -188,15 +264,16 @@ func repeatInNamespace(t *testing.T) {
 
 // walk is a host whose network changes its phase.
 type walk struct {
-	t      *testing.T
-	store  *subnettest.Store
-	dir    string
-	phases chan Phase
-	last   Phase // "" before the first
-	seen   map[Phase]bool
-	gate   gate
-	held   [][]string // the devices of each Holding, as told
-	mu     sync.Mutex // guards held
+	t       *testing.T
+	store   *subnettest.Store
+	dir     string
+	phases  chan Phase
+	last    Phase // "" before the first
+	seen    map[Phase]bool
+	gate    gate
+	network *Network   // of the last start
+	held    [][]string // the devices of each Holding, as told
+	mu      sync.Mutex // guards held
 }
 
 func newWalk(t *testing.T) *walk {
@@ -260,7 +337,7 @@ func (w *walk) start() (stop func()) {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	w.last = ""
+	w.last, w.network = "", n
 	n.progress.entered = func(p Phase) { w.phases <- p }
 	background.Go(func() { _ = h.Firewall.Run(ctx) })
 	done := make(chan error, 1)
@@ -278,6 +355,18 @@ func (w *walk) start() (stop func()) {
 		}
 		<-done
 	}
+}
+
+// expectNoSubnets waits until the network says that it does not use the configuration in the store,
+// because no subnet is free.
+func (w *walk) expectNoSubnets() {
+	w.t.Helper()
+	waittest.Eventually(w.t, 10*time.Second, "the configuration is refused", func() error {
+		if why := w.network.Rejected(); !strings.Contains(why, subnet.ErrNoSubnets.Error()) {
+			return fmt.Errorf("it is refused because of %q, want %q", why, subnet.ErrNoSubnets)
+		}
+		return nil
+	})
 }
 
 // expect waits until the network has gone through exactly these phases.

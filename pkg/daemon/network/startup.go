@@ -40,32 +40,46 @@ func newStartup(ctx context.Context, r *runner) *startup {
 // stop ends the session on the last known state.
 func (s *startup) stop() { s.resumed.stop() }
 
+// attempt is a configuration with which a start tries to serve the network.
+type attempt struct {
+	config subnet.Config
+	stored *subnet.Config // the one that the store has meanwhile; nil if that cannot be read
+	waits  bool           // it waits for a free subnet even if there is another configuration to try
+}
+
 // prepare obtains the configuration, the interface, a backend and the own lease. It waits for
 // each. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
 // waits for a subnet.
 //
 // If the configuration in the store cannot be used, and the network is served from the last known
 // state, prepare uses the configuration of that state. So the host follows its peers and keeps its
-// lease, like one that refuses a changed configuration while it runs.
+// lease, like one that refuses a changed configuration while it runs. If neither has a subnet for
+// this host, prepare waits for one of the configuration in the store.
 func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
 	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
 	if errors.Is(err, errUnreadable) { // the watch of the configuration gives the reason
-		return s.prepareWith(ctx, *s.former())
+		return s.prepareWith(ctx, attempt{config: *s.former(), waits: true})
 	}
 	if err != nil {
 		return nil, s.past, err
 	}
-	be, now, err := s.prepareWith(ctx, cfg)
+	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &cfg})
 	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
 		return be, now, err
 	}
-	be, now, errFormer := s.prepareWith(ctx, *s.former())
-	if errFormer != nil {
-		return nil, now, err
+	full := errors.Is(err, subnet.ErrNoSubnets)
+	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.former(), stored: &cfg, waits: !full})
+	switch {
+	case errFormer == nil:
+		s.config.refuseFirst(ctx, cfg, err)
+		return be, now, nil
+	case errors.Is(errFormer, ErrConfigChanged):
+		return nil, now, errFormer
+	case full && errors.Is(errFormer, subnet.ErrNoSubnets):
+		return s.prepareWith(ctx, attempt{config: cfg, stored: &cfg, waits: true})
 	}
-	s.config.refuseFirst(ctx, cfg, err)
-	return be, now, nil
+	return nil, now, err
 }
 
 // former returns the configuration of the last known state, if the network is served from that and
@@ -84,9 +98,10 @@ func (r *runner) differs(cfg subnet.Config) bool {
 	return former != nil && len(subnet.Changes(*former, cfg)) > 0
 }
 
-// prepareWith obtains what prepare returns, for the configuration cfg.
-func (s *startup) prepareWith(ctx context.Context, cfg subnet.Config) (backend.Backend, lastknown.State, error) {
-	log, last := klog.FromContext(ctx), s.past
+// prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
+// if no subnet is free and the attempt does not wait for one.
+func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, lastknown.State, error) {
+	log, last, cfg := klog.FromContext(ctx), s.past, a.config
 	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
 	var err error
@@ -121,7 +136,7 @@ func (s *startup) prepareWith(ctx context.Context, cfg subnet.Config) (backend.B
 	if s.differs(cfg) { // the state keeps the data of the lease with which it can be used
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
-	own, err := s.acquire(ctx, be, env, last)
+	own, err := s.acquire(ctx, be, env, last, a)
 	if err != nil {
 		return nil, last, err
 	}
@@ -161,9 +176,10 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 }
 
 // acquire takes the own lease. It waits for a free subnet, and for a cloud that does not
-// answer, while the configuration in the store is that of env. If it changes, acquire returns
-// ErrConfigChanged, wrapped. It does not wait for a cloud if the network can go on without it.
-func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State) (subnet.Lease, error) {
+// answer, while the store has the configuration that it had at the begin of the attempt. If that
+// changes, acquire returns ErrConfigChanged, wrapped. It does not wait for a cloud if the network can
+// go on without it.
+func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, a attempt) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
 		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
@@ -180,7 +196,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	var backoff wait.Backoff
 	logged := ""
 	for {
-		own, err = claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c) })
+		own, err = claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
 		if ctx.Err() != nil || !cloud.Transient(err) || s.differs(env.Config) {
 			return own, err
 		}
@@ -189,7 +205,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 			log.Error(err, "waiting for the cloud before taking a subnet")
 		}
 		s.ready.report(ctx, partSubnet, err)
-		if err := s.unchanged(ctx, env.Config); err != nil {
+		if err := s.unchanged(ctx, a.stored); err != nil {
 			return own, err
 		}
 		if err := backoff.Wait(ctx, 0); err != nil {
@@ -198,13 +214,17 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	}
 }
 
-// unchanged returns ErrConfigChanged, wrapped, if the store has another configuration than cfg.
-func (s *startup) unchanged(ctx context.Context, cfg subnet.Config) error {
+// unchanged returns ErrConfigChanged, wrapped, if the store has another configuration than stored,
+// which is nil if there was none that could be read.
+func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 	now, err := s.store.Config(ctx)
 	if err != nil {
-		return nil //nolint:nilerr // cfg is the last one that is known
+		return nil //nolint:nilerr // stored is the last one that is known
 	}
-	if changes := subnet.Changes(cfg, now); len(changes) > 0 {
+	if stored == nil {
+		return fmt.Errorf("%w: it can be read now", ErrConfigChanged)
+	}
+	if changes := subnet.Changes(*stored, now); len(changes) > 0 {
 		return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(changes, ", "))
 	}
 	return nil
@@ -248,27 +268,34 @@ func sameData(a, b []subnet.Endpoint) bool {
 	})
 }
 
-// waitForSubnet acquires a lease for claim, and waits for a free subnet like acquire.
-func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim subnet.Claim) (own subnet.Lease, err error) {
-	var left error
+// waitForSubnet acquires a lease for claim, and waits for a free subnet like acquire. It does not
+// wait if the attempt says so.
+func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Claim) (own subnet.Lease, err error) {
+	var left, none error
 	err = retry(ctx, "waiting for a subnet", func() (err error) {
-		if own, err = s.store.Acquire(ctx, cfg, claim); ctx.Err() != nil {
+		if own, err = s.store.Acquire(ctx, a.config, claim); ctx.Err() != nil {
 			return err
 		}
-		if errors.Is(err, subnet.ErrNoSubnets) && left == nil {
-			left = s.leaveLast(ctx, cfg)
+		if errors.Is(err, subnet.ErrNoSubnets) {
+			if !a.waits && s.differs(*a.stored) {
+				none = err
+				return nil
+			}
+			if left == nil {
+				left = s.leaveLast(ctx, a.config)
+			}
 		}
 		if err == nil {
 			s.ready.report(ctx, partSubnet, nil)
 			return nil
 		}
 		s.ready.report(ctx, partSubnet, oneline.Join(left, err))
-		if changed := s.unchanged(ctx, cfg); changed != nil {
+		if changed := s.unchanged(ctx, a.stored); changed != nil {
 			return changed
 		}
 		return err
 	})
-	return own, err
+	return own, cmp.Or(err, none)
 }
 
 // outsideOf returns an error if the last known state is in use and cfg does not contain one
