@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -41,6 +42,20 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	}
 	slices.SortFunc(c.ports, func(a, b port) int { return cmp.Or(cmp.Compare(a.number, b.number), cmp.Compare(a.backend, b.backend)) })
 	return c
+}
+
+// beyond returns the part of c that is in none of the others.
+func (c claims) beyond(others []claims) claims {
+	rest := claims{slices.Clone(c.devices), slices.Clone(c.ports), slices.Clone(c.networks), slices.Clone(c.files)}
+	for _, o := range others {
+		rest.devices = slices.DeleteFunc(rest.devices, func(d string) bool { return slices.Contains(o.devices, d) })
+		rest.ports = slices.DeleteFunc(rest.ports, func(p port) bool { return slices.Contains(o.ports, p) })
+		rest.files = slices.DeleteFunc(rest.files, func(f string) bool { return slices.Contains(o.files, f) })
+		rest.networks = slices.DeleteFunc(rest.networks, func(n netip.Prefix) bool {
+			return slices.ContainsFunc(o.networks, func(outer netip.Prefix) bool { return prefix.Contains(outer, n) })
+		})
+	}
+	return rest
 }
 
 // clash returns a description of the first thing that both need, or "" if there is none.

@@ -75,7 +75,7 @@ func (m *member) recall(last lastknown.State) error {
 		}
 		held = append(held, claimsOf(f.Config, be))
 	}
-	m.roster.hold(m.name, held...)
+	m.roster.recall(m.name, held...)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.config, m.admitted, m.recalled, m.seen, m.began = last.Config, true, make(chan struct{}), last.Seen, true
@@ -287,13 +287,14 @@ func (m *member) serve(ctx context.Context, t task) error {
 
 // holds records what the network has on this host. Another network may have waited for what this one
 // does not have any more.
-func (m *member) holds(all []network.Holding) {
+func (m *member) holds(all []network.Holding) error {
 	var held []claims
 	for _, h := range all {
 		held = append(held, claimsOf(h.Config, h.Backend))
 	}
-	m.roster.hold(m.name, held...)
+	err := m.roster.hold(m.name, held...)
 	m.news.Send()
+	return err
 }
 
 // open opens the network with a configuration.
@@ -361,8 +362,7 @@ func (m *member) retire(ctx context.Context) error {
 	m.mu.Lock()
 	m.began, m.seen = false, subnet.Sighting{}
 	m.mu.Unlock()
-	m.holds(nil)
-	return nil
+	return m.holds(nil)
 }
 
 // present returns the network while it is served, or nil.

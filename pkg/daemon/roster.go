@@ -55,9 +55,30 @@ func (r *roster) begin(name string) {
 	})
 }
 
-// hold replaces what a network holds: the claims of the configuration in use, and then those of
-// former ones.
-func (r *roster) hold(name string, held ...claims) { r.change(name, func(e *entry) { e.held = held }) }
+// recall records what a network holds since the last process: the claims of the configuration in use,
+// and then those of former ones.
+func (r *roster) recall(name string, held ...claims) {
+	r.change(name, func(e *entry) { e.held = held })
+}
+
+// hold replaces what a network holds. It returns an error, and changes nothing, if another network
+// claims a part of what this one does not have yet: the promise may have been withdrawn since the
+// network began to prepare for it.
+func (r *roster) hold(name string, held ...claims) (err error) {
+	r.change(name, func(e *entry) {
+		has := slices.Clone(e.held)
+		if e.promised != nil {
+			has = append(has, *e.promised)
+		}
+		for _, c := range held {
+			if err = r.clash(name, c.beyond(has)); err != nil {
+				return
+			}
+		}
+		e.held = held
+	})
+	return err
+}
 
 // others returns the addresses of all networks but one, in as few prefixes as possible, and a channel
 // that is closed when they may have changed.

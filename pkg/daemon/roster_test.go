@@ -36,11 +36,11 @@ func TestRoster(t *testing.T) {
 		{"withdrawn", func() { r.withdraw("red") }, ""},
 		{"begun", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
 		{"begun again", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
-		{"held", func() { r.hold("red", was) }, "clashes with network red"},
+		{"held", func() { _ = r.hold("red", was) }, "clashes with network red"},
 		{"promised another", func() { _ = r.promise("red", is) }, "clashes with network red"},
-		{"changed", func() { r.hold("red", is, was) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
-		{"removed", func() { r.hold("red", is) }, ""},
-		{"deleted", func() { r.withdraw("red"); r.hold("red") }, ""},
+		{"changed", func() { _ = r.hold("red", is, was) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
+		{"removed", func() { _ = r.hold("red", is) }, ""},
+		{"deleted", func() { r.withdraw("red"); _ = r.hold("red") }, ""},
 	} {
 		step.do()
 		err := r.promise("green", wants)
@@ -51,6 +51,45 @@ func TestRoster(t *testing.T) {
 			t.Errorf("%s: %v, want an error with %q", step.name, err, step.want)
 		}
 		r.withdraw("green")
+	}
+}
+
+// TestRosterHold lets a network begin to use what was promised to it, while the promise is withdrawn and
+// another network gets a part of it. The first network must not get it then, and keeps what it has.
+func TestRosterHold(t *testing.T) {
+	on := func(network string, number int) claims {
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}}
+	}
+	was, is := on("10.5.0.0/16", 8285), on("10.6.0.0/16", 8286)
+	for name, tt := range map[string]struct {
+		green claims
+		want  string
+	}{
+		"a network":       {on("10.6.8.0/24", 1), "it clashes with network green, which was there first: its network 10.6.0.0/16 overlaps with 10.6.8.0/24"},
+		"a port":          {on("10.7.0.0/16", 8286), "it clashes with network green, which was there first: both have UDP port 8286"},
+		"something else":  {on("10.7.0.0/16", 1), ""},
+		"the former port": {on("10.7.0.0/16", 8285), ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRoster()
+			r.recall("red", was)
+			_ = r.promise("red", is)
+			r.withdraw("red")
+			former := "it clashes with network red"
+			if err := r.promise("green", tt.green); (err != nil) != (tt.green.clash(was) != "") || err != nil && !strings.Contains(err.Error(), former) {
+				t.Fatal(err)
+			}
+			got := ""
+			if err := r.hold("red", is, was); err != nil {
+				got = err.Error()
+			}
+			if got != tt.want {
+				t.Errorf("red gets what was promised: %q, want %q", got, tt.want)
+			}
+			if err := r.hold("red", was); err != nil {
+				t.Errorf("red cannot go on with what it has: %v", err)
+			}
+		})
 	}
 }
 
@@ -69,12 +108,12 @@ func TestRosterOthers(t *testing.T) {
 	}{
 		{"join", func() { r.join("red") }, nil, false},
 		{"promise", func() { _ = r.promise("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, true},
-		{"hold", func() { r.hold("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, false},
+		{"hold", func() { _ = r.hold("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, false},
 		{"neighbour", func() { _ = r.promise("pink", of("10.5.0.0/16")) }, []string{"10.4.0.0/15"}, true},
-		{"former", func() { r.hold("red", of("10.4.0.0/16"), of("10.9.0.0/16")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
+		{"former", func() { _ = r.hold("red", of("10.4.0.0/16"), of("10.9.0.0/16")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
 		{"refused", func() { _ = r.promise("grey", of("10.9.8.0/24")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
 		{"withdraw", func() { r.withdraw("red") }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
-		{"delete", func() { r.hold("red") }, []string{"10.5.0.0/16"}, true},
+		{"delete", func() { _ = r.hold("red") }, []string{"10.5.0.0/16"}, true},
 	} {
 		_, moved := r.others("green")
 		step.do()

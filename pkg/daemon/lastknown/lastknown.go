@@ -6,6 +6,7 @@
 package lastknown
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"path/filepath"
@@ -77,6 +78,18 @@ const clockSlack = time.Minute
 
 // ErrExpired means that the lease of the last known state has run out.
 var ErrExpired = fmt.Errorf("%w: the lease of the last known state has run out", subnet.ErrUnfit)
+
+// Attempt records that the node begins to use the state next, which has another configuration. Until
+// that has succeeded, last remains what a restart begins with, and next is a former configuration that
+// may have left objects. The store already has the lease of next.
+func (last *State) Attempt(next State) {
+	failed := Former{Config: next.Config, Interface: next.Interface}
+	if !slices.ContainsFunc(last.Former, func(f Former) bool { return reflect.DeepEqual(f, failed) }) {
+		last.Former = append(slices.Clone(last.Former), failed)
+	}
+	last.Stored = cmp.Or(next.Stored, &next.Own)
+	last.Peers, last.Fresh = next.Peers, next.Fresh
+}
 
 // Usable returns nil if the own lease has not run out at the time now. A host without a
 // real-time clock boots with a time that is long ago. If the clock is earlier than the time at

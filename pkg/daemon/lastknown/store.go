@@ -50,13 +50,21 @@ func NewStore(file *state.File[State]) *Store {
 }
 
 // Set replaces the state and writes it before other parts depend on it.
-func (s *Store) Set(now State) {
+func (s *Store) Set(now State) { s.Change(func(to *State) { *to = now }) }
+
+// Change changes the state, and writes it before other parts depend on it. It returns the changed
+// state. Before the first Set or Change the state is zero. Unlike Set it loses nothing that Update
+// records at the same time.
+func (s *Store) Change(change func(now *State)) State {
 	s.mu.Lock()
-	s.now, s.known, s.changed = now, true, true
+	change(&s.now)
+	s.known, s.changed = true, true
+	now := s.now
 	s.mu.Unlock()
 	if _, err := s.flush(); err != nil {
 		s.loop.Wake() // the loop tries again and reports the failure
 	}
+	return now
 }
 
 // Get returns the state. ok is false if it was not set yet.

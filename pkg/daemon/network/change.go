@@ -284,7 +284,7 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 		}
 		now.Own.BackendType, now.Own.NextType, now.Own.Endpoints = c.claim.BackendType, c.claim.NextType, c.claim.Endpoints
 	}
-	s, err := r.serve(ctx, c.be, now)
+	s, err := r.serve(ctx, c.be, func(to *lastknown.State) { *to = now })
 	if err != nil {
 		return nil, err
 	}
@@ -295,8 +295,6 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 // goBack starts a session with the configuration before a change that has failed. It repeats that
 // until it succeeds or ctx ends.
 func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) (s *session, err error) {
-	failed := before
-	failed.Config, failed.Interface = c.config, c.iface
 	if c.own != nil { // the subnets of before have to be taken again
 		before.Stored = c.own
 	}
@@ -305,8 +303,9 @@ func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) 
 		if err != nil {
 			return err
 		}
+		failed, _ := r.state.Get() // the change is among its former configurations if it has begun
 		before.Former, before.Rules = r.leftBehind(failed, be), failed.FormerNetworks(before.Config)
-		if s, err = r.serve(ctx, be, before); err != nil {
+		if s, err = r.serve(ctx, be, func(now *lastknown.State) { *now = before }); err != nil {
 			r.ready.health.Beat()
 			r.ready.report(ctx, partDatapath, err)
 			return err

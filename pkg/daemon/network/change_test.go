@@ -12,6 +12,8 @@ import (
 	"testing/synctest"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -113,5 +115,94 @@ func TestGoBack(t *testing.T) {
 			t.Errorf("the session has configuration %+v, want %+v", now, former)
 		}
 		n.stopServing()
+	})
+}
+
+// TestStateDuringAChange reads the state file while the backend of another configuration starts. The
+// next process must begin with the former configuration, know what the other one may have left, and which
+// lease the store has. When the backend has started, the file must have the other configuration.
+func TestStateDuringAChange(t *testing.T) {
+	for name, fails := range map[string]bool{"it starts": false, "the process is told to stop": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				file, err := state.Open[lastknown.State](t.TempDir(), "node")
+				if err != nil {
+					t.Fatal(err)
+				}
+				load := func() lastknown.State {
+					t.Helper()
+					last, _, err := file.Load()
+					if err != nil {
+						t.Error(err)
+					}
+					return last
+				}
+				var during lastknown.State
+				be := starter{close: func() {}, start: func(backend.Env) error {
+					during = load()
+					if fails {
+						cancel()
+						return errors.New("told to stop")
+					}
+					return nil
+				}}
+				n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+				n.state = lastknown.NewStore(file)
+				defer n.state.Close()
+				n.state.Set(*s.begin.Load())
+				former := s.begin.Load().Config
+				other := former
+				other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
+				c := &change{config: other, iface: link(1500, "192.0.2.1"), be: be, own: &subnet.Lease{Key: "10.6.1.0-24"}}
+				_, err = n.change(ctx, s, c)
+				if (err != nil) != fails {
+					t.Error(err)
+				}
+				if len(subnet.Changes(during.Config, former)) > 0 || during.Stored == nil || during.Stored.Key != "10.6.1.0-24" ||
+					len(during.Former) != 1 || len(subnet.Changes(during.Former[0].Config, other)) > 0 {
+					t.Errorf("the state is %+v while the backend starts, want the former configuration", during)
+				}
+				want := other
+				if fails {
+					want = former
+				}
+				if last := load(); len(subnet.Changes(last.Config, want)) > 0 {
+					t.Errorf("at the end the state has configuration %+v, want %+v", last.Config, want)
+				}
+				n.stopServing()
+			})
+		})
+	}
+}
+
+// TestChangeThatIsNotFree changes to a configuration of which another network has a part by then. The
+// network must not start it, and must not remove its objects, because they are those of the other network.
+func TestChangeThatIsNotFree(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var started []int
+		be := starter{close: func() {}, start: func(env backend.Env) error {
+			started = append(started, len(env.Config.Networks))
+			return nil
+		}}
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		n.holds = func(all []Holding) error {
+			if len(all[0].Config.Networks) > 0 {
+				return errors.New("it clashes with network green")
+			}
+			return nil
+		}
+		other := s.begin.Load().Config
+		other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
+		s, err := n.change(t.Context(), s, &change{config: other, iface: link(1500, "192.0.2.1"), be: be})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer n.stopServing()
+		now, _ := n.state.Get()
+		if !slices.Equal(started, []int{0}) || len(s.begin.Load().Config.Networks) > 0 || len(now.Former) > 0 {
+			t.Errorf("started backends with %v networks, the session has %+v, the state %+v, want the former configuration", started, s.begin.Load(), now)
+		}
 	})
 }

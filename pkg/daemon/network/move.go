@@ -55,7 +55,26 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 	case next = <-prepared:
 	}
 	cancel()
-	return to, next, group.Wait()
+	err = group.Wait()
+	if to == nil {
+		return nil, next, err
+	}
+	select {
+	case c := <-prepared: // for the former interface
+		r.abandon(c, s)
+	default:
+	}
+	return to, nil, err
+}
+
+// abandon gives up a change that was prepared while s goes on.
+func (r *runner) abandon(c *change, s *session) {
+	if c.be != nil {
+		r.releaseDevices(c.be.Scope(), s)
+	}
+	if c.own != nil { // the next session publishes the lease of s again
+		r.state.Update(func(now *lastknown.State) { now.Stored = c.own })
+	}
 }
 
 // publish writes the own lease with its new addresses and data to the store. It returns
@@ -120,7 +139,6 @@ func follow(ctx context.Context, m Store, from, to underlay.Interface) {
 // and uses the new public addresses.
 func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
 	now, _ := r.state.Get() // the lease may have been renewed, and Former cleared, since the last session began
-	now.Peers, now.Fresh = peers, nil
 	be, _, err := r.catalog.New(r.env(to, now.Config))
 	if err != nil {
 		return nil, err
@@ -129,11 +147,13 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 	if err != nil {
 		return nil, err
 	}
-	if stored := now.Own; now.Stored == nil {
-		now.Stored = &stored
-	}
-	now.Interface, now.Own.NextType, now.Own.Endpoints = to, claim.NextType, claim.Endpoints
-	s, err := r.serve(ctx, be, now)
+	s, err := r.serve(ctx, be, func(now *lastknown.State) {
+		now.Peers, now.Fresh = peers, nil
+		if stored := now.Own; now.Stored == nil {
+			now.Stored = &stored
+		}
+		now.Interface, now.Own.NextType, now.Own.Endpoints = to, claim.NextType, claim.Endpoints
+	})
 	if err != nil {
 		return nil, err
 	}

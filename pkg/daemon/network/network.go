@@ -45,9 +45,11 @@ type Config struct {
 	// when they change. Packets to them are not masqueraded. It is nil if there are none.
 	Others func() ([]netip.Prefix, <-chan struct{})
 	// Holds is called with everything that the network has on this host from then on: before it
-	// begins to use a configuration, and when it has removed what former ones had left. The first
-	// Holding is the configuration in use. Holds may be nil.
-	Holds func([]Holding)
+	// begins to use a configuration, and when it has less. The first Holding is the configuration in
+	// use. Holds returns an error if another network has a part of it by now. The network then does
+	// not use the configuration. There is no error if the network has all of it already. Holds may be
+	// nil.
+	Holds func([]Holding) error
 }
 
 // Holding is a configuration whose objects a network has on this host, or is about to create.
@@ -166,7 +168,7 @@ func (n *Network) startAndServe(ctx context.Context) error {
 func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
 	differs := n.differs(now.Config)
 	former, _ := n.state.Get()
-	s, err := n.serve(ctx, be, now)
+	s, err := n.serve(ctx, be, func(to *lastknown.State) { *to = now })
 	if err == nil {
 		n.config.use(now.Config)
 		return s, nil

@@ -66,7 +66,7 @@ type parts struct {
 	// others returns the prefixes of other networks of this daemon, and a channel that is closed
 	// when they change. Packets to them are not masqueraded. It is nil if there are none.
 	others   func() ([]netip.Prefix, <-chan struct{})
-	holds    func([]Holding) // see Config
+	holds    func([]Holding) error // see Config
 	progress progress
 }
 
@@ -82,21 +82,30 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	}
 }
 
-// hold passes on what the network has on this host: the configuration of now, with its backend be,
-// and what former ones have left.
-func (p *parts) hold(now lastknown.State, be backend.Backend) {
+// hold tells what the network has on this host from now on. See Config.Holds.
+func (p *parts) hold(held []Holding) error {
 	if p.holds == nil {
-		return
+		return nil
 	}
+	return p.holds(held)
+}
+
+// holdings returns what the network has on this host: the configuration of now, with its backend be,
+// and what former ones have left.
+func (p *parts) holdings(now lastknown.State, be backend.Backend) []Holding {
 	held := []Holding{{now.Config, be}}
 	for _, f := range now.Former {
-		former, _, err := p.catalog.New(p.env(f.Interface, f.Config))
-		if err != nil {
-			former = nil
-		}
-		held = append(held, Holding{f.Config, former})
+		held = append(held, p.holding(f))
 	}
-	p.holds(held)
+	return held
+}
+
+func (p *parts) holding(f lastknown.Former) Holding {
+	be, _, err := p.catalog.New(p.env(f.Interface, f.Config))
+	if err != nil {
+		be = nil
+	}
+	return Holding{f.Config, be}
 }
 
 // used returns the types of the backends whose data the host with that state has published.

@@ -94,7 +94,8 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 	if err != nil {
 		return nil, err
 	}
-	return r.serve(ctx, be, last)
+	last.Former = r.leftBehind(last, be)
+	return r.serve(ctx, be, func(now *lastknown.State) { *now = last })
 }
 
 // carryOn runs s without the store, until ctx ends.

@@ -77,7 +77,7 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 			r.release(f.Scope)
 		}
 		now, _ := p.state.Get()
-		p.hold(now, present)
+		_ = p.hold(p.holdings(now, present)) // less than before, which cannot be refused
 		p.progress.retired()
 		rules.Send()
 	}

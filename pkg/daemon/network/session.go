@@ -48,17 +48,12 @@ type runner struct {
 }
 
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
-// subnet file, and the removal of what former configurations have left.
-func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
-	if err := r.devices.TakeAll(be.Scope()); err != nil {
-		return nil, err
-	}
-	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
-	r.state.Set(now) // before the first object exists that a later configuration must remove
-	r.hold(now, be)
-	running, err := startBackend(ctx, be, now.Own, r.catalog.FreePorts)
+// subnet file, and the removal of what former configurations have left. change changes the last known
+// state to that of the session. It may be called more than once.
+func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (*session, error) {
+	now, running, err := r.startNetwork(ctx, be, change)
 	if err != nil {
-		return nil, fmt.Errorf("start backend: %w", err)
+		return nil, err
 	}
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers, time.Now())
@@ -100,6 +95,41 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 		close(s.done)
 	}()
 	return s, nil
+}
+
+// startNetwork starts the network of a backend and changes the last known state. It changes the state
+// before the first object exists that a later configuration must remove. A state with another
+// configuration first gets that one as a former one: if the process ends before the network has started,
+// the next one begins with the configuration that has worked.
+func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
+	before, known := r.state.Get()
+	now = before
+	change(&now)
+	replaces := known && len(subnet.Changes(before.Config, now.Config)) > 0
+	held := r.holdings(now, be)
+	if replaces {
+		held = append(held, r.holding(lastknown.Former{Config: before.Config, Interface: before.Interface}))
+	}
+	if err := r.hold(held); err != nil {
+		return now, nil, err
+	}
+	if err := r.devices.TakeAll(be.Scope()); err != nil {
+		return now, nil, err
+	}
+	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
+	if replaces {
+		r.state.Change(func(to *lastknown.State) { to.Attempt(now) })
+	} else {
+		now = r.state.Change(change)
+	}
+	if running, err = startBackend(ctx, be, now.Own, r.catalog.FreePorts); err != nil {
+		return now, nil, fmt.Errorf("start backend: %w", err)
+	}
+	if replaces {
+		now = r.state.Change(change)
+		_ = r.hold(r.holdings(now, be)) // less than before, which cannot be refused
+	}
+	return now, running, nil
 }
 
 // newSyncer returns the lease-watch loop of a session. It tells past of each complete

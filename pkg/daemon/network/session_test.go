@@ -40,11 +40,23 @@ type starter struct {
 	env   backend.Env
 	start func(backend.Env) error
 	close func()
+	scope func(backend.Env) dataplane.Scope // nil: empty
+	claim func()                            // called by Claim; may be nil
 }
 
-func (starter) Scope() dataplane.Scope { return dataplane.Scope{} }
+func (s starter) Scope() dataplane.Scope {
+	if s.scope == nil {
+		return dataplane.Scope{}
+	}
+	return s.scope(s.env)
+}
 
-func (starter) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) { return prev, nil }
+func (s starter) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	if s.claim != nil {
+		s.claim()
+	}
+	return prev, nil
+}
 
 func (s starter) Start(context.Context, subnet.Lease) (backend.Network, error) {
 	return s, s.start(s.env)
@@ -104,7 +116,7 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 		defer close(done)
 		_ = syncer.Run(ctx)
 	}()
-	s := &session{ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	s := &session{be: be, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
 	s.begin.Store(&now)
 	n.serving.Store(s)
 	return n, s
@@ -164,6 +176,93 @@ func TestMoveTwice(t *testing.T) {
 		}
 		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
 			t.Errorf("tried on MTUs %v and reconnected %d times, want %v and once", tried, store.reconnections, want)
+		}
+	})
+}
+
+// TestRenewalWhileMoving renews the own lease, and records a sighting of the configuration, while a
+// session on another interface begins. The state must have both.
+func TestRenewalWhileMoving(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		end, seen := time.Now().Add(time.Hour), subnet.Sighting{Revision: 7}
+		var n *runner
+		be := starter{start: func(backend.Env) error { return nil }, close: func() {}, claim: func() {
+			n.state.Update(func(now *lastknown.State) {
+				now.Renewed(subnet.Lease{Expires: end})
+				now.Seen = seen
+			})
+		}}
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		s.stop()
+		if _, err := n.serveOn(t.Context(), link(1400, "192.0.2.9"), subnet.LedgerState{}); err != nil {
+			t.Fatal(err)
+		}
+		n.stopServing()
+		now, _ := n.state.Get()
+		if !now.Own.Expires.Equal(end) || now.Stored == nil || !now.Stored.Expires.Equal(end) || now.Seen != seen || now.Interface.MTU != 1400 {
+			t.Errorf("the state is %+v, want the new end of the lease, the sighting and the new interface", now)
+		}
+	})
+}
+
+// late is a store that gives another lease, but not before the request was cancelled.
+type late struct {
+	silent
+	asked  func()
+	leases []subnet.Lease
+}
+
+func (l *late) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) (subnet.Lease, error) {
+	if len(l.leases) == 0 {
+		<-ctx.Done()
+		return subnet.Lease{}, ctx.Err()
+	}
+	l.asked()
+	<-ctx.Done()
+	own := l.leases[0]
+	l.leases = nil
+	return own, nil
+}
+
+// TestMoveWhileAChangeIsPrepared changes the external interface while the network gets a lease for
+// another configuration. It must move with the former configuration, know which lease the store has, and
+// release the device of the other configuration.
+func TestMoveWhileAChangeIsPrepared(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		const device = "flannel.2"
+		be := starter{close: func() {},
+			scope: func(env backend.Env) (s dataplane.Scope) {
+				if len(env.Config.Networks) > 0 {
+					s.Devices = []string{device}
+				}
+				return s
+			},
+			start: func(backend.Env) error { cancel(); return nil },
+		}
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		dir := t.TempDir()
+		n.devices = ownership.NewLocks(dir)
+		former := s.begin.Load().Config
+		other := former
+		other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
+		n.opts.Iface = []string{"127.0.0.1"}
+		n.config.use(former)
+		n.config.validate = func([]byte) (subnet.Config, error) { return other, nil }
+		n.config.apply(ctx, []byte("other"))
+		changed := make(chan underlay.Interface, 1)
+		store := &late{asked: func() { changed <- link(1400, "192.0.2.1") }, leases: []subnet.Lease{{Key: "10.6.1.0-24"}}}
+		if _, next, err := n.work(ctx, ctx, store, s, changed); next != nil || err != nil {
+			t.Errorf("work returns %v, %v", next, err)
+		}
+		n.stopServing()
+		now, _ := n.state.Get()
+		if now.Stored == nil || now.Stored.Key != "10.6.1.0-24" || now.Interface.MTU != 1400 || len(subnet.Changes(now.Config, former)) > 0 {
+			t.Errorf("the state is %+v, want the former configuration on the new interface, and the lease that the store has", now)
+		}
+		if err := ownership.NewLocks(dir).Take(device); err != nil {
+			t.Errorf("another daemon cannot have %s: %v", device, err)
 		}
 	})
 }
