@@ -42,9 +42,10 @@ type member struct {
 
 	mu         sync.Mutex
 	text       []byte // configuration in the store; nil if there is none
-	generation int    // of text
 	admitted   bool   // text was admitted, with the next field
 	config     subnet.Config
+	generation int              // of config
+	used       subnet.Config    // the last one that the network has used; only if began is set
 	refused    error            // why text was not admitted
 	missing    error            // why it goes on without a configuration in the store; nil if there is one
 	seen       subnet.Sighting  // of the last process; zero if there is none
@@ -78,7 +79,7 @@ func (m *member) recall(last lastknown.State) error {
 	m.roster.recall(m.name, held...)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.config, m.admitted, m.recalled, m.seen, m.began = last.Config, true, make(chan struct{}), last.Seen, true
+	m.config, m.used, m.admitted, m.recalled, m.seen, m.began = last.Config, last.Config, true, make(chan struct{}), last.Seen, true
 	return nil
 }
 
@@ -98,7 +99,7 @@ func (m *member) offer(text []byte) {
 	if m.recalled != nil && text != nil && m.confirm() {
 		return
 	}
-	m.generation, m.admitted, m.refused = m.generation+1, false, nil
+	m.admitted, m.refused = false, nil
 	m.roster.withdraw(m.name)
 	m.wake.Send()
 }
@@ -133,7 +134,7 @@ func (m *member) admit(ctx context.Context) {
 	}
 	m.refused, m.admitted = err, err == nil
 	if m.admitted { // otherwise it goes on with what it has
-		m.config = cfg
+		m.config, m.generation = cfg, m.generation+1
 	}
 	m.confirmed()
 	m.wake.Send()
@@ -196,11 +197,12 @@ func (m *member) lastSeen() subnet.Sighting {
 
 // task is what a member has to do.
 type task struct {
-	generation int
-	serve      bool // the configuration was admitted
+	serve      bool // the network has a configuration that it can use
 	retire     bool // the network was deleted, and has left something
+	admitted   bool // text was admitted
 	text       []byte
-	config     subnet.Config
+	config     subnet.Config   // that of text if it was admitted, otherwise the one that the network has used last
+	generation int             // of the last configuration that was admitted
 	refused    error           // why text was not admitted
 	confirmed  <-chan struct{} // closed when config is that of the store
 }
@@ -209,10 +211,19 @@ type task struct {
 func (m *member) next() task {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return task{
-		generation: m.generation, serve: m.admitted, retire: !m.has() && m.began,
-		text: m.text, config: m.config, refused: m.refused, confirmed: m.recalled,
+	return m.task()
+}
+
+// task is next for a caller that holds m.mu.
+func (m *member) task() task {
+	t := task{
+		serve: m.admitted || m.began && m.has(), retire: !m.has() && m.began, admitted: m.admitted,
+		text: m.text, config: m.config, generation: m.generation, refused: m.refused, confirmed: m.recalled,
 	}
+	if !m.admitted {
+		t.config = m.used
+	}
+	return t
 }
 
 // run serves the network whenever it can be, until ctx ends.
@@ -248,17 +259,20 @@ func (m *member) run(ctx context.Context) {
 	}
 }
 
-// serve serves the network, beginning with an admitted configuration. It returns nil when the
+// serve serves the network, beginning with the configuration of t. It returns nil when the
 // configuration was deleted.
 func (m *member) serve(ctx context.Context, t task) error {
 	n, err := m.open(ctx, t)
 	if err != nil {
 		return err
 	}
-	m.roster.begin(m.name)
-	m.mu.Lock()
-	m.began, m.net = true, n
-	m.mu.Unlock()
+	if !m.begin(t, n) {
+		n.Close()
+		return nil
+	}
+	if t.refused != nil {
+		n.Refuse(t.refused)
+	}
 	running, stop := context.WithCancel(ctx)
 	defer stop()
 	done := make(chan error, 1)
@@ -278,11 +292,24 @@ func (m *member) serve(ctx context.Context, t task) error {
 			return err
 		case now.refused != nil:
 			n.Refuse(now.refused)
-		case now.serve && now.generation != t.generation:
+		case now.admitted && now.generation != t.generation:
 			t = now
 			n.Configure(ctx, now.text)
 		}
 	}
+}
+
+// begin records that n is served with the configuration of t. It returns false if the member has
+// another one by now: the promise of its claims may be withdrawn.
+func (m *member) begin(t task, n *network.Network) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if now := m.task(); !now.serve || now.admitted != t.admitted || now.generation != t.generation {
+		return false
+	}
+	m.roster.begin(m.name)
+	m.began, m.net, m.used = true, n, t.config
+	return true
 }
 
 // holds records what the network has on this host. Another network may have waited for what this one
@@ -342,6 +369,9 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 // closed releases a network that is not served any more.
 func (m *member) closed(n *network.Network) {
 	m.mu.Lock()
+	if now, ok := n.State(); ok {
+		m.used = now.Config
+	}
 	m.seen, m.net = m.lastSeen(), nil
 	m.mu.Unlock()
 	n.Close()

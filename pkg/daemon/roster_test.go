@@ -3,6 +3,7 @@
 package daemon
 
 import (
+	"fmt"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -182,5 +183,55 @@ func TestRecalledClaims(t *testing.T) {
 		if !strings.Contains(refused, want) || (refused == "") != (want == "") {
 			t.Errorf("%s: refused because of %q, want %q", text, refused, want)
 		}
+	}
+}
+
+// TestRefusedConfigurationAfterAFailure ends a network that has used one configuration, was admitted with
+// a second one, and was refused a third one. It must be served again with the one that it has used, and
+// use the third one when that is admitted.
+func TestRefusedConfigurationAfterAFailure(t *testing.T) {
+	dir := t.TempDir()
+	s := &shared{
+		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
+		roster: newRoster(), news: wait.NewSignal(),
+	}
+	config := func(vni int) []byte {
+		return fmt.Appendf(nil, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":%d}}`, vni)
+	}
+	red, green := newMember(s, "red"), newMember(s, "green")
+	green.offer([]byte(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`))
+	green.admit(t.Context())
+	red.offer(config(1))
+	red.admit(t.Context())
+	first := red.next()
+	if !first.serve || !red.begin(first, nil) {
+		t.Fatalf("%+v cannot begin", first)
+	}
+	red.offer(config(2))
+	red.admit(t.Context())
+	second := red.next()
+	if !second.admitted || second.generation == first.generation {
+		t.Errorf("the second configuration leads to %+v after %+v", second, first)
+	}
+	red.offer(config(3))
+	red.admit(t.Context())
+	third := red.next()
+	if !third.serve || third.admitted || third.refused == nil || len(subnet.Changes(third.config, first.config)) > 0 {
+		t.Errorf("after the third configuration was refused: %+v, want to go on with %+v", third, first.config)
+	}
+	if red.begin(second, nil) {
+		t.Error("the network begins with the second configuration, which is not promised any more")
+	}
+	if !red.begin(third, nil) {
+		t.Error("the network cannot go on with the first configuration")
+	}
+	green.offer(nil)
+	red.admit(t.Context())
+	if now := red.next(); !now.admitted || now.generation == third.generation || len(subnet.Changes(now.config, first.config)) == 0 {
+		t.Errorf("when the third configuration is admitted: %+v, want a change", now)
+	}
+	red.offer(nil)
+	if now := red.next(); now.serve || !now.retire {
+		t.Errorf("when it is deleted: %+v, want retire", now)
 	}
 }

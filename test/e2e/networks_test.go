@@ -218,6 +218,52 @@ func TestNetworkTakesOverADevice(t *testing.T) {
 	}
 }
 
+// TestRefusedNetworkIsServedAgain takes the subnet of a host away while a changed configuration of the
+// network is refused. The host must take another subnet of the former configuration, and follow the next
+// configuration that is admitted.
+func TestRefusedNetworkIsServedAgain(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s, h := etcdClient(t, l), l.Host(1)
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
+	startNetworks(t, l, "--watch-networks")
+	for _, name := range []string{"red", "green"} {
+		expectPhase(t, l, name, "serving")
+	}
+	expectRefused := func() {
+		t.Helper()
+		for _, h := range l.Hosts() {
+			eventually(t, h.Name()+" refuses the configuration of red", func() error {
+				n := overviewOf(t, h)["red"]
+				if n.Phase != "serving" || !n.Ready || len(n.Subnets) != 1 || !strings.HasPrefix(n.Subnets[0].String(), "10.5.") || !strings.Contains(fmt.Sprint(n.Reasons), "it clashes with network green") {
+					return fmt.Errorf("%+v", n)
+				}
+				return nil
+			})
+		}
+	}
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+	expectRefused()
+	had := overviewOf(t, h)["red"].Subnets[0]
+	putKey(t, s, networksRoot+"red/subnets/"+strings.Replace(had.String(), "/", "-", 1), vxlanLease("192.168.77.99", "02:00:00:00:00:99"))
+	expectLog(t, h.Daemon(), "network failed, trying again")
+	expectRefused()
+	if has := overviewOf(t, h)["red"].Subnets[0]; has == had {
+		t.Errorf("the host still has %s, which belongs to another one", has)
+	}
+	expectAnswers(t, addNetworkPods(t, l, "red"))
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)
+	for _, h := range l.Hosts() {
+		eventually(t, h.Name()+" has the device of the next configuration", func() error {
+			_, err := h.Exec(testContext(t), "ip", "link", "show", "flannel.7")
+			return err
+		})
+	}
+	expectPhase(t, l, "red", "serving")
+	expectAnswers(t, podsIn(l, "10.5."))
+}
+
 // podsIn returns the pods whose address begins with the text.
 func podsIn(l *lab.Lab, begin string) []*lab.Pod {
 	return slices.DeleteFunc(l.Pods(), func(p *lab.Pod) bool { return !strings.HasPrefix(p.Addrs()[0].String(), begin) })
