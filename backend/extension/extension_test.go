@@ -298,7 +298,7 @@ func TestRestart(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
 }
 
-// TestAnotherBackendMeanwhile: after another backend was used, all commands run again.
+// TestAnotherBackendMeanwhile checks that all commands run again after another backend was used.
 func TestAnotherBackendMeanwhile(t *testing.T) {
 	n := newNode(t, logging())
 	const post = "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []"
@@ -321,7 +321,7 @@ func TestAnotherBackendMeanwhile(t *testing.T) {
 	n.expect()
 }
 
-// TestAnotherSubnet: once the new subnet is known, all commands run again.
+// TestAnotherSubnet checks that all commands run again once the new subnet is known.
 func TestAnotherSubnet(t *testing.T) {
 	n := newNode(t, logging())
 	n.dual()
@@ -344,7 +344,7 @@ func TestAnotherSubnet(t *testing.T) {
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
-// TestSubnetChangesHands: the subnet of one lease passes to another lease.
+// TestSubnetChangesHands checks the commands when the subnet of one lease passes to another lease.
 func TestSubnetChangesHands(t *testing.T) {
 	n := newNode(t, logging())
 	n.mustStart()
@@ -356,7 +356,7 @@ func TestSubnetChangesHands(t *testing.T) {
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [zwei]")
 }
 
-// TestInterfaceChanges: the host gets another address.
+// TestInterfaceChanges checks the commands when the host gets another address.
 func TestInterfaceChanges(t *testing.T) {
 	n := newNode(t, logging())
 	n.mustStart()
@@ -449,7 +449,7 @@ func TestStartFails(t *testing.T) {
 	}
 }
 
-// TestAddFails: the command of one peer fails for a while, and the others are served.
+// TestAddFails checks that other peers are served while the command of one peer fails.
 func TestAddFails(t *testing.T) {
 	n := newNode(t, map[string]any{
 		"SubnetAddCommand":    `echo "add $SUBNET" >> $LOG; test $SUBNET != 10.5.2.0/24 || test -e $DIR/ok || { echo one; echo out of luck >&2; exit 2; }`,
@@ -479,7 +479,7 @@ func TestAddFails(t *testing.T) {
 	n.expect("remove 10.5.2.0/24", "add 10.5.2.0/24")
 }
 
-// TestPausesAreIndependent: the pause of one peer does not depend on the failures of
+// TestPausesAreIndependent checks that the pause of one peer does not depend on the failures of
 // another.
 func TestPausesAreIndependent(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": "false"})
@@ -506,7 +506,7 @@ func TestPausesAreIndependent(t *testing.T) {
 	}
 }
 
-// TestAddFailsAndChanges: a change of the peer ends the pause.
+// TestAddFailsAndChanges checks that a change of the peer ends the pause.
 func TestAddFailsAndChanges(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $SUBNET" >> $LOG; grep good`})
 	n.mustStart()
@@ -542,8 +542,8 @@ func TestRemoveFails(t *testing.T) {
 	n.expect("remove 10.5.2.0/24")
 }
 
-// TestHangingAdd: the command of the first of three peers hangs. The others do not wait
-// for it, and it is killed in the end.
+// TestHangingAdd checks that two peers do not wait for the command of a third one, which hangs, and that
+// this command is killed in the end.
 func TestHangingAdd(t *testing.T) {
 	n := newNode(t, map[string]any{
 		"SubnetAddCommand": `test $SUBNET != 10.5.2.0/24 || sleep 1000; echo "add $SUBNET" >> $LOG`,
@@ -567,7 +567,7 @@ func TestHangingAdd(t *testing.T) {
 	}
 }
 
-// TestStopWhileCommandsHang: the stop does not take long, and subnets that were being
+// TestStopWhileCommandsHang checks that the stop does not take long, and that subnets that were being
 // added count as unknown.
 func TestStopWhileCommandsHang(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add" >> $LOG; test -e $DIR/ok || sleep 1000`, "SubnetRemoveCommand": `echo "remove" >> $LOG`})
@@ -586,7 +586,7 @@ func TestStopWhileCommandsHang(t *testing.T) {
 	n.expect("add", "remove", "add")
 }
 
-// TestStopWhileRemoveHangs: the subnet is added again, because the removal may have
+// TestStopWhileRemoveHangs checks that the subnet is added again, because the removal may have
 // succeeded in part.
 func TestStopWhileRemoveHangs(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $(cat)" >> $LOG`, "SubnetRemoveCommand": `echo "remove $(cat)" >> $LOG; test -e $DIR/ok || sleep 1000`})

@@ -94,7 +94,7 @@ func TestBase(t *testing.T) {
 	}
 }
 
-// TestForeignDevice: a bridge has the name of the device.
+// TestForeignDevice checks that a bridge with the name of the device is refused.
 func TestForeignDevice(t *testing.T) {
 	k := dataplanetest.New()
 	if err := k.Append(dataplane.Link{Name: "flannel.ipip", Kind: "bridge"}); err != nil {

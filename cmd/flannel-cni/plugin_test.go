@@ -385,7 +385,7 @@ func TestDelDespiteConfig(t *testing.T) {
 	}
 }
 
-// TestAddTwice: the second call fails, and the note of the first attachment remains.
+// TestAddTwice checks that the second call fails, and that the note of the first attachment remains.
 func TestAddTwice(t *testing.T) {
 	b := newBed(t, v4Env)
 	l, rt := b.list("1.0.0", ""), container("c1", "eth0")
@@ -460,7 +460,7 @@ func TestCheckAfterFlannelsPlugin(t *testing.T) {
 	b.expectCalled("bridge CHECK c1/net1")
 }
 
-// TestDelOfUnknownInterface: deleting an unknown interface must not remove the note of
+// TestDelOfUnknownInterface checks that deleting an unknown interface does not remove the note of
 // another interface.
 func TestDelOfUnknownInterface(t *testing.T) {
 	b := newBed(t, v4Env)
@@ -582,7 +582,7 @@ func TestGC(t *testing.T) {
 	}
 }
 
-// TestGCWithoutList: a missing list must not be treated like an empty one.
+// TestGCWithoutList checks that a missing list is not treated like an empty one.
 func TestGCWithoutList(t *testing.T) {
 	b := newBed(t, v4Env)
 	l := b.list("1.1.0", "")

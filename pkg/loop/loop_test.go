@@ -105,7 +105,7 @@ func TestAfter(t *testing.T) {
 	})
 }
 
-// TestAfterIsNoLaterThanResync: a step that asks for a later repetition still runs at
+// TestAfterIsNoLaterThanResync checks that a step that asks for a later repetition still runs at
 // each resync.
 func TestAfterIsNoLaterThanResync(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

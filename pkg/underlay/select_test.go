@@ -296,7 +296,7 @@ func TestSelect(t *testing.T) {
 	}
 }
 
-// TestSelectVirtualAddress: an address that may move to another host is not taken unless
+// TestSelectVirtualAddress checks that an address that may move to another host is not taken unless
 // there is no other.
 func TestSelectVirtualAddress(t *testing.T) {
 	for name, tt := range map[string]struct {
@@ -365,8 +365,8 @@ func TestSelectKeepsAddressInUse(t *testing.T) {
 	}
 }
 
-// TestSelectStaysOnALink: if several links are equally good, one that returns does not
-// replace the one in use.
+// TestSelectStaysOnALink checks that a link that returns does not replace the one in use if both are
+// equally good.
 func TestSelectStaysOnALink(t *testing.T) {
 	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.1.0.3")}, Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 0, 1, 2)}}
 	for option, o := range map[string]Options{
@@ -385,7 +385,7 @@ func TestSelectStaysOnALink(t *testing.T) {
 	}
 }
 
-// TestSelectOfSeveralDefaults: Select takes the first link that has addresses of all
+// TestSelectOfSeveralDefaults checks that Select takes the first link that has addresses of all
 // families.
 func TestSelectOfSeveralDefaults(t *testing.T) {
 	for name, tt := range map[string]struct {
@@ -411,8 +411,8 @@ func TestSelectOfSeveralDefaults(t *testing.T) {
 	}
 }
 
-// TestSelectSkipsPodInterfaces: after a restart flanneld's device and the bridge of the
-// pods still exist. They do not lead to peers.
+// TestSelectSkipsPodInterfaces checks that Select does not take flanneld's device or the bridge of the
+// pods, which still exist after a restart and do not lead to peers.
 func TestSelectSkipsPodInterfaces(t *testing.T) {
 	facts := Facts{Links: []Link{
 		link(1, "br-pods", "10.244.3.1", "fe80::1"),

@@ -95,7 +95,7 @@ func TestFollower(t *testing.T) {
 	}
 }
 
-// TestFollowerWaitsForADownInterface: the backup is not taken before the chosen interface
+// TestFollowerWaitsForADownInterface checks that the backup is not taken before the chosen interface
 // has had the full time to return.
 func TestFollowerWaitsForADownInterface(t *testing.T) {
 	now, backup := onD1(1, 1500, "10.1.0.2"), Interface{Name: "d2", Index: 2, MTU: 1500, Addrs: []Address{{ip("10.2.0.2"), ip("10.2.0.2")}}}

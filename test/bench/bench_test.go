@@ -103,7 +103,7 @@ func TestReport(t *testing.T) {
 	}
 }
 
-// TestSave: charts without data in this run are removed.
+// TestSave checks that charts without data in this run are removed.
 func TestSave(t *testing.T) {
 	dir := t.TempDir()
 	old := filepath.Join(dir, "old.svg")
@@ -121,7 +121,7 @@ func TestSave(t *testing.T) {
 	}
 }
 
-// TestPeers: no two peers have the same subnet, address or MAC, and their leases are
+// TestPeers checks that no two peers have the same subnet, address or MAC, and that their leases are
 // valid.
 func TestPeers(t *testing.T) {
 	network, underlay := netip.MustParsePrefix(podNetwork), netip.MustParsePrefix(peerNetwork)
@@ -153,8 +153,8 @@ func TestPeers(t *testing.T) {
 	}
 }
 
-// TestConcerned: a message that the benchmark writes names the object that it creates,
-// only for this peer and this device.
+// TestConcerned checks that a message that the benchmark writes names the object that it creates, only
+// for this peer and this device.
 func TestConcerned(t *testing.T) {
 	const device = 7
 	p, other := makePeer(3), makePeer(4)
@@ -197,8 +197,8 @@ func TestFigure(t *testing.T) {
 	}
 }
 
-// TestRouteWatch: the watch notices a peer without a route, also if its route goes with a nexthop object
-// or a device, and not if one route replaces another.
+// TestRouteWatch checks that the watch notices a peer without a route, also if its route goes with a
+// nexthop object or a device, and not if one route replaces another.
 func TestRouteWatch(t *testing.T) {
 	const vxlan, eth0, up, down = 7, 2, unix.IFF_UP, 0
 	p := makePeer(3)
