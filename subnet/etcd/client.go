@@ -42,8 +42,11 @@ type client struct {
 
 	hosts atomic.Int64 // number of hosts in the network, as known; for turn
 
+	preferred string // the endpoint that this host uses while its member works
+
 	mu        sync.Mutex
-	endpoints []string // in the order in which the next connection tries them
+	endpoints []string  // in the order in which the next connection tries them
+	back      time.Time // when to try the preferred endpoint again; zero if it is the first one
 	conn      *connection
 	done      bool
 }
@@ -80,6 +83,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 	c := &client{timing: t, endpoints: oneScheme(cfg.Endpoints)}
 	// Hosts spread over the members.
 	rand.Shuffle(len(c.endpoints), func(i, j int) { c.endpoints[i], c.endpoints[j] = c.endpoints[j], c.endpoints[i] })
+	c.preferred = c.endpoints[0]
 	c.ctx, c.end = context.WithCancel(context.Background())
 	c.cfg = clientv3.Config{
 		Context:              c.ctx,
@@ -253,11 +257,53 @@ func (c *client) fail(conn *connection) {
 	if inUse {
 		c.conn = nil
 		c.endpoints = append(c.endpoints[1:], c.endpoints[0])
+		c.back = time.Time{}
+		if c.endpoints[0] != c.preferred {
+			c.back = c.nextTry()
+		}
 	}
 	c.mu.Unlock()
 	if inUse {
 		_ = conn.Close() // its errors do not matter any more
 	}
+}
+
+// nextTry returns when to try the preferred endpoint again. It varies, because all hosts of a member
+// leave it at the same moment.
+func (c *client) nextTry() time.Time { return time.Now().Add(wait.Vary(c.timing.back, 0.5)) }
+
+// comeBack replaces the connection by one to the preferred endpoint, if this host has left that long
+// enough ago and its member answers the request again. Otherwise all hosts would stay with the members
+// that were never restarted. Requests on the old connection fail as if it had broken.
+func (c *client) comeBack(ctx context.Context, request func(context.Context, *clientv3.Client) error) {
+	c.mu.Lock()
+	due := !c.done && !c.back.IsZero() && time.Now().After(c.back)
+	if due {
+		c.back = c.nextTry()
+	}
+	c.mu.Unlock()
+	if !due || !c.works(ctx, c.preferred, request) {
+		return
+	}
+	c.mu.Lock()
+	i := slices.Index(c.endpoints, c.preferred)
+	c.endpoints, c.back = slices.Concat(c.endpoints[i:], c.endpoints[:i]), time.Time{}
+	c.mu.Unlock()
+	c.renew()
+}
+
+// works reports whether the member at endpoint answers a request, on a connection of its own.
+func (c *client) works(ctx context.Context, endpoint string, request func(context.Context, *clientv3.Client) error) bool {
+	cfg := c.cfg
+	cfg.Endpoints = []string{endpoint}
+	conn, err := clientv3.New(cfg)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = conn.Close() }()
+	ctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), c.timing.request)
+	defer cancel()
+	return isAnswer(codeOf(request(ctx, conn)))
 }
 
 // get returns the connection when there is a login for its requests. token is the token that they

@@ -209,3 +209,55 @@ func TestMemberDoesNotAnswer(t *testing.T) {
 		}
 	}
 }
+
+// TestComeBack makes the preferred endpoint of a host fail and work again. The host must use the other
+// endpoint, stay with it while the preferred one accepts connections and does not answer, and come back
+// when it answers. The way back must not count as an outage.
+func TestComeBack(t *testing.T) {
+	s := sharedServer(t)
+	f := newFixture(t, s)
+	preferred, other := newProxy(t, s), newProxy(t, s)
+	var status statuses
+	m := f.manager(t, status.option)
+	m.client.endpoints, m.client.preferred = []string{preferred.url(), other.url()}, preferred.url()
+	m.timing.check, m.timing.back, m.timing.request = 20*time.Millisecond, 100*time.Millisecond, 500*time.Millisecond
+	w := subnettest.Watch(t, m)
+	w.Until(t, "no peer", subnettest.Has())
+	var keys []string
+	expectNews := func() {
+		t.Helper()
+		keys = append(keys, fmt.Sprintf("10.5.%d.0-24", 200+len(keys)))
+		f.put(t, "subnets/"+keys[len(keys)-1], leaseValue(fmt.Sprintf("192.0.2.%d", 200+len(keys))))
+		w.Until(t, "the next lease", subnettest.Has(keys...))
+	}
+	first := func() string {
+		m.client.mu.Lock()
+		defer m.client.mu.Unlock()
+		return m.client.endpoints[0]
+	}
+	expectNews() // the watch uses the preferred endpoint
+	preferred.cut()
+	expectNews()
+	if first() != other.url() {
+		t.Errorf("the first endpoint is %s, want the other one", first())
+	}
+	before := len(status.list())
+	preferred.open(t)
+	preferred.stall()
+	<-time.After(2 * m.timing.request)
+	expectNews()
+	if first() != other.url() {
+		t.Errorf("the first endpoint is %s, which does not answer", first())
+	}
+	preferred.cut()
+	preferred.open(t)
+	waittest.Until(t, patience, "the preferred endpoint is the first one again", func() bool { return first() == preferred.url() })
+	expectNews()
+	other.cut()
+	expectNews()
+	for _, err := range status.list()[before:] {
+		if err != nil {
+			t.Errorf("after the first change: %v", err)
+		}
+	}
+}

@@ -120,6 +120,7 @@ type timing struct {
 	slow                     time.Duration // duration of a request to a store that cannot keep up
 	quiet, idle, probeAnswer time.Duration // see follow
 	check                    time.Duration // see verify
+	back                     time.Duration // after which a host tries an endpoint that it has left; see comeBack
 	dead                     time.Duration // the time in which pings detect a dead connection
 	backoffMin, backoff      time.Duration
 	restoreMin, restored     time.Duration // pause after the own key had to be written again
@@ -158,6 +159,7 @@ func newManager(cfg Config) *Manager {
 		// With its variation of a fifth it is shorter than the five minutes after which etcd
 		// forgets an unused login.
 		check:      4 * time.Minute,
+		back:       time.Hour,
 		dead:       pingAfter + pingTimeout,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,

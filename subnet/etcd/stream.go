@@ -207,6 +207,7 @@ func (s *stream) advance(revision int64) {
 // Such a member answers pings and sends progress notifications with its old revision. It cannot
 // answer a linearizable read, for which it must have applied the revisions of the other members.
 // Behind a proxy the read may reach another member than the stream, so the revisions are compared.
+// After a read that was good, verify lets the client come back to the endpoint that it prefers.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
@@ -223,19 +224,29 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 		if err := m.awaitRevision(ctx, s, head); err != nil {
 			return err
 		}
+		m.client.comeBack(ctx, func(ctx context.Context, c *clientv3.Client) error {
+			_, err := m.headOf(ctx, c)
+			return err
+		})
 	}
 }
 
 // head returns the revision of the store.
 func (m *Manager) head(ctx context.Context) (revision int64, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
-		if err == nil {
-			revision = resp.Header.Revision
-		}
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		revision, err = m.headOf(ctx, c)
 		return err
 	})
 	return revision, err
+}
+
+// headOf makes the request of head. It is a linearizable read.
+func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int64, err error) {
+	resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
+	if err != nil {
+		return 0, err
+	}
+	return resp.Header.Revision, nil
 }
 
 // awaitRevision waits until the stream has reached a revision. Without answers to probes, as behind
