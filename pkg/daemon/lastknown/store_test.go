@@ -3,11 +3,13 @@
 package lastknown
 
 import (
+	"errors"
 	"net/netip"
 	"slices"
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -27,6 +29,24 @@ func TestSavePause(t *testing.T) {
 			t.Errorf("write %d took %s: pause of %s, want %s", i+1, tc.took, got, tc.want)
 		}
 	}
+}
+
+// TestOpenWaits opens a state file while a process uses it that ends soon, and one that does not.
+func TestOpenWaits(t *testing.T) {
+	o := options.Options{StateDir: t.TempDir()}
+	lock, err := state.Lock(o.StateDir, o.StateName())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := Open(t.Context(), o); !errors.Is(err, state.ErrInUse) {
+		t.Errorf("error %v, want ErrInUse", err)
+	}
+	time.AfterFunc(100*time.Millisecond, func() { _ = lock.Close() })
+	s, _, err := Open(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
 }
 
 // TestStateStoreWithoutFile checks that without a file the state is kept in memory.
