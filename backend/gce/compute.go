@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -125,24 +126,39 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	table := cloud.Table{ID: v.table}
+	return []cloud.Table{v.tableOf(all)}, nil
+}
+
+// tableOf returns the table with all routes. Of routes that differ only in their names and priorities it
+// has one, and none that gets no packets because of a rival.
+func (v *vpc) tableOf(all []route) cloud.Table {
+	rivals := map[netip.Prefix]int{} // priority of the preferred one
+	for _, r := range all {
+		if most, found := rivals[r.dst()]; v.rivals(r) && (!found || r.Priority < most) {
+			rivals[r.dst()] = r.Priority
+		}
+	}
+	table, seen := cloud.Table{ID: v.table}, map[cloud.Route]bool{}
 	for _, r := range all {
 		c := v.convert(r)
-		if slices.Contains(table.Routes, c) || slices.ContainsFunc(all, func(other route) bool { return v.precedes(other, r) }) {
+		if most, found := rivals[c.Dst]; seen[c] || !c.Foreign && found && most <= r.Priority {
 			continue
 		}
+		seen[c] = true
 		table.Routes = append(table.Routes, c)
 	}
-	return []cloud.Table{table}, nil
+	return table
 }
 
 // convert returns r as a route of the table.
 func (v *vpc) convert(r route) cloud.Route { return r.convert(v.table, v.cluster, v.own) }
 
-// precedes reports whether r gets no packets because of a route that belongs to another program.
-func (v *vpc) precedes(other, r route) bool {
-	c := v.convert(other)
-	return c.Foreign && c.ByCall && !c.Lost && len(other.Tags) == 0 && other.dst() == r.dst() && other.Priority <= r.Priority && !v.convert(r).Foreign
+// rivals reports whether r belongs to another program and takes packets from routes to the same
+// destination to which it is preferred, or that are equal. Google disregards a route to an instance that
+// does not run.
+func (v *vpc) rivals(r route) bool {
+	c := v.convert(r)
+	return c.Foreign && c.ByCall && !c.Lost && len(r.Tags) == 0
 }
 
 // list returns the routes of the VPC network, of all pages. The value of the filter is a regular
@@ -172,48 +188,43 @@ func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	}
 }
 
-// to returns the static routes to dst that count for all instances. It does not let the API filter by
-// the destination, because an IPv6 prefix has several spellings.
-func (v *vpc) to(ctx context.Context, dst netip.Prefix) ([]route, error) {
-	all, err := v.list(ctx)
-	return slices.DeleteFunc(all, func(r route) bool { return r.dst() != dst || !r.static() || len(r.Tags) > 0 }), err
+// leadingTo returns the static routes of all to dst that count for all instances. The API does not filter by the
+// destination, because an IPv6 prefix has several spellings.
+func leadingTo(dst netip.Prefix, all []route) []route {
+	return slices.DeleteFunc(slices.Clone(all), func(r route) bool { return r.dst() != dst || !r.static() || len(r.Tags) > 0 })
 }
 
 // Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to all
-// others, and then deletes those. Only if there is no place for one more route, it deletes them
-// first.
+// others, and then deletes those. Routes of other programs count only if they are rivals and not less
+// preferred, as in tableOf.
 func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
-	present, err := v.to(ctx, want.Dst)
+	all, err := v.list(ctx)
 	if err != nil {
 		return err
 	}
-	right, wrong := v.split(present, want)
+	present := leadingTo(want.Dst, all)
+	right, wrong, priority := v.split(present, want)
+	for _, r := range present {
+		if v.rivals(r) && r.Priority <= priority {
+			return fmt.Errorf("route %s to %s with the description %q belongs to another program or cluster: remove it, or choose another Network", r.Name, r.target(), short(r.Description))
+		}
+	}
 	for _, r := range wrong {
-		switch c := v.convert(r); {
-		case c.Lost, c.Target == want.Target:
-		case c.Foreign:
-			return fmt.Errorf("route %s to %s with the description %q belongs to another program or cluster: remove it, or choose another Network", r.Name, c.Target, r.Description)
-		case !replace:
+		if c := v.convert(r); !c.Lost && c.Target != want.Target && !replace {
 			return cloud.ErrExists
 		}
 	}
-	old := slices.DeleteFunc(slices.Clone(wrong), func(r route) bool { return !r.belongsTo(v.cluster) })
+	old := slices.DeleteFunc(wrong, func(r route) bool { return !r.belongsTo(v.cluster) })
 	if right {
 		return v.delete(ctx, old)
-	}
-	priority := defaultPriority
-	for _, r := range wrong {
-		priority = min(priority, r.Priority-1)
 	}
 	if priority < 0 {
 		return fmt.Errorf("a route to %s in %s has the priority 0, which no other route can precede: remove it", want.Dst, v.table)
 	}
-	err = v.insert(ctx, want, priority)
-	if _, full := errors.AsType[*cloud.QuotaError](err); full && len(old) > 0 {
-		if err := v.delete(ctx, old); err != nil {
-			return err
-		}
-		return v.insert(ctx, want, priority)
+	r := v.wanted(want, priority)
+	err = v.insert(ctx, r)
+	if quota, full := errors.AsType[*cloud.QuotaError](err); full && !over(quota, all) {
+		old, err = v.exchange(ctx, old, r, err)
 	}
 	if err != nil {
 		return err
@@ -221,18 +232,64 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	return v.delete(ctx, old)
 }
 
-// split reports whether one of the present routes is wanted and preferred to all others. It
-// returns the other ones.
-func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route) {
-	slices.SortStableFunc(present, func(a, b route) int { return a.Priority - b.Priority })
-	if len(present) > 0 && v.convert(present[0]) == want && (len(present) == 1 || present[1].Priority > present[0].Priority) {
-		return true, present[1:]
+// split reports whether one of the present routes that are not foreign is wanted and preferred to all
+// others of them. It returns the others, and the priority that the wanted route has or needs.
+func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route, priority int) {
+	own := slices.DeleteFunc(slices.Clone(present), func(r route) bool { return v.convert(r).Foreign })
+	slices.SortStableFunc(own, func(a, b route) int { return a.Priority - b.Priority })
+	if len(own) == 0 {
+		return false, nil, defaultPriority
 	}
-	return false, present
+	if first := own[0]; v.convert(first) == want && (len(own) == 1 || own[1].Priority > first.Priority) {
+		return true, own[1:], first.Priority
+	}
+	return false, own, min(defaultPriority, own[0].Priority-1)
 }
 
-// insert inserts a route.
-func (v *vpc) insert(ctx context.Context, want cloud.Route, priority int) error {
+// over reports whether one route less would not be enough for a further one: the quota is smaller than
+// the number of routes, which an operator may have caused. The default route may not count.
+func over(quota *cloud.QuotaError, all []route) bool {
+	n := 0
+	for _, r := range all {
+		if r.static() && r.Gateway == "" {
+			n++
+		}
+	}
+	return quota.Limit > 0 && n > quota.Limit
+}
+
+// exchange inserts r after a quota had no place for it: it deletes one of the old routes first. It chooses
+// one that leads to nowhere, or else to another target, so it never deletes the only route that is useful.
+// If the insertion fails nevertheless, it inserts the old one again. It returns the old routes that are
+// left. full is the error about the quota.
+func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (left []route, err error) {
+	i := slices.IndexFunc(old, func(o route) bool { return v.convert(o).Lost })
+	if i < 0 {
+		i = slices.IndexFunc(old, func(o route) bool { return o.target() != r.target() })
+	}
+	if i < 0 {
+		return old, full
+	}
+	former := old[i]
+	deleted := v.delete(ctx, []route{former})
+	if deleted != nil && !cloud.Transient(deleted) {
+		return old, deleted
+	}
+	// If there was no answer, the route may be gone all the same, so the new one must not wait.
+	err = v.insert(ctx, r)
+	if err == nil {
+		return slices.Delete(slices.Clone(old), i, i+1), nil
+	}
+	if !cloud.Transient(err) && deleted == nil && !v.convert(former).Lost {
+		if e := v.insert(ctx, former.written()); e != nil {
+			err = oneline.Join(err, fmt.Errorf("restore route %s: %w", former.Name, e))
+		}
+	}
+	return old, err
+}
+
+// wanted returns a route in the form of the API.
+func (v *vpc) wanted(want cloud.Route, priority int) route {
 	inside := v.networks[0]
 	for _, n := range v.networks {
 		if prefix.Contains(n, want.Dst) {
@@ -246,6 +303,11 @@ func (v *vpc) insert(ctx context.Context, want cloud.Route, priority int) error 
 		Network: project + "global/networks/" + v.table, Instance: project + instancePath(zone, name),
 	}
 	r.Name = r.name(v.cluster)
+	return r
+}
+
+// insert inserts a route.
+func (v *vpc) insert(ctx context.Context, r route) error {
 	err := v.api.change(ctx, v.api.at("routes.insert", http.MethodPost, "global/routes", r))
 	if quota, ok := errors.AsType[*cloud.QuotaError](err); ok {
 		return fmt.Errorf("routes.insert: %w", &cloud.QuotaError{Table: v.table, Limit: quota.Limit, Quota: quota.Quota})
@@ -269,11 +331,11 @@ func (v *vpc) delete(ctx context.Context, routes []route) error {
 
 // Remove implements cloud.Cloud.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
-	present, err := v.to(ctx, r.Dst)
+	all, err := v.list(ctx)
 	if err != nil {
 		return err
 	}
-	return v.delete(ctx, slices.DeleteFunc(present, func(have route) bool { return have.target() != r.Target || !have.belongsTo(v.cluster) }))
+	return v.delete(ctx, slices.DeleteFunc(leadingTo(r.Dst, all), func(have route) bool { return have.target() != r.Target || !have.belongsTo(v.cluster) }))
 }
 
 // Addresses implements cloud.Cloud. A host is an instance.

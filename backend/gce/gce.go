@@ -27,10 +27,14 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	if err != nil {
 		return nil, nil, err
 	}
+	at, err := findEndpoints()
+	if err != nil {
+		return nil, nil, err
+	}
 	calls := &cloud.Calls{}
 	v := &vpc{
 		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
-		connect: func(ctx context.Context) (*client, error) { return connect(ctx, calls) },
+		connect: func(ctx context.Context) (*client, error) { return connect(ctx, at, calls) },
 	}
 	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls}, warnings, nil
 }

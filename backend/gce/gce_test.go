@@ -7,12 +7,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -25,6 +27,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -43,10 +46,16 @@ const (
 // metadata service and the APIs are those of the test.
 func open(t *testing.T) *gcetest.Server {
 	t.Helper()
+	return openBehind(t, func(api http.Handler) http.Handler { return api })
+}
+
+// openBehind is like open, with something between this process and the APIs.
+func openBehind(t *testing.T, between func(api http.Handler) http.Handler) *gcetest.Server {
+	t.Helper()
 	s := gcetest.New()
 	s.AddInstance(1, own4, own6)
 	s.AddInstance(2, peer4)
-	api := serve(t, s)
+	api := serve(t, between(s))
 	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", api+"/compute/v1/")
 	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER", api)
 	t.Setenv("GCE_METADATA_HOST", strings.TrimPrefix(serve(t, s.Metadata("host-1")), "http://"))
@@ -66,6 +75,16 @@ func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 	b, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4, prefix.IPv6))
 	if err != nil || len(warnings) > 0 {
 		t.Fatalf("warnings %q, error %v", warnings, err)
+	}
+	// The server needs less time for an operation than Google.
+	v := b.(*backend.CloudBackend).Cloud.(*vpc)
+	connect := v.connect
+	v.connect = func(ctx context.Context) (*client, error) {
+		c, err := connect(ctx)
+		if err == nil {
+			c.poll = wait.Backoff{Least: 20 * time.Millisecond, Most: 100 * time.Millisecond}
+		}
+		return c, err
 	}
 	return b.(*backend.CloudBackend)
 }
@@ -126,6 +145,7 @@ func TestSuite(t *testing.T) {
 func testSuite(t *testing.T, lateQuota bool) {
 	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
 		s := open(t)
+		s.SetScopes("host-1", "cloud-platform") // without it the check cannot ask for permissions in the project
 		s.SetPageSize(1)
 		return cloudtest.Fixture{
 			Cloud: newBackend(t, `{"Type":"gce"}`).Cloud, Table: gcetest.Network, Peer: peer, PeerAddress: peer4,
@@ -183,6 +203,92 @@ func TestReplaceInAFullNetwork(t *testing.T) {
 	}
 }
 
+// failing makes the nth call with that method of routes fail, after which the others pass again.
+func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) http.Handler {
+	return func(api http.Handler) http.Handler {
+		n := 0
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.Method == method && strings.Contains(r.URL.Path, "/global/routes") {
+				if n++; n == nth {
+					fail(w, r)
+					return
+				}
+			}
+			api.ServeHTTP(w, r)
+		})
+	}
+}
+
+// TestFullNetworkKeepsRoutes has no place for a second route to the same destination, and cases in which
+// the place of another one would not help. A route that works must be there at the end.
+func TestFullNetworkKeepsRoutes(t *testing.T) {
+	refuse := func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, `{"error":{"message":"The resource is in use","errors":[{"reason":"resourceInUse"}]}}`, http.StatusBadRequest)
+	}
+	elsewhere := to("elsewhere", "flanneld cluster= network=10.5.0.0/16", 2, 1000)
+	for name, test := range map[string]struct {
+		routes  []gcetest.Route
+		quota   int
+		between func(http.Handler) http.Handler
+		err     string
+		left    []string // names of routes; empty means that of a new route
+	}{
+		"the new route is refused after the deletion": {[]gcetest.Route{elsewhere}, 1, failing(http.MethodPost, 2, refuse), "resourceInUse", []string{"elsewhere"}},
+		"the quota is far exceeded":                   {[]gcetest.Route{elsewhere, to("far", "", 2, 1000)}, 1, nil, "its limit of 1 routes", []string{"elsewhere", "far"}},
+		"only the useful route could go": {
+			[]gcetest.Route{to("self", "flanneld cluster= network=10.5.0.0/16", 1, 1000), to("by-hand", "", 1, 1000)}, 2, nil, "its limit of 2 routes", []string{"self", "by-hand"},
+		},
+		"a route to nowhere goes first": {
+			[]gcetest.Route{elsewhere, to("nowhere", "flanneld cluster= network=10.5.0.0/16", 9, 1000)}, 2, failing(http.MethodDelete, 2, refuse), "resourceInUse", []string{"elsewhere", ""},
+		},
+	} {
+		between := test.between
+		if between == nil {
+			between = func(api http.Handler) http.Handler { return api }
+		}
+		s := openBehind(t, between)
+		for _, r := range test.routes {
+			s.AddRoute(r)
+		}
+		s.SetQuota(test.quota, false)
+		c := joined(t, `{}`)
+		if err := c.Put(t.Context(), routeTo(self), true); err == nil || !strings.Contains(err.Error(), test.err) {
+			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+		var left []string
+		for _, r := range s.RoutesTo(gcetest.Network, dst) {
+			if !slices.ContainsFunc(test.routes, func(was gcetest.Route) bool { return was.Name == r.Name }) {
+				r.Name = ""
+			}
+			left = append(left, r.Name)
+		}
+		if !slices.Equal(left, test.left) {
+			t.Errorf("%s: the routes %q are left, want %q", name, left, test.left)
+		}
+		if s.Forwarding(gcetest.Network)[dst].Name == "" {
+			t.Errorf("%s: no route is left that works", name)
+		}
+	}
+}
+
+// TestLostAnswerInAFullNetwork loses the answer to the deletion that makes place. The new route must not
+// wait for another comparison.
+func TestLostAnswerInAFullNetwork(t *testing.T) {
+	var s *gcetest.Server
+	s = openBehind(t, failing(http.MethodDelete, 1, func(_ http.ResponseWriter, r *http.Request) {
+		s.ServeHTTP(httptest.NewRecorder(), r)
+		time.Sleep(50 * time.Millisecond) // the operation ends
+		panic(http.ErrAbortHandler)
+	}))
+	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
+	s.SetQuota(1, false)
+	c := joined(t, `{}`)
+	if err := c.Put(t.Context(), routeTo(self), true); err != nil {
+		t.Error(err)
+	}
+	expectOnly(t, s, 1)
+}
+
 // TestInterruptedReplacement ends between the insertion and the deletion. The next comparison
 // must end the work.
 func TestInterruptedReplacement(t *testing.T) {
@@ -227,12 +333,15 @@ func TestForeignRoutes(t *testing.T) {
 		"another program":          {to("kubernetes-1", "k8s-node-route", 2, 1000), `"k8s-node-route" belongs to another program`},
 		"a name like that of us":   {to("flannel-10-5-2-0-24", "", 2, 1000), "belongs to another program"},
 		"one that leads nowhere":   {to("x", "k8s-node-route", 9, 1000), ""},
-		"one with priority 0":      {to("x", "k8s-node-route", 9, 0), "has the priority 0"},
+		"nowhere with priority 0":  {to("x", "k8s-node-route", 9, 0), ""},
 		"preferred to one of ours": {to("x", "k8s-node-route", 2, 10), "belongs to another program"},
+		"equal to one of ours":     {to("x", "k8s-node-route", 2, 1000), "belongs to another program"},
+		"less than one of ours":    {to("x", "k8s-node-route", 2, 1001), ""},
+		"a long description":       {to("x", strings.Repeat("x", 2000), 2, 1000), "xx…\" belongs"},
 	} {
 		s := open(t)
 		c := joined(t, `{}`)
-		if strings.HasPrefix(name, "preferred") {
+		if strings.HasSuffix(name, "one of ours") {
 			if err := c.Put(t.Context(), routeTo(self), false); err != nil {
 				t.Fatal(err)
 			}
@@ -254,6 +363,87 @@ func TestForeignRoutes(t *testing.T) {
 		if left := s.RoutesTo(network, dst); len(left) != 1 || left[0].Name != test.route.Name {
 			t.Errorf("%s: %+v is left, want the route of the other", name, left)
 		}
+	}
+}
+
+// TestRivalsOfTheSameRoute expects that a route of another program has the same effect on a route that is
+// there and on one that is missing.
+func TestRivalsOfTheSameRoute(t *testing.T) {
+	for name, test := range map[string]struct {
+		route gcetest.Route
+		place bool // beside that of the other
+	}{
+		"preferred":           {to("x", "other", 2, 999), false},
+		"equal":               {to("x", "other", 2, 1000), false},
+		"less preferred":      {to("x", "other", 2, 1001), true},
+		"preferred, nowhere":  {to("x", "other", 9, 10), true},
+		"priority 0, nowhere": {to("x", "other", 9, 0), true},
+	} {
+		s := open(t)
+		c := joined(t, `{}`)
+		if err := c.Put(t.Context(), routeTo(self), false); err != nil {
+			t.Fatal(err)
+		}
+		s.AddRoute(test.route)
+		if there := slices.Contains(seen(t, c), routeTo(self)); there != test.place {
+			t.Errorf("%s: the route is there: %v, want %v", name, there, test.place)
+		}
+		for _, what := range []string{"there", "missing"} {
+			if err := c.Put(t.Context(), routeTo(self), true); (err == nil) != test.place {
+				t.Errorf("%s, and the route is %s: error %v", name, what, err)
+			}
+			s.DeleteRoutes(gcetest.Network, dst)
+			s.AddRoute(test.route)
+		}
+		if all := s.RoutesTo(gcetest.Network, dst); len(all) != 1 || all[0].Priority != test.route.Priority {
+			t.Errorf("%s: routes %+v", name, all)
+		}
+	}
+}
+
+// TestPriorityZero has a route that no other one can precede.
+func TestPriorityZero(t *testing.T) {
+	s := open(t)
+	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 0))
+	if err := joined(t, `{}`).Put(t.Context(), routeTo(self), true); err == nil || !strings.Contains(err.Error(), "has the priority 0, which no other route can precede") {
+		t.Errorf("error %v, want one about the priority", err)
+	}
+}
+
+// TestManyRoutes converts as many routes as the largest VPC networks have. The time must not grow with
+// the square of their number.
+func TestManyRoutes(t *testing.T) {
+	open(t)
+	v := joined(t, `{}`).(*vpc)
+	var all []route
+	for i := range 20_000 {
+		dst := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24)
+		r := route{Name: fmt.Sprint(i), Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: 1000, Type: "STATIC", Instance: "projects/p/zones/z/instances/i"}
+		r.Description = description("", netip.MustParsePrefix("10.0.0.0/8"))
+		if i%2 == 0 {
+			r.Description = "other"
+		}
+		all = append(all, r)
+	}
+	begin := time.Now()
+	table := v.tableOf(all)
+	if took := time.Since(begin); took > 5*time.Second || len(table.Routes) != len(all) {
+		t.Errorf("%d of %d routes in %s, want all of them in less than 5 s", len(table.Routes), len(all), took)
+	}
+}
+
+// TestInstanceThatCannotForward has a route to another instance without canIpForward. That is a fault of
+// the other host's configuration, which its own flanneld names, and no lost route.
+func TestInstanceThatCannotForward(t *testing.T) {
+	s := open(t)
+	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
+	s.SetForward("host-2", false)
+	c := joined(t, `{}`)
+	if got := seen(t, c); len(got) != 1 || got[0] != routeTo(peer) {
+		t.Errorf("routes %v, want one that is not lost", got)
+	}
+	if err := c.Put(t.Context(), routeTo(self), false); !errors.Is(err, cloud.ErrExists) {
+		t.Errorf("error %v, want ErrExists", err)
 	}
 }
 
@@ -310,6 +500,7 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 		"compute.networks.updatePolicy", "compute.globalOperations.get",
 	}
 	s := open(t)
+	s.SetScopes("host-1", "cloud-platform")
 	for _, p := range all {
 		s.Deny(p, true)
 	}
@@ -330,6 +521,36 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 	s.Deny("compute.routes.list", false)
 	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestScopes has instances with different access scopes. The scope that is sufficient for routes is not
+// sufficient to ask about permissions in the project, which the log says.
+func TestScopes(t *testing.T) {
+	for scope, want := range map[string]struct{ err, log string }{
+		"compute":          {"", `reason="projects.testIamPermissions: permission https://www.googleapis.com/auth/cloud-platform is missing`},
+		"cloud-platform":   {},
+		"compute.readonly": {"permission https://www.googleapis.com/auth/compute is missing", ""},
+	} {
+		s := open(t)
+		s.SetScopes("host-1", scope)
+		var out bytes.Buffer
+		ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&out))))
+		err := newBackend(t, `{}`).Cloud.Check(ctx)
+		if want.err == "" && err != nil || want.err != "" && (err == nil || !strings.Contains(err.Error(), want.err)) {
+			t.Errorf("%s: error %v, want %q", scope, err, want.err)
+		}
+		if got := out.String(); !strings.Contains(got, want.log) || want.log == "" && got != "" {
+			t.Errorf("%s: log %q, want %q", scope, got, want.log)
+		}
+	}
+	// A scope that is taken away from a running host.
+	s := open(t)
+	c := joined(t, `{}`)
+	s.SetScopes("host-1", "compute.readonly")
+	err := c.Put(t.Context(), routeTo(self), false)
+	if missing, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(missing.Permissions, []string{computeScope}) {
+		t.Errorf("error %v, want one about the scope", err)
 	}
 }
 
@@ -391,6 +612,95 @@ func TestLongOperation(t *testing.T) {
 	}
 	if err := c.Put(t.Context(), routeTo(peer), false); !errors.Is(err, cloud.ErrExists) {
 		t.Errorf("error %v, want ErrExists", err)
+	}
+}
+
+// TestPolls counts the looks at an operation that takes as long as one of Google.
+func TestPolls(t *testing.T) {
+	s := open(t)
+	s.SetDelay(2500 * time.Millisecond)
+	b, _, err := New([]byte(`{}`), backendtest.Env(1500, prefix.IPv4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := b.(*backend.CloudBackend).Cloud
+	if _, err := c.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Put(t.Context(), routeTo(self), false); err != nil {
+		t.Fatal(err)
+	}
+	polls := 0
+	for _, call := range s.Calls() {
+		if call.Name == "globalOperations.get" {
+			polls++
+		}
+	}
+	if polls < 1 || polls > 3 {
+		t.Errorf("%d looks at an operation of 2.5 s, want 1 to 3", polls)
+	}
+}
+
+// TestConnections expects that no connection to the metadata service stays open, because each change of
+// the configuration makes a new client.
+func TestConnections(t *testing.T) {
+	s := open(t)
+	var connected atomic.Int64
+	server := httptest.NewUnstartedServer(s.Metadata("host-1"))
+	server.Config.ConnState = func(_ net.Conn, state http.ConnState) {
+		switch state {
+		case http.StateNew:
+			connected.Add(1)
+		case http.StateClosed, http.StateHijacked:
+			connected.Add(-1)
+		}
+	}
+	server.Start()
+	t.Cleanup(server.Close)
+	t.Setenv("GCE_METADATA_HOST", strings.TrimPrefix(server.URL, "http://"))
+	for range 3 {
+		if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for deadline := time.Now().Add(5 * time.Second); connected.Load() > 0; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d connections are open, want none", connected.Load())
+		}
+	}
+}
+
+// TestEndpoints expects tokens to go to https servers, or to this host.
+func TestEndpoints(t *testing.T) {
+	for _, variable := range []string{"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER"} {
+		for url, ok := range map[string]bool{
+			"https://psc.example.org/compute/v1/": true, "http://127.0.0.1:8080/": true, "http://[::1]/": true, "http://localhost:1/": true,
+			"http://192.168.77.1/": false, "http://127.0.0.1.example.org/": false, "http://": false, "https:///": false, "ftp://127.0.0.1/": false, "compute": false, "http://user@10.0.0.1/": false,
+		} {
+			open(t)
+			t.Setenv(variable, url)
+			_, _, err := New([]byte(`{}`), backendtest.Env(1500, prefix.IPv4))
+			if ok && err != nil || !ok && (err == nil || !strings.Contains(err.Error(), variable+" is invalid: expected an https URL, or an http URL of this host")) {
+				t.Errorf("%s=%s: error %v", variable, url, err)
+			}
+		}
+	}
+}
+
+// TestMessagesAreOneLine has messages with line breaks and without an end, in answers and in operations.
+func TestMessagesAreOneLine(t *testing.T) {
+	long := `no\nplace \u001b[2J` + strings.Repeat("ü", 100_000)
+	answer := `{"error":{"code":400,"message":"` + long + `","errors":[{"reason":"` + long + `"}]}}`
+	operation := `{"name":"x","status":"DONE","httpErrorStatusCode":400,"error":{"errors":[{"code":"` + long + `","message":"` + long + `"}]}}`
+	for name, reply := range map[string]http.HandlerFunc{
+		"an answer":    func(w http.ResponseWriter, _ *http.Request) { http.Error(w, answer, http.StatusBadRequest) },
+		"an operation": func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, operation) },
+	} {
+		openBehind(t, failing(http.MethodPost, 1, reply))
+		err := joined(t, `{}`).Put(t.Context(), routeTo(self), false)
+		if err == nil || !strings.Contains(err.Error(), "no place") || strings.ContainsAny(err.Error(), "\n\x1b") || len(err.Error()) > 3*maxMessage {
+			t.Errorf("%s: error of %d bytes: %.400q, want one short line", name, len(err.Error()), err)
+		}
 	}
 }
 

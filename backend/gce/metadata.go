@@ -3,13 +3,13 @@
 package gce
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"os"
 	"path"
 	"slices"
@@ -19,15 +19,49 @@ import (
 	"cloud.google.com/go/compute/metadata"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
+// endpoints are the URLs of the APIs.
+type endpoints struct {
+	compute string
+	manager string // of the Resource Manager API
+}
+
+// findEndpoints returns the URLs of the APIs. The variables that replace them are those of gcloud.
+func findEndpoints() (endpoints, error) {
+	e := endpoints{"https://compute.googleapis.com/compute/v1/", "https://cloudresourcemanager.googleapis.com/"}
+	for _, variable := range []struct {
+		name string
+		to   *string
+	}{{"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", &e.compute}, {"CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER", &e.manager}} {
+		other := os.Getenv(variable.name)
+		if other == "" {
+			continue
+		}
+		if !confidential(other) {
+			return endpoints{}, fmt.Errorf("%s is invalid: expected an https URL, or an http URL of this host, because the token of the service account is sent there", variable.name)
+		}
+		*variable.to = other
+	}
+	return e, nil
+}
+
+// confidential reports whether other hosts cannot read what is sent to that URL.
+func confidential(text string) bool {
+	u, err := url.Parse(text)
+	if err != nil || u.Hostname() == "" {
+		return false
+	}
+	a, err := netip.ParseAddr(u.Hostname())
+	return u.Scheme == "https" || u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && a.IsLoopback())
+}
+
 // connect returns a client for the instance of this host.
-func connect(ctx context.Context, calls *cloud.Calls) (*client, error) {
+func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
 	c := &client{
-		http: &http.Client{Timeout: callTimeout, CheckRedirect: noRedirect}, calls: calls,
-		// The variables are those of gcloud.
-		compute: cmp.Or(os.Getenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"), "https://compute.googleapis.com/compute/v1/"),
-		manager: cmp.Or(os.Getenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER"), "https://cloudresourcemanager.googleapis.com/"),
+		endpoints: at, http: &http.Client{Timeout: callTimeout, CheckRedirect: noRedirect}, calls: calls,
+		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
 	}
 	for _, value := range []struct {
 		path string
@@ -56,7 +90,8 @@ type identity struct {
 // read returns a value of the metadata service.
 func (i *identity) read(ctx context.Context, name string) (string, error) {
 	if i.service == nil {
-		i.service = metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{}}) // without a proxy
+		// Without a proxy. A connection that is kept would outlive this client, and be used once in a resync period.
+		i.service = metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 	}
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -111,17 +146,26 @@ func (i *identity) checkScopes(ctx context.Context) error {
 	if err != nil {
 		return withoutAccount(err)
 	}
-	for scope := range strings.FieldsSeq(text) {
-		if slices.Contains(scopes(), scope) {
+	for have := range strings.FieldsSeq(text) {
+		if have == computeScope || have == platformScope {
 			return nil
 		}
 	}
-	return &cloud.MissingError{Permissions: scopes()[:1], Page: page}
+	return &cloud.MissingError{Permissions: []string{computeScope}, Page: page}
 }
 
-// scopes returns the access scopes of which the instance needs one.
-func scopes() []string {
-	return []string{"https://www.googleapis.com/auth/compute", "https://www.googleapis.com/auth/cloud-platform"}
+// The access scopes of the APIs. That of the platform includes the other one.
+const (
+	computeScope  = "https://www.googleapis.com/auth/compute"
+	platformScope = "https://www.googleapis.com/auth/cloud-platform"
+)
+
+// scope returns the least access scope for the call with that name.
+func scope(name string) string {
+	if strings.HasPrefix(name, "projects.") {
+		return platformScope
+	}
+	return computeScope
 }
 
 // networkInterface is a network interface of the instance.

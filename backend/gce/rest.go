@@ -4,6 +4,7 @@ package gce
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -15,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -29,19 +31,23 @@ const (
 	page             = "Documentation/backends/gce.md"
 )
 
-// The pauses between two looks at an operation. Most operations of routes take some seconds.
+// The pauses between two looks at an operation. Most operations of routes take some seconds, and all
+// hosts of a project share its quota of looks.
 const (
-	leastPoll = 100 * time.Millisecond
-	mostPoll  = 4 * time.Second
+	leastPoll = time.Second
+	mostPoll  = 3 * time.Second
 )
+
+// maxMessage is the number of bytes of a message of an API that are shown.
+const maxMessage = 300
 
 // client makes calls of the Compute API for the instance of this host.
 type client struct {
 	identity
+	endpoints
 	http     *http.Client
 	calls    *cloud.Calls
-	compute  string // URL
-	manager  string // URL of the Resource Manager API
+	poll     wait.Backoff // the pauses between two looks at an operation
 	project  string
 	number   string // of the project
 	zone     string
@@ -139,7 +145,7 @@ func (c *client) change(ctx context.Context, r request) error {
 	if err := c.call(ctx, r, &op); err != nil {
 		return err
 	}
-	pauses := wait.Backoff{Least: leastPoll, Most: mostPoll}
+	pauses := c.poll
 	for op.Status != "DONE" {
 		if pauses.Wait(ctx, 0) != nil {
 			return fmt.Errorf("%s: %w: operation %s has not ended", r.name, cloud.ErrUnavailable, op.Name)
@@ -152,7 +158,7 @@ func (c *client) change(ctx context.Context, r request) error {
 		return nil
 	}
 	first := op.Error.Errors[0]
-	return fmt.Errorf("%s: %w", r.name, classify(r.name, &apiError{Status: op.Code, Reason: first.Code, Message: first.Message}))
+	return fmt.Errorf("%s: %w", r.name, classify(r.name, newAPIError(op.Code, first.Code, first.Message)))
 }
 
 // apiError is an error of a Google API.
@@ -164,6 +170,19 @@ type apiError struct {
 
 // Error implements error.
 func (e *apiError) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.Reason, e.Message) }
+
+// newAPIError returns an error with the words of the API in one line of limited length.
+func newAPIError(status int, reason, message string) *apiError {
+	return &apiError{Status: status, Reason: short(reason), Message: short(message)}
+}
+
+// short returns text of the API as one line of limited length.
+func short(text string) string {
+	if len(text) > maxMessage {
+		text = strings.ToValidUTF8(text[:maxMessage], "") + "…"
+	}
+	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
+}
 
 // isStatus reports whether err is an error of a Google API with that HTTP status.
 func isStatus(err error, status int) bool {
@@ -185,23 +204,17 @@ func decodeError(status int, text []byte) *apiError {
 			} `json:"details"`
 		} `json:"error"`
 	}
-	e := &apiError{Status: status, Reason: http.StatusText(status)}
 	if json.Unmarshal(text, &answer) != nil || answer.Error.Message == "" {
-		return e
+		return newAPIError(status, http.StatusText(status), "")
 	}
-	e.Message = strings.Join(strings.Fields(answer.Error.Message), " ")
-	for _, d := range answer.Error.Details {
-		if d.Reason != "" {
-			e.Reason = d.Reason
-			return e
-		}
-	}
+	reason := cmp.Or(answer.Error.Status, http.StatusText(status))
 	if len(answer.Error.Errors) > 0 {
-		e.Reason = answer.Error.Errors[0].Reason
-	} else if answer.Error.Status != "" {
-		e.Reason = answer.Error.Status
+		reason = answer.Error.Errors[0].Reason
 	}
-	return e
+	for _, d := range slices.Backward(answer.Error.Details) {
+		reason = cmp.Or(d.Reason, reason)
+	}
+	return newAPIError(status, reason, answer.Error.Message)
 }
 
 // classify returns the error that e means for the call with that name.
@@ -215,7 +228,7 @@ func classify(name string, e *apiError) error {
 	case is("resourceNotReady", "RESOURCE_NOT_READY") || e.Status >= http.StatusInternalServerError:
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
 	case is("insufficientPermissions", "ACCESS_TOKEN_SCOPE_INSUFFICIENT"):
-		return &cloud.MissingError{Permissions: scopes()[:1], Page: page}
+		return &cloud.MissingError{Permissions: []string{scope(name)}, Page: page}
 	case is("forbidden", "PERMISSION_DENIED", "IAM_PERMISSION_DENIED", "PERMISSIONS_ERROR"):
 		return &cloud.MissingError{Permissions: []string{permission(name, e.Message)}, Page: page}
 	}

@@ -65,9 +65,12 @@ func (r route) static() bool {
 	return r.Type == "STATIC" || r.Type == "" && r.LocalNet == "" && r.Peering == "" && r.Hub == ""
 }
 
-// lost reports whether the API warns that the next hop gets no packets.
+// lost reports whether the API warns that the next hop gets no packets. An instance that cannot forward
+// them is no lost one: its own flanneld names that fault of its configuration.
 func (r route) lost() bool {
-	return slices.ContainsFunc(r.Warnings, func(w warning) bool { return strings.HasPrefix(w.Code, "NEXT_HOP_") })
+	return slices.ContainsFunc(r.Warnings, func(w warning) bool {
+		return strings.HasPrefix(w.Code, "NEXT_HOP_") && w.Code != "NEXT_HOP_CANNOT_IP_FORWARD"
+	})
 }
 
 // dst returns the destination, or an invalid prefix.
@@ -104,6 +107,11 @@ func flannelName(dst netip.Prefix) string {
 func (r route) name(cluster string) string {
 	sum := sha256.Sum256([]byte(strings.Join([]string{r.Network, cluster, r.Instance, strconv.Itoa(r.Priority)}, " ")))
 	return flannelName(r.dst()) + "-" + hex.EncodeToString(sum[:4])
+}
+
+// written returns the fields of r that a call may write.
+func (r route) written() route {
+	return route{Name: r.Name, Description: r.Description, Network: r.Network, DestRange: r.DestRange, Priority: r.Priority, Instance: r.Instance}
 }
 
 // convert returns r as a route of table. A route that does not belong to the cluster is foreign,

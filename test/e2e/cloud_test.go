@@ -59,7 +59,7 @@ type cloudBed struct {
 
 const (
 	metadataAddress = "127.0.0.1:8169"
-	apiPort         = "8443"
+	apiAddress      = "127.0.0.1:8443" // daemons send tokens to other hosts only by https
 )
 
 // newCloudBed builds a cloud with as many instances as hosts. It starts no daemons.
@@ -67,11 +67,11 @@ func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backendType 
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, fmt.Sprintf(`{"Type":%q}`, backendType))
 	v := &cloudBed{Lab: l, testCloud: c, t: t}
-	v.serve(l.Underlay(), v.apiAddress(), c)
 	for i, h := range l.Hosts() {
 		now := &atomic.Pointer[http.Handler]{}
 		v.metadata = append(v.metadata, now)
 		v.setInstance(i+1, i+1)
+		v.serve(h.Namespace, apiAddress, c)
 		v.serve(h.Namespace, metadataAddress, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			(*now.Load()).ServeHTTP(w, r)
 		}))
@@ -81,10 +81,6 @@ func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backendType 
 	go func() { defer close(done); v.route(ctx) }()
 	t.Cleanup(func() { cancel(); <-done })
 	return v
-}
-
-func (v *cloudBed) apiAddress() string {
-	return v.RouterAddr(prefix.IPv4).String() + ":" + apiPort
 }
 
 func (v *cloudBed) serve(n *lab.Namespace, address string, h http.Handler) {
@@ -109,7 +105,7 @@ func (v *cloudBed) setInstance(host, number int) {
 }
 
 func (v *cloudBed) options() lab.FlanneldOptions {
-	return lab.FlanneldOptions{Args: []string{"--resync=2s"}, Env: v.env(v.apiAddress())}
+	return lab.FlanneldOptions{Args: []string{"--resync=2s"}, Env: v.env(apiAddress)}
 }
 
 // route makes the router follow the table until ctx ends. From restricted instances it takes only

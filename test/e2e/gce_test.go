@@ -28,7 +28,9 @@ func newGCE(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, gce) 
 }
 
 func (g gce) add(number, _ int, addresses []netip.Addr) http.Handler {
-	return g.Metadata(g.AddInstance(number, addresses...).Name)
+	name := g.AddInstance(number, addresses...).Name
+	g.SetScopes(name, "cloud-platform") // with it a new host can check its permissions in the project
+	return g.Metadata(name)
 }
 
 func (g gce) end(number int) { g.Delete(fmt.Sprintf("host-%d", number)) }

@@ -16,6 +16,8 @@ import (
 	"time"
 )
 
+const root = "https://www.googleapis.com/compute/v1/" // of all URLs of resources
+
 // failure is an error of a Google API.
 type failure struct {
 	status          int
@@ -93,13 +95,32 @@ func permissions(name string) []string {
 	}[name]
 }
 
+// scopes returns the access scopes of which a call needs one, without the part that all of them begin with.
+func scopes(r *http.Request, name string) []string {
+	switch {
+	case name == "projects.testIamPermissions":
+		return []string{"cloud-platform", "cloudplatformprojects", "cloudplatformprojects.readonly"}
+	case r.Method == http.MethodGet || name == "instances.testIamPermissions":
+		return []string{"cloud-platform", "compute", "compute.readonly"}
+	}
+	return []string{"cloud-platform", "compute"}
+}
+
+// mayCall reports whether the token of the instance has an access scope for a call.
+func (i Instance) mayCall(r *http.Request, name string) bool {
+	return slices.ContainsFunc(scopes(r, name), func(scope string) bool { return slices.Contains(i.Scopes, Scope+scope) })
+}
+
 // answer returns the answer to a call.
 func (s *Server) answer(r *http.Request, name string, parts []string) (any, *failure) {
+	caller, valid := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer "+s.bearer(""))
 	switch {
 	case s.away:
 		return nil, failed(http.StatusServiceUnavailable, "backendError", "The service is currently unavailable.")
-	case r.Header.Get("Authorization") != "Bearer "+s.bearer():
+	case !valid:
 		return nil, failed(http.StatusUnauthorized, "authError", "Request had invalid authentication credentials.")
+	case name != "" && !s.instances[caller].mayCall(r, name):
+		return nil, failed(http.StatusForbidden, "insufficientPermissions", "Request had insufficient authentication scopes.")
 	case name == "":
 		return nil, failed(http.StatusNotFound, "notFound", "%s %s was not found", r.Method, r.URL.Path)
 	case s.throttled > 0:
@@ -149,7 +170,7 @@ func (s *Server) getInstance(name string) (any, *failure) {
 	if !ok {
 		return nil, failed(http.StatusNotFound, "notFound", "The resource '%s' was not found", Instance{Name: name}.url())
 	}
-	n := map[string]any{"name": "nic0", "network": "https://www.googleapis.com/compute/v1/" + NetworkURL(i.Network)}
+	n := map[string]any{"name": "nic0", "network": root + NetworkURL(i.Network)}
 	for _, a := range i.Addresses {
 		n[map[bool]string{true: "networkIP", false: "ipv6Address"}[a.Is4()]] = a.String()
 	}
@@ -182,7 +203,7 @@ func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
 	}
 	for _, route := range s.routes {
-		ok, err := regexp.MatchString("^("+f[1]+")$", "https://www.googleapis.com/compute/v1/"+route.Network)
+		ok, err := regexp.MatchString("^("+f[1]+")$", root+route.Network)
 		if err != nil {
 			return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
 		}
@@ -195,7 +216,7 @@ func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 		}
 		for _, url := range []*string{&route.Network, &route.Instance, &route.Gateway, &route.LocalNet} {
 			if *url != "" {
-				*url = "https://www.googleapis.com/compute/v1/" + *url
+				*url = root + *url
 			}
 		}
 		matching = append(matching, route)
@@ -219,6 +240,9 @@ func (s *Server) insert(r *http.Request) (any, *failure) {
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(&route); err != nil {
 		return nil, failed(http.StatusBadRequest, "badRequest", "%v", err)
+	}
+	for _, url := range []*string{&route.Network, &route.Instance} {
+		*url = strings.TrimPrefix(*url, root)
 	}
 	dst, err := netip.ParsePrefix(route.DestRange)
 	target, exists := s.instances[path.Base(route.Instance)]

@@ -27,6 +27,9 @@ const (
 	Network = "network-a"
 )
 
+// Scope is the beginning of all access scopes.
+const Scope = "https://www.googleapis.com/auth/"
+
 // NetworkRange is the range of a subnetwork of the VPC network.
 func NetworkRange() netip.Prefix { return netip.MustParsePrefix("192.168.0.0/16") }
 
@@ -37,7 +40,7 @@ type Instance struct {
 	Addresses    []netip.Addr
 	CanIPForward bool
 	Stopped      bool
-	Scopes       []string // access scopes; nil means that there is no service account
+	Scopes       []string // access scopes, which the server enforces; nil means that there is no service account
 }
 
 // Target returns the target of routes to the instance, as flanneld shows it.
@@ -204,7 +207,7 @@ func (s *Server) warning(r Route) string {
 func (s *Server) AddInstance(n int, addresses ...netip.Addr) Instance {
 	i := Instance{
 		Name: fmt.Sprintf("host-%d", n), Network: Network, Addresses: addresses, CanIPForward: true,
-		Scopes: []string{"https://www.googleapis.com/auth/compute", "https://www.googleapis.com/auth/logging.write"},
+		Scopes: []string{Scope + "compute", Scope + "logging.write"},
 	}
 	s.SetInstance(i)
 	return i
@@ -221,6 +224,18 @@ func (s *Server) SetForward(name string, can bool) {
 	s.change(func() {
 		i := s.instances[name]
 		i.CanIPForward = can
+		s.instances[name] = i
+	})
+}
+
+// SetScopes replaces the access scopes of an instance. They are named without their beginning.
+func (s *Server) SetScopes(name string, scopes ...string) {
+	s.change(func() {
+		i := s.instances[name]
+		i.Scopes = nil
+		for _, scope := range scopes {
+			i.Scopes = append(i.Scopes, Scope+scope)
+		}
 		s.instances[name] = i
 	})
 }

@@ -33,7 +33,7 @@ func (s *Server) Metadata(name string) http.Handler {
 		}
 		if i.Scopes != nil {
 			values["instance/service-accounts/default/scopes"] = strings.Join(i.Scopes, "\n")
-			values["instance/service-accounts/default/token"] = fmt.Sprintf(`{"access_token":%q,"expires_in":3599,"token_type":"Bearer"}`, s.bearer())
+			values["instance/service-accounts/default/token"] = fmt.Sprintf(`{"access_token":%q,"expires_in":3599,"token_type":"Bearer"}`, s.bearer(name))
 		}
 		value, ok := values[strings.TrimPrefix(r.URL.Path, "/computeMetadata/v1/")]
 		if !ok {
@@ -44,8 +44,10 @@ func (s *Server) Metadata(name string) http.Handler {
 	})
 }
 
-// bearer returns the valid token.
-func (s *Server) bearer() string { return fmt.Sprint(Token, s.token) }
+// bearer returns the valid token of an instance.
+func (s *Server) bearer(instance string) string {
+	return fmt.Sprintf("%s%d-%s", Token, s.token, instance)
+}
 
 // interfaces returns the network interface in the form of the metadata service. A VPC network of
 // another project contains its number and a slash.
