@@ -289,7 +289,11 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
 			return err
 		}
-		return v.api.call(ctx, "CreateRoute", params, nil)
+		err = v.api.call(ctx, "CreateRoute", params, nil)
+		if isCode(err, "RouteAlreadyExists") { // ReplaceRoute did not see it yet, for example after a lost answer
+			return fmt.Errorf("%w about this route yet: %w", cloud.ErrUnavailable, err)
+		}
+		return err
 	}
 	err := v.api.call(ctx, "CreateRoute", params, nil)
 	if isCode(err, "RouteAlreadyExists") {

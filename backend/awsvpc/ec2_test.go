@@ -7,11 +7,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -69,11 +71,16 @@ func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 func TestSuite(t *testing.T) {
 	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
 		s := open(t)
+		api, lose := cloudtest.LoseAnswers(s, func(_, body string) bool {
+			return regexp.MustCompile(`Action=(Create|Replace|Delete)Route&`).MatchString(body)
+		})
+		t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, api))
 		return cloudtest.Fixture{
 			Cloud: newBackend(t, `{"Type":"aws-vpc"}`).Cloud, Table: ec2test.MainTable, Peer: "eni-2", PeerAddress: peer4,
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(ec2test.MainTable, dst) },
 			EndPeer:      func() { s.Terminate("i-2") },
 			SetQuota:     s.SetQuota,
+			LoseAnswer:   lose,
 			Deny:         func() { s.Deny("CreateRoute", true) },
 			Throttle:     s.Throttle,
 			SetAway:      s.SetAway,
@@ -299,6 +306,39 @@ func TestRedirect(t *testing.T) {
 	err := newBackend(t, `{}`).Cloud.Check(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "307") || len(s.Calls()) > 0 {
 		t.Errorf("error %v, calls %v, want none and an error with the status", err, s.Calls())
+	}
+}
+
+// TestReplacementDoesNotSeeTheRoute has a route that ReplaceRoute does not see yet, as after a call whose
+// answer was lost. The call must be repeated soon.
+func TestReplacementDoesNotSeeTheRoute(t *testing.T) {
+	s := open(t)
+	hidden := 1
+	t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		if strings.Contains(string(body), "Action=ReplaceRoute&") && hidden > 0 {
+			hidden--
+			w.WriteHeader(http.StatusBadRequest)
+			fmt.Fprint(w, "<Response><Errors><Error><Code>InvalidRoute.NotFound</Code><Message>no route</Message></Error></Errors></Response>")
+			return
+		}
+		r.Body = io.NopCloser(bytes.NewReader(body))
+		s.ServeHTTP(w, r)
+	})))
+	c := newBackend(t, `{}`).Cloud
+	self, err := c.Join(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := cloud.Route{Table: ec2test.MainTable, Dst: netip.MustParsePrefix("10.5.1.0/24"), Target: self, ByCall: true}
+	if err := c.Put(t.Context(), r, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Put(t.Context(), r, true); !errors.Is(err, cloud.ErrUnavailable) {
+		t.Errorf("error %v, want ErrUnavailable", err)
+	}
+	if err := c.Put(t.Context(), r, true); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -144,7 +144,11 @@ func TestSuite(t *testing.T) {
 
 func testSuite(t *testing.T, lateQuota bool) {
 	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
-		s := open(t)
+		var lose func()
+		s := openBehind(t, func(api http.Handler) http.Handler {
+			api, lose = cloudtest.LoseAnswers(api, func(method, _ string) bool { return method == http.MethodPost || method == http.MethodDelete })
+			return api
+		})
 		s.SetScopes("host-1", "cloud-platform") // without it the check cannot ask for permissions in the project
 		s.SetPageSize(1)
 		return cloudtest.Fixture{
@@ -153,6 +157,7 @@ func testSuite(t *testing.T, lateQuota bool) {
 			EndPeer:      func() { s.Delete("host-2") },
 			SetQuota:     func(n int) { s.SetQuota(n, lateQuota) },
 			Deny:         func() { s.Deny("compute.routes.create", true) },
+			LoseAnswer:   lose,
 			Throttle:     s.Throttle,
 			SetAway:      s.SetAway,
 			Gaps:         s.Gaps,

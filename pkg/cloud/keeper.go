@@ -36,8 +36,16 @@ const (
 	mostLostGrace = time.Minute
 )
 
-// mostRemovals limits the removals of one comparison, which the own routes wait for.
-const mostRemovals = 20
+// The own routes wait for the removals of a comparison, so these are limited by number and time.
+const (
+	mostRemovals = 20 // routes that are looked at
+	removalTime  = time.Minute
+)
+
+// mostLook is the greatest pause between two looks at the target of a route without a lease that may not
+// be removed. The pause begins with the resync period and doubles: a look may take a call for each
+// target, and such routes may stay for years.
+const mostLook = 6 * time.Hour
 
 // leastLasting is the first pause after an error that needs an operator. The pause doubles up to
 // the resync period, because each host may have the same error.
@@ -81,9 +89,9 @@ type Keeper struct {
 	first   chan struct{} // closed after the first comparison
 	factor  float64       // of the grace periods
 	confirm wait.Backoff
-	lasting wait.Backoff        // after errors that are not transient
-	idle    map[Route]time.Time // routes that no lease needs, and since when that is known
-	right   map[Route]bool      // routes to the own subnets that the last reading has shown
+	lasting wait.Backoff    // after errors that are not transient
+	idle    map[Route]*idle // routes that no lease needs
+	right   map[Route]bool  // routes to the own subnets that the last reading has shown
 
 	mu       sync.Mutex
 	peers    Peers
@@ -91,6 +99,14 @@ type Keeper struct {
 	report   Report
 	repaired int
 	err      error
+}
+
+// idle is what is known of a route that no lease needs.
+type idle struct {
+	since  time.Time // when that became known
+	looked time.Time // the last look at its target
+	next   time.Time // before that there is no further look
+	pause  wait.Backoff
 }
 
 // NewKeeper returns a Keeper. The caller runs it.
@@ -310,24 +326,26 @@ func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration
 		k.idle = nil
 		return 0, nil
 	}
-	now, idle := time.Now(), map[Route]time.Time{}
+	now, before := time.Now(), k.idle
+	k.idle = map[Route]*idle{}
 	var due []Route
 	for _, r := range k.leaseless(tables, hosts) {
-		since, ok := k.idle[r]
-		if !ok || since.Before(known) {
-			since = now
+		one := before[r]
+		if one == nil || one.since.Before(known) {
+			one = &idle{since: now, pause: wait.Backoff{Least: k.Resync, Most: max(mostLook, k.Resync)}}
 		}
-		idle[r] = since
-		if rest := k.grace(r) - now.Sub(since); rest > 0 {
+		k.idle[r] = one
+		if rest := k.grace(r) - now.Sub(one.since); rest > 0 {
 			again = earlier(again, rest)
-		} else {
+		} else if !one.next.After(now) { // a further look causes no comparison of its own
 			due = append(due, r)
 		}
 	}
-	k.idle = idle
 	if len(due) == 0 {
 		return again, nil
 	}
+	// Those whose removal has failed must not keep others from being removed.
+	slices.SortStableFunc(due, func(a, b Route) int { return k.idle[a].looked.Compare(k.idle[b].looked) })
 	more, err := k.remove(ctx, tables, due)
 	if more {
 		again = earlier(again, k.confirm.Least)
@@ -363,33 +381,33 @@ func leased(hosts []Host, dst netip.Prefix) bool {
 // remove removes those of the routes in due that do not lead to a host with a lease, and reports
 // whether there are more of them. It updates tables.
 func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more bool, err error) {
-	var targets []string
-	for _, r := range due {
-		if !r.Lost && !slices.Contains(targets, r.Target) {
-			targets = append(targets, r.Target)
-		}
+	ctx, cancel := context.WithTimeout(ctx, removalTime)
+	defer cancel()
+	if len(due) > mostRemovals {
+		due, more = due[:mostRemovals], true
 	}
-	addresses := map[string][]netip.Addr{}
-	if len(targets) > 0 {
-		if addresses, err = k.Cloud.Addresses(ctx, targets); err != nil {
-			return false, fmt.Errorf("find the hosts of routes without a lease: %w", err)
-		}
+	addresses, err := k.addresses(ctx, due)
+	if err != nil {
+		return false, fmt.Errorf("find the hosts of routes without a lease: %w", err)
 	}
 	var errs []error
-	removed := 0
 	for _, r := range due {
 		hosts, known := k.hosts() // a call takes time
 		if known.IsZero() {
 			break
 		}
+		if ctx.Err() != nil {
+			more = true
+			break
+		}
+		one := k.idle[r]
+		one.looked = time.Now()
 		present := func(a netip.Addr) bool {
 			return slices.ContainsFunc(hosts, func(h Host) bool { return slices.Contains(h.Addresses, a) })
 		}
 		if leased(hosts, r.Dst) || len(hostless([]Route{r}, addresses, present)) == 0 {
+			one.next = one.looked.Add(one.pause.Next())
 			continue
-		}
-		if more = removed+len(errs) == mostRemovals; more {
-			break
 		}
 		if err := k.Cloud.Remove(ctx, r); err != nil {
 			errs = append(errs, fmt.Errorf("remove route %s: %w", r, err))
@@ -398,7 +416,6 @@ func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more 
 			}
 			continue
 		}
-		removed++
 		klog.FromContext(ctx).Info("removed a route of the cloud whose lease and host are gone", "route", r.String())
 		delete(k.idle, r)
 		for i := range tables {
@@ -406,4 +423,18 @@ func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more 
 		}
 	}
 	return more && len(errs) == 0, oneline.Join(errs...)
+}
+
+// addresses returns the addresses of the hosts to which routes lead.
+func (k *Keeper) addresses(ctx context.Context, routes []Route) (map[string][]netip.Addr, error) {
+	var targets []string
+	for _, r := range routes {
+		if !r.Lost && !slices.Contains(targets, r.Target) {
+			targets = append(targets, r.Target)
+		}
+	}
+	if len(targets) == 0 {
+		return nil, nil
+	}
+	return k.Cloud.Addresses(ctx, targets)
 }

@@ -342,6 +342,77 @@ func TestManyRemovals(t *testing.T) {
 	}, routes...)
 }
 
+// TestLooksAtRest has many routes without a lease that may not be removed: they lead to a host with a lease,
+// and to targets of which nothing is known. The keeper must not ask for them again and again.
+func TestLooksAtRest(t *testing.T) {
+	routes := []cloud.Route{routeTo(1, 1)}
+	for n := 100; n < 200; n++ {
+		r := routeTo(n, 2)
+		if n%2 == 0 {
+			r.Target = fmt.Sprintf("gateway-%d", n)
+		}
+		routes = append(routes, r)
+	}
+	run(t, func(b *bed) {
+		b.Do(func() {
+			for _, r := range routes[1:] {
+				if r.Target != target(2) {
+					b.Hosts[r.Target] = nil
+				}
+			}
+		})
+		b.answer(2)
+		b.after(time.Hour) // any grace period
+		looks, before := 0, b.compared()
+		b.Do(func() { looks = b.Looks })
+		if before > 30 {
+			b.Errorf("%d comparisons in an hour, want few", before)
+		}
+		b.after(7 * 24 * time.Hour)
+		b.Do(func() { looks = b.Looks - looks })
+		if most := 60 * 7 * 24 / 3; looks > most || looks < 51 {
+			b.Errorf("%d targets were looked at in a week, want at most %d, and all of them sometimes", looks, most)
+		}
+		if n := b.compared() - before; n > 7*24*20 {
+			b.Errorf("%d comparisons in a week", n)
+		}
+		// A host that goes is noticed all the same.
+		b.answer()
+		b.after(8 * time.Hour)
+		for _, r := range routes[1:] {
+			b.Do(func() {
+				if there := slices.Contains(b.Tabs[0].Routes, r); there != (r.Target != target(2)) {
+					b.Errorf("route %s is there: %v", r, there)
+				}
+			})
+		}
+	}, slices.Clone(routes)...)
+}
+
+// TestSlowRemovals has a cloud whose removals take long. The own route must not wait for all of them.
+func TestSlowRemovals(t *testing.T) {
+	routes := []cloud.Route{routeTo(1, 1)}
+	for n := 100; n < 119; n++ {
+		routes = append(routes, routeTo(n, n))
+	}
+	run(t, func(b *bed) {
+		b.Slow = 25 * time.Second
+		b.answer()
+		for len(b.writes()) == 0 { // until it removes
+			b.after(time.Second)
+		}
+		b.deleteOwn()
+		b.after(2 * time.Minute)
+		b.Do(func() {
+			if !slices.Contains(b.Tabs[0].Routes, routeTo(1, 1)) {
+				b.Error("the own route waits for the removals")
+			}
+		})
+		b.hour()
+		b.expectRoutes("after an hour", routeTo(1, 1))
+	}, routes...)
+}
+
 // TestRemovalIsDenied has a host that may not remove routes. It must not try often.
 func TestRemovalIsDenied(t *testing.T) {
 	run(t, func(b *bed) {

@@ -35,6 +35,8 @@ type Fixture struct {
 	Throttle func(calls int)
 	// SetAway makes the cloud unavailable, or available again.
 	SetAway func(bool)
+	// LoseAnswer makes the next call that changes a route work, and loses its answer.
+	LoseAnswer func()
 	// Gaps counts how often the table was without a route that it had before, except by
 	// Remove and DeleteByHand.
 	Gaps func() int
@@ -56,6 +58,7 @@ func Run(t *testing.T, open func(t *testing.T) Fixture) {
 		{"a missing right is named before it is needed", testDenied},
 		{"a throttled call is repeated", testThrottled},
 		{"an outage may end by itself", testAway},
+		{"a call whose answer was lost does no harm", testLostAnswer},
 	} {
 		t.Run(test.name, func(t *testing.T) { test.run(t, open(t)) })
 	}
@@ -256,5 +259,40 @@ func testAway(t *testing.T, f Fixture) {
 	f.SetAway(false)
 	if err := f.Cloud.Check(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+func testLostAnswer(t *testing.T, f Fixture) {
+	self := join(t, f)
+	dst, other := subnets()
+	// call makes a call whose answer is lost, and repeats it as the keeper does.
+	call := func(make func() error) {
+		t.Helper()
+		f.LoseAnswer()
+		for deadline := time.Now().Add(10 * time.Second); ; <-time.After(100 * time.Millisecond) {
+			err := make()
+			if err == nil {
+				return
+			}
+			if !cloud.Transient(err) || time.Now().After(deadline) {
+				t.Fatalf("error %v, want one that ends by itself", err)
+			}
+		}
+	}
+	for _, step := range []struct {
+		dst    netip.Prefix
+		target string
+	}{{other, self}, {dst, f.Peer}, {dst, self}, {dst, f.Peer}} {
+		call(func() error { return f.Cloud.Put(t.Context(), route(f, step.dst, step.target), true) })
+		if r, ok := find(t, f, step.dst); !ok || r.Target != step.target {
+			t.Errorf("found %v (%v), want one route to %s", r, ok, step.target)
+		}
+	}
+	if gaps := f.Gaps(); gaps > 0 {
+		t.Errorf("the table was %d times without the route", gaps)
+	}
+	call(func() error { return f.Cloud.Remove(t.Context(), route(f, dst, f.Peer)) })
+	if r, ok := find(t, f, dst); ok {
+		t.Errorf("%s exists after it was removed", r)
 	}
 }

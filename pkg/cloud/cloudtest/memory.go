@@ -7,9 +7,11 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Memory is a Cloud in memory, for tests of its users. It passes the suite. Tests use its fields
@@ -22,10 +24,13 @@ type Memory struct {
 	Hosts     map[string][]netip.Addr // addresses of the hosts that exist, by target
 	Quota     int                     // routes of one family in a table; 0 means no limit
 	Fails     error                   // result of all calls, if not nil
+	Lost      int                     // the next changes whose answers are lost
 	Throttled int                     // the next calls that are refused because there were too many
 	Denied    map[string]bool         // put, remove or read
 	Writes    []string                // the calls that have changed something
 	Compared  int                     // calls of Tables
+	Looks     int                     // targets that were asked for by Addresses
+	Slow      time.Duration           // that Remove takes
 	Appears   func()                  // called by Put before it looks at the table; may be nil
 	Removed   func(left int)          // called by Remove with the number of routes in the table; may be nil
 }
@@ -49,6 +54,15 @@ func (m *Memory) fail(right string) error {
 		return &cloud.MissingError{Permissions: []string{"memory:" + right}, Page: "page.md"}
 	}
 	return nil
+}
+
+// answer returns the error of a call that has made a change.
+func (m *Memory) answer() error {
+	if m.Lost == 0 {
+		return nil
+	}
+	m.Lost--
+	return cloud.ErrUnavailable
 }
 
 // Join implements cloud.Cloud.
@@ -99,11 +113,14 @@ func (m *Memory) Put(_ context.Context, r cloud.Route, replace bool) error {
 	m.DeleteByHand(r.Table, r.Dst)
 	t.Routes = append(t.Routes, cloud.Route{Table: r.Table, Dst: r.Dst, Target: r.Target, ByCall: true})
 	m.Writes = append(m.Writes, "put "+r.String())
-	return nil
+	return m.answer()
 }
 
 // Remove implements cloud.Cloud.
-func (m *Memory) Remove(_ context.Context, r cloud.Route) error {
+func (m *Memory) Remove(ctx context.Context, r cloud.Route) error {
+	if m.Slow > 0 && wait.For(ctx, m.Slow) != nil {
+		return cloud.ErrUnavailable
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err := m.fail("remove"); err != nil {
@@ -117,7 +134,7 @@ func (m *Memory) Remove(_ context.Context, r cloud.Route) error {
 	if m.Removed != nil {
 		m.Removed(len(m.table(r.Table).Routes))
 	}
-	return nil
+	return m.answer()
 }
 
 // Addresses implements cloud.Cloud.
@@ -128,6 +145,7 @@ func (m *Memory) Addresses(_ context.Context, targets []string) (map[string][]ne
 		return nil, err
 	}
 	known := map[string][]netip.Addr{}
+	m.Looks += len(targets)
 	for _, t := range targets {
 		if addresses := m.Hosts[t]; len(addresses) > 0 {
 			known[t] = addresses

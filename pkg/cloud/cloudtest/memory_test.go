@@ -23,6 +23,7 @@ func TestMemory(t *testing.T) {
 			EndPeer:      func() { delete(m.Hosts, "host-2") },
 			SetQuota:     func(n int) { m.Quota = n },
 			Deny:         func() { m.Denied = map[string]bool{"put": true} },
+			LoseAnswer:   func() { m.Lost = 1 },
 			Throttle:     func(n int) { m.Throttled = n },
 			SetAway: func(away bool) {
 				if m.Fails = nil; away {

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloudtest
+
+import (
+	"bytes"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"sync/atomic"
+)
+
+// LoseAnswers returns a handler that passes requests to h, and a function that makes it lose the answer to
+// the next request that succeeds and for which changes reports true: the connection is closed instead.
+func LoseAnswers(h http.Handler, changes func(method, body string) bool) (handler http.Handler, lose func()) {
+	var next atomic.Bool
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		r.Body = io.NopCloser(bytes.NewReader(body))
+		answer := httptest.NewRecorder()
+		h.ServeHTTP(answer, r)
+		if answer.Code == http.StatusOK && changes(r.Method, string(body)) && next.CompareAndSwap(true, false) {
+			panic(http.ErrAbortHandler)
+		}
+		maps.Copy(w.Header(), answer.Header())
+		w.WriteHeader(answer.Code)
+		_, _ = w.Write(answer.Body.Bytes())
+	}), func() { next.Store(true) }
+}
