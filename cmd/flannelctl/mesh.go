@@ -7,9 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/netip"
 	"net/url"
+	"regexp"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -23,9 +25,16 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// meshAtOnce is the number of hosts that are asked at the same time. Each may take several times
-// mesh.MaxAnswer of memory.
-const meshAtOnce = 16
+const (
+	// meshAtOnce is the number of hosts that are asked at the same time. Most of the time of a question is
+	// for hosts that are down.
+	meshAtOnce = 128
+	// meshReading is the number of answers that are read at the same time. Each may take several times
+	// mesh.MaxAnswer of memory.
+	meshReading = 16
+	// meshConnect is the most time to connect to a host. A packet that was lost is sent again within it.
+	meshConnect = 2 * time.Second
+)
 
 // meshFlags are the flags of flannelctl mesh.
 type meshFlags struct {
@@ -59,8 +68,12 @@ a path is broken or no host has answered.`,
 				return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
 			case f.timeout <= 0:
 				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
-			case f.interval <= 0:
-				return fmt.Errorf("--interval %s is invalid: expected a time above zero", f.interval)
+			case f.interval < leastInterval:
+				return fmt.Errorf("--interval %s is invalid: expected at least %s", f.interval, leastInterval)
+			case !isNamespace(f.namespace):
+				return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
+			case !isSelector(f.selector):
+				return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
 			case watch:
 				return watchMesh(cmd.Context(), cmd.OutOrStdout(), &f)
 			}
@@ -70,13 +83,28 @@ a path is broken or no host has answered.`,
 	f.store.addKubeTo(cmd)
 	out.addTo(cmd, "svg")
 	cmd.Flags().Uint16Var(&f.port, "statusz-port", 8287, "port of the daemons' --statusz-address")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", 5*time.Second, "time that a host may take to answer")
-	cmd.Flags().DurationVar(&f.interval, "interval", 10*time.Second, "with --watch: time between two questions")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", 5*time.Second, "time that a host may take to begin its answer, and again to send it")
+	cmd.Flags().DurationVar(&f.interval, "interval", 10*time.Second, "with --watch: time between two questions, longer if a question takes more than half of it")
 	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods, on Kubernetes")
 	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods, on Kubernetes")
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every path that breaks or works again, a line each, until Ctrl-C")
 	cmd.MarkFlagsMutuallyExclusive("watch", "output")
 	return cmd
+}
+
+// isNamespace reports whether text may be the name of a namespace of Kubernetes.
+func isNamespace(text string) bool {
+	return regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(text)
+}
+
+// isSelector reports whether text may select pods by labels. An empty one would select all.
+func isSelector(text string) bool {
+	const (
+		key   = `[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?`
+		value = `[-A-Za-z0-9_.]*`
+		one   = `\s*(!\s*` + key + `|` + key + `(\s*(=|==|!=)\s*` + value + `|\s+(in|notin)\s*\(\s*` + value + `(\s*,\s*` + value + `)*\s*\))?)\s*`
+	)
+	return regexp.MustCompile(`^` + one + `(,` + one + `)*$`).MatchString(text)
 }
 
 func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
@@ -116,7 +144,8 @@ func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
 // cluster is the hosts that have a lease, and how they are asked.
 type cluster struct {
 	hosts []mesh.Host
-	ask   func(ctx context.Context, h mesh.Host) (body []byte, err error)
+	// ask requests the status of a host. The answer is read before ctx ends.
+	ask   func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error)
 	close func()
 }
 
@@ -133,24 +162,57 @@ func (f *meshFlags) find(ctx context.Context) (cluster, error) {
 	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
 }
 
-// collect asks all hosts, each for at most a time.
+// collect asks all hosts. Each may take a time to begin its answer, and the same time again to send it.
 func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix, error) {
 	m := mesh.New(c.hosts)
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(meshAtOnce)
-	for i, h := range m.Hosts {
+	reading := make(chan struct{}, meshReading)
+	for i := range m.Hosts {
 		group.Go(func() error {
-			within, cancel := context.WithTimeout(ctx, most)
-			defer cancel()
-			if body, err := c.ask(within, h); err != nil {
+			if err := c.collectOne(ctx, m, i, most, reading); err != nil {
 				m.Fail(i, err)
-			} else {
-				m.Answer(i, body)
 			}
 			return ctx.Err()
 		})
 	}
 	return m, group.Wait()
+}
+
+// collectOne asks host i and records its answer.
+func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most time.Duration, reading chan struct{}) error {
+	within, cancel := context.WithCancel(ctx)
+	defer cancel()
+	late := time.AfterFunc(most, cancel)
+	defer late.Stop()
+	explain := func(err error) error {
+		if within.Err() != nil && ctx.Err() == nil {
+			return fmt.Errorf("it does not answer within %s", most)
+		}
+		return err
+	}
+	answer, err := c.ask(within, m.Hosts[i])
+	if err != nil {
+		return explain(err)
+	}
+	defer answer.Close()
+	// The time that it waits for other hosts is not its own.
+	if !late.Stop() {
+		return explain(nil)
+	}
+	select {
+	case reading <- struct{}{}:
+		defer func() { <-reading }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	late.Reset(most)
+	body, err := io.ReadAll(io.LimitReader(answer, int64(mesh.MaxAnswer(len(m.Hosts)))+1))
+	if err != nil {
+		return fmt.Errorf("read its answer: %w", explain(err))
+	}
+	m.Answer(i, body)
+	return nil
 }
 
 // meshHost returns the host of a lease. ok is false for a reservation that keeps a subnet for no host.
@@ -183,26 +245,24 @@ func (f *meshFlags) onEtcd(ctx context.Context) (hosts []mesh.Host, err error) {
 }
 
 // overHTTP asks hosts at their public addresses: at that of the second family if the first does not answer.
-func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) ([]byte, error) {
+func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) (io.ReadCloser, error) {
+	dialer := &net.Dialer{Timeout: min(meshConnect, f.timeout/2)}
 	client := &http.Client{
-		Transport: &http.Transport{DisableKeepAlives: true}, // without a proxy: these are addresses of the own network
+		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dialer.DialContext}, // without a proxy: these are addresses of the own network
 		// Another host must not make this one send requests to arbitrary places.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-	return func(ctx context.Context, h mesh.Host) (body []byte, err error) {
+	return func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error) {
 		for _, a := range h.PublicIPs {
-			within, cancel := context.WithTimeout(ctx, f.timeout/time.Duration(len(h.PublicIPs)))
-			body, err = get(within, client, netip.AddrPortFrom(a, f.port), f.query())
-			cancel()
-			if err == nil {
-				return body, nil
+			if answer, err = get(ctx, client, netip.AddrPortFrom(a, f.port), f.query()); err == nil {
+				return answer, nil
 			}
 		}
 		return nil, err
 	}
 }
 
-func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.Values) ([]byte, error) {
+func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.Values) (io.ReadCloser, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+at.String()+"/statusz.json?"+query.Encode(), nil)
 	if err != nil {
 		return nil, err
@@ -211,15 +271,11 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 	if err != nil {
 		return nil, errors.New(cause(err)) // without the URL
 	}
-	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
+		_ = resp.Body.Close()
 		return nil, fmt.Errorf("http://%s/statusz.json: %s", at, resp.Status)
 	}
-	body, err := io.ReadAll(io.LimitReader(resp.Body, mesh.MaxAnswer+1))
-	if err != nil {
-		return nil, fmt.Errorf("read http://%s/statusz.json: %w", at, err)
-	}
-	return body, nil
+	return resp.Body, nil
 }
 
 // onKubernetes returns the hosts of the Nodes that flannel manages. They are asked through the API server.
@@ -228,8 +284,8 @@ func (f *meshFlags) onKubernetes(ctx context.Context, o options.Options) (cluste
 	if err != nil {
 		return cluster{}, err
 	}
-	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) ([]byte, error) {
-		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query(), mesh.MaxAnswer)
+	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
+		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query())
 	}}
 	entries, err := kube.Entries(ctx, kubeConfig(o))
 	if err != nil {

@@ -4,11 +4,15 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"errors"
+	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -33,10 +37,15 @@ func TestHostileHosts(t *testing.T) {
 					return
 				}
 			}
-		}, "its answer is larger than 8388608 bytes"},
+		}, "its answer is larger than 264192 bytes"},
 		{"redirect", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, other.URL, http.StatusFound) }, "302 Found"},
 		{"error", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "\x1b[2J", http.StatusTeapot) }, "418 I'm a teapot"},
-		{"silent", func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, "deadline exceeded"},
+		{"silent", func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, "it does not answer within 2s"},
+		{"slow", func(w http.ResponseWriter, r *http.Request) {
+			_, _ = w.Write([]byte("{"))
+			_ = http.NewResponseController(w).Flush()
+			<-r.Context().Done()
+		}, "read its answer: it does not answer within 2s"},
 		{"empty", func(http.ResponseWriter, *http.Request) {}, "its answer is not a status"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -73,7 +82,12 @@ func TestSecondFamily(t *testing.T) {
 	f := meshFlags{port: at.Port(), timeout: 10 * time.Second}
 	f.store.network = &network
 	h := mesh.Host{PublicIPs: []netip.Addr{netip.MustParseAddr("127.0.0.2"), at.Addr()}}
-	if body, err := f.overHTTP()(t.Context(), h); err != nil || string(body) != "hello" {
+	answer, err := f.overHTTP()(t.Context(), h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Close()
+	if body, err := io.ReadAll(answer); err != nil || string(body) != "hello" {
 		t.Errorf("%q, %v", body, err)
 	}
 }
@@ -86,12 +100,12 @@ func TestMeshChanges(t *testing.T) {
 		return func(m *mesh.Matrix) { m.Answer(0, []byte(strings.Replace(status, "%s", path, 1))) }
 	}
 	b := func(m *mesh.Matrix) { m.Answer(1, []byte(`{"lease":{"key":"b"},"paths":{"worst":[]}}`)) }
-	var known troubles
+	var reported meshReport
 	for i, step := range []struct {
 		change func(*mesh.Matrix)
 		want   string
 	}{
-		{answer(`"ok":true`), ""},
+		{answer(`"ok":true`), "= 1 ok, 0 broken, 1 unknown\n"},
 		{answer(`"broken":"mtu","advice":"up to 1300"`), "! a -> b mtu: up to 1300\n"},
 		{answer(`"broken":"mtu","advice":"up to 1290"`), ""},
 		{answer(`"broken":"underlay","advice":"look"`), "! a -> b underlay: look\n"},
@@ -103,12 +117,140 @@ func TestMeshChanges(t *testing.T) {
 		m := mesh.New([]mesh.Host{{Key: "a", Name: "a"}, {Key: "b", Name: "b"}})
 		step.change(m)
 		b(m)
-		now := troublesOf(m, known)
-		var out bytes.Buffer
-		printChanges(&out, known, now)
-		known = now
-		if got := regexp.MustCompile(`(?m)^\d\d:\d\d:\d\d `).ReplaceAllString(out.String(), ""); got != step.want {
+		if got := updateOf(&reported, m); got != step.want {
 			t.Errorf("step %d prints %q, want %q", i+1, got, step.want)
 		}
 	}
+	// Hosts whose leases end, one of which did not answer.
+	m := mesh.New([]mesh.Host{{Key: "a", Name: "a"}, {Key: "b", Name: "b"}, {Key: "c", Name: "c"}})
+	answer(`"broken":"underlay","advice":"look"`)(m)
+	b(m)
+	m.Fail(2, errors.New("no answer"))
+	if got, want := updateOf(&reported, m), "! a -> b underlay: look\n! c nothing is known: no answer\n"; got != want {
+		t.Errorf("before they end: %q, want %q", got, want)
+	}
+	m = mesh.New([]mesh.Host{{Key: "a", Name: "a"}})
+	m.Answer(0, []byte(`{"lease":{"key":"a"},"paths":{"worst":[]}}`))
+	if got, want := updateOf(&reported, m), "- a -> b gone\n- c gone\n"; got != want {
+		t.Errorf("after they have ended: %q, want %q", got, want)
+	}
+}
+
+// updateOf returns what an update prints, without the time.
+func updateOf(r *meshReport, m *mesh.Matrix) string {
+	var out bytes.Buffer
+	r.update(&out, m)
+	return regexp.MustCompile(`(?m)^\d\d:\d\d:\d\d `).ReplaceAllString(out.String(), "")
+}
+
+// TestMeshChangesAreLimited breaks all paths of many hosts. The lines of an update and the memory of the
+// report are limited, and a path that is repaired is noticed all the same.
+func TestMeshChangesAreLimited(t *testing.T) {
+	const n = 60
+	var all []mesh.Host
+	for i := range n {
+		all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
+	}
+	// build returns a mesh whose first rows work, and whose other ones are broken.
+	build := func(work int) *mesh.Matrix {
+		m := mesh.New(all)
+		for i, h := range m.Hosts {
+			result := `"broken":"network","advice":"x"`
+			if i < work {
+				result = `"ok":true`
+			}
+			var list []string
+			for to := range n {
+				list = append(list, fmt.Sprintf(`{"peer":"%d",%s}`, to, result))
+			}
+			m.Answer(i, []byte(`{"lease":{"key":"`+h.Key+`"},"paths":{"worst":[`+strings.Join(list, ",")+`]}}`))
+		}
+		return m
+	}
+	var r meshReport
+	lines := func(m *mesh.Matrix) []string { return strings.Split(strings.TrimSpace(updateOf(&r, m)), "\n") }
+	got := lines(build(0))
+	if len(got) != maxChanges+2 || got[0] != "= 0 ok, 3540 broken, 0 unknown; 2540 of the broken paths are not listed" || got[len(got)-1] != "! and 950 more" || len(r.known) != maxWatched {
+		t.Errorf("%d lines, %d paths are watched, first %q, last %q", len(got), len(r.known), got[0], got[len(got)-1])
+	}
+	if got := lines(build(0)); got[0] != "" {
+		t.Errorf("nothing has changed, and %q is printed", got)
+	}
+	for range 5 { // others take the places of those that work again
+		lines(build(n / 2))
+	}
+	if len(r.known) != maxWatched || r.unlisted != n/2*(n-1)-maxWatched {
+		t.Errorf("%d paths are watched, %d are not", len(r.known), r.unlisted)
+	}
+	if got := lines(build(n)); len(got) != maxChanges+2 || got[0] != "= 3540 ok, 0 broken, 0 unknown" || got[len(got)-1] != "+ and 950 more" || len(r.known) != 0 {
+		t.Errorf("%d lines, first %q, last %q", len(got), got[0], got[len(got)-1])
+	}
+}
+
+// TestRest expects a watch to rest at least as long as the questions took.
+func TestRest(t *testing.T) {
+	for _, tc := range []struct{ took, want time.Duration }{{0, 10 * time.Second}, {time.Second, 9 * time.Second}, {6 * time.Second, 6 * time.Second}, {time.Minute, time.Minute}} {
+		if got := restAfter(tc.took, 10*time.Second); got != tc.want {
+			t.Errorf("after %s: %s, want %s", tc.took, got, tc.want)
+		}
+	}
+}
+
+// TestDeadHosts asks hundreds of hosts that do not answer, and as many that begin their answers. The time
+// is limited, and few answers are read at the same time.
+func TestDeadHosts(t *testing.T) {
+	const dead, alive = 300, 300
+	var reading, most atomic.Int64
+	var all []mesh.Host
+	for i := range dead + alive {
+		all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
+	}
+	c := cluster{hosts: all, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
+		if n, _ := strconv.Atoi(h.Key); n < dead {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return &countedAnswer{Reader: strings.NewReader(`{"lease":{"key":"` + h.Key + `"},"paths":{"worst":[]}}`), reading: &reading, most: &most}, nil
+	}}
+	begin := time.Now()
+	m, err := c.collect(t.Context(), 500*time.Millisecond)
+	if took := time.Since(begin); err != nil || took > 5*time.Second {
+		t.Errorf("it took %s, %v", took, err)
+	}
+	for i, h := range m.Hosts {
+		n, _ := strconv.Atoi(h.Key)
+		if got := m.Problem(i); n < dead && got != "it does not answer within 500ms" || n >= dead && got != "" {
+			t.Errorf("host %s: %q", h.Key, got)
+		}
+	}
+	if n := most.Load(); n > meshReading {
+		t.Errorf("%d answers were read at the same time, want at most %d", n, meshReading)
+	}
+}
+
+// countedAnswer counts the answers that are being read.
+type countedAnswer struct {
+	io.Reader
+	reading, most *atomic.Int64
+	begun         bool
+}
+
+func (a *countedAnswer) Read(b []byte) (int, error) {
+	if !a.begun {
+		a.begun = true
+		for n := a.reading.Add(1); ; {
+			if was := a.most.Load(); n <= was || a.most.CompareAndSwap(was, n) {
+				break
+			}
+		}
+		time.Sleep(time.Millisecond)
+	}
+	return a.Reader.Read(b)
+}
+
+func (a *countedAnswer) Close() error {
+	if a.begun {
+		a.reading.Add(-1)
+	}
+	return nil
 }

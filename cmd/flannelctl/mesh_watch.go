@@ -12,11 +12,20 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/mesh"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// findEvery is the time after which the list of hosts is read again. On Kubernetes that is a list of all
-// pods of flanneld and of all Nodes.
-const findEvery = time.Minute
+const (
+	// findEvery is the time after which the list of hosts is read again. On Kubernetes that is a list of
+	// all pods of flanneld and of all Nodes.
+	findEvery = time.Minute
+	// leastInterval is the least time between two questions.
+	leastInterval = time.Second
+	// maxWatched is the number of broken paths whose changes are printed.
+	maxWatched = 1000
+	// maxChanges is the number of lines about one kind of change that are printed at once.
+	maxChanges = 50
+)
 
 // watchMesh prints the paths that do not work and the hosts that do not answer, and then every change.
 func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
@@ -25,10 +34,10 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 		return err
 	}
 	defer func() { c.close() }()
-	var known troubles
-	found, tick := time.Now(), time.NewTicker(f.interval)
-	defer tick.Stop()
+	var reported meshReport
+	found := time.Now()
 	for {
+		begin := time.Now()
 		if time.Since(found) > findEvery {
 			if now, err := f.find(ctx); err == nil { // without the store the hosts are still those of before
 				c.close()
@@ -39,19 +48,16 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 		if err != nil { // the command was interrupted
 			return nil //nolint:nilerr // that is how a watch ends
 		}
-		if known == nil {
-			fmt.Fprintln(w, time.Now().Format(time.TimeOnly), "=", m.Summary().Counts)
-		}
-		now := troublesOf(m, known)
-		printChanges(w, known, now)
-		known = now
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
+		reported.update(w, m)
+		if wait.For(ctx, restAfter(time.Since(begin), f.interval)) != nil {
 			return nil
 		}
 	}
 }
+
+// restAfter returns the time to wait after questions that took so long. Hosts have as long a rest as the
+// questions took, even if that is longer than the interval.
+func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
 // pair is the path from one host to another, by name. Without a second host it is about the first one.
 type pair struct{ from, to string }
@@ -69,47 +75,99 @@ type trouble struct {
 	text   string
 }
 
-// troubles are all of them. It is nil before the hosts were asked.
-type troubles map[pair]trouble
+func troubleOf(c mesh.Cell) trouble { return trouble{c.Result, string(c.Result) + ": " + c.Advice} }
 
-// troublesOf returns the troubles of a mesh. A path that did not work stays one until its host says that
-// it works.
-func troublesOf(m *mesh.Matrix, known troubles) troubles {
-	now := troubles{}
-	for _, p := range m.Broken(-1) {
-		now[pair{m.Hosts[p.From].Name, m.Hosts[p.To].Name}] = trouble{p.Result, string(p.Result) + ": " + p.Advice}
-	}
+// meshReport is what a watch has printed. The zero meshReport has printed nothing.
+type meshReport struct {
+	known    map[pair]trouble // nil before the hosts were asked
+	unlisted int              // broken paths that are not in known, because there are too many
+}
+
+// update prints what differs from the last update: troubles that are new or different, and those that
+// have ended. The first time it prints a summary before.
+func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	number := map[string]int{}
 	for i, h := range m.Hosts {
 		number[h.Name] = i
+	}
+	now, unlisted := r.troubles(m, number)
+	if r.known == nil || unlisted != r.unlisted {
+		line := fmt.Sprint(m.Summary().Counts)
+		if unlisted > 0 {
+			line += fmt.Sprintf("; %d of the broken paths are not listed", unlisted)
+		}
+		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), "=", line)
+	}
+	var begun, ended, gone []string
+	for _, p := range slices.SortedFunc(maps.Keys(now), comparePairs) {
+		if r.known[p].result != now[p].result {
+			begun = append(begun, p.String()+" "+now[p].text)
+		}
+	}
+	for _, p := range slices.SortedFunc(maps.Keys(r.known), comparePairs) {
+		_, from := number[p.from]
+		_, to := number[p.to]
+		switch _, still := now[p]; {
+		case still:
+		case !from || !to && p.to != "":
+			gone = append(gone, p.String()+" gone")
+		default:
+			ended = append(ended, p.String()+" ok")
+		}
+	}
+	printChanges(w, "!", begun)
+	printChanges(w, "+", ended)
+	printChanges(w, "-", gone)
+	r.known, r.unlisted = now, unlisted
+}
+
+func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }
+
+// troubles returns the troubles of a mesh, and the number of broken paths that are not among them because
+// there are more than maxWatched. A path that did not work remains one until its host says that it works.
+func (r *meshReport) troubles(m *mesh.Matrix, number map[string]int) (now map[pair]trouble, unlisted int) {
+	now = map[pair]trouble{}
+	unlisted = m.Summary().Broken
+	watched := 0
+	for path, was := range r.known {
+		from, okFrom := number[path.from]
+		to, okTo := number[path.to] // not if the trouble is one of a host
+		if !okFrom || !okTo {
+			continue
+		}
+		switch c := m.Cell(from, to); {
+		case c.Result.Broken():
+			now[path] = troubleOf(c)
+			unlisted--
+			watched++
+		case c.Result == mesh.Unknown:
+			now[path] = was
+			watched++
+		}
+	}
+	for _, p := range m.Broken(maxWatched + len(r.known)) {
+		path := pair{m.Hosts[p.From].Name, m.Hosts[p.To].Name}
+		if _, known := now[path]; !known && watched < maxWatched {
+			now[path] = troubleOf(p.Cell)
+			unlisted--
+			watched++
+		}
+	}
+	for i, h := range m.Hosts {
 		if why := m.Problem(i); why != "" {
 			now[pair{from: h.Name}] = trouble{mesh.Unknown, "nothing is known: " + why}
 		}
 	}
-	for path, was := range known {
-		from, okFrom := number[path.from]
-		to, okTo := number[path.to] // not if the trouble is one of a host
-		if okFrom && okTo && m.Cell(from, to).Result == mesh.Unknown {
-			now[path] = was
-		}
-	}
-	return now
+	return now, unlisted
 }
 
-// printChanges prints troubles that are new or different, and those that have ended.
-func printChanges(w io.Writer, known, now troubles) {
-	line := func(sign string, p pair, text string) {
-		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), sign, p, text)
+// printChanges prints changes of one kind, a line each.
+func printChanges(w io.Writer, sign string, changes []string) {
+	at := time.Now().Format(time.TimeOnly)
+	for _, c := range changes[:min(len(changes), maxChanges)] {
+		fmt.Fprintln(w, at, sign, c)
 	}
-	order := func(a, b pair) int { return strings.Compare(a.String(), b.String()) }
-	for _, p := range slices.SortedFunc(maps.Keys(now), order) {
-		if known[p].result != now[p].result {
-			line("!", p, now[p].text)
-		}
-	}
-	for _, p := range slices.SortedFunc(maps.Keys(known), order) {
-		if _, still := now[p]; !still {
-			line("+", p, "ok")
-		}
+	if n := len(changes) - maxChanges; n > 0 {
+		fmt.Fprintln(w, at, sign, "and", n, "more")
 	}
 }

@@ -14,9 +14,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// MaxAnswer is the size in bytes of the largest answer that is read. Of 5,000 hosts that are all broken,
-// in both families, it is 4 MB.
-const MaxAnswer = 8 << 20
+// MaxAnswer returns the size in bytes of the largest answer that a host of so many may give. That of 5,000
+// hosts that are all broken, in both families, has 4 MB.
+func MaxAnswer(hosts int) int { return min(256<<10+hosts*2<<10, 8<<20) }
+
+// maxAdvice is the number of paths of a host whose advice is kept. A host may send a text of its own for each.
+const maxAdvice = 256
 
 var (
 	errNoProbes = errors.New("it does not check paths: start it with --probe")
@@ -44,8 +47,8 @@ func (m *Matrix) Answer(i int, body []byte) {
 
 func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 	var a answer
-	if len(body) > MaxAnswer {
-		return r, fmt.Errorf("its answer is larger than %d bytes", MaxAnswer)
+	if most := MaxAnswer(len(m.Hosts)); len(body) > most {
+		return r, fmt.Errorf("its answer is larger than %d bytes", most)
 	}
 	if err := json.Unmarshal(body, &a); err != nil {
 		return r, fmt.Errorf("its answer is not a status: %w", err)
@@ -120,7 +123,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 	}
 	r.cells[to] = now
 	delete(r.advice, to)
-	if result.Broken() && p.Advice != "" {
+	if result.Broken() && p.Advice != "" && len(r.advice) < maxAdvice {
 		r.advice[to] = unique.Make(Printable(p.Advice))
 	}
 	return nil

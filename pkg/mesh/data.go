@@ -7,12 +7,17 @@ import "net/netip"
 // MaxCells is the number of hosts up to which Data contains every cell. A picture shows as many hosts.
 const MaxCells = 200
 
+// MaxBroken is the number of broken paths that Data contains.
+const MaxBroken = 10_000
+
 // Data is a Matrix for programs. Its JSON is a stable interface.
 type Data struct {
 	Paths Counts     `json:"paths"`
 	Hosts []HostData `json:"hosts"`
-	// Broken are the paths that do not work.
+	// Broken are the paths that do not work, at most MaxBroken of them.
 	Broken []CellData `json:"broken"`
+	// BrokenOmitted is the number of broken paths that Broken does not contain.
+	BrokenOmitted int `json:"brokenOmitted,omitempty"`
 	// Cells are all paths that were checked. They are absent with more than MaxCells hosts.
 	Cells []CellData `json:"cells,omitempty"`
 }
@@ -47,9 +52,10 @@ func (m *Matrix) Data() Data {
 		}
 		d.Hosts = append(d.Hosts, one)
 	}
-	for _, p := range m.Broken(-1) {
+	for _, p := range m.Broken(MaxBroken) {
 		d.Broken = append(d.Broken, m.data(p))
 	}
+	d.BrokenOmitted = s.Broken - len(d.Broken)
 	if len(m.Hosts) > MaxCells {
 		return d
 	}

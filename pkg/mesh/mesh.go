@@ -63,7 +63,7 @@ type Matrix struct {
 type row struct {
 	problem string                        // why it is not known; empty if it is
 	cells   []cell                        // by the number of the other host; nil if it is not known
-	advice  map[int]unique.Handle[string] // few texts, of many paths
+	advice  map[int]unique.Handle[string] // few texts, of at most maxAdvice paths
 }
 
 // cell is a Cell in little memory, because 5,000 hosts have 25 million.

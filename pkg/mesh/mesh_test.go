@@ -99,7 +99,7 @@ func TestAnswers(t *testing.T) {
 		{"no JSON", "<html>", mesh.Cell{}, "its answer is not a status: invalid character"},
 		{"nothing", "", mesh.Cell{}, "its answer is not a status: unexpected end"},
 		{"two values", string(answer(t, 0)) + "{}", mesh.Cell{}, "its answer is not a status: invalid character '{' after top-level value"},
-		{"too large", strings.Repeat(" ", mesh.MaxAnswer+1), mesh.Cell{}, "its answer is larger than 8388608 bytes"},
+		{"too large", strings.Repeat(" ", mesh.MaxAnswer(3)+1), mesh.Cell{}, "its answer is larger than 268288 bytes"},
 		{"another host", string(answer(t, 1)), mesh.Cell{}, `the host that answers there has the lease "10.5.2.0-24"`},
 		{"no probes", `{` + own + `}`, mesh.Cell{}, "it does not check paths: start it with --probe"},
 		{"several networks", `{"networks":[{"name":"red"}],` + own + `}`, mesh.Cell{}, "it serves several networks: choose one of them with --network"},
@@ -283,6 +283,66 @@ func TestData(t *testing.T) {
 	none, err := json.Marshal(mesh.New(nil).Data())
 	if want := `{"paths":{"ok":0,"broken":0,"unknown":0},"hosts":[],"broken":[]}`; err != nil || string(none) != want {
 		t.Errorf("without hosts: %s, %v; want %s", none, err, want)
+	}
+}
+
+// TestManyBrokenPaths has hosts that report everything as broken, with long texts of their own, and a host
+// that reports one path. The list is limited, and the one path is in it.
+func TestManyBrokenPaths(t *testing.T) {
+	const n = 110
+	m := mesh.New(hosts(n))
+	for i := range n {
+		var all []status.Path
+		for to := range n {
+			p := path(to, "network", 0)
+			p.Advice = fmt.Sprint(i, to, strings.Repeat("x", 300))
+			all = append(all, p)
+		}
+		if i == n-1 {
+			all = []status.Path{path(0, "mtu", 0)}
+		}
+		m.Answer(i, answer(t, i, all...))
+		if p := m.Problem(i); p != "" {
+			t.Fatal(p)
+		}
+	}
+	d := m.Data()
+	if all := (n-1)*(n-1) + 1; len(d.Broken) != mesh.MaxBroken || d.BrokenOmitted != all-len(d.Broken) || d.Paths.Broken != all {
+		t.Errorf("%d broken paths and %d omitted, want at most %d of %d", len(d.Broken), d.BrokenOmitted, mesh.MaxBroken, all)
+	}
+	for _, limit := range []int{0, 1, n - 1, n, n + 1, 10 * n} {
+		pairs := m.Broken(limit)
+		if len(pairs) != limit {
+			t.Errorf("%d paths, want %d", len(pairs), limit)
+		}
+		if last := pairs[max(0, len(pairs)-1):]; limit >= n && last[0].Result != "mtu" {
+			t.Errorf("of %d paths the last is %+v, want the only one of the last host", limit, last)
+		}
+	}
+}
+
+// TestAdviceIsLimited has a host that sends a text of its own for each of many paths.
+func TestAdviceIsLimited(t *testing.T) {
+	m := mesh.New(hosts(400))
+	var all []status.Path
+	for to := range 400 {
+		p := path(to, "network", 0)
+		p.Advice = fmt.Sprint(to)
+		all = append(all, p)
+	}
+	m.Answer(0, answer(t, 0, all...))
+	advised, broken := 0, 0
+	for to := range 400 {
+		c := m.Cell(0, to)
+		if c.Result.Broken() {
+			broken++
+		}
+		if c.Advice != "" {
+			advised++
+		}
+	}
+	if broken != 399 || advised != 256 {
+		t.Errorf("%d broken paths, %d with an advice, want 399 and 256: %s", broken, advised, m.Problem(0))
 	}
 }
 

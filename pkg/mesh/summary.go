@@ -5,6 +5,7 @@ package mesh
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"slices"
 )
 
@@ -70,21 +71,46 @@ func (m *Matrix) Summary() Summary {
 	return s
 }
 
-// Broken returns the paths that do not work, at most limit of them, in the order of hosts. A limit below
-// zero is none.
+// Broken returns paths that do not work, at most limit of them, in the order of hosts. If there are more,
+// the hosts that report them have equal parts of the limit, so that one cannot hide what others report.
 func (m *Matrix) Broken(limit int) []Pair {
 	var pairs []Pair
-	for from := range m.rows {
-		for to := range m.rows[from].cells {
+	counts := m.Summary().From
+	part, extra := parts(counts, limit)
+	for from, c := range counts {
+		most := min(c.Broken, part)
+		if c.Broken > part && extra > 0 {
+			extra--
+			most++
+		}
+		for to := 0; most > 0; to++ {
 			if c := m.Cell(from, to); c.Result.Broken() {
-				if len(pairs) == limit {
-					return pairs
-				}
 				pairs = append(pairs, Pair{from, to, c})
+				most--
 			}
 		}
 	}
 	return pairs
+}
+
+// parts divides a limit for the broken paths of all hosts: each may have part of them, and the first extra
+// hosts that have more one more. Hosts with fewer paths leave their parts to the others.
+func parts(hosts []Counts, limit int) (part, extra int) {
+	var counts []int
+	for _, c := range hosts {
+		if c.Broken > 0 {
+			counts = append(counts, c.Broken)
+		}
+	}
+	slices.Sort(counts)
+	for i, n := range counts {
+		left := len(counts) - i
+		if n > limit/left {
+			return limit / left, limit % left
+		}
+		limit -= n
+	}
+	return math.MaxInt, 0
 }
 
 // worst returns the numbers of the n worst hosts in their order: those with most broken paths in counts,

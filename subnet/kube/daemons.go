@@ -26,7 +26,7 @@ type Daemons struct {
 	pods      map[string]string // by name of the Node
 }
 
-// FindDaemons lists the pods with the labels of selector. It uses only APIURL and Kubeconfig of cfg. The
+// FindDaemons lists the running pods with the labels of selector. It uses only APIURL and Kubeconfig of cfg. The
 // caller must Close the result.
 func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*Daemons, error) {
 	c, err := operatorClient(cfg)
@@ -59,26 +59,28 @@ func (d *Daemons) list(ctx context.Context, selector, page string) (next string,
 		Items    []struct {
 			Metadata struct{ Name, DeletionTimestamp string }
 			Spec     struct{ NodeName string }
+			Status   struct{ Phase string }
 		}
 	}
 	if err := json.Unmarshal(body, &found); err != nil {
 		return "", err
 	}
 	for _, pod := range found.Items {
-		// During an update a Node may have an old pod, which ends, beside the new one.
-		if pod.Metadata.DeletionTimestamp == "" {
+		// During an update a Node may have an old pod, which ends, beside the new one. Evicted pods stay
+		// for a long time.
+		if pod.Metadata.DeletionTimestamp == "" && pod.Status.Phase == "Running" {
 			d.pods[pod.Spec.NodeName] = pod.Metadata.Name
 		}
 	}
 	return found.Metadata.Continue, nil
 }
 
-// Get requests path from the daemon on a Node, whose HTTP server listens on port. An answer of more than
-// limit bytes is an error.
-func (d *Daemons) Get(ctx context.Context, node string, port int, path string, query url.Values, limit int64) ([]byte, error) {
+// Get requests path from the daemon on a Node, whose HTTP server listens on port. The caller reads the answer
+// before ctx ends, and closes it.
+func (d *Daemons) Get(ctx context.Context, node string, port int, path string, query url.Values) (io.ReadCloser, error) {
 	pod, ok := d.pods[node]
 	if !ok {
-		return nil, fmt.Errorf("there is no pod of flanneld on it in namespace %s", d.namespace)
+		return nil, fmt.Errorf("there is no running pod of flanneld on it in namespace %s", d.namespace)
 	}
 	resp, err := d.client.do(ctx, request{
 		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(pod+":"+strconv.Itoa(port)) + "/proxy/" + path,
@@ -87,15 +89,7 @@ func (d *Daemons) Get(ctx context.Context, node string, port int, path string, q
 	if err != nil {
 		return nil, err
 	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(resp.Body, limit+1))
-	switch {
-	case err != nil:
-		return nil, d.client.explain(err)
-	case int64(len(body)) > limit:
-		return nil, fmt.Errorf("the answer of pod %s is larger than %d bytes", pod, limit)
-	}
-	return body, nil
+	return resp.Body, nil
 }
 
 // Close closes the connections.

@@ -164,7 +164,7 @@ func TestKubeMesh(t *testing.T) {
 	}, "")
 	eventually(t, "the rights are in force, and no host has a pod", func() error {
 		out, err := flannelctl(t, a, "mesh", config)
-		if want := "there is no pod of flanneld on it in namespace kube-flannel"; err == nil || !strings.Contains(out, want) {
+		if want := "there is no running pod of flanneld on it in namespace kube-flannel"; err == nil || !strings.Contains(out, want) {
 			return fmt.Errorf("%w: %s, want %q", err, out, want)
 		}
 		return nil
