@@ -27,14 +27,34 @@ const (
 
 // Diagnose tries the parts of a path, from the outside to the inside. It needs CAP_NET_RAW.
 func Diagnose(ctx context.Context, p Path, n Network) Verdict {
+	return sender{ping: ping.Ping, knock: knock}.diagnose(ctx, p, n)
+}
+
+// sender sends the packets of checks.
+type sender struct {
+	// wait returns when one more may be sent. It may be nil.
+	wait  func(context.Context) error
+	ping  func(context.Context, netip.Addr, ping.Options) (time.Duration, error)
+	knock func(context.Context, netip.Addr) error
+}
+
+// await returns when one more packet may be sent.
+func (s sender) await(ctx context.Context) error {
+	if s.wait == nil {
+		return nil
+	}
+	return s.wait(ctx)
+}
+
+func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	v := Verdict{Path: p}
 	inner := n.end(p.Subnet)
 	fail := func(part Part, err error, advice string) Verdict {
 		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
 		return v
 	}
-	_, outerErr := echo(ctx, p.PublicIP, smallPacket)
-	rtt, err := echo(ctx, inner, smallPacket)
+	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
+	rtt, err := s.echo(ctx, inner, smallPacket)
 	switch {
 	case err != nil && outerErr != nil:
 		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
@@ -44,47 +64,55 @@ func Diagnose(ctx context.Context, p Path, n Network) Verdict {
 		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.carrier()))
 	}
 	v.RTT = rtt
-	if _, err := whole(ctx, inner, n.MTU); err != nil {
-		v.Largest = largest(ctx, inner, n.MTU)
+	if _, err := s.whole(ctx, inner, n.MTU); err != nil {
+		v.Largest = s.largest(ctx, inner, n.MTU)
 		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan and wireguard Backend.MTU", v.Largest, n.MTU))
 	}
-	if err := knock(ctx, inner); err != nil {
+	if err := s.await(ctx); err != nil {
+		return fail(Unknown, err, "the check was interrupted")
+	}
+	if err := s.knock(ctx, inner); err != nil {
 		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
 	v.OK = true
 	return v
 }
 
-// echo sends an echo request, and again if there is no answer: the first packet may wait for
-// neighbour resolution.
-func echo(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
-	return twice(func() (time.Duration, error) {
-		return ping.Ping(ctx, dst, ping.Options{Size: size, Timeout: answerTimeout})
-	})
+// try sends an echo request when one more packet may be sent.
+func (s sender) try(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+	if err := s.await(ctx); err != nil {
+		return 0, err
+	}
+	return s.ping(ctx, dst, o)
+}
+
+// twice is like try, but sends again if there is no answer: the first packet may wait for neighbour
+// resolution.
+func (s sender) twice(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+	if rtt, err := s.try(ctx, dst, o); err == nil {
+		return rtt, nil
+	}
+	return s.try(ctx, dst, o)
+}
+
+// echo sends an echo request, and again if there is no answer.
+func (s sender) echo(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
+	return s.twice(ctx, dst, ping.Options{Size: size, Timeout: answerTimeout})
 }
 
 // whole is like echo for packets that must not be fragmented.
-func whole(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
-	return twice(func() (time.Duration, error) {
-		return ping.Ping(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: answerTimeout})
-	})
-}
-
-func twice(try func() (time.Duration, error)) (time.Duration, error) {
-	if rtt, err := try(); err == nil {
-		return rtt, nil
-	}
-	return try()
+func (s sender) whole(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
+	return s.twice(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: answerTimeout})
 }
 
 // largest returns the size in bytes of the largest packet that passes. tooBig is known not to pass.
-func largest(ctx context.Context, dst netip.Addr, tooBig int) int {
+func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
 	passes := smallPacket
 	for low := leastMTU; tooBig-passes > 1 && ctx.Err() == nil; low = (passes + tooBig) / 2 {
 		if low >= tooBig {
 			low = (passes + tooBig) / 2
 		}
-		if _, err := ping.Ping(ctx, dst, ping.Options{Size: low, DontFragment: true, Timeout: searchTimeout}); err == nil {
+		if _, err := s.try(ctx, dst, ping.Options{Size: low, DontFragment: true, Timeout: searchTimeout}); err == nil {
 			passes = low
 		} else {
 			tooBig = low

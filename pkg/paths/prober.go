@@ -38,7 +38,8 @@ const (
 	// Between two such checks of any paths there is againPause.
 	again, againMost = 5 * time.Second, time.Minute
 	againPause       = 200 * time.Millisecond
-	// diagnosis is the number of probes that a diagnosis counts for.
+	// diagnosis is the number of packets that must be possible at once before a path that stays broken is
+	// diagnosed again.
 	diagnosis = 5
 	// atOnce limits the number of paths that are checked at the same time, and brokenAtOnce that of
 	// broken ones, whose checks take seconds.
@@ -72,8 +73,11 @@ type Config struct {
 // Prober checks the paths to all peers, one after the other.
 type Prober struct {
 	Config
-	// The checks, which tests replace.
-	probe    func(context.Context, Path) (Verdict, error)
+	// The packets and the checks, which tests replace. Each packet is within Limit: start waits for the
+	// first one of a probe. retry makes a probe send a second one if there is no answer.
+	send     sender // of all packets but those of ping
+	ping     func(ctx context.Context, dst netip.Addr, size int, timeout time.Duration) (time.Duration, error)
+	probe    func(ctx context.Context, p Path, retry bool) (Verdict, error)
 	diagnose func(context.Context, Path) Verdict
 	slots    [2]chan struct{} // of checks at the same time: of other paths, and of broken ones
 	pinger   *ping.Pinger
@@ -102,17 +106,21 @@ func NewProber(c Config) *Prober {
 	p := &Prober{
 		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst), broke: wait.NewSignal(), pinger: ping.NewPinger(),
 	}
-	p.probe = func(ctx context.Context, path Path) (Verdict, error) {
-		rtt, err := twice(func() (time.Duration, error) {
-			return p.pinger.Ping(ctx, c.Network.end(path.Subnet), c.Network.MTU, answerTimeout)
-		})
+	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
+	p.ping = p.pinger.Ping
+	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
+		dst := c.Network.end(path.Subnet)
+		rtt, err := p.ping(ctx, dst, c.Network.MTU, answerTimeout)
+		if err != nil && retry && p.send.await(ctx) == nil { // the first packet may wait for neighbour resolution
+			rtt, err = p.ping(ctx, dst, c.Network.MTU, answerTimeout)
+		}
 		if err == nil && c.Limit.Allow() {
-			err = p.knocked(path, knock(ctx, c.Network.end(path.Subnet)))
+			err = p.knocked(path, p.send.knock(ctx, dst))
 		}
 		return Verdict{Path: path, OK: true, RTT: rtt}, err
 	}
 	p.diagnose = func(ctx context.Context, path Path) Verdict {
-		v := Diagnose(ctx, path, c.Network)
+		v := p.send.diagnose(ctx, path, c.Network)
 		if v.Broken == Checksum && p.knocked(path, errNoTCP) == nil {
 			v = Verdict{Path: path, OK: true, RTT: v.RTT}
 		}
@@ -244,14 +252,14 @@ func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync
 	})
 }
 
-// check checks a path. A path that stays broken keeps its verdict while thousands are, because a
-// diagnosis takes many packets.
+// check checks a path. A path that stays broken keeps its verdict while many are, because a diagnosis
+// takes many packets. The first diagnosis of a path waits for them.
 func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
-	v, err := p.probe(ctx, path)
+	v, err := p.probe(ctx, path, !broken)
 	switch {
 	case err == nil:
 		return v
-	case broken && !p.Limit.AllowN(time.Now(), diagnosis):
+	case broken && p.Limit.Tokens() < diagnosis:
 		return p.last(path)
 	}
 	return p.diagnose(ctx, path)

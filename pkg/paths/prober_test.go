@@ -13,6 +13,9 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // network is a set of invented hosts that the prober under test checks.
@@ -44,7 +47,7 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 		return peers, !w.unknown.Load()
 	}
 	p := NewProber(c)
-	p.probe = func(_ context.Context, path Path) (Verdict, error) {
+	p.probe = func(_ context.Context, path Path, _ bool) (Verdict, error) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.checks[path] = append(w.checks[path], time.Now())
@@ -126,6 +129,60 @@ func TestRate(t *testing.T) {
 				if o := p.Outcome(0); o.OK != o.Paths || o.Paths == 0 {
 					t.Errorf("%+v, want all paths ok", o)
 				}
+			})
+		})
+	}
+}
+
+// TestRateOfDiagnoses has hundreds of peers that are all down when the prober starts, or all behind a
+// smaller MTU. Every packet of the probes and diagnoses is within the rate, and all paths get a verdict.
+func TestRateOfDiagnoses(t *testing.T) {
+	const n, most = 300, 1300
+	for part, answers := range map[Part]func(dst netip.Addr, o ping.Options) bool{
+		Underlay: func(netip.Addr, ping.Options) bool { return false },
+		MTU:      func(_ netip.Addr, o ping.Options) bool { return o.Size <= most },
+	} {
+		t.Run(string(part), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var packets atomic.Int64
+				begin := time.Now()
+				p := NewProber(Config{
+					Own: []netip.Prefix{subnet(0)}, Network: Network{BackendType: "vxlan", MTU: 1450, Devices: true}, Limit: NewLimit(),
+					Peers: func(context.Context) (peers []Peer, ok bool) {
+						for i := range n {
+							peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
+						}
+						return peers, true
+					},
+				})
+				p.send.ping = func(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+					if n := packets.Add(1); float64(n) > Rate*(time.Since(begin).Seconds()+1) {
+						t.Errorf("%d packets in %s, want at most %d a second", n, time.Since(begin), Rate)
+					}
+					if answers(dst, o) {
+						return time.Millisecond, nil
+					}
+					if err := wait.For(ctx, o.Timeout); err != nil {
+						return 0, err
+					}
+					return 0, errors.New("no answer")
+				}
+				p.ping = func(ctx context.Context, dst netip.Addr, size int, timeout time.Duration) (time.Duration, error) {
+					return p.send.ping(ctx, dst, ping.Options{Size: size, Timeout: timeout})
+				}
+				p.send.knock = func(context.Context, netip.Addr) error { packets.Add(1); return nil }
+				ctx, cancel := context.WithCancel(t.Context())
+				var wg sync.WaitGroup
+				wg.Go(func() { p.Run(ctx) })
+				time.Sleep(20 * time.Minute)
+				if o := p.Outcome(0); o.Broken[part] != n {
+					t.Errorf("%+v, want %d paths whose %s is broken", o, n, part)
+				}
+				if got := float64(packets.Load()) / time.Since(begin).Seconds(); got < Rate/4 {
+					t.Errorf("%.1f packets a second, want the broken paths to be checked again", got)
+				}
+				cancel()
+				wg.Wait()
 			})
 		})
 	}
