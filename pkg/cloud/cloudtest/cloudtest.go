@@ -266,11 +266,11 @@ func testLostAnswer(t *testing.T, f Fixture) {
 	self := join(t, f)
 	dst, other := subnets()
 	// call makes a call whose answer is lost, and repeats it as the keeper does.
-	call := func(make func() error) {
+	call := func(once func() error) {
 		t.Helper()
 		f.LoseAnswer()
 		for deadline := time.Now().Add(10 * time.Second); ; <-time.After(100 * time.Millisecond) {
-			err := make()
+			err := once()
 			if err == nil {
 				return
 			}
