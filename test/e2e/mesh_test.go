@@ -184,6 +184,27 @@ func TestKubeMesh(t *testing.T) {
 		return m
 	}
 	expect("every path works", 6, 0)
+
+	// The page on security shows how to grant access to one port of one pod.
+	grant := func(rule map[string]any) {
+		rule["apiGroups"], rule["verbs"] = []string{""}, []string{"get"}
+		rule["resources"] = []string{"pods/proxy"}
+		pods := map[string]any{"apiGroups": []string{""}, "resources": []string{"pods"}, "verbs": []string{"list"}}
+		c.do(http.MethodPatch, rbac+"roles/mesh", map[string]any{"rules": []any{pods, rule}}, "application/merge-patch+json")
+	}
+	grant(map[string]any{"resourceNames": []string{"kube-flannel-ds-1:8287"}})
+	eventually(t, "one pod may be asked", func() error {
+		m, _ := meshOf(t, a, config)
+		for _, h := range m.Hosts {
+			if allowed := h.Name == nodeName(1); allowed != (h.Problem == "") || !allowed && !strings.Contains(h.Problem, "403") {
+				return fmt.Errorf("%s: %q", h.Name, h.Problem)
+			}
+		}
+		return nil
+	})
+	grant(map[string]any{})
+	expect("every path works again", 6, 0)
+
 	breakDirection(t, a, b)
 	m := expect("one direction is broken", 5, 1)
 	if p := m.Broken[0]; p.From != nodeName(1) || p.To != nodeName(2) {
