@@ -257,7 +257,7 @@ func (s *Server) insert(r *http.Request) (any, *failure) {
 		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for a field of 'resource'.")
 	case !exists || route.Instance != target.url():
 		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'resource.nextHopInstance': '%s'. The referenced instance resource cannot be found.", route.Instance)
-	case slices.ContainsFunc(s.routes, func(have Route) bool { return have.Name == route.Name }):
+	case slices.ContainsFunc(s.routes, func(have Route) bool { return have.Name == route.Name }) || s.changing(route.Name):
 		return nil, failed(http.StatusConflict, "alreadyExists", "The resource 'projects/%s/global/routes/%s' already exists", Project, route.Name)
 	}
 	network := path.Base(route.Network)
@@ -271,7 +271,7 @@ func (s *Server) insert(r *http.Request) (any, *failure) {
 		return nil, f
 	}
 	route.Type = "STATIC"
-	return s.begin(func() *failure {
+	return s.begin(route.Name, func() *failure {
 		if f := full(); f != nil {
 			f.reason = "QUOTA_EXCEEDED"
 			return f
@@ -291,15 +291,23 @@ func (s *Server) delete(name string) (any, *failure) {
 	if !slices.ContainsFunc(s.routes, named) {
 		return nil, failed(http.StatusNotFound, "notFound", "The resource 'projects/%s/global/routes/%s' was not found", Project, name)
 	}
-	return s.begin(func() *failure {
+	if s.changing(name) {
+		return nil, failed(http.StatusBadRequest, "resourceNotReady", "The resource 'projects/%s/global/routes/%s' is not ready", Project, name)
+	}
+	return s.begin(name, func() *failure {
 		s.routes = slices.DeleteFunc(s.routes, named)
 		return nil
 	}), nil
 }
 
-// begin begins an operation, and returns its description.
-func (s *Server) begin(apply func() *failure) any {
-	op := &operation{name: fmt.Sprintf("operation-%d", len(s.operations)+1), apply: apply, at: time.Now().Add(s.delay)}
+// changing reports whether an operation on the route is in progress.
+func (s *Server) changing(route string) bool {
+	return slices.ContainsFunc(s.operations, func(op *operation) bool { return op.route == route && op.apply != nil })
+}
+
+// begin begins an operation on a route, and returns its description.
+func (s *Server) begin(route string, apply func() *failure) any {
+	op := &operation{name: fmt.Sprintf("operation-%d", len(s.operations)+1), route: route, apply: apply, at: time.Now().Add(s.delay)}
 	s.operations = append(s.operations, op)
 	return map[string]any{"kind": "compute#operation", "name": op.name, "status": "PENDING"}
 }

@@ -108,6 +108,7 @@ type Server struct {
 // operation is a change that is applied when its time has come.
 type operation struct {
 	name   string
+	route  string
 	apply  func() *failure // nil after it was called
 	at     time.Time
 	failed *failure
