@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package access
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+const (
+	metadataTimeout = 5 * time.Second
+	sessionTime     = 6 * time.Hour
+	reserve         = 5 * time.Minute // before keys or a session end; a role has new keys 30 minutes before
+)
+
+// ErrUndefined means that the metadata service does not have a value.
+var ErrUndefined = errors.New("the value does not exist")
+
+// Metadata is the metadata service of an instance. It is used by one goroutine.
+type Metadata struct {
+	Cloud string // for errors, such as Alibaba Cloud
+	URL   string // without a path
+	Roles string // path below meta-data that lists the role of the instance, such as ram/security-credentials/
+	// Session is the prefix of the headers with which a session is opened and used. It is
+	// empty if the service has no sessions.
+	Session string
+
+	session string
+	ends    time.Time // of the session
+	keys    Keys
+	until   time.Time // of the keys
+}
+
+// Read returns a value.
+func (m *Metadata) Read(ctx context.Context, path string) (string, error) {
+	text, err := m.read(ctx, path)
+	if err != nil {
+		return "", fmt.Errorf("read %s from the metadata service of %s: %w", path, m.Cloud, err)
+	}
+	return text, nil
+}
+
+func (m *Metadata) read(ctx context.Context, path string) (string, error) {
+	if err := m.open(ctx); err != nil {
+		return "", err
+	}
+	header := http.Header{}
+	if m.session != "" {
+		header.Set(m.Session, m.session)
+	}
+	status, text, err := m.send(ctx, http.MethodGet, "meta-data/"+path, header)
+	switch {
+	case err != nil:
+		return "", err
+	case status == http.StatusNotFound:
+		return "", ErrUndefined
+	case status != http.StatusOK:
+		m.session = ""
+		return "", fmt.Errorf("%w: status %d", cloud.ErrUnavailable, status)
+	case text == "":
+		return "", fmt.Errorf("%w: the answer is empty", cloud.ErrUnavailable)
+	}
+	return text, nil
+}
+
+// open opens a session, which an instance may require. A service that refuses it has no sessions.
+func (m *Metadata) open(ctx context.Context) error {
+	if m.Session == "" || m.session != "" && time.Now().Before(m.ends) {
+		return nil
+	}
+	header := http.Header{}
+	header.Set(m.Session+"-ttl-seconds", fmt.Sprint(int(sessionTime.Seconds())))
+	status, text, err := m.send(ctx, http.MethodPut, "api/token", header)
+	if err != nil {
+		return err
+	}
+	if m.session = ""; status == http.StatusOK {
+		m.session, m.ends = text, time.Now().Add(sessionTime-reserve)
+	}
+	return nil
+}
+
+func (m *Metadata) send(ctx context.Context, method, path string, header http.Header) (status int, text string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, metadataTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(m.URL, "/")+"/latest/"+path, nil)
+	if err != nil {
+		return 0, "", errors.New("the address of the service is invalid")
+	}
+	req.Header = header
+	direct := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, CheckRedirect: noRedirect} // without a proxy
+	resp, err := direct.Do(req)
+	if err != nil {
+		return 0, "", fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return 0, "", fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+	}
+	return resp.StatusCode, strings.TrimSpace(string(body)), nil
+}
+
+// ReadAddresses returns the addresses in a value, which is a list in the form of JSON or lines.
+func (m *Metadata) ReadAddresses(ctx context.Context, path string) ([]netip.Addr, error) {
+	text, err := m.Read(ctx, path)
+	if errors.Is(err, ErrUndefined) {
+		return nil, nil
+	}
+	return addresses(text), err
+}
+
+func addresses(text string) (all []netip.Addr) {
+	for _, field := range strings.FieldsFunc(text, func(r rune) bool { return strings.ContainsRune("[]\", \t\r\n/", r) }) {
+		if a, err := netip.ParseAddr(field); err == nil {
+			all = append(all, a)
+		}
+	}
+	return all
+}
+
+// Interface is a network interface of the instance.
+type Interface struct {
+	MAC     string
+	Primary bool
+}
+
+// Path returns the path of a value of the interface.
+func (i Interface) Path(name string) string { return "network/interfaces/macs/" + i.MAC + "/" + name }
+
+// Find returns the network interface that has one of the wanted addresses. names are the values that
+// contain addresses.
+func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...string) (Interface, error) {
+	primary, err := m.Read(ctx, "mac")
+	if err != nil {
+		return Interface{}, err
+	}
+	list, err := m.Read(ctx, "network/interfaces/macs/")
+	if err != nil {
+		return Interface{}, err
+	}
+	for line := range strings.FieldsSeq(list) {
+		i := Interface{MAC: strings.TrimSuffix(line, "/")}
+		i.Primary = strings.EqualFold(i.MAC, primary)
+		for _, name := range names {
+			have, err := m.ReadAddresses(ctx, i.Path(name))
+			if err != nil {
+				return Interface{}, err
+			}
+			if slices.ContainsFunc(have, func(a netip.Addr) bool { return slices.Contains(wanted, a) }) {
+				return i, nil
+			}
+		}
+	}
+	return Interface{}, fmt.Errorf("no network interface of this instance has an address of the external interface: the metadata service of %s does not know %v", m.Cloud, wanted)
+}
+
+// Keys returns the keys of the role of the instance. It implements Provider.
+func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
+	if m.keys.ID != "" && time.Now().Before(m.until) {
+		return m.keys, nil
+	}
+	role, err := m.Read(ctx, m.Roles)
+	if errors.Is(err, ErrUndefined) {
+		return Keys{}, errors.New("the instance has no role: attach one with the policy")
+	}
+	if err != nil {
+		return Keys{}, err
+	}
+	text, err := m.Read(ctx, m.Roles+strings.Fields(role)[0])
+	if err != nil {
+		return Keys{}, err
+	}
+	k, until, ok := decodeKeys(text)
+	if !ok {
+		return Keys{}, fmt.Errorf("%w: the metadata service of %s has sent no keys", cloud.ErrUnavailable, m.Cloud)
+	}
+	m.keys, m.until = k, until.Add(-reserve)
+	return k, nil
+}
+
+// Renew makes Keys ask for the keys again.
+func (m *Metadata) Renew() { m.keys = Keys{} }
+
+// decodeKeys decodes the keys of a role, with the names of Alibaba Cloud and Tencent Cloud.
+func decodeKeys(text string) (Keys, time.Time, bool) {
+	var answer struct {
+		ID         string `json:"AccessKeyId"`
+		Secret     string `json:"AccessKeySecret"`
+		Security   string `json:"SecurityToken"`
+		TmpID      string `json:"TmpSecretId"`
+		TmpSecret  string `json:"TmpSecretKey"`
+		Token      string
+		Expiration string
+	}
+	if json.Unmarshal([]byte(text), &answer) != nil {
+		return Keys{}, time.Time{}, false
+	}
+	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.TmpSecret), cmp.Or(answer.Security, answer.Token)}
+	until, _ := time.Parse(time.RFC3339, answer.Expiration) // keys without a time are used once
+	return k, until, k.ID != "" && k.Secret != ""
+}
