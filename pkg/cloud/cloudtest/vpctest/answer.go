@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package vpctest
+
+import (
+	"errors"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+)
+
+// Errors of calls. A server has a code of its cloud for each.
+var (
+	ErrAway      = errors.New("the service is unavailable")
+	ErrSignature = errors.New("the signature does not match")
+	ErrThrottled = errors.New("the request was denied due to request throttling")
+	ErrDenied    = errors.New("the user is not authorized to operate on the specified resource")
+	ErrDryRun    = errors.New("the request would have succeeded")
+	ErrUnknown   = errors.New("the call does not exist")
+	ErrInvalid   = errors.New("a parameter is not valid")
+	ErrNoTable   = errors.New("the specified route table does not exist")
+	ErrNoTarget  = errors.New("the specified next hop does not exist")
+	ErrNoRoute   = errors.New("the specified route does not exist")
+	ErrExists    = errors.New("the specified destination already exists")
+	ErrQuota     = errors.New("the quota of routes in this table is exceeded")
+)
+
+// maxSkew is the difference of clocks that clouds accept.
+const maxSkew = 5 * time.Minute
+
+// Signed is what a server knows about the signature of a call.
+type Signed struct {
+	Valid bool
+	Time  time.Time
+	Nonce string // empty if the protocol has none
+}
+
+// Answer counts a call, and answers it by f unless the state forbids that.
+func (s *State) Answer(c Call, signed Signed, f func(*View) (any, error)) (answer any, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	v := &View{s: s, dry: c.DryRun}
+	skew := time.Since(signed.Time).Abs()
+	switch {
+	case s.away:
+		err = ErrAway
+	case !signed.Valid || skew > maxSkew || signed.Nonce != "" && s.nonces[signed.Nonce]:
+		err = ErrSignature
+	case s.throttled > 0:
+		s.throttled--
+		err = ErrThrottled
+	case s.denied[c.Name]:
+		err = ErrDenied
+	default:
+		answer, err = f(v)
+	}
+	s.nonces[signed.Nonce] = true
+	if err == nil && c.DryRun {
+		err = ErrDryRun
+	}
+	c.Failed = err != nil
+	s.calls = append(s.calls, c)
+	return answer, err
+}
+
+// View is the state during a call.
+type View struct {
+	s   *State
+	dry bool
+}
+
+// Instances returns all instances, sorted by id.
+func (v *View) Instances() (all []Instance) {
+	for _, id := range slices.Sorted(maps.Keys(v.s.instances)) {
+		all = append(all, v.s.instances[id])
+	}
+	return all
+}
+
+// TableOf returns the id of the table that a subnet uses.
+func (v *View) TableOf(subnet string) string {
+	for _, id := range v.s.sortedTables() {
+		if subnet != "" && v.s.tables[id].subnet == subnet {
+			return id
+		}
+	}
+	return MainTable
+}
+
+// Tables returns the ids of all tables.
+func (v *View) Tables() []string { return v.s.sortedTables() }
+
+// Visible returns the routes of a table that descriptions show now.
+func (v *View) Visible(id string) ([]Route, error) {
+	if v.s.tables[id] == nil {
+		return nil, ErrNoTable
+	}
+	seen := v.s.past[0]
+	for _, p := range v.s.past {
+		if time.Since(p.since) >= v.s.lag {
+			seen = p
+		}
+	}
+	return seen.tables[id], nil
+}
+
+// PageSize returns the number of items in one answer.
+func (v *View) PageSize(wanted int) int {
+	if wanted <= 0 {
+		return v.s.pageSize
+	}
+	return min(wanted, v.s.pageSize)
+}
+
+// Create makes a route.
+func (v *View) Create(id string, dst netip.Prefix, target string) (Route, error) {
+	t := v.s.tables[id]
+	if t == nil {
+		return Route{}, ErrNoTable
+	}
+	if err := v.target(target); err != nil {
+		return Route{}, err
+	}
+	n := 0
+	for _, r := range t.routes {
+		if r.Dst == dst && r.Kind == Custom {
+			return Route{}, ErrExists
+		}
+		if r.Kind == Custom && r.Dst.Addr().BitLen() == dst.Addr().BitLen() {
+			n++
+		}
+	}
+	if !dst.IsValid() || dst != dst.Masked() || VPCRange().Overlaps(dst) {
+		return Route{}, ErrInvalid
+	}
+	if n >= v.s.quota {
+		return Route{}, ErrQuota
+	}
+	if v.dry {
+		return Route{}, nil
+	}
+	v.s.add(t, Route{Dst: dst, Target: target, Kind: Custom})
+	v.s.remember()
+	return t.routes[len(t.routes)-1], nil
+}
+
+func (v *View) target(target string) error {
+	if !slices.ContainsFunc(v.Instances(), func(i Instance) bool { return v.s.TargetOf(i) == target }) {
+		return ErrNoTarget
+	}
+	return nil
+}
+
+// find returns the first route that a call has made and that is.
+func (v *View) find(id string, is func(Route) bool) (*Route, error) {
+	t := v.s.tables[id]
+	if t == nil {
+		return nil, ErrNoTable
+	}
+	i := slices.IndexFunc(t.routes, func(r Route) bool { return r.Kind == Custom && is(r) })
+	if i < 0 {
+		return nil, ErrNoRoute
+	}
+	return &t.routes[i], nil
+}
+
+// Replace changes the target of the route that is.
+func (v *View) Replace(id, target string, is func(Route) bool) error {
+	r, err := v.find(id, is)
+	if err != nil {
+		return err
+	}
+	if err := v.target(target); err != nil {
+		return err
+	}
+	if !v.dry {
+		r.Target = target
+		v.s.remember()
+	}
+	return nil
+}
+
+// Delete deletes the route that is.
+func (v *View) Delete(id string, is func(Route) bool) error {
+	r, err := v.find(id, is)
+	if err != nil || v.dry {
+		return err
+	}
+	number := r.Number
+	t := v.s.tables[id]
+	t.routes = slices.DeleteFunc(t.routes, func(r Route) bool { return r.Number == number })
+	v.s.remember()
+	return nil
+}

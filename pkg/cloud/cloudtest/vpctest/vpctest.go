@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package vpctest is the state of a cloud for the test servers of clouds with route tables for each
+// subnet. It has routes that lead to nowhere, a quota, throttling, rights, outages, paging, and
+// answers that are older than the last call. A server adds the protocol of its cloud.
+//
+//   - vpctest.go is what tests see and change.
+//   - answer.go is what a server does in a call.
+package vpctest
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+)
+
+// The region, VPC and table of each new State. Tests add instances and further tables.
+const (
+	Region    = "eu-test-1"
+	VPC       = "vpc-0a"
+	MainTable = "rtb-main"
+)
+
+// Keys of the role of all instances. Tests check that the last two are never shown.
+const (
+	KeyID  = "id-of-the-role"
+	Secret = "secret-key-of-the-role"
+	Token  = "token-of-the-role"
+)
+
+// VPCRange is the range of the VPC, to which each table has a route of its own.
+func VPCRange() netip.Prefix { return netip.MustParsePrefix("192.168.0.0/16") }
+
+// Instance is an instance with one network interface.
+type Instance struct {
+	ID, Subnet string
+	Addresses  []netip.Addr
+	Stopped    bool
+}
+
+// IPv4 returns the IPv4 address of the instance.
+func (i Instance) IPv4() netip.Addr {
+	for _, a := range i.Addresses {
+		if a.Is4() {
+			return a
+		}
+	}
+	return netip.Addr{}
+}
+
+// Route is a route of a table.
+type Route struct {
+	Number int
+	Dst    netip.Prefix
+	Target string // in the words of the cloud
+	Kind   Kind
+	// More are further targets of a route with several.
+	More []string
+}
+
+// Kind is the origin of a route.
+type Kind string
+
+// Kinds of routes.
+const (
+	System  Kind = "system"  // of the network itself
+	Custom  Kind = "custom"  // a call has made it
+	Learned Kind = "learned" // a gateway has learned it
+)
+
+// Call is a call that the server has answered.
+type Call struct {
+	Name   string
+	DryRun bool
+	Failed bool
+}
+
+// table is a route table.
+type table struct {
+	subnet string // that uses the table; empty for the main table
+	routes []Route
+}
+
+// State is the cloud. It is safe for concurrent use.
+type State struct {
+	// Writing contains the names of the calls that change something.
+	Writing []string
+	// TargetOf returns the target of routes to an instance.
+	TargetOf func(Instance) string
+
+	mu        sync.Mutex
+	instances map[string]Instance
+	tables    map[string]*table
+	past      []snapshot // oldest first
+	calls     []Call
+	denied    map[string]bool
+	throttled int
+	away      bool
+	quota     int
+	lag       time.Duration
+	pageSize  int
+	last      int             // number of the last route
+	nonces    map[string]bool // of signed calls
+}
+
+// snapshot contains the tables at one moment.
+type snapshot struct {
+	since  time.Time
+	tables map[string][]Route
+}
+
+// New returns a State with a main table, and a quota of 50.
+func New(targetOf func(Instance) string, writing ...string) *State {
+	s := &State{
+		Writing: writing, TargetOf: targetOf, instances: map[string]Instance{}, tables: map[string]*table{},
+		denied: map[string]bool{}, nonces: map[string]bool{}, quota: 50, pageSize: 100,
+	}
+	s.AddTable(MainTable, "")
+	return s
+}
+
+// change runs f with the lock, and stores the tables after it.
+func (s *State) change(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+	s.remember()
+}
+
+func (s *State) remember() {
+	now := snapshot{since: time.Now(), tables: map[string][]Route{}}
+	for id, t := range s.tables {
+		now.tables[id] = slices.Clone(t.routes)
+	}
+	s.past = append(s.past, now)
+}
+
+// AddTable adds a table for a subnet. With an empty subnet no subnet uses it.
+func (s *State) AddTable(id, subnet string) {
+	s.change(func() {
+		s.last++
+		s.tables[id] = &table{subnet: subnet, routes: []Route{{Number: s.last, Dst: VPCRange(), Target: "local", Kind: System}}}
+	})
+}
+
+// AddInstance adds an instance with the number n, and returns it.
+func (s *State) AddInstance(n int, subnet string, addresses ...netip.Addr) Instance {
+	i := Instance{ID: fmt.Sprintf("i-%d", n), Subnet: subnet, Addresses: addresses}
+	s.change(func() { s.instances[i.ID] = i })
+	return i
+}
+
+// Terminate removes an instance.
+func (s *State) Terminate(id string) { s.change(func() { delete(s.instances, id) }) }
+
+// Stop stops an instance.
+func (s *State) Stop(id string) {
+	s.change(func() {
+		i := s.instances[id]
+		i.Stopped = true
+		s.instances[id] = i
+	})
+}
+
+// AddRoute adds or replaces a route, as an operator or the cloud itself does.
+func (s *State) AddRoute(id string, r Route) {
+	s.change(func() {
+		s.tables[id].remove(r.Dst)
+		s.add(s.tables[id], r)
+	})
+}
+
+// DeleteRoute deletes a route, as an operator does.
+func (s *State) DeleteRoute(id string, dst netip.Prefix) {
+	s.change(func() { s.tables[id].remove(dst) })
+}
+
+// Deny refuses a call for lack of a permission, or does not any more.
+func (s *State) Deny(call string, denied bool) { s.change(func() { s.denied[call] = denied }) }
+
+// Throttle refuses the next n calls because there were too many.
+func (s *State) Throttle(n int) { s.change(func() { s.throttled = n }) }
+
+// SetAway makes the service unavailable, or available again.
+func (s *State) SetAway(away bool) { s.change(func() { s.away = away }) }
+
+// SetQuota sets the number of routes that calls may make in a table, for each family.
+func (s *State) SetQuota(n int) { s.change(func() { s.quota = n }) }
+
+// SetLag makes descriptions of tables show the state that they had before that time.
+func (s *State) SetLag(lag time.Duration) { s.change(func() { s.lag = lag }) }
+
+// SetPageSize limits the items in one answer.
+func (s *State) SetPageSize(n int) { s.change(func() { s.pageSize = n }) }
+
+// Routes returns the routes of a table.
+func (s *State) Routes(id string) []Route {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.tables[id].routes)
+}
+
+// RouteTo returns the target of the route to dst; ok is false if there is no such route.
+func (s *State) RouteTo(id string, dst netip.Prefix) (target string, ok bool) {
+	for _, r := range s.Routes(id) {
+		if r.Dst == dst {
+			return r.Target, true
+		}
+	}
+	return "", false
+}
+
+// Calls returns all calls so far.
+func (s *State) Calls() []Call {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.calls)
+}
+
+// Writes returns the number of calls that have changed something.
+func (s *State) Writes() int { return s.Succeeded(s.Writing...) }
+
+// Succeeded returns the number of calls with one of the names that have changed something.
+func (s *State) Succeeded(names ...string) (n int) {
+	for _, c := range s.Calls() {
+		if slices.Contains(names, c.Name) && !c.DryRun && !c.Failed {
+			n++
+		}
+	}
+	return n
+}
+
+// Forwarding returns the destinations to which the routers of the VPC deliver packets by a table,
+// with the instance for each.
+func (s *State) Forwarding(id string) map[netip.Prefix]Instance {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	to := map[netip.Prefix]Instance{}
+	for _, r := range s.tables[id].routes {
+		for _, i := range s.instances {
+			if r.Target == s.TargetOf(i) && !i.Stopped {
+				to[r.Dst] = i
+			}
+		}
+	}
+	return to
+}
+
+// add adds a route with a number of its own.
+func (s *State) add(t *table, r Route) {
+	s.last++
+	r.Number = s.last
+	t.routes = append(t.routes, r)
+}
+
+func (t *table) remove(dst netip.Prefix) {
+	t.routes = slices.DeleteFunc(t.routes, func(r Route) bool { return r.Dst == dst && r.Kind == Custom })
+}
+
+// sortedTables returns the ids of all tables.
+func (s *State) sortedTables() []string { return slices.Sorted(maps.Keys(s.tables)) }
