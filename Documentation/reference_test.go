@@ -31,6 +31,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/flanneld/flanneld/backend/alivpc"
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/extension"
@@ -76,6 +77,7 @@ var sections = []section{
 	{"Backend udp", "backend/udp", udp.Defaults(), udp.Type},
 	{"Backend aws-vpc", "backend/awsvpc", awsvpc.Defaults(), awsvpc.Type},
 	{"Backend gce", "backend/gce", gce.Defaults(), gce.Type},
+	{"Backend ali-vpc", "backend/alivpc", alivpc.Defaults(), alivpc.Type},
 	{"Backend extension", "backend/extension", extension.Defaults(), extension.Type},
 	{"Backend host-gw", "backend/hostgw", struct{}{}, hostgw.Type},
 	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},

@@ -71,7 +71,7 @@ func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 func TestSuite(t *testing.T) {
 	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
 		s := open(t)
-		api, lose := cloudtest.LoseAnswers(s, func(_, body string) bool {
+		api, lose := cloudtest.LoseAnswers(s, func(_ *http.Request, body string) bool {
 			return regexp.MustCompile(`Action=(Create|Replace|Delete)Route&`).MatchString(body)
 		})
 		t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, api))

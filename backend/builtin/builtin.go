@@ -5,6 +5,7 @@ package builtin
 
 import (
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/alivpc"
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/extension"
@@ -28,6 +29,7 @@ func New(o options.Options) (backend.Catalog, error) {
 	packets := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(o.UDPSourceCheck), Persist: o.UDPPersist})
 	encrypted := wireguard.NewHost()
 	registry, err := backend.NewRegistry(
+		backend.Entry{Type: alivpc.Type, Factory: alivpc.New},
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
 		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: extension.Type, Factory: commands.New},

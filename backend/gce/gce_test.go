@@ -146,7 +146,9 @@ func testSuite(t *testing.T, lateQuota bool) {
 	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
 		var lose func()
 		s := openBehind(t, func(api http.Handler) http.Handler {
-			api, lose = cloudtest.LoseAnswers(api, func(method, _ string) bool { return method == http.MethodPost || method == http.MethodDelete })
+			api, lose = cloudtest.LoseAnswers(api, func(r *http.Request, _ string) bool {
+				return r.Method == http.MethodPost || r.Method == http.MethodDelete
+			})
 			return api
 		})
 		s.SetScopes("host-1", "cloud-platform") // without it the check cannot ask for permissions in the project

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/alivpc"
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/backendtest"
@@ -50,6 +51,7 @@ func newBackend(t testing.TB, env backend.Env) (backend.Backend, error) {
 	t.Helper()
 	r, err := backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
+		backend.Entry{Type: alivpc.Type, Factory: alivpc.New},
 		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: udp.Type, Factory: udp.NewHost(udp.Settings{}).New},
@@ -79,6 +81,7 @@ func TestImpossibleMigrations(t *testing.T) {
 		{vni1, `{"Type":"aws-vpc"}`, "backend aws-vpc, whose routes are in the VPC"},
 		{`{"Type":"aws-vpc"}`, vni1, "backend aws-vpc, whose routes are in the VPC"},
 		{vni1, `{"Type":"gce"}`, "backend gce, whose routes are in the VPC"},
+		{vni1, `{"Type":"ali-vpc"}`, "backend ali-vpc, whose routes are in the VPC"},
 		{vni1, `{"Type":"wiregard"}`, `NextBackend: unknown backend type "wiregard"`},
 		{vni1, `{"Type":"vxlan","VNI":-1}`, "NextBackend: Backend.VNI is -1"},
 	} {

@@ -13,7 +13,7 @@ import (
 
 // LoseAnswers returns a handler that passes requests to h, and a function that makes it lose the answer to
 // the next request that succeeds and for which changes reports true: the connection is closed instead.
-func LoseAnswers(h http.Handler, changes func(method, body string) bool) (handler http.Handler, lose func()) {
+func LoseAnswers(h http.Handler, changes func(r *http.Request, body string) bool) (handler http.Handler, lose func()) {
 	var next atomic.Bool
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
@@ -24,7 +24,7 @@ func LoseAnswers(h http.Handler, changes func(method, body string) bool) (handle
 		r.Body = io.NopCloser(bytes.NewReader(body))
 		answer := httptest.NewRecorder()
 		h.ServeHTTP(answer, r)
-		if answer.Code == http.StatusOK && changes(r.Method, string(body)) && next.CompareAndSwap(true, false) {
+		if answer.Code == http.StatusOK && changes(r, string(body)) && next.CompareAndSwap(true, false) {
 			if conn, _, err := http.NewResponseController(w).Hijack(); err == nil {
 				_ = conn.Close()
 			}

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package alitest is a server for tests that speaks the part of Alibaba Cloud's API that has to do with
+// routes, and the protocol of the metadata service. It verifies the signature of each call.
+package alitest
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud/access"
+	"github.com/flanneld/flanneld/pkg/cloud/access/acs3"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
+)
+
+// Server is the cloud. It is an http.Handler for the calls of all services.
+type Server struct{ *vpctest.State }
+
+// New returns a Server with a table and no instances.
+func New() Server {
+	return Server{vpctest.New(func(i vpctest.Instance) string { return i.ID }, "CreateRouteEntry", "ModifyRouteEntry", "DeleteRouteEntry")}
+}
+
+// failure is an error as Alibaba Cloud describes it.
+type failure struct {
+	status int
+	code   string
+}
+
+// failures returns the answers to failed calls.
+func failures() map[error]failure {
+	return map[error]failure{
+		vpctest.ErrAway:      {http.StatusServiceUnavailable, "ServiceUnavailable"},
+		vpctest.ErrSignature: {http.StatusBadRequest, "SignatureDoesNotMatch"},
+		vpctest.ErrThrottled: {http.StatusBadRequest, "Throttling.User"},
+		vpctest.ErrDenied:    {http.StatusForbidden, "Forbidden.RAM"},
+		vpctest.ErrDryRun:    {http.StatusBadRequest, "DryRunOperation"},
+		vpctest.ErrUnknown:   {http.StatusNotFound, "InvalidAction.NotFound"},
+		vpctest.ErrInvalid:   {http.StatusBadRequest, "InvalidCidrBlock"},
+		vpctest.ErrNoTable:   {http.StatusNotFound, "InvalidRouteTableId.NotFound"},
+		vpctest.ErrNoTarget:  {http.StatusNotFound, "InvalidNextHopId.NotFound"},
+		vpctest.ErrNoRoute:   {http.StatusBadRequest, "ResourceNotFound.RouteEntry"},
+		vpctest.ErrExists:    {http.StatusBadRequest, "InvalidCIDRBlock.Duplicate"},
+		vpctest.ErrQuota:     {http.StatusBadRequest, "QuotaExceeded"},
+	}
+}
+
+// ServeHTTP implements http.Handler.
+func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	params := r.URL.Query()
+	name := r.Header.Get("X-Acs-Action")
+	call := vpctest.Call{Name: name, DryRun: params.Get("DryRun") == "true"}
+	answer, err := s.Answer(call, signed(r), func(v *vpctest.View) (any, error) { return answer(v, r.Header.Get("X-Acs-Version"), name, params) })
+	w.Header().Set("Content-Type", "application/json;charset=utf-8")
+	if err != nil {
+		f, ok := failures()[err]
+		if !ok {
+			f = failure{http.StatusBadRequest, "InvalidParameter"}
+		}
+		w.WriteHeader(f.status)
+		answer = map[string]string{"Code": f.code, "Message": err.Error(), "RequestId": "test", "Recommend": "https://api.alibabacloud.com/troubleshoot"}
+	}
+	_ = json.NewEncoder(w).Encode(answer)
+}
+
+// signed signs the request again with the keys of the role, and compares.
+func signed(r *http.Request) vpctest.Signed {
+	at, err := time.Parse(time.RFC3339, r.Header.Get("X-Acs-Date"))
+	if err != nil {
+		return vpctest.Signed{}
+	}
+	again := &http.Request{Method: r.Method, Header: http.Header{}, URL: &url.URL{Host: r.Host, Path: r.URL.Path, RawQuery: r.URL.RawQuery}}
+	nonce := r.Header.Get("X-Acs-Signature-Nonce")
+	acs3.Sign(again, access.Keys{ID: vpctest.KeyID, Secret: vpctest.Secret, Token: vpctest.Token}, acs3.Call{
+		Action: r.Header.Get("X-Acs-Action"), Version: r.Header.Get("X-Acs-Version"), Time: at, Nonce: nonce,
+	})
+	valid := r.Method == http.MethodPost && r.URL.RawQuery == again.URL.RawQuery && nonce != ""
+	for _, name := range []string{"Authorization", "X-Acs-Security-Token", "X-Acs-Content-Sha256"} {
+		valid = valid && again.Header.Get(name) == r.Header.Get(name)
+	}
+	return vpctest.Signed{Valid: valid, Time: at, Nonce: nonce}
+}
+
+// object is an object of JSON.
+type object = map[string]any
+
+const (
+	versionVPC = "2016-04-28"
+	versionECS = "2014-05-26"
+)
+
+func answer(v *vpctest.View, version, name string, params url.Values) (any, error) {
+	if params.Get("RegionId") != vpctest.Region {
+		return nil, vpctest.ErrInvalid
+	}
+	table, target := params.Get("RouteTableId"), params.Get("NextHopId")
+	dst, err := netip.ParsePrefix(params.Get("DestinationCidrBlock"))
+	to := func(r vpctest.Route) bool { return r.Dst == dst }
+	writes := slices.Contains([]string{"CreateRouteEntry", "ModifyRouteEntry", "DeleteRouteEntry"}, name)
+	switch {
+	case writes && err != nil, version == versionECS != (name == "DescribeInstances"), version != versionECS && version != versionVPC:
+		return nil, vpctest.ErrInvalid
+	case name == "DescribeVSwitchAttributes":
+		return object{"VSwitchId": params.Get("VSwitchId"), "VpcId": vpctest.VPC, "RouteTable": object{"RouteTableId": v.TableOf(params.Get("VSwitchId")), "RouteTableType": "System"}}, nil
+	case name == "DescribeRouteEntryList":
+		return entries(v, params)
+	case name == "DescribeInstances":
+		return instances(v, params)
+	case name == "CreateRouteEntry":
+		if params.Get("NextHopType") != "Instance" {
+			return nil, vpctest.ErrInvalid
+		}
+		made, err := v.Create(table, dst, target)
+		return object{"RouteEntryId": entryID(made)}, err
+	case name == "ModifyRouteEntry":
+		if params.Get("NewNextHopType") != "Instance" {
+			return nil, vpctest.ErrInvalid
+		}
+		return object{}, v.Replace(table, params.Get("NewNextHopId"), to)
+	case name == "DeleteRouteEntry":
+		return object{}, v.Delete(table, func(r vpctest.Route) bool { return to(r) && r.Target == target })
+	}
+	return nil, vpctest.ErrUnknown
+}
+
+func entryID(r vpctest.Route) string { return fmt.Sprintf("rte-%d", r.Number) }
+
+// cut returns a page of items, and the token of the next one. sizeName is the parameter with the size.
+func cut[T any](v *vpctest.View, params url.Values, sizeName string, items []T) (page []T, next string, err error) {
+	begin, size := 0, 0
+	if token := params.Get("NextToken"); token != "" {
+		if begin, err = strconv.Atoi(token); err != nil || begin >= len(items) {
+			return nil, "", vpctest.ErrInvalid
+		}
+	}
+	if text := params.Get(sizeName); text != "" {
+		if size, err = strconv.Atoi(text); err != nil || size > 100 {
+			return nil, "", vpctest.ErrInvalid
+		}
+	}
+	end := min(begin+v.PageSize(size), len(items))
+	if end < len(items) {
+		next = strconv.Itoa(end)
+	}
+	return items[begin:end], next, nil
+}
+
+// entries returns the routes of a table. There is also one whose destination is a list of prefixes.
+func entries(v *vpctest.View, params url.Values) (any, error) {
+	table := params.Get("RouteTableId")
+	routes, err := v.Visible(table)
+	if err != nil {
+		return nil, err
+	}
+	all := []object{{"RouteTableId": table, "RouteEntryId": "rte-0", "DestinationCidrBlock": "pl-1", "Type": "Custom", "Status": "Available", "NextHops": object{"NextHop": []object{{"NextHopType": "NatGateway", "NextHopId": "ngw-1"}}}}}
+	for _, r := range routes {
+		hops := []object{}
+		for _, target := range append([]string{r.Target}, r.More...) {
+			hops = append(hops, object{"NextHopType": hopType(target), "NextHopId": target, "Enabled": 1})
+		}
+		kind := map[vpctest.Kind]string{vpctest.System: "System", vpctest.Custom: "Custom", vpctest.Learned: "BGP"}[r.Kind]
+		if r.Kind == vpctest.System {
+			hops = []object{{"NextHopType": "local", "NextHopId": ""}}
+		}
+		all = append(all, object{
+			"RouteTableId": table, "RouteEntryId": entryID(r), "DestinationCidrBlock": r.Dst.String(), "Type": kind, "Status": "Available", "NextHops": object{"NextHop": hops},
+		})
+	}
+	page, next, err := cut(v, params, "MaxResult", all)
+	return object{"RouteEntrys": object{"RouteEntry": page}, "NextToken": next}, err
+}
+
+func hopType(target string) string {
+	if len(target) > 2 && target[:2] == "i-" {
+		return "Instance"
+	}
+	return "VpnGateway"
+}
+
+func instances(v *vpctest.View, params url.Values) (any, error) {
+	var ids []string
+	if err := json.Unmarshal([]byte(params.Get("InstanceIds")), &ids); err != nil || len(ids) == 0 || len(ids) > 100 {
+		return nil, errors.New("the specified InstanceIds are not valid")
+	}
+	all := []object{}
+	for _, i := range v.Instances() {
+		if slices.Contains(ids, i.ID) {
+			all = append(all, describe(i))
+		}
+	}
+	page, next, err := cut(v, params, "MaxResults", all)
+	return object{"Instances": object{"Instance": page}, "NextToken": next}, err
+}
+
+func describe(i vpctest.Instance) object {
+	private, six := []object{}, []object{}
+	for _, a := range i.Addresses {
+		if a.Is4() {
+			private = append(private, object{"PrivateIpAddress": a.String(), "Primary": true})
+		} else {
+			six = append(six, object{"Ipv6Address": a.String()})
+		}
+	}
+	status := "Running"
+	if i.Stopped {
+		status = "Stopped"
+	}
+	return object{
+		"InstanceId": i.ID, "Status": status,
+		"VpcAttributes":   object{"VpcId": vpctest.VPC, "VSwitchId": i.Subnet, "PrivateIpAddress": object{"IpAddress": []string{i.IPv4().String()}}},
+		"PublicIpAddress": object{"IpAddress": []string{}}, "EipAddress": object{"IpAddress": ""},
+		"NetworkInterfaces": object{"NetworkInterface": []object{{"PrivateIpSets": object{"PrivateIpSet": private}, "Ipv6Sets": object{"Ipv6Set": six}}}},
+	}
+}

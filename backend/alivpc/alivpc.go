@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package alivpc lets the routers of a VPC of Alibaba Cloud carry the packets of pods. Each host has
+// a route to its subnet in the route table of its vSwitch. There is no tunnel.
+//
+//   - alivpc.go creates the backend.CloudBackend. config.go is the Backend object of the
+//     configuration.
+//   - vpc.go implements cloud.Cloud. entries.go converts the routes of the API; it is pure.
+//   - rpc.go makes the calls of the API, and sorts their errors.
+//   - connect.go finds the region, the instance, the vSwitch and the keys.
+package alivpc
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// Type is the backend's name in the configuration.
+const Type = "ali-vpc"
+
+// New is the backend's factory.
+func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	calls := &cloud.Calls{}
+	v := &vpc{
+		networks: env.Config.Prefixes(), addresses: env.Locals(),
+		connect: func(ctx context.Context) (*client, error) { return connect(ctx, c, calls) },
+	}
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls}, warnings, nil
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package alivpc
+
+import (
+	"net/netip"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// localTarget is the target of the routes of the VPC itself.
+const localTarget = "local"
+
+// entry is a route of the API.
+type entry struct {
+	Dst    string `json:"DestinationCidrBlock"` // or the id of a list of prefixes
+	Type   string // Custom, System, or that of a gateway that has learned the route
+	Status string
+	Hops   struct {
+		All []hop `json:"NextHop"`
+	} `json:"NextHops"`
+}
+
+type hop struct {
+	Kind string `json:"NextHopType"`
+	ID   string `json:"NextHopId"`
+}
+
+const (
+	instanceHop = "Instance"
+	custom      = "Custom"
+	system      = "System"
+	deleting    = "Deleting"
+)
+
+// convert returns e as a route of table. It reports false for a route that has no prefix as its
+// destination, or that is about to go. A route with several targets is that of an operator.
+func (e entry) convert(table string) (cloud.Route, bool) {
+	dst, err := netip.ParsePrefix(e.Dst)
+	if err != nil || e.Status == deleting {
+		return cloud.Route{}, false
+	}
+	r := cloud.Route{Table: table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target", Foreign: len(e.Hops.All) > 1}
+	switch {
+	case e.Type == system:
+		r.Target = localTarget
+	case len(e.Hops.All) > 0 && e.Hops.All[0].ID != "":
+		r.Target = e.Hops.All[0].ID
+	}
+	return r, true
+}
+
+// instance reports whether e leads to one instance.
+func (e entry) instance() bool { return len(e.Hops.All) == 1 && e.Hops.All[0].Kind == instanceHop }
+
+// instance is an instance of the API.
+type instance struct {
+	ID         string `json:"InstanceId"`
+	Status     string
+	Attributes struct {
+		Private addressList `json:"PrivateIpAddress"`
+	} `json:"VpcAttributes"`
+	Public addressList `json:"PublicIpAddress"`
+	EIP    struct {
+		Address string `json:"IpAddress"`
+	} `json:"EipAddress"`
+	Interfaces struct {
+		All []struct {
+			IPv4 struct {
+				All []struct {
+					Address string `json:"PrivateIpAddress"`
+				} `json:"PrivateIpSet"`
+			} `json:"PrivateIpSets"`
+			IPv6 struct {
+				All []struct {
+					Address string `json:"Ipv6Address"`
+				} `json:"Ipv6Set"`
+			} `json:"Ipv6Sets"`
+		} `json:"NetworkInterface"`
+	} `json:"NetworkInterfaces"`
+}
+
+type addressList struct {
+	All []string `json:"IpAddress"`
+}
+
+// runs reports whether the instance can get packets now or soon.
+func (i instance) runs() bool { return i.Status != "Stopped" && i.Status != "Stopping" }
+
+// addresses returns all addresses of the instance.
+func (i instance) addresses() (all []netip.Addr) {
+	texts := append([]string{i.EIP.Address}, i.Attributes.Private.All...)
+	texts = append(texts, i.Public.All...)
+	for _, n := range i.Interfaces.All {
+		for _, a := range n.IPv4.All {
+			texts = append(texts, a.Address)
+		}
+		for _, a := range n.IPv6.All {
+			texts = append(texts, a.Address)
+		}
+	}
+	for _, text := range texts {
+		if a, err := netip.ParseAddr(text); err == nil {
+			all = append(all, a)
+		}
+	}
+	return all
+}

@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package alivpc
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strconv"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+const (
+	pageSize     = 100 // routes or instances in one answer
+	maxInstances = 100 // ids in one call, which is the most that the API allows
+)
+
+// vpc implements cloud.Cloud for the VPC of this host. Its table is that of the vSwitch of the
+// external interface.
+type vpc struct {
+	networks  []netip.Prefix
+	addresses []netip.Addr // of the external interface
+	connect   func(context.Context) (*client, error)
+
+	api   *client // nil before the first connection
+	table string  // id; of the last Join or Check
+}
+
+// find finds the table of the vSwitch of the external interface.
+func (v *vpc) find(ctx context.Context) (*client, error) {
+	if v.api == nil {
+		api, err := v.connect(ctx)
+		if err != nil {
+			return nil, err
+		}
+		v.api = api
+	}
+	id, primary, err := v.api.vSwitch(ctx, v.addresses)
+	if err != nil {
+		return nil, err
+	}
+	if !primary {
+		return nil, fmt.Errorf("the external interface is not the primary network interface of %s, to which routes to an instance lead: choose that one by --iface", v.api.instance)
+	}
+	var answer struct {
+		Table struct {
+			ID string `json:"RouteTableId"`
+		} `json:"RouteTable"`
+	}
+	if err := v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &answer); err != nil {
+		return nil, err
+	}
+	if answer.Table.ID == "" {
+		return nil, fmt.Errorf("Alibaba Cloud knows no route table of vSwitch %s", id)
+	}
+	v.table = answer.Table.ID
+	return v.api, nil
+}
+
+// Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
+func (v *vpc) Join(ctx context.Context) (string, error) {
+	api, err := v.find(ctx)
+	if err != nil {
+		return "", err
+	}
+	return api.instance, nil
+}
+
+// Tables implements cloud.Cloud. It must be called after Join or Check. Routes say nothing about
+// their targets, so it asks for the instances of the routes that may belong to a host.
+func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
+	entries, err := v.list(ctx)
+	if err != nil {
+		return nil, err
+	}
+	table := cloud.Table{ID: v.table}
+	ids := []string{v.api.instance}
+	for _, e := range entries {
+		r, ok := e.convert(v.table)
+		if !ok {
+			continue
+		}
+		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
+		if inside && r.ByCall && e.instance() && !slices.Contains(ids, r.Target) {
+			ids = append(ids, r.Target)
+		}
+		table.Routes = append(table.Routes, r)
+	}
+	instances, err := v.instances(ctx, ids)
+	if err != nil {
+		return nil, err
+	}
+	if _, ok := instances[v.api.instance]; !ok { // then others may be missing for the same reason
+		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
+	}
+	for i, r := range table.Routes {
+		target, known := instances[r.Target]
+		table.Routes[i].Lost = r.Target != v.api.instance && slices.Contains(ids, r.Target) && (!known || !target.runs())
+	}
+	return []cloud.Table{table}, nil
+}
+
+// list returns the routes of the table, of all pages.
+func (v *vpc) list(ctx context.Context) (all []entry, err error) {
+	params := url.Values{"RouteTableId": {v.table}, "MaxResult": {strconv.Itoa(pageSize)}}
+	for {
+		var answer struct {
+			Entries struct {
+				All []entry `json:"RouteEntry"`
+			} `json:"RouteEntrys"`
+			NextToken string
+		}
+		if err := v.api.call(ctx, v.api.vpc, "DescribeRouteEntryList", params, &answer); err != nil {
+			return nil, err
+		}
+		all = append(all, answer.Entries.All...)
+		if more, err := turnPage(params, answer.NextToken); !more {
+			return all, err
+		}
+	}
+}
+
+// turnPage makes params ask for the next page. It reports false after the last one.
+func turnPage(params url.Values, token string) (more bool, err error) {
+	if token != "" && token == params.Get("NextToken") {
+		return false, errors.New("the answer refers to itself as its next page")
+	}
+	params.Set("NextToken", token)
+	return token != "", nil
+}
+
+// instances returns those instances that exist, by id.
+func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance, error) {
+	all := map[string]instance{}
+	for some := range slices.Chunk(ids, maxInstances) {
+		list, err := json.Marshal(some)
+		if err != nil {
+			return nil, err
+		}
+		params := url.Values{"InstanceIds": {string(list)}, "MaxResults": {strconv.Itoa(pageSize)}}
+		for more := true; more; {
+			var answer struct {
+				Instances struct {
+					All []instance `json:"Instance"`
+				} `json:"Instances"`
+				NextToken string
+			}
+			if err := v.api.call(ctx, v.api.ecs, "DescribeInstances", params, &answer); err != nil {
+				return nil, err
+			}
+			for _, i := range answer.Instances.All {
+				all[i.ID] = i
+			}
+			if more, err = turnPage(params, answer.NextToken); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return all, nil
+}
+
+// duplicate reports whether err says that there is a route to the same destination.
+func duplicate(err error) bool {
+	return isCode(err, "RouterEntryConflict.Duplicated", "InvalidCIDRBlock.Duplicate", "InvalidRouteEntry.Duplicate", "RouteConflict.AlreadyExist")
+}
+
+// absent reports whether err says that there is no such route.
+func absent(err error) bool {
+	return isCode(err, "ResourceNotFound.RouteEntry", "InvalidRouteEntry", "InvalidRouteEntry.NotFound", "InvalidRouteEntryId.NotFound", "RouteEntry.NotFound")
+}
+
+// Put implements cloud.Cloud. The list of routes may be older than the last call, so a replacement
+// of a route that is missing creates it.
+func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
+	if replace {
+		if err := v.checkForeign(ctx, r.Dst); err != nil {
+			return err
+		}
+		err := v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", replaceParams(r), nil)
+		if !absent(err) {
+			return err
+		}
+	}
+	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", createParams(r), nil)
+	if duplicate(err) && !replace {
+		return cloud.ErrExists
+	}
+	return err
+}
+
+// checkForeign returns an error if the route to dst is one that flanneld never replaces.
+func (v *vpc) checkForeign(ctx context.Context, dst netip.Prefix) error {
+	now, err := v.list(ctx)
+	if err != nil {
+		return err
+	}
+	for _, e := range now {
+		if have, ok := e.convert(v.table); ok && have.Dst == dst && have.Foreign {
+			return fmt.Errorf("the route to %s in table %s has several next hops, so it belongs to another program: remove it, or choose another Network", dst, v.table)
+		}
+	}
+	return nil
+}
+
+func routeParams(r cloud.Route) url.Values {
+	return url.Values{"RouteTableId": {r.Table}, "DestinationCidrBlock": {r.Dst.String()}}
+}
+
+func createParams(r cloud.Route) url.Values {
+	params := routeParams(r)
+	params.Set("NextHopType", instanceHop)
+	params.Set("NextHopId", r.Target)
+	return params
+}
+
+func replaceParams(r cloud.Route) url.Values {
+	params := routeParams(r)
+	params.Set("NewNextHopType", instanceHop)
+	params.Set("NewNextHopId", r.Target)
+	return params
+}
+
+func removeParams(r cloud.Route) url.Values {
+	params := routeParams(r)
+	params.Set("NextHopId", r.Target)
+	return params
+}
+
+// Remove implements cloud.Cloud. It looks right before where the route leads, although the call
+// names the target.
+func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
+	now, err := v.list(ctx)
+	if err != nil {
+		return err
+	}
+	same := func(e entry) bool {
+		have, ok := e.convert(v.table)
+		return ok && have.Dst == r.Dst && have.Target == r.Target && have.ByCall && !have.Foreign
+	}
+	if !slices.ContainsFunc(now, same) {
+		return nil
+	}
+	err = v.api.call(ctx, v.api.vpc, "DeleteRouteEntry", removeParams(r), nil)
+	if absent(err) {
+		return nil
+	}
+	return err
+}
+
+// Addresses implements cloud.Cloud. A host is an instance.
+func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
+	instances, err := v.instances(ctx, targets)
+	if err != nil {
+		return nil, err
+	}
+	hosts := map[string][]netip.Addr{}
+	for id, i := range instances {
+		hosts[id] = i.addresses()
+	}
+	return hosts, nil
+}
+
+// Check implements cloud.Cloud.
+func (v *vpc) Check(ctx context.Context) error {
+	api, err := v.find(ctx)
+	if err != nil {
+		return err
+	}
+	tables, err := v.Tables(ctx)
+	if err != nil {
+		return err
+	}
+	if err := v.checkRanges(tables); err != nil {
+		return err
+	}
+	// This range is for documentation, so the calls would do no harm even if they were made.
+	nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: api.instance}
+	var missing []string
+	for _, call := range []struct {
+		action string
+		params url.Values
+	}{{"CreateRouteEntry", createParams(nowhere)}, {"ModifyRouteEntry", replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
+		err := api.allowed(ctx, call.action, call.params)
+		if denied, ok := errors.AsType[*cloud.MissingError](err); ok {
+			missing = append(missing, denied.Permissions...)
+		} else if err != nil {
+			return err
+		}
+	}
+	if len(missing) > 0 {
+		return &cloud.MissingError{Permissions: missing, Page: page}
+	}
+	return nil
+}
+
+// checkRanges returns an error if a network overlaps a range of the VPC, where Alibaba Cloud refuses
+// routes.
+func (v *vpc) checkRanges(tables []cloud.Table) error {
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			for _, n := range v.networks {
+				if r.Target == localTarget && r.Dst.Bits() > 0 && r.Dst.Overlaps(n) {
+					return fmt.Errorf("the network %s overlaps %s of the VPC, where Alibaba Cloud allows no routes to instances: choose another Network or IPv6Network", n, r.Dst)
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend/alivpc/alitest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// subnetTables is what the clouds have in common that have a table for each subnet.
+type subnetTables struct {
+	*vpctest.State
+	instance func(number int) string // target of an instance
+	removal  string                  // call that deletes routes
+	creation string                  // call that makes them
+	right    string                  // to make them
+}
+
+func (c subnetTables) end(number int) { c.Terminate(fmt.Sprintf("i-%d", number)) }
+
+func (subnetTables) table() string { return vpctest.MainTable }
+
+func (c subnetTables) target(number int) string { return c.instance(number) }
+
+func (c subnetTables) routeTo(dst netip.Prefix) (target string, ok bool) {
+	return c.RouteTo(vpctest.MainTable, dst)
+}
+
+func (c subnetTables) deleteRoute(dst netip.Prefix) { c.DeleteRoute(vpctest.MainTable, dst) }
+
+func (c subnetTables) addRoute(dst netip.Prefix, number int) {
+	c.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: c.target(number), Kind: vpctest.Custom})
+}
+
+func (c subnetTables) forwarding() map[netip.Prefix][]netip.Addr {
+	to := map[netip.Prefix][]netip.Addr{}
+	for dst, i := range c.Forwarding(vpctest.MainTable) {
+		to[dst] = i.Addresses
+	}
+	return to
+}
+
+func (subnetTables) restricted() []netip.Addr { return nil }
+
+func (c subnetTables) deny(denied bool) string {
+	c.Deny(c.creation, denied)
+	return c.right
+}
+
+func (c subnetTables) setQuota(n int) { c.SetQuota(n) }
+
+func (c subnetTables) deletions() int { return c.Succeeded(c.removal) }
+
+func (subnetTables) secrets() []string { return []string{vpctest.Secret, vpctest.Token} }
+
+// ali is Alibaba Cloud as a testCloud.
+type ali struct {
+	subnetTables
+	http.Handler
+}
+
+// newAli builds a VPC with as many instances as hosts. It starts no daemons.
+func newAli(t *testing.T, hosts int, families []prefix.Family) *cloudBed {
+	t.Helper()
+	s := alitest.New()
+	instance := func(number int) string { return fmt.Sprintf("i-%d", number) }
+	c := ali{subnetTables{s.State, instance, "DeleteRouteEntry", "CreateRouteEntry", "vpc:CreateRouteEntry"}, s}
+	return newCloudBed(t, hosts, families, "ali-vpc", c)
+}
+
+func (a ali) add(number, host int, addresses []netip.Addr) http.Handler {
+	return alitest.Metadata(a.AddInstance(number, fmt.Sprintf("vsw-%d", host), addresses...))
+}
+
+func (ali) env(api string) []string {
+	return []string{
+		"ALIBABA_CLOUD_VPC_ENDPOINT=http://" + api, "ALIBABA_CLOUD_ECS_ENDPOINT=http://" + api,
+		"ALIBABA_CLOUD_METADATA_ENDPOINT=http://" + metadataAddress,
+	}
+}
+
+// TestAliVPC checks that pods reach each other.
+func TestAliVPC(t *testing.T) {
+	t.Parallel()
+	newAli(t, 3, dual).expectPods("CreateRouteEntry")
+}
+
+// TestAliVPCRestart restarts the daemons while packets flow.
+func TestAliVPCRestart(t *testing.T) {
+	t.Parallel()
+	newAli(t, 2, v4).testRestart()
+}
+
+// TestAliVPCFaults causes faults of Alibaba Cloud.
+//
+//stages:rest it takes half a minute; TestAliVPCRestart looks for lost packets
+func TestAliVPCFaults(t *testing.T) {
+	t.Parallel()
+	v := newAli(t, 4, v4)
+	v.testCloud.(ali).SetLag(500 * time.Millisecond)
+	if n := v.testFaults(); n != 1 {
+		t.Errorf("%d routes were deleted by daemons, want that of host 4", n)
+	}
+}
