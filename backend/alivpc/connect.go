@@ -38,16 +38,11 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 // provider returns the first source of keys that this host has: the configuration, the environment
 // with the names of flannel or those of Alibaba Cloud, and the role of the instance.
 func provider(cfg config, metadata *access.Metadata) access.Provider {
-	for _, k := range []access.Keys{
-		{ID: cfg.AccessKeyID, Secret: cfg.AccessKeySecret},
-		{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
-		{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
-	} {
-		if k.ID != "" && k.Secret != "" {
-			return access.Static(k)
-		}
-	}
-	return metadata.Keys
+	return access.First(metadata.Keys,
+		access.Keys{ID: cfg.AccessKeyID, Secret: cfg.AccessKeySecret},
+		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
+		access.Keys{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
+	)
 }
 
 // vSwitch returns the id of the vSwitch of the network interface that has one of the addresses.

@@ -39,8 +39,16 @@ func (k Keys) GoString() string { return k.String() }
 // Provider returns the keys for the next call.
 type Provider func(context.Context) (Keys, error)
 
-// Static returns a Provider of keys that never change.
-func Static(k Keys) Provider { return func(context.Context) (Keys, error) { return k, nil } }
+// First returns a Provider of the first of these pairs of keys that has an id and a secret, or else
+// role.
+func First(role Provider, pairs ...Keys) Provider {
+	for _, k := range pairs {
+		if k.ID != "" && k.Secret != "" {
+			return func(context.Context) (Keys, error) { return k, nil }
+		}
+	}
+	return role
+}
 
 // Client sends calls. Proxies count, as the variables of the environment define them.
 type Client struct{ http http.Client }

@@ -134,6 +134,7 @@ func addresses(text string) (all []netip.Addr) {
 type Interface struct {
 	MAC     string
 	Primary bool
+	Address netip.Addr // the wanted one
 }
 
 // Path returns the path of a value of the interface.
@@ -158,7 +159,8 @@ func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...strin
 			if err != nil {
 				return Interface{}, err
 			}
-			if slices.ContainsFunc(have, func(a netip.Addr) bool { return slices.Contains(wanted, a) }) {
+			if at := slices.IndexFunc(have, func(a netip.Addr) bool { return slices.Contains(wanted, a) }); at >= 0 {
+				i.Address = have[at]
 				return i, nil
 			}
 		}
