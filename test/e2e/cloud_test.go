@@ -247,16 +247,16 @@ func (v *cloudBed) expectPods(call string) {
 			}
 		}
 		report := statusOf(t, h).Network.Cloud
-		if report == nil || report.Writer != "host" || report.LastGood.IsZero() || len(report.Routes) != 2 {
-			t.Fatalf("%s: status %+v, want two routes", h.Name(), report)
+		if report == nil || report.Writer != "host" || report.LastGood.IsZero() || len(report.Routes) != len(v.Families()) {
+			t.Fatalf("%s: status %+v, want a route of each family", h.Name(), report)
 		}
 		for _, r := range report.Routes {
 			if !r.Present || r.Table != v.table() {
 				t.Errorf("%s: route %+v, want it in place in %s", h.Name(), r, v.table())
 			}
 		}
-		if n := metric(t, h, fmt.Sprintf(`flannel_cloud_calls_total{call=%q,result="ok"}`, call)); n != 2 {
-			t.Errorf("%s has made %v calls of %s, want 2", h.Name(), n, call)
+		if n := metric(t, h, fmt.Sprintf(`flannel_cloud_calls_total{call=%q,result="ok"}`, call)); n != float64(len(v.Families())) {
+			t.Errorf("%s has made %v calls of %s, want one for each family", h.Name(), n, call)
 		}
 	}
 	out := expectFlannelctl(t, v.Host(1), []string{"status"}, "written by each host; in order at 20",

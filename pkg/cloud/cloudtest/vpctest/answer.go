@@ -91,6 +91,9 @@ func (v *View) TableOf(subnet string) string {
 // Tables returns the ids of all tables.
 func (v *View) Tables() []string { return v.s.sortedTables() }
 
+// SubnetOf returns the subnet that uses a table, or an empty text.
+func (v *View) SubnetOf(id string) string { return v.s.tables[id].subnet }
+
 // Visible returns the routes of a table that descriptions show now.
 func (v *View) Visible(id string) ([]Route, error) {
 	if v.s.tables[id] == nil {
@@ -175,7 +178,7 @@ func (v *View) Replace(id, target string, is func(Route) bool) error {
 		return err
 	}
 	if !v.dry {
-		r.Target = target
+		r.Target, r.More, r.Disabled = target, nil, false
 		v.s.remember()
 	}
 	return nil

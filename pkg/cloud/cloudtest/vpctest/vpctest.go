@@ -58,7 +58,8 @@ type Route struct {
 	Target string // in the words of the cloud
 	Kind   Kind
 	// More are further targets of a route with several.
-	More []string
+	More     []string
+	Disabled bool // by an operator; it gets no packets
 }
 
 // Kind is the origin of a route.
@@ -173,6 +174,11 @@ func (s *State) AddRoute(id string, r Route) {
 	})
 }
 
+// AddSecond adds a route beside others to the same destination.
+func (s *State) AddSecond(id string, r Route) {
+	s.change(func() { s.add(s.tables[id], r) })
+}
+
 // DeleteRoute deletes a route, as an operator does.
 func (s *State) DeleteRoute(id string, dst netip.Prefix) {
 	s.change(func() { s.tables[id].remove(dst) })
@@ -241,7 +247,7 @@ func (s *State) Forwarding(id string) map[netip.Prefix]Instance {
 	to := map[netip.Prefix]Instance{}
 	for _, r := range s.tables[id].routes {
 		for _, i := range s.instances {
-			if r.Target == s.TargetOf(i) && !i.Stopped {
+			if r.Target == s.TargetOf(i) && !i.Stopped && !r.Disabled {
 				to[r.Dst] = i
 			}
 		}
