@@ -38,6 +38,7 @@ import (
 	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
@@ -78,6 +79,7 @@ var sections = []section{
 	{"Backend aws-vpc", "backend/awsvpc", awsvpc.Defaults(), awsvpc.Type},
 	{"Backend gce", "backend/gce", gce.Defaults(), gce.Type},
 	{"Backend ali-vpc", "backend/alivpc", alivpc.Defaults(), alivpc.Type},
+	{"Backend tencent-vpc", "backend/tencentvpc", tencentvpc.Defaults(), tencentvpc.Type},
 	{"Backend extension", "backend/extension", extension.Defaults(), extension.Type},
 	{"Backend host-gw", "backend/hostgw", struct{}{}, hostgw.Type},
 	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},

@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/migration"
+	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
@@ -36,6 +37,7 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
 		backend.Entry{Type: udp.Type, Factory: packets.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
 		backend.Entry{Type: wireguard.Type, Factory: encrypted.New},

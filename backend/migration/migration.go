@@ -79,7 +79,7 @@ func (b *Backend) check() error {
 		switch p.side.Type {
 		case "alloc", "extension":
 			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes flanneld does not manage: remove NextBackend", p.side.Type)
-		case "ali-vpc", "aws-vpc", "gce":
+		case "ali-vpc", "aws-vpc", "gce", "tencent-vpc":
 			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes are in the VPC and not on the hosts: remove NextBackend", p.side.Type)
 		}
 	}

@@ -24,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
@@ -53,6 +54,7 @@ func newBackend(t testing.TB, env backend.Env) (backend.Backend, error) {
 		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: alivpc.Type, Factory: alivpc.New},
 		backend.Entry{Type: gce.Type, Factory: gce.New},
+		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: udp.Type, Factory: udp.NewHost(udp.Settings{}).New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
@@ -82,6 +84,7 @@ func TestImpossibleMigrations(t *testing.T) {
 		{`{"Type":"aws-vpc"}`, vni1, "backend aws-vpc, whose routes are in the VPC"},
 		{vni1, `{"Type":"gce"}`, "backend gce, whose routes are in the VPC"},
 		{vni1, `{"Type":"ali-vpc"}`, "backend ali-vpc, whose routes are in the VPC"},
+		{vni1, `{"Type":"tencent-vpc"}`, "backend tencent-vpc, whose routes are in the VPC"},
 		{vni1, `{"Type":"wiregard"}`, `NextBackend: unknown backend type "wiregard"`},
 		{vni1, `{"Type":"vxlan","VNI":-1}`, "NextBackend: Backend.VNI is -1"},
 	} {

@@ -59,7 +59,7 @@ MTU that must not be fragmented, and over a TCP connection. The output names the
 first step that fails and where to look. The exit code is 1 if a step fails.
 
 It needs root. The address in the network is that of the tunnel device (10.5.7.0 of
-10.5.7.0/24). With host-gw, alloc, aws-vpc, gce, ali-vpc and extension, which have no device, it is
+10.5.7.0/24). With host-gw, alloc, aws-vpc, gce, ali-vpc, tencent-vpc and extension, which have no device, it is
 that of the pods' bridge (10.5.7.1), which exists only if the host has pods.`,
 		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {

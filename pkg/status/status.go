@@ -64,7 +64,7 @@ type Network struct {
 	Mode            string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes        []netip.Prefix `json:"prefixes"`
 	MTU             int            `json:"mtu"`               // bytes, the same for every path
-	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc, aws-vpc, gce, ali-vpc and extension
+	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc, aws-vpc, gce, ali-vpc, tencent-vpc and extension
 	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
 	SubnetFile      string         `json:"subnetFile"`
 	Pool            *Pool          `json:"pool,omitempty"`  // nil if the store does not assign subnets

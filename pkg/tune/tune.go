@@ -85,7 +85,7 @@ func (t *Tuner) Backend(network string, backendTypes ...string) {
 // because the process does not carry packets itself or does it best with one thread.
 func oneThread(backendType string) bool {
 	switch backendType {
-	case "ali-vpc", "alloc", "aws-vpc", "gce", "host-gw", "ipip", "vxlan":
+	case "ali-vpc", "alloc", "aws-vpc", "gce", "host-gw", "ipip", "tencent-vpc", "vxlan":
 		return true
 	case "udp":
 		return runtime.NumCPU() <= fewCPUs

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tencentvpc
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
+)
+
+// connect returns a client for the region of this host.
+func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
+	c := &client{
+		http: access.NewClient(), calls: calls, metadata: &access.Metadata{
+			Cloud: "Tencent Cloud", URL: cmp.Or(os.Getenv("TENCENTCLOUD_METADATA_ENDPOINT"), "http://metadata.tencentyun.com"),
+			Roles: "cam/security-credentials/",
+		},
+		vpc: service{"vpc", "2017-03-12", cmp.Or(os.Getenv("TENCENTCLOUD_VPC_ENDPOINT"), "https://vpc.tencentcloudapi.com")},
+		cvm: service{"cvm", "2017-03-12", cmp.Or(os.Getenv("TENCENTCLOUD_CVM_ENDPOINT"), "https://cvm.tencentcloudapi.com")},
+	}
+	var err error
+	if c.region, err = c.metadata.Read(ctx, "placement/region"); err != nil {
+		return nil, err
+	}
+	// The names are those of flannel and those of Tencent Cloud.
+	c.keys = access.First(c.metadata.Keys,
+		access.Keys{ID: cfg.AccessKeyID, Secret: cfg.AccessKeySecret},
+		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
+		access.Keys{ID: os.Getenv("TENCENTCLOUD_SECRET_ID"), Secret: os.Getenv("TENCENTCLOUD_SECRET_KEY"), Token: os.Getenv("TENCENTCLOUD_TOKEN")},
+	)
+	return c, nil
+}
+
+// place is where this host is in the cloud.
+type place struct {
+	address     netip.Addr // the target of routes to this host
+	vpc, subnet string     // ids
+}
+
+// find returns the place of the external interface, which has the addresses.
+func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
+	found, err := c.metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
+	if err != nil {
+		return place{}, err
+	}
+	if !found.Primary {
+		return place{}, fmt.Errorf("%s is not of the primary network interface of this instance, whose addresses Tencent Cloud shows: choose that one by --iface", found.Address)
+	}
+	p.address = found.Address
+	if p.vpc, err = c.metadata.Read(ctx, found.Path("vpc-id")); err != nil {
+		return place{}, err
+	}
+	p.subnet, err = c.metadata.Read(ctx, found.Path("subnet-id"))
+	return p, err
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tencentvpc
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// table is a route table of the API.
+type table struct {
+	ID      string `json:"RouteTableId"`
+	Main    bool
+	Subnets []struct {
+		ID string `json:"SubnetId"`
+	} `json:"AssociationSet"`
+	Routes []route `json:"RouteSet"`
+}
+
+// choose returns the table that a subnet uses.
+func choose(tables []table, subnet string) (t table, ok bool) {
+	i := slices.IndexFunc(tables, func(t table) bool {
+		return slices.ContainsFunc(t.Subnets, func(s struct {
+			ID string `json:"SubnetId"`
+		}) bool {
+			return s.ID == subnet
+		})
+	})
+	if i < 0 {
+		i = slices.IndexFunc(tables, func(t table) bool { return t.Main })
+	}
+	if i < 0 || tables[i].ID == "" {
+		return table{}, false
+	}
+	return tables[i], true
+}
+
+// route is a route of the API. A written one has a part of the fields.
+type route struct {
+	ID          uint64 `json:"RouteId,omitempty"`
+	Item        string `json:"RouteItemId,omitempty"`
+	Dst         string `json:"DestinationCidrBlock,omitempty"`
+	Dst6        string `json:"DestinationIpv6CidrBlock,omitempty"`
+	Kind        string `json:"GatewayType,omitempty"`
+	Target      string `json:"GatewayId,omitempty"`
+	Type        string `json:"RouteType,omitempty"` // USER, or that of a system that has made the route
+	Description string `json:"RouteDescription,omitempty"`
+	Enabled     *bool  `json:",omitempty"` // nil means yes
+}
+
+const (
+	instanceKind = "NORMAL_CVM"
+	user         = "USER"
+)
+
+// dst returns the destination, or an invalid prefix.
+func (r route) dst() netip.Prefix {
+	dst, err := netip.ParsePrefix(cmp.Or(r.Dst, r.Dst6))
+	if err != nil {
+		return netip.Prefix{}
+	}
+	return dst.Masked()
+}
+
+// address returns the address of the instance to which the route leads; ok is false if it leads to
+// something else.
+func (r route) address() (a netip.Addr, ok bool) {
+	a, err := netip.ParseAddr(r.Target)
+	return a, err == nil && r.Kind == instanceKind
+}
+
+// convert returns r as a route of a table. A route that is disabled leads to nowhere. It reports false
+// for a route that has no prefix as its destination.
+func (r route) convert(table string) (cloud.Route, bool) {
+	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
+	c.Lost = r.Enabled != nil && !*r.Enabled
+	return c, c.Dst.IsValid()
+}
+
+// write returns a route to an instance in the form of the API.
+func write(r cloud.Route) route {
+	yes := true
+	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: "flanneld", Enabled: &yes}
+}
+
+// id returns what identifies r in calls.
+func (r route) id() route { return route{ID: r.ID, Item: r.Item} }
+
+// instance is an instance of the API.
+type instance struct {
+	State   string   `json:"InstanceState"`
+	Private []string `json:"PrivateIpAddresses"` // of the primary network interface
+	Public  []string `json:"PublicIpAddresses"`
+}
+
+// runs reports whether the instance can get packets now or soon.
+func (i instance) runs() bool {
+	return !slices.Contains([]string{"STOPPED", "STOPPING", "SHUTDOWN", "TERMINATING", "LAUNCH_FAILED"}, i.State)
+}
+
+// addresses returns all addresses of the instance.
+func (i instance) addresses() []netip.Addr { return parse(slices.Concat(i.Private, i.Public)) }
+
+// parse returns the addresses in texts.
+func parse(texts []string) (all []netip.Addr) {
+	for _, text := range texts {
+		if a, err := netip.ParseAddr(text); err == nil {
+			all = append(all, a)
+		}
+	}
+	return all
+}

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package tencentvpc lets the routers of a VPC of Tencent Cloud carry the packets of pods. Each host
+// has a route to its subnet in the route table of its own subnet of the VPC. There is no tunnel.
+//
+//   - tencentvpc.go creates the backend.CloudBackend. config.go is the Backend object of the
+//     configuration.
+//   - vpc.go implements cloud.Cloud. routes.go converts the routes of the API; it is pure.
+//   - api.go makes the calls of the API, and sorts their errors.
+//   - connect.go finds the region, the instance and the keys.
+package tencentvpc
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// Type is the backend's name in the configuration.
+const Type = "tencent-vpc"
+
+// New is the backend's factory.
+func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, n := range env.Config.Prefixes() {
+		if n.Addr().Is6() {
+			return nil, nil, fmt.Errorf("IPv6Network is %s: want none, because routes of Tencent Cloud lead only to IPv4 addresses of instances", n)
+		}
+	}
+	calls := &cloud.Calls{}
+	v := &vpc{
+		networks: env.Config.Prefixes(), addresses: env.Locals(),
+		connect: func(ctx context.Context) (*client, error) { return connect(ctx, c, calls) },
+	}
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls}, warnings, nil
+}

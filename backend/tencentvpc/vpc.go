@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tencentvpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"net/netip"
+	"slices"
+	"strconv"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+const pageSize = 100 // tables or instances in one answer, which is the most that the API allows
+
+// vpc implements cloud.Cloud for the VPC of this host. Its table is that of the subnet of the external
+// interface. The target of a route to a host is the private IPv4 address of the instance.
+type vpc struct {
+	networks  []netip.Prefix
+	addresses []netip.Addr // of the external interface
+	connect   func(context.Context) (*client, error)
+
+	api *client // nil before the first connection
+	own place   // of the last Join or Check
+}
+
+// Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
+func (v *vpc) Join(ctx context.Context) (string, error) {
+	if v.api == nil {
+		api, err := v.connect(ctx)
+		if err != nil {
+			return "", err
+		}
+		v.api = api
+	}
+	own, err := v.api.find(ctx, v.addresses)
+	if err != nil {
+		return "", err
+	}
+	v.own = own
+	return own.address.String(), nil
+}
+
+// Tables implements cloud.Cloud. It must be called after Join or Check. Routes say nothing about their
+// targets, so it asks for the instances if there are routes that may belong to another host.
+func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
+	t, err := v.table(ctx)
+	if err != nil {
+		return nil, err
+	}
+	table := cloud.Table{ID: t.ID}
+	hosts := map[int]netip.Addr{} // by index of the route
+	for _, r := range t.Routes {
+		c, ok := r.convert(t.ID)
+		if !ok {
+			continue
+		}
+		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, c.Dst) })
+		if a, ok := r.address(); ok && inside && c.ByCall && a != v.own.address {
+			hosts[len(table.Routes)] = a
+		}
+		if !slices.Contains(table.Routes, c) {
+			table.Routes = append(table.Routes, c)
+		}
+	}
+	if len(hosts) == 0 {
+		return []cloud.Table{table}, nil
+	}
+	instances, err := v.instances(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for i, a := range hosts {
+		if at, known := instances[a]; !known || !at.runs() {
+			table.Routes[i].Lost = true
+		}
+	}
+	return []cloud.Table{table}, nil
+}
+
+// pages calls one with the parameters of each page, until it has got all items. one returns the
+// number of items of a page, and that of all pages.
+func pages(one func(offset int) (got, total int, err error)) error {
+	for offset := 0; ; {
+		got, total, err := one(offset)
+		if offset += got; err != nil || got == 0 || offset >= total {
+			return err
+		}
+	}
+}
+
+// table returns the table of the own subnet.
+func (v *vpc) table(ctx context.Context) (table, error) {
+	var all []table
+	err := pages(func(offset int) (int, int, error) {
+		var answer struct {
+			TotalCount int
+			Tables     []table `json:"RouteTableSet"`
+		}
+		// These two numbers are texts in this call.
+		params := object{"Filters": filter("vpc-id", v.own.vpc), "Offset": strconv.Itoa(offset), "Limit": strconv.Itoa(pageSize)}
+		err := v.api.call(ctx, v.api.vpc, "DescribeRouteTables", params, &answer)
+		all = append(all, answer.Tables...)
+		return len(answer.Tables), answer.TotalCount, err
+	})
+	if err != nil {
+		return table{}, err
+	}
+	t, ok := choose(all, v.own.subnet)
+	if !ok {
+		return table{}, fmt.Errorf("Tencent Cloud knows no route table of subnet %s in %s", v.own.subnet, v.own.vpc)
+	}
+	return t, nil
+}
+
+func filter(name, value string) []object {
+	return []object{{"Name": name, "Values": []string{value}}}
+}
+
+// instances returns the instances of the VPC, by each of their private addresses.
+func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
+	all := map[netip.Addr]instance{}
+	err := pages(func(offset int) (int, int, error) {
+		var answer struct {
+			TotalCount int
+			Instances  []instance `json:"InstanceSet"`
+		}
+		params := object{"Filters": filter("vpc-id", v.own.vpc), "Offset": offset, "Limit": pageSize}
+		err := v.api.call(ctx, v.api.cvm, "DescribeInstances", params, &answer)
+		for _, i := range answer.Instances {
+			for _, a := range parse(i.Private) {
+				all[a] = i
+			}
+		}
+		return len(answer.Instances), answer.TotalCount, err
+	})
+	if _, ok := all[v.own.address]; err == nil && !ok { // then others may be missing for the same reason
+		err = fmt.Errorf("%w about this instance yet: CVM does not know %s", cloud.ErrUnavailable, v.own.address)
+	}
+	return all, err
+}
+
+// to returns the routes of t to dst that a call has made.
+func (t table) to(dst netip.Prefix) []route {
+	return slices.DeleteFunc(slices.Clone(t.Routes), func(r route) bool { return r.dst() != dst || r.Type != user })
+}
+
+// change makes a call that changes routes of a table.
+func (v *vpc) change(ctx context.Context, action, table string, routes ...route) error {
+	return v.api.call(ctx, v.api.vpc, action, object{"RouteTableId": table, "Routes": routes}, nil)
+}
+
+// Put implements cloud.Cloud. Two routes to one destination may share the packets, so Put looks first.
+// If there are several, it replaces the first one in place, and deletes the others.
+func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
+	t, err := v.table(ctx)
+	if err != nil {
+		return err
+	}
+	present := t.to(r.Dst)
+	if len(present) > 0 && !replace {
+		return cloud.ErrExists
+	}
+	if len(present) == 0 {
+		err := v.change(ctx, "CreateRoutes", r.Table, write(r))
+		if !isCode(err, "InvalidParameterValue.Duplicate") {
+			return err
+		}
+		if replace { // the list is older than the last call
+			return fmt.Errorf("%w with the present routes: %w", cloud.ErrUnavailable, err)
+		}
+		return cloud.ErrExists
+	}
+	keep := max(slices.IndexFunc(present, func(have route) bool {
+		c, _ := have.convert(r.Table)
+		return c == r
+	}), 0)
+	if c, _ := present[keep].convert(r.Table); c != r {
+		now := write(r)
+		now.ID, now.Item = present[keep].ID, present[keep].Item
+		if err := v.change(ctx, "ReplaceRoutes", r.Table, now); err != nil {
+			return err
+		}
+	}
+	for _, other := range slices.Delete(present, keep, keep+1) {
+		if err := v.delete(ctx, r.Table, other); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// delete deletes a route, which may be gone.
+func (v *vpc) delete(ctx context.Context, table string, r route) error {
+	err := v.change(ctx, "DeleteRoutes", table, r.id())
+	if isCode(err, "ResourceNotFound") {
+		return nil
+	}
+	return err
+}
+
+// Remove implements cloud.Cloud. DeleteRoutes takes no target, so Remove looks right before where the
+// route leads.
+func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
+	t, err := v.table(ctx)
+	if err != nil {
+		return err
+	}
+	for _, have := range t.to(r.Dst) {
+		if c, _ := have.convert(r.Table); c.Target == r.Target {
+			if err := v.delete(ctx, r.Table, have); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Addresses implements cloud.Cloud. A host is an instance.
+func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
+	instances, err := v.instances(ctx)
+	if err != nil {
+		return nil, err
+	}
+	hosts := map[string][]netip.Addr{}
+	for _, t := range targets {
+		if a, err := netip.ParseAddr(t); err == nil {
+			if i, ok := instances[a]; ok {
+				hosts[t] = i.addresses()
+			}
+		}
+	}
+	return hosts, nil
+}
+
+// Check implements cloud.Cloud.
+func (v *vpc) Check(ctx context.Context) error {
+	if _, err := v.Join(ctx); err != nil {
+		return err
+	}
+	for _, n := range v.networks {
+		if n.Contains(v.own.address) {
+			return fmt.Errorf("the network %s contains %s and so overlaps the VPC, where Tencent Cloud allows no routes to instances: choose another Network", n, v.own.address)
+		}
+	}
+	t, err := v.table(ctx)
+	if err != nil {
+		return err
+	}
+	if _, err := v.instances(ctx); err != nil {
+		return err
+	}
+	// No table has such a route, and no call can make it.
+	nowhere := route{ID: math.MaxInt32, Dst: "192.0.2.0/33", Kind: instanceKind, Target: v.own.address.String()}
+	var missing []string
+	for _, call := range []struct {
+		action string
+		route  route
+	}{{"CreateRoutes", route{Dst: nowhere.Dst, Kind: nowhere.Kind, Target: nowhere.Target}}, {"ReplaceRoutes", nowhere}, {"DeleteRoutes", nowhere.id()}} {
+		err := v.api.allowed(ctx, call.action, object{"RouteTableId": t.ID, "Routes": []route{call.route}})
+		if denied, ok := errors.AsType[*cloud.MissingError](err); ok {
+			missing = append(missing, denied.Permissions...)
+		} else if err != nil {
+			return err
+		}
+	}
+	if len(missing) > 0 {
+		return &cloud.MissingError{Permissions: missing, Page: page}
+	}
+	return nil
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// tencent is Tencent Cloud as a testCloud. The target of an instance is its address.
+type tencent struct {
+	subnetTables
+	http.Handler
+	addresses *sync.Map // texts, by number of the instance
+}
+
+// newTencent builds a VPC with as many instances as hosts. It starts no daemons.
+func newTencent(t *testing.T, hosts int) *cloudBed {
+	t.Helper()
+	s := tencenttest.New()
+	addresses := &sync.Map{}
+	target := func(number int) string {
+		a, _ := addresses.Load(number)
+		return fmt.Sprint(a)
+	}
+	c := tencent{subnetTables{s.State, target, "DeleteRoutes", "CreateRoutes", "vpc:CreateRoutes"}, s, addresses}
+	return newCloudBed(t, hosts, []prefix.Family{prefix.IPv4}, "tencent-vpc", c)
+}
+
+func (c tencent) add(number, host int, addresses []netip.Addr) http.Handler {
+	c.addresses.Store(number, addresses[0])
+	return tencenttest.Metadata(c.AddInstance(number, fmt.Sprintf("subnet-%d", host), addresses...))
+}
+
+func (tencent) env(api string) []string {
+	return []string{
+		"TENCENTCLOUD_VPC_ENDPOINT=http://" + api, "TENCENTCLOUD_CVM_ENDPOINT=http://" + api,
+		"TENCENTCLOUD_METADATA_ENDPOINT=http://" + metadataAddress,
+	}
+}
+
+// TestTencentVPC checks that pods reach each other.
+func TestTencentVPC(t *testing.T) {
+	t.Parallel()
+	newTencent(t, 3).expectPods("CreateRoutes")
+}
+
+// TestTencentVPCRestart restarts the daemons while packets flow.
+func TestTencentVPCRestart(t *testing.T) {
+	t.Parallel()
+	newTencent(t, 2).testRestart()
+}
+
+// TestTencentVPCFaults causes faults of Tencent Cloud.
+//
+//stages:rest it takes half a minute; TestTencentVPCRestart looks for lost packets
+func TestTencentVPCFaults(t *testing.T) {
+	t.Parallel()
+	v := newTencent(t, 4)
+	v.testCloud.(tencent).SetLag(500 * time.Millisecond)
+	if n := v.testFaults(); n != 1 {
+		t.Errorf("%d routes were deleted by daemons, want that of host 4", n)
+	}
+}
