@@ -254,7 +254,7 @@ func TestRefusedHosts(t *testing.T) {
 		"another address":         {values(map[string]string{"private-ipv4s": `["192.168.9.9"]`, "ipv6s": "[]"}), "10.5.0.0/16", "the metadata service of Alibaba Cloud does not know [192.168.77.1]", false},
 		"no addresses":            {values(map[string]string{"private-ipv4s": "nonsense", "ipv6s": "nonsense"}), "10.5.0.0/16", "does not know [192.168.77.1]", false},
 		"a secondary interface":   {values(map[string]string{"meta-data/mac": "00:16:3e:00:00:02"}), "10.5.0.0/16", "not the primary network interface of i-1", false},
-		"no role":                 {without("ram/"), "10.5.0.0/16", "the instance has no role", false},
+		"no role":                 {without("ram/"), "10.5.0.0/16", "the instance has no role: attach one with the policy in " + page, false},
 		"no keys":                 {values(map[string]string{"ram/security-credentials/flanneld": "{}"}), "10.5.0.0/16", "has sent no keys", true},
 		"an instance without ECS": {values(map[string]string{"instance-id": "i-9"}), "10.5.0.0/16", "ECS does not know i-9", true},
 		"no metadata service":     {without("/"), "10.5.0.0/16", "read region-id from the metadata service of Alibaba Cloud: the value does not exist", false},

@@ -16,7 +16,7 @@ import (
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
 	c := &client{
 		http: access.NewClient(), calls: calls, metadata: &access.Metadata{
-			Cloud: "Alibaba Cloud", URL: cmp.Or(os.Getenv("ALIBABA_CLOUD_METADATA_ENDPOINT"), "http://100.100.100.200"),
+			Cloud: "Alibaba Cloud", Page: page, URL: cmp.Or(os.Getenv("ALIBABA_CLOUD_METADATA_ENDPOINT"), "http://100.100.100.200"),
 			Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token",
 		},
 	}

@@ -17,7 +17,7 @@ import (
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
 	c := &client{
 		http: access.NewClient(), calls: calls, metadata: &access.Metadata{
-			Cloud: "Tencent Cloud", URL: cmp.Or(os.Getenv("TENCENTCLOUD_METADATA_ENDPOINT"), "http://metadata.tencentyun.com"),
+			Cloud: "Tencent Cloud", Page: page, URL: cmp.Or(os.Getenv("TENCENTCLOUD_METADATA_ENDPOINT"), "http://metadata.tencentyun.com"),
 			Roles: "cam/security-credentials/",
 		},
 		vpc: service{"vpc", "2017-03-12", cmp.Or(os.Getenv("TENCENTCLOUD_VPC_ENDPOINT"), "https://vpc.tencentcloudapi.com")},

@@ -266,7 +266,7 @@ func TestRefusedHosts(t *testing.T) {
 	}{
 		"another address":         {map[string]string{"/primary-local-ipv4": "192.168.9.9", "/local-ipv4s/": "192.168.9.9/"}, "10.5.0.0/16", "the metadata service of Tencent Cloud does not know [192.168.77.1]", false},
 		"a secondary interface":   {map[string]string{"meta-data/mac": "52:54:00:00:00:02"}, "10.5.0.0/16", "192.168.77.1 is not of the primary network interface", false},
-		"no role":                 {map[string]string{"/security-credentials/": ""}, "10.5.0.0/16", "the instance has no role", false},
+		"no role":                 {map[string]string{"/security-credentials/": ""}, "10.5.0.0/16", "the instance has no role: attach one with the policy in " + page, false},
 		"no keys":                 {map[string]string{"/security-credentials/flanneld": "{}"}, "10.5.0.0/16", "has sent no keys", true},
 		"an instance without CVM": {nil, "10.5.0.0/16", "CVM does not know 192.168.77.1", true},
 		"no region":               {map[string]string{"placement/region": ""}, "10.5.0.0/16", "read placement/region from the metadata service of Tencent Cloud: the value does not exist", false},

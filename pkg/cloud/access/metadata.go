@@ -30,6 +30,7 @@ var ErrUndefined = errors.New("the value does not exist")
 // Metadata is the metadata service of an instance. It is used by one goroutine.
 type Metadata struct {
 	Cloud string // for errors, such as Alibaba Cloud
+	Page  string // path of the page with the policy of the role
 	URL   string // without a path
 	Roles string // path below meta-data that lists the role of the instance, such as ram/security-credentials/
 	// Session is the prefix of the headers with which a session is opened and used. It is
@@ -175,7 +176,7 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	}
 	role, err := m.Read(ctx, m.Roles)
 	if errors.Is(err, ErrUndefined) {
-		return Keys{}, errors.New("the instance has no role: attach one with the policy")
+		return Keys{}, errors.New("the instance has no role: attach one with the policy in " + m.Page)
 	}
 	if err != nil {
 		return Keys{}, err
