@@ -87,6 +87,8 @@ func (ali) env(api string) []string {
 }
 
 // TestAliVPC checks that pods reach each other.
+//
+//stages:rest TestAWSVPC shows the same with another cloud
 func TestAliVPC(t *testing.T) {
 	t.Parallel()
 	newAli(t, 3, dual).expectPods("CreateRouteEntry")

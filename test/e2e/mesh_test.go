@@ -139,6 +139,8 @@ func (c *cluster) addDaemonPod(n int) {
 
 // TestKubeMesh asks daemons through the proxy of a real API server, with the rights that the page names
 // and without them.
+//
+//stages:rest a real API server, and TestMesh shows the command
 func TestKubeMesh(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)

@@ -47,6 +47,8 @@ func (tencent) env(api string) []string {
 }
 
 // TestTencentVPC checks that pods reach each other.
+//
+//stages:rest TestAWSVPC shows the same with another cloud
 func TestTencentVPC(t *testing.T) {
 	t.Parallel()
 	newTencent(t, 3).expectPods("CreateRoutes")
