@@ -102,7 +102,7 @@ func (c *cache) applyNexthopEvent(id uint32) bool {
 
 func (c *cache) applyRouteEvent(r Route, e Event) bool {
 	i := slices.IndexFunc(c.Routes[r.Dst], func(have Route) bool {
-		return have.canonical() == r.canonical() && have.Protocol == r.Protocol && have.NexthopID == r.NexthopID
+		return have.canonical() == r.canonical() && have.Protocol == r.Protocol && have.NexthopID == r.NexthopID && have.MTU == r.MTU
 	})
 	switch {
 	case e.Deleted && i >= 0:

@@ -198,6 +198,9 @@ type Route struct {
 	NexthopID uint32
 	// Plain is set on a wanted route that must not use a nexthop object. See AsPlain.
 	Plain bool
+	// MTU is the size in bytes of the largest packet that may take the route; 0 means that of the
+	// device.
+	MTU int
 }
 
 // NewRoute returns the unicast route to dst through gateway, in the form in which the
@@ -258,10 +261,14 @@ func NewBlackhole(dst netip.Prefix) Route {
 // same reports whether r forwards packets as want does. The Reconciler adopts such a
 // route, even if another program created it: protocol, onlink flag and the form of the
 // next hop make no difference to packets, and a replacement could make a lookup fail. The exception
-// is a wanted route that must be plain.
+// is a wanted route that must be plain. A smaller MTU that another program has chosen for its route
+// stays, unless one is wanted.
 func (r Route) same(want Route) bool {
 	if want.Plain && r.NexthopID != 0 {
 		return false
+	}
+	if want.MTU == 0 && r.Protocol != Protocol {
+		r.MTU = 0
 	}
 	r.Protocol, r.OnLink, r.NexthopID, r.Plain = want.Protocol, want.OnLink, want.NexthopID, want.Plain
 	return r == want
@@ -269,7 +276,7 @@ func (r Route) same(want Route) bool {
 
 // canonical returns r without the attributes that same ignores.
 func (r Route) canonical() Route {
-	r.Protocol, r.OnLink, r.NexthopID, r.Plain = 0, false, 0, false
+	r.Protocol, r.OnLink, r.NexthopID, r.Plain, r.MTU = 0, false, 0, false, 0
 	return r
 }
 
@@ -341,6 +348,9 @@ func (r Route) String() string {
 	}
 	if r.Priority != 0 && r.Priority != 1024 {
 		s += fmt.Sprintf(" metric %d", r.Priority)
+	}
+	if r.MTU != 0 {
+		s += fmt.Sprintf(" mtu %d", r.MTU)
 	}
 	if r.TOS != 0 {
 		s += " tos 0x" + hex.EncodeToString([]byte{r.TOS})

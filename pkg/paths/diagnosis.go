@@ -107,18 +107,10 @@ func (s sender) whole(ctx context.Context, dst netip.Addr, size int) (time.Durat
 
 // largest returns the size in bytes of the largest packet that passes. tooBig is known not to pass.
 func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
-	passes := smallPacket
-	for low := leastMTU; tooBig-passes > 1 && ctx.Err() == nil; low = (passes + tooBig) / 2 {
-		if low >= tooBig {
-			low = (passes + tooBig) / 2
-		}
-		if _, err := s.try(ctx, dst, ping.Options{Size: low, DontFragment: true, Timeout: searchTimeout}); err == nil {
-			passes = low
-		} else {
-			tooBig = low
-		}
-	}
-	return passes
+	return ping.Largest(smallPacket, tooBig, leastMTU, func(size int) (ok, more bool) {
+		_, err := s.try(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: searchTimeout})
+		return err == nil, ctx.Err() == nil
+	})
 }
 
 // knock opens a TCP connection. A refusal by the host or by a firewall counts as an

@@ -144,18 +144,14 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 
 func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, error) {
 	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		mode := unix.IP_PMTUDISC_DONT // the same values apply to IPv6
+		mode := unix.IP_PMTUDISC_DONT
 		if o.DontFragment {
 			mode = unix.IP_PMTUDISC_DO
 		}
 		cerr := c.Control(func(fd uintptr) {
 			// Otherwise each socket would receive the requests of all peers too.
-			if err = kind.filter(int(fd), kind.reply, kind.unreachable, kind.tooBig); err != nil {
-				return
-			}
-			err = unix.SetsockoptInt(int(fd), kind.level, kind.discover, mode)
-			if err == nil && o.DontFragment && kind.level == unix.IPPROTO_IPV6 {
-				err = unix.SetsockoptInt(int(fd), kind.level, unix.IPV6_DONTFRAG, 1)
+			if err = kind.filter(int(fd), kind.reply, kind.unreachable, kind.tooBig); err == nil {
+				err = kind.discoverMode(int(fd), mode)
 			}
 		})
 		return oneline.Join(cerr, err)
@@ -164,6 +160,18 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 		return lc.ListenPacket(ctx, kind.network, kind.any)
 	}
 	return o.Listen(ctx, lc, kind.network, kind.any)
+}
+
+// discoverMode sets how a socket treats packets that are larger than the MTU of their path. The values
+// of IPv4 apply to IPv6 as well.
+func (k icmpKind) discoverMode(fd, mode int) error {
+	if err := unix.SetsockoptInt(fd, k.level, k.discover, mode); err != nil {
+		return err
+	}
+	if k.level != unix.IPPROTO_IPV6 || mode == unix.IP_PMTUDISC_DONT {
+		return nil
+	}
+	return unix.SetsockoptInt(fd, k.level, unix.IPV6_DONTFRAG, 1)
 }
 
 // echo returns an ICMP echo request of size bytes that contains id. For ICMPv6 the kernel

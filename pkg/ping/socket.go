@@ -21,7 +21,13 @@ import (
 type Socket struct {
 	kind    icmpKind
 	receive *net.IPConn
-	senders map[string]*net.IPConn // by device
+	senders map[sender]*net.IPConn
+}
+
+// sender is what requests with a socket of their own have in common.
+type sender struct {
+	device string
+	whole  bool
 }
 
 // Path is the way of an echo request.
@@ -32,6 +38,9 @@ type Path struct {
 	Device string
 	From   netip.Addr // source address; an address of this host, on any device
 	Size   int        // size of the IP packet with its headers, in bytes
+	// Whole forbids fragmentation. The size is then limited by the MTU of the device alone, and not by
+	// that of the route or by what a router has reported.
+	Whole bool
 }
 
 // OpenSocket opens a socket for family f.
@@ -41,18 +50,19 @@ func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[string]*net.IPConn{}}, nil
+	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[sender]*net.IPConn{}}, nil
 }
 
 // Send sends an echo request with the given id.
 func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
-	sender := s.senders[path.Device]
-	if sender == nil {
+	key := sender{path.Device, path.Whole}
+	conn := s.senders[key]
+	if conn == nil {
 		var err error
-		if sender, err = s.openSender(ctx, path.Device); err != nil {
+		if conn, err = s.openSender(ctx, key); err != nil {
 			return fmt.Errorf("bind to link %s: %w", path.Device, err)
 		}
-		s.senders[path.Device] = sender
+		s.senders[key] = conn
 	}
 	var source []byte
 	if to.Is4() {
@@ -61,10 +71,10 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 		source = unix.PktInfo6(&unix.Inet6Pktinfo{Addr: path.From.As16()})
 	}
 	size := max(path.Size-s.kind.header, icmpHeader)
-	_, _, err := sender.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
+	_, _, err := conn.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
 	if err != nil { // the name may belong to another device now
-		_ = sender.Close()
-		delete(s.senders, path.Device)
+		_ = conn.Close()
+		delete(s.senders, key)
 	}
 	return err
 }
@@ -72,9 +82,14 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 // openSender opens a socket that is bound to a device. IPv6 prefers the best route over the
 // device of a single packet, but not over that of the socket. The bound socket would not get
 // answers that arrive on other devices, so it only sends.
-func (s *Socket) openSender(ctx context.Context, device string) (*net.IPConn, error) {
+func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error) {
 	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		cerr := c.Control(func(fd uintptr) { err = unix.BindToDevice(int(fd), device) })
+		cerr := c.Control(func(fd uintptr) {
+			err = unix.BindToDevice(int(fd), of.device)
+			if err == nil && of.whole {
+				err = s.kind.discoverMode(int(fd), unix.IP_PMTUDISC_PROBE)
+			}
+		})
 		return oneline.Join(cerr, err)
 	}}
 	conn, err := lc.ListenPacket(ctx, s.kind.network, s.kind.any)

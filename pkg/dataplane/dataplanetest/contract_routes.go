@@ -29,6 +29,7 @@ func routeCases() []contractCase {
 		{"detours left behind", detoursLeft},
 		{"a blackhole", blackhole},
 		{"an exclusive put", exclusivePut},
+		{"a route with its own MTU", ownMTU},
 	}
 }
 
@@ -598,4 +599,63 @@ func freshReadFails(f *fixture) {
 		f.Error("there was no read")
 	}
 	f.expect(Peers(3))
+}
+
+// ownMTU checks that a route gets a wanted MTU without a gap, that the MTU of another program is
+// replaced by it, and that it ends with the wish. Without one, the MTU that another program has chosen
+// for its own route stays.
+func ownMTU(f *fixture) {
+	narrowed := func(mtu int) dataplane.State {
+		s := Base()
+		for _, o := range Peer(3, 0) {
+			if r, ok := o.(dataplane.Route); ok {
+				r.MTU = mtu
+				o = r
+			}
+			s.Add(o)
+		}
+		return s
+	}
+	for _, mtu := range []int{0, 1400, 1300, 0, 1300} {
+		f.spy.Take()
+		f.reconcile(narrowed(mtu), true)
+		f.expect(narrowed(mtu))
+		ops := f.spy.Take()
+		for _, dst := range []netip.Prefix{subnet4(3), subnet6(3)} {
+			f.noGap(ops, dst)
+		}
+	}
+	f.restart()
+	f.reconcile(narrowed(1300), true)
+	if ops := f.spy.Take(); len(ops) > 0 {
+		f.Errorf("after a restart: %v, want no change", ops)
+	}
+	replace := func(protocol uint8, mtu int) (replaced []dataplane.Route) {
+		for _, r := range peer[dataplane.Route](3, 0) {
+			for _, have := range f.read().Routes[r.Dst] {
+				f.must(f.Remove(have))
+			}
+			r.Protocol, r.MTU = protocol, mtu
+			f.must(f.Append(r))
+			replaced = append(replaced, r)
+		}
+		return replaced
+	}
+	for _, protocol := range []uint8{protoBoot, dataplane.Protocol} {
+		for _, mtu := range []int{1350, 0} {
+			replace(protocol, mtu)
+			f.reconcile(narrowed(1300), true)
+			f.expect(narrowed(1300))
+		}
+	}
+	replace(dataplane.Protocol, 1350)
+	f.reconcile(narrowed(0), true)
+	f.expect(narrowed(0))
+	foreign := replace(protoBoot, 1350)
+	f.reconcile(narrowed(0), true)
+	for _, r := range foreign {
+		if have := f.read(); !have.HasRoute(r) {
+			f.Errorf("routes to %s: %v, want the one of another program with its MTU", r.Dst, have.Routes[r.Dst])
+		}
+	}
 }

@@ -43,7 +43,7 @@ func sameKey(a, b dataplane.Route) bool {
 
 func sameHop(a, b dataplane.Route) bool {
 	return a.Gateway == b.Gateway && a.Dev == b.Dev && a.Type == b.Type && a.NexthopID == b.NexthopID &&
-		a.Multipath == b.Multipath && (a.Protocol == b.Protocol || a.Dst.Addr().Is6())
+		a.Multipath == b.Multipath && (a.Protocol == b.Protocol && a.MTU == b.MTU || a.Dst.Addr().Is6())
 }
 
 // ecmp reports whether an IPv6 route becomes a next hop of another route with the same

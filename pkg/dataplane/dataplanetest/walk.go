@@ -134,7 +134,7 @@ func (w *walk) recordWanted() bool {
 
 // canonical returns r without the attributes that adopting ignores.
 func canonical(r dataplane.Route) dataplane.Route {
-	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
+	r.Protocol, r.OnLink, r.NexthopID, r.MTU = 0, false, 0, 0
 	return r
 }
 
@@ -155,7 +155,13 @@ func (w *walk) changeWant() {
 	}
 	switch n := w.rnd.IntN(10); {
 	case n < 5:
-		w.want.Add(Peer(i, variant)...)
+		for _, o := range Peer(i, variant) {
+			if r, ok := o.(dataplane.Route); ok && w.chance(30) {
+				r.MTU = 1300 + w.rnd.IntN(2)
+				o = r
+			}
+			w.want.Add(o)
+		}
 	case n < 6:
 		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
 	case n < 7:
@@ -274,7 +280,7 @@ func (w *walk) useNexthops() {
 			for _, r := range w.want.Routes[dst] {
 				if w.chance(50) {
 					_ = w.Remove(r)
-					r.NexthopID, r.Protocol = id, protoStatic
+					r.NexthopID, r.Protocol, r.MTU = id, protoStatic, 0
 					_ = w.Append(r)
 				}
 			}

@@ -27,8 +27,9 @@ func routeMessage(t testing.TB, op dataplane.Op, index int) []byte {
 // TestRouteRoundTrip checks that parsing an encoded route returns the same route.
 func TestRouteRoundTrip(t *testing.T) {
 	v4 := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("10.5.3.0"), "", true)
-	v4.TOS, v4.Priority = 8, 70000
+	v4.TOS, v4.Priority, v4.MTU = 8, 70000, 1300
 	v6 := dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:77::9"), "", false)
+	v6.MTU = 1280
 	hole := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: v6.Dst, Priority: 1024, Type: dataplane.Blackhole}, Protocol: 4}
 	for _, r := range []dataplane.Route{v4, v6, hole} {
 		got := parseRoute(routeMessage(t, dataplane.Op{Object: r}, 42)[unix.NLMSG_HDRLEN:])
@@ -43,7 +44,7 @@ func TestRouteRoundTrip(t *testing.T) {
 		if want := r.Gateway; r.Dst.Addr().Is6() && !want.IsValid() {
 			r.Gateway = netip.IPv6Unspecified()
 		}
-		if r.OnLink = false; got != r {
+		if r.OnLink, r.MTU = false, 0; got != r {
 			t.Errorf("delete %+v, want %+v", got, r)
 		}
 	}

@@ -25,6 +25,9 @@ import (
 // scripts expect the output that ip(8) has for them, and a single plain route is less
 // work. https://docs.kernel.org/networking/nexthop-group-resilient.html explains the
 // terms, include/uapi/linux/nexthop.h the format.
+//
+// A route with its own MTU stays plain. A later put without an MTU would not remove it from a route
+// through an object: the kernel takes the attributes of an existing route through the same object.
 const (
 	nexthopThreshold = 256
 
@@ -253,7 +256,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 	var missing []*object
 	for _, op := range ops {
 		r, ok := viaNexthop(op)
-		if !ok || r.Plain || indexes[r.Dev] != index {
+		if !ok || r.Plain || r.MTU != 0 || indexes[r.Dev] != index {
 			continue
 		}
 		h := hop{r.Gateway, index, r.OnLink}

@@ -325,6 +325,8 @@ func parseRoute(payload []byte) routeReply {
 			r.source = a.addr()
 		case unix.RTA_PRIORITY:
 			r.route.Priority = int(a.uint32())
+		case unix.RTA_METRICS:
+			r.route.MTU = parseMTU(a.data, payload[0])
 		case unix.RTA_TABLE:
 			r.table = a.uint32()
 		case rtaNexthopID:
@@ -337,6 +339,24 @@ func parseRoute(payload []byte) routeReply {
 		r.route.Dst = netip.PrefixFrom(dst, int(payload[1]))
 	}
 	return r
+}
+
+// parseMTU returns the MTU in the metrics of a route. That of an IPv6 route counts only if it is
+// locked, because the kernel otherwise ignores it for packets that it forwards.
+func parseMTU(metrics []byte, family uint8) int {
+	var mtu, locked uint32
+	for a := range attributes(metrics) {
+		switch a.typ {
+		case unix.RTAX_MTU:
+			mtu = a.uint32()
+		case unix.RTAX_LOCK:
+			locked = a.uint32()
+		}
+	}
+	if family == unix.AF_INET6 && locked&(1<<unix.RTAX_MTU) == 0 {
+		return 0
+	}
+	return int(mtu)
 }
 
 // elsewhere reports whether the destination of a route is outside the scope, and the

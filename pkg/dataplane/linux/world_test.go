@@ -294,6 +294,12 @@ func (w *world) appendRoute(r dataplane.Route) error {
 		if r.Priority != 0 {
 			m.attr32(unix.RTA_PRIORITY, uint32(r.Priority))
 		}
+		if r.MTU != 0 {
+			m.nest(unix.RTA_METRICS, func() {
+				m.attr32(unix.RTAX_MTU, uint32(r.MTU))
+				m.attr32(unix.RTAX_LOCK, 1<<unix.RTAX_MTU)
+			})
+		}
 		switch {
 		case r.NexthopID != 0:
 			m.attr32(rtaNexthopID, r.NexthopID)

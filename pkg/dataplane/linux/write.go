@@ -190,6 +190,14 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 	if r.Priority != 0 {
 		m.attr32(unix.RTA_PRIORITY, uint32(r.Priority))
 	}
+	if r.MTU != 0 && !deleting {
+		m.nest(unix.RTA_METRICS, func() {
+			m.attr32(unix.RTAX_MTU, uint32(r.MTU))
+			if r.Dst.Addr().Is6() { // the kernel otherwise ignores it for packets that it forwards
+				m.attr32(unix.RTAX_LOCK, 1<<unix.RTAX_MTU)
+			}
+		})
+	}
 	switch {
 	case r.NexthopID != 0: // the kernel refuses a gateway or device beside the id, or does not find the route
 		m.attr32(rtaNexthopID, r.NexthopID)

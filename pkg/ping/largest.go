@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ping
+
+// Largest returns the size in bytes of the largest packet that passes, by halving. passes is known to
+// pass and tooBig is known not to. first is the size that is tried first, if it lies between them: most
+// paths carry a common size. try reports whether a packet of a size passes, and whether the search goes
+// on: if not, the result is the largest size that has passed so far.
+func Largest(passes, tooBig, first int, try func(size int) (ok, more bool)) int {
+	for size := first; tooBig-passes > 1; size = (passes + tooBig) / 2 {
+		if size <= passes || size >= tooBig {
+			size = (passes + tooBig) / 2
+		}
+		ok, more := try(size)
+		if ok {
+			passes = size
+		} else if more {
+			tooBig = size
+		}
+		if !more {
+			break
+		}
+	}
+	return passes
+}
