@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package pathmtu
+
+import (
+	"context"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/ping"
+)
+
+const (
+	// small is the size in bytes of a packet that every path carries.
+	small = 84
+	// common is the size in bytes that a search tries first: nearly every path carries it, and packets
+	// of this size pass while the search goes on.
+	common = 1280
+	// firstPatience is the time to wait for an answer, and leastPatience the one in a search if answers
+	// take less than a third of it.
+	firstPatience, leastPatience = time.Second, 500 * time.Millisecond
+	// retries is how often a size is tried again before a path counts as smaller, and searchTries how
+	// often a search tries each size. A search that errs because of lost packets finds a size that is too
+	// small, which is raised later.
+	retries, searchTries = 2, 2
+	// raiseEvery is the time between two attempts to find a larger size.
+	raiseEvery = 30 * time.Second
+)
+
+// check checks a path, and sets its size if that has changed. The first packet is already accounted for
+// in the limit.
+func (p *Prober) check(ctx context.Context, s *state) {
+	p.mu.Lock()
+	before, raised := s.size, s.raised
+	p.mu.Unlock()
+	path, now := s.path, before
+	if _, ok := p.echo(ctx, path, before, firstPatience); ok {
+		if before < path.Full && time.Since(raised) >= raiseEvery {
+			p.mu.Lock()
+			s.raised = time.Now()
+			p.mu.Unlock()
+			now = p.raise(ctx, path, before)
+		}
+	} else {
+		now = p.lower(ctx, s, before)
+	}
+	if ctx.Err() == nil && p.set(s, now) && now != before {
+		p.tell(ctx, Change{Key: s.key, Path: path, Before: before, Now: now})
+	}
+}
+
+// tries reports whether one of n packets of a size passes. They count for the limit.
+func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.Duration, n int) (rtt time.Duration, ok bool) {
+	for range n {
+		if p.Limit.Wait(ctx) != nil {
+			return 0, false
+		}
+		if rtt, ok = p.echo(ctx, path, size, patience); ok {
+			return rtt, true
+		}
+	}
+	return 0, false
+}
+
+// lower returns the size of a path that did not carry a packet of the present one. It is the present one
+// if packets were lost by chance, or if the path carries no packets at all: then no size helps. During
+// the search the path has a size that passes, so that connections go on.
+func (p *Prober) lower(ctx context.Context, s *state, present int) int {
+	path := s.path
+	rtt, ok := p.tries(ctx, path, small, firstPatience, 1)
+	if !ok || present <= path.Least {
+		return present
+	}
+	patience := max(leastPatience, 3*rtt)
+	if _, ok := p.tries(ctx, path, present, patience, retries); ok {
+		return present
+	}
+	passes := max(small, path.Least)
+	if passes > small { // smaller packets would not help, because the family does not allow such an MTU
+		p.set(s, passes)
+	}
+	size := ping.Largest(passes, present, common, func(size int) (ok, more bool) {
+		_, ok = p.tries(ctx, path, size, patience, searchTries)
+		if ok {
+			p.publish(s, size, present)
+		}
+		return ok, ctx.Err() == nil
+	})
+	if size == path.Least && path.Least > small {
+		return size
+	}
+	if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // it has ended during the search
+		return present
+	}
+	return size
+}
+
+// publish sets a size that passes, if the path still has a size that does not. Further ones wait for the
+// end of the search, so that a search does not change the route more than twice.
+func (p *Prober) publish(s *state, size, tooBig int) {
+	p.mu.Lock()
+	still := s.size == tooBig
+	p.mu.Unlock()
+	if still {
+		p.set(s, size)
+	}
+}
+
+// raise returns the size of a path that carries at least packets of the present one. A path that does
+// not carry one byte more has not changed.
+func (p *Prober) raise(ctx context.Context, path Path, present int) int {
+	if _, ok := p.tries(ctx, path, present+1, firstPatience, 1); !ok {
+		return present
+	}
+	rtt, ok := p.tries(ctx, path, path.Full, firstPatience, searchTries)
+	if ok {
+		return path.Full
+	}
+	return ping.Largest(present+1, path.Full, common, func(size int) (ok, more bool) {
+		_, ok = p.tries(ctx, path, size, max(leastPatience, 3*rtt), searchTries)
+		return ok, ctx.Err() == nil
+	})
+}

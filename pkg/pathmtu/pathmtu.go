@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package pathmtu finds the size of the largest packet that passes to each peer, with echo requests that
+// must not be fragmented. It needs no ICMP error of a router.
+//
+//   - pathmtu.go has the paths, and the present size of each.
+//   - check.go checks one path: it finds a smaller size, or a larger one again.
+//   - echo.go sends the requests and waits for their answers.
+//
+// The package changes nothing: its user asks for the sizes and sets them.
+package pathmtu
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+const (
+	// Rate is the number of packets that a host may send in a second, with all its networks.
+	Rate = 10
+	// interval is the least time between two checks of a path. With more paths than Rate allows it is
+	// longer.
+	interval = 2 * time.Second
+	// atOnce limits the number of paths that are checked at the same time.
+	atOnce = 64
+
+	// logged changes at a time, and the time after which one more may be logged.
+	logBurst, logEvery = 5, time.Minute
+)
+
+// NewLimit returns the limit for all probers of a host. It spreads the packets evenly.
+func NewLimit() *rate.Limiter { return rate.NewLimiter(Rate, 1) }
+
+// Path is the way from this host to one subnet of a peer.
+type Path struct {
+	Subnet   netip.Prefix
+	Device   string     // that the packets leave through
+	From, To netip.Addr // of the requests: addresses of this host and of the peer, which has To on its device
+	PublicIP netip.Addr // of the peer
+	Full     int        // MTU of the device in bytes
+	Least    int        // smallest MTU that the family of the addresses allows, in bytes
+}
+
+// Change is another size of a path.
+type Change struct {
+	Key string // of the peer's lease
+	Path
+	Before, Now int // sizes in bytes
+}
+
+// Config configures a Prober.
+type Config struct {
+	Limit *rate.Limiter
+	// Before are the sizes that an earlier prober has found. A path begins with its size from here, so
+	// that a restart never sends larger packets than the path is known to carry. NewProber takes
+	// ownership.
+	Before map[netip.Prefix]int
+	// Resized is called when Take would return keys.
+	Resized func()
+	// Changed is called after each change, unless many paths change at once.
+	Changed func(Change)
+}
+
+// Prober keeps the sizes of the paths to all peers. Its methods are safe for concurrent use.
+type Prober struct {
+	Config
+	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool) // tests replace it
+
+	added wait.Signal
+	log   *rate.Limiter
+
+	mu      sync.Mutex
+	paths   map[netip.Prefix]*state
+	peers   map[string][]Path // by key of the lease
+	resized map[string]struct{}
+	// due are the paths in the order of their next checks, and fresh those that were never checked. Both
+	// may contain paths that are gone.
+	due, fresh []*state
+	unnamed    int // changes that were not logged
+}
+
+// state is the present knowledge of a path.
+type state struct {
+	key    string
+	path   Path
+	size   int       // of the largest packet, in bytes
+	begun  time.Time // the last check
+	raised time.Time // the last attempt to find a larger size, or the last change
+	gone   bool
+}
+
+// NewProber returns a prober.
+func NewProber(c Config) *Prober {
+	if c.Before == nil {
+		c.Before = map[netip.Prefix]int{}
+	}
+	return &Prober{
+		Config: c, added: wait.NewSignal(), log: rate.NewLimiter(rate.Every(logEvery), logBurst),
+		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{},
+	}
+}
+
+// Aim replaces the paths to the peer with that key. There are none if the peer is gone. A path that
+// differs is checked at once, and keeps its size until then.
+func (p *Prober) Aim(key string, paths []Path) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if slices.Equal(p.peers[key], paths) {
+		return
+	}
+	for _, old := range p.peers[key] {
+		if s := p.paths[old.Subnet]; s != nil && s.key == key && !slices.Contains(paths, old) {
+			p.remove(s)
+			p.Before[old.Subnet] = s.size // the subnet may be on its way to another lease
+		}
+	}
+	delete(p.peers, key)
+	if len(paths) > 0 {
+		p.peers[key] = paths
+	}
+	for _, path := range paths {
+		if s := p.paths[path.Subnet]; s != nil && s.path == path {
+			s.key = key
+		} else {
+			p.add(key, path)
+		}
+	}
+}
+
+// remove removes a path. The caller holds p.mu.
+func (p *Prober) remove(s *state) {
+	s.gone = true
+	delete(p.paths, s.path.Subnet)
+}
+
+// add adds a path, in place of another one to the subnet. The caller holds p.mu.
+func (p *Prober) add(key string, path Path) {
+	s := &state{key: key, path: path, size: path.Full, raised: time.Now()}
+	before := p.Before[path.Subnet]
+	delete(p.Before, path.Subnet)
+	if other := p.paths[path.Subnet]; other != nil {
+		before = other.size
+		p.remove(other)
+	}
+	if before >= path.Least && before < path.Full {
+		s.size = before
+	}
+	p.paths[path.Subnet] = s
+	p.fresh = append(p.fresh, s)
+	p.added.Send()
+}
+
+// Retain removes all peers for whose keys is returns false.
+func (p *Prober) Retain(is func(key string) bool) {
+	p.mu.Lock()
+	var gone []string
+	for key := range p.peers {
+		if !is(key) {
+			gone = append(gone, key)
+		}
+	}
+	p.mu.Unlock()
+	for _, key := range gone {
+		p.Aim(key, nil)
+	}
+}
+
+// Size returns the size in bytes of the largest packet to a subnet, or 0 if it is the MTU of the device
+// or unknown.
+func (p *Prober) Size(subnet netip.Prefix) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s := p.paths[subnet]; s != nil && s.size < s.path.Full {
+		return s.size
+	}
+	return 0
+}
+
+// Take returns the keys of the peers with a path whose size has changed since the last call.
+func (p *Prober) Take() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var keys []string
+	for key := range p.resized {
+		keys = append(keys, key)
+	}
+	clear(p.resized)
+	return keys
+}
+
+// Run checks paths until ctx ends.
+func (p *Prober) Run(ctx context.Context) {
+	var checks sync.WaitGroup
+	defer checks.Wait()
+	if p.echo == nil {
+		echoes := newEchoes()
+		defer echoes.close()
+		p.echo = echoes.echo
+	}
+	slots := make(chan struct{}, atOnce)
+	for ctx.Err() == nil {
+		s, pause := p.next(time.Now())
+		if s == nil {
+			p.pause(ctx, pause)
+			continue
+		}
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
+		if p.Limit.Wait(ctx) != nil {
+			return
+		}
+		checks.Go(func() {
+			defer func() { <-slots }()
+			p.check(ctx, s)
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			p.due = append(p.due, s)
+			p.added.Send()
+		})
+	}
+}
+
+// pause waits for d, or until there is another path to check.
+func (p *Prober) pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-p.added:
+	case <-timer.C:
+	}
+}
+
+// next returns the path that must be checked now, or nil and the time until there may be one.
+func (p *Prober) next(now time.Time) (s *state, pause time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, queue := range []*[]*state{&p.fresh, &p.due} {
+		for len(*queue) > 0 {
+			s := (*queue)[0]
+			if left := s.begun.Add(interval).Sub(now); left > 0 && !s.gone {
+				return nil, left
+			}
+			(*queue)[0] = nil
+			*queue = (*queue)[1:]
+			if !s.gone {
+				s.begun = now
+				return s, 0
+			}
+		}
+	}
+	return nil, interval
+}
+
+// set sets the size of a path. It returns false if the path is gone.
+func (p *Prober) set(s *state, size int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s.gone {
+		return false
+	}
+	if s.size != size {
+		s.size, s.raised = size, time.Now()
+		p.resized[s.key] = struct{}{}
+		p.Resized()
+	}
+	return true
+}
+
+// tell reports the other size of a path, unless many change at once.
+func (p *Prober) tell(ctx context.Context, c Change) {
+	p.mu.Lock()
+	named, unnamed := p.log.Allow(), p.unnamed
+	if p.unnamed++; named {
+		p.unnamed = 0
+	}
+	p.mu.Unlock()
+	if !named {
+		return
+	}
+	log := klog.FromContext(ctx).WithValues("peer", c.Key, "subnet", c.Subnet, "publicIP", c.PublicIP, "mtu", c.Now, "before", c.Before, "device", c.Full)
+	if unnamed > 0 {
+		log = log.WithValues("changesNotLogged", unnamed)
+	}
+	switch {
+	case c.Now == c.Full:
+		log.Info("the path to a peer carries packets of the full MTU again")
+	case c.Now > c.Before:
+		log.Info("the path to a peer carries larger packets than before")
+	default:
+		log.Info("the path to a peer carries only smaller packets: the MTU of its route is lowered")
+	}
+	if p.Changed != nil {
+		p.Changed(c)
+	}
+}

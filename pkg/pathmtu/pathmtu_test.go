@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package pathmtu
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// internet carries packets to peers. Each path has a largest size, and a packet takes a millisecond.
+type internet struct {
+	mu      sync.Mutex
+	carries map[netip.Addr]int // 0 means nothing; full if missing
+	loss    float64
+	sent    []time.Time
+	sizes   map[int]int // packets by size
+}
+
+func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
+	const rtt = time.Millisecond
+	w.mu.Lock()
+	w.sent = append(w.sent, time.Now())
+	w.sizes[size]++
+	most, limited := w.carries[p.To]
+	ok := (!limited || size <= most) && rand.Float64() >= w.loss
+	w.mu.Unlock()
+	took := rtt
+	if !ok {
+		took = patience
+	}
+	select {
+	case <-time.After(took):
+	case <-ctx.Done():
+		return 0, false
+	}
+	return took, ok
+}
+
+// set sets the largest size of the paths to peers.
+func (w *internet) set(size int, peers ...int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, i := range peers {
+		w.carries[pathTo(i).To] = size
+	}
+}
+
+// mostPerSecond returns the largest number of packets in a second.
+func (w *internet) mostPerSecond() (most int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for i, at := range w.sent {
+		n := 0
+		for _, later := range w.sent[i:] {
+			if later.Sub(at) >= time.Second {
+				break
+			}
+			n++
+		}
+		most = max(most, n)
+	}
+	return most
+}
+
+func pathTo(i int) Path {
+	at := netip.AddrFrom4([4]byte{10, 5 + byte(i>>8), byte(i), 0})
+	return Path{
+		Subnet: netip.PrefixFrom(at, 24), Device: "flannel.1", From: netip.MustParseAddr("10.4.1.0"), To: at,
+		PublicIP: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}), Full: 1450, Least: 68,
+	}
+}
+
+func keyOf(i int) string { return fmt.Sprint("peer", i) }
+
+// prober runs a prober of n peers until the end of the test.
+func (w *internet) prober(t *testing.T, n int, c Config) *Prober {
+	t.Helper()
+	w.carries, w.sizes = map[netip.Addr]int{}, map[int]int{}
+	c.Limit = NewLimit()
+	if c.Resized == nil {
+		c.Resized = func() {}
+	}
+	p := NewProber(c)
+	p.echo = w.echo
+	for i := range n {
+		p.Aim(keyOf(i), []Path{pathTo(i)})
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { p.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		running.Wait()
+	})
+	return p
+}
+
+// TestSizes follows a path that changes. A host with few peers lowers the size within seconds, and raises
+// it slowly. A path that carries nothing keeps its size.
+func TestSizes(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		peers  int
+		least  int // smallest MTU of the family
+		steps  []int
+		within []time.Duration
+		want   []int
+	}{
+		{"narrow from the beginning", 1, 68, []int{1250}, []time.Duration{10 * time.Second}, []int{1250}},
+		{"lowered and raised", 2, 68, []int{1450, 1300, 1450}, []time.Duration{3 * time.Second, 12 * time.Second, 40 * time.Second}, []int{0, 1300, 0}},
+		{"lowered twice, raised to a size between", 2, 68, []int{1400, 1001, 1350}, []time.Duration{12 * time.Second, 12 * time.Second, 50 * time.Second}, []int{1400, 1001, 1350}},
+		{"dead, then narrow", 2, 68, []int{1450, 0, 1280}, []time.Duration{5 * time.Second, time.Minute, 15 * time.Second}, []int{0, 0, 1280}},
+		{"narrow, then dead, then the same", 2, 68, []int{1290, 0, 1290}, []time.Duration{15 * time.Second, time.Minute, 15 * time.Second}, []int{1290, 1290, 1290}},
+		{"IPv6 has a least size", 2, 1280, []int{1279, 1281}, []time.Duration{15 * time.Second, time.Minute}, []int{1280, 1281}},
+		{"one byte less, one byte more", 2, 68, []int{1449, 1450}, []time.Duration{15 * time.Second, time.Minute}, []int{1449, 0}},
+		{"very narrow", 2, 68, []int{100}, []time.Duration{30 * time.Second}, []int{100}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var w internet
+				p := w.prober(t, 0, Config{})
+				w.set(tc.steps[0], 0)
+				for i := range tc.peers {
+					path := pathTo(i)
+					path.Least = tc.least
+					p.Aim(keyOf(i), []Path{path})
+				}
+				for i, size := range tc.steps {
+					w.set(size, 0)
+					time.Sleep(tc.within[i])
+					if got := p.Size(pathTo(0).Subnet); got != tc.want[i] {
+						t.Fatalf("step %d, the path carries %d bytes: size %d, want %d", i+1, size, got, tc.want[i])
+					}
+				}
+				for i := 1; i < tc.peers; i++ {
+					if got := p.Size(pathTo(i).Subnet); got != 0 {
+						t.Errorf("another path: size %d, want that of the device", got)
+					}
+				}
+				if most := w.mostPerSecond(); most > Rate+1 {
+					t.Errorf("%d packets in a second, want at most %d", most, Rate)
+				}
+			})
+		})
+	}
+}
+
+// TestEarlyRelief expects a size that passes while the search for the largest one goes on.
+func TestEarlyRelief(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w internet
+		var changes []string
+		p := w.prober(t, 1, Config{Changed: func(c Change) { changes = append(changes, fmt.Sprint(c.Key, " ", c.Before, " ", c.Now)) }})
+		time.Sleep(3 * time.Second)
+		w.set(1300, 0)
+		begin, seen := time.Now(), []int{}
+		for time.Since(begin) < 15*time.Second {
+			time.Sleep(10 * time.Millisecond)
+			if now := p.Size(pathTo(0).Subnet); now != 0 && !slices.Contains(seen, now) {
+				if len(seen) == 0 && time.Since(begin) > 6*time.Second {
+					t.Errorf("the first smaller size after %s, want 6 s at most", time.Since(begin))
+				}
+				seen = append(seen, now)
+			}
+		}
+		if !slices.Equal(seen, []int{1280, 1300}) {
+			t.Errorf("sizes %v, want the common one and the exact one", seen)
+		}
+		if want := []string{"peer0 1450 1300"}; !slices.Equal(changes, want) {
+			t.Errorf("reported %v, want %v", changes, want)
+		}
+		if keys := p.Take(); !slices.Equal(keys, []string{"peer0"}) {
+			t.Errorf("Take returns %v, want the peer", keys)
+		}
+		if keys := p.Take(); len(keys) > 0 {
+			t.Errorf("Take again returns %v, want nothing", keys)
+		}
+	})
+}
+
+// TestLoss loses one packet of ten. Sizes may only be lowered for a while.
+func TestLoss(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w internet
+		p := w.prober(t, 10, Config{})
+		w.mu.Lock()
+		w.loss = 0.1
+		w.mu.Unlock()
+		low := 0
+		for range 600 {
+			time.Sleep(time.Second)
+			for i := range 10 {
+				if p.Size(pathTo(i).Subnet) != 0 {
+					low++
+				}
+			}
+		}
+		if percent := float64(low) / 60; percent > 5 {
+			t.Errorf("a path is lowered for %.1f %% of the time, want at most 5 %%", percent)
+		}
+		w.mu.Lock()
+		w.loss = 0
+		w.mu.Unlock()
+		time.Sleep(2 * time.Minute)
+		for i := range 10 {
+			if got := p.Size(pathTo(i).Subnet); got != 0 {
+				t.Errorf("path %d without losses: size %d, want that of the device", i, got)
+			}
+		}
+	})
+}
+
+// TestManyPeers expects the bounds that the documentation names: 10 packets a second, and a check of
+// each path as often as that allows.
+func TestManyPeers(t *testing.T) {
+	for n, within := range map[int]time.Duration{15: 3 * time.Second, 100: 11 * time.Second, 1000: 105 * time.Second} {
+		synctest.Test(t, func(t *testing.T) {
+			var w internet
+			p := w.prober(t, n, Config{})
+			time.Sleep(3 * within)
+			w.mu.Lock()
+			w.sent = nil
+			before := w.sizes[1450]
+			w.mu.Unlock()
+			time.Sleep(within)
+			w.mu.Lock()
+			checked := w.sizes[1450] - before
+			w.mu.Unlock()
+			if checked < n || len(w.sizes) != 1 {
+				t.Errorf("%d of %d paths are checked within %s, by packets of the sizes %v; want all by full ones", checked, n, within, w.sizes)
+			}
+			if most := w.mostPerSecond(); most > Rate+1 {
+				t.Errorf("%d peers: %d packets in a second, want %d", n, most, Rate)
+			}
+			_ = p
+		})
+	}
+}
+
+// TestBefore expects a path to begin with the size that it had before a restart, and with no packet that
+// is larger.
+func TestBefore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w internet
+		resized := 0
+		before := map[netip.Prefix]int{pathTo(0).Subnet: 1300, pathTo(1).Subnet: 1450, pathTo(2).Subnet: 9000, pathTo(3).Subnet: 60}
+		p := w.prober(t, 0, Config{Before: before, Resized: func() { resized++ }})
+		w.set(1300, 0)
+		for i := range 4 {
+			p.Aim(keyOf(i), []Path{pathTo(i)})
+		}
+		for i, want := range []int{1300, 0, 0, 0} {
+			if got := p.Size(pathTo(i).Subnet); got != want {
+				t.Errorf("path %d: size %d, want %d", i, got, want)
+			}
+		}
+		time.Sleep(20 * time.Second)
+		if got := p.Size(pathTo(0).Subnet); got != 1300 || resized > 0 {
+			t.Errorf("size %d, resized %d times; want 1300 and no change", got, resized)
+		}
+	})
+}
+
+// TestAim changes the paths to peers while they are checked.
+func TestAim(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w internet
+		p := w.prober(t, 3, Config{})
+		w.set(1300, 0)
+		time.Sleep(15 * time.Second)
+		other := pathTo(0)
+		other.PublicIP = netip.MustParseAddr("192.0.2.1")
+		p.Aim("another", []Path{other}) // the subnet has another owner, before the former one is gone
+		p.Aim(keyOf(0), nil)
+		if got := p.Size(other.Subnet); got != 1300 {
+			t.Errorf("the subnet has moved: size %d, want the former one", got)
+		}
+		p.Aim("another", nil)
+		if got := p.Size(other.Subnet); got != 0 {
+			t.Errorf("the peer is gone: size %d, want none", got)
+		}
+		p.Aim(keyOf(0), []Path{pathTo(0)}) // it comes back
+		if got := p.Size(other.Subnet); got != 1300 {
+			t.Errorf("the peer is back: size %d, want the former one", got)
+		}
+		p.Retain(func(key string) bool { return key == keyOf(1) })
+		time.Sleep(5 * time.Second)
+		w.mu.Lock()
+		before := len(w.sent)
+		w.mu.Unlock()
+		time.Sleep(20 * time.Second)
+		w.mu.Lock()
+		sent := len(w.sent) - before
+		w.mu.Unlock()
+		if sent < 9 || sent > 11 {
+			t.Errorf("%d packets in 20 s, want those to one peer", sent)
+		}
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if len(p.paths) != 1 || len(p.peers) != 1 || len(p.due)+len(p.fresh) > 1 {
+			t.Errorf("%d paths, %d peers, %d due and %d fresh; want one", len(p.paths), len(p.peers), len(p.due), len(p.fresh))
+		}
+	})
+}
