@@ -9,6 +9,7 @@
 //     /statusz, and repairlimiter.go the limit of repairs.
 //   - programmer.go is the part that all networks with kernel objects have in common.
 //     notifier.go serves networks with several sources of changes.
+//   - pathmtu.go gives the route to a peer the MTU of the path to it.
 //   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
 //   - leftover.go, listener.go and tunneler.go are interfaces that some backends have in
 //     addition.
@@ -26,6 +27,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/underlay"
@@ -52,6 +55,13 @@ type Env struct {
 	Connected func() time.Time
 	// FreePorts is that of the Catalog. It may be nil.
 	FreePorts func(ports []int) error
+	// ProbesMTU is set if Backend.MTU is "probe". The Registry sets it.
+	ProbesMTU bool
+	// PathLimit is what all probers of path MTUs on this host may send together. Nil means a limit for
+	// this network alone.
+	PathLimit *rate.Limiter
+	// Warn reports something to operators beside the log, for example as an Event. It may be nil.
+	Warn func(reason, message string)
 	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.
 	// The two backends of a migration share one.
 	NewReconciler func(dataplane.Scope) (Reconciler, error)
@@ -88,12 +98,18 @@ func (e Env) Scope(devices ...string) dataplane.Scope {
 	return s
 }
 
-// Reconciler returns a Reconciler for scope. The caller closes it.
-func (e Env) Reconciler(scope dataplane.Scope) (Reconciler, error) {
+// Reconciler returns a Reconciler for scope. The caller closes it. With ProbesMTU it also finds the MTUs
+// of paths, for a Programmer.
+func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconciler, err error) {
 	if e.NewReconciler != nil {
-		return e.NewReconciler(scope)
+		r, err = e.NewReconciler(scope)
+	} else {
+		r, err = dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
 	}
-	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
+	if err != nil || !e.ProbesMTU {
+		return r, err
+	}
+	return e.narrowing(ctx, r, scope)
 }
 
 // Links returns those of the given devices that exist, by name. It reads nothing else,
@@ -226,6 +242,8 @@ type Registry struct {
 type Entry struct {
 	Type    string // in lower case
 	Factory Factory
+	// ProbesMTU is set if Backend.MTU may be "probe": the network has a device, and a Programmer.
+	ProbesMTU bool
 }
 
 // NewRegistry returns a Registry of entries. It returns an error for an empty or
@@ -275,7 +293,12 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 	entry, ok := r.entries[cfg.BackendType]
 	switch {
 	case ok:
-		return entry.Factory(cfg.Backend, env)
+		raw, probes, err := r.probesMTU(cfg.Backend, entry)
+		if err != nil {
+			return nil, nil, err
+		}
+		env.ProbesMTU = probes
+		return entry.Factory(raw, env)
 	case cfg.Backend == nil:
 		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
 			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))

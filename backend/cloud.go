@@ -42,7 +42,7 @@ func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Cla
 
 // Start implements Backend.
 func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, error) {
-	reconciler, err := b.Env.Reconciler(b.Scope())
+	reconciler, err := b.Env.Reconciler(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}

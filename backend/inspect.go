@@ -5,6 +5,7 @@ package backend
 import (
 	"cmp"
 	"context"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -53,6 +54,14 @@ type CloudRouter interface {
 	CloudRoutes() cloud.Report
 }
 
+// PathSizer is a Network whose paths to peers may be narrower than its device. Its method may be called
+// at any time.
+type PathSizer interface {
+	// PathMTU returns the size in bytes of the largest packet that passes to a subnet of a peer. It
+	// returns 0 if that is the MTU of the device, or unknown.
+	PathMTU(subnet netip.Prefix) int
+}
+
 // ObjectReport is an object that the kernel should have, and whether it has it.
 type ObjectReport struct {
 	Object  string // in the form of ip(8)
@@ -66,6 +75,9 @@ type PeerReport struct {
 	Held    bool           // the store has lost the lease without removing it
 	Changed time.Time      // when the lease last changed
 	Objects []ObjectReport // nil if not requested, or if the network is not an Inspector
+	// PathMTUs contains the sizes in bytes of the largest packets to those subnets of the peer whose path
+	// is narrower than the device. It is nil if there are none.
+	PathMTUs map[netip.Prefix]int
 	// Migration is zero if the network is not a Migrator.
 	Migration MigrationReport
 }
@@ -96,6 +108,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	in := Inspection{LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
 	inspector, _ := s.Network.(Inspector)
 	migrator, _ := s.Network.(Migrator)
+	sizer, _ := s.Network.(PathSizer)
 	if inspector != nil {
 		in.Counts = inspector.Counts()
 	}
@@ -114,8 +127,27 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		if migrator != nil {
 			p.Migration = migrator.Migration(l.Key)
 		}
+		if sizer != nil {
+			p.PathMTUs = pathMTUs(sizer, l)
+		}
 		in.Peers = append(in.Peers, p)
 	}
 	slices.SortFunc(in.Peers, func(a, b PeerReport) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return in
+}
+
+// pathMTUs returns the value of PeerReport.PathMTUs.
+func pathMTUs(s PathSizer, l *subnet.Lease) map[netip.Prefix]int {
+	var mtus map[netip.Prefix]int
+	for _, e := range l.Endpoints {
+		mtu := s.PathMTU(e.Subnet)
+		if mtu == 0 {
+			continue
+		}
+		if mtus == nil {
+			mtus = map[netip.Prefix]int{}
+		}
+		mtus[e.Subnet] = mtu
+	}
+	return mtus
 }

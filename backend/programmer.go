@@ -63,6 +63,9 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 // may have changed.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
+	if n := p.narrowing(); n != nil {
+		peers.Changed = n.changed(peers.Changed)
+	}
 	if peers.All || p.objects == nil || p.stale && time.Since(p.lastCall) >= p.Volatile {
 		return p.all(ctx, peers)
 	}
@@ -100,6 +103,9 @@ func (p *Programmer) Objects(key string) []ObjectReport {
 // all calls Desired for all peers.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.lastCall, p.stale = nil, nil, time.Now(), false
+	if n := p.narrowing(); n != nil {
+		n.retain(peers.Leases)
+	}
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
 	var failed atomic.Bool // one error is sufficient
@@ -140,16 +146,34 @@ func (p *Programmer) everything(yield func(dataplane.Object) bool) {
 }
 
 // desired returns the objects of the peer with that key, or none if the peer was removed.
-func (p *Programmer) desired(ctx context.Context, key string, peers Set) ([]dataplane.Object, error) {
+func (p *Programmer) desired(ctx context.Context, key string, peers Set) (objects []dataplane.Object, err error) {
 	l, ok := peers.Leases[key]
-	if !ok || p.Desired == nil {
-		return nil, nil
+	n := p.narrowing()
+	if !ok {
+		l = &subnet.Lease{Key: key} // without subnets
+	} else if p.Desired != nil {
+		if objects, err = p.Desired(ctx, *l); err != nil {
+			return nil, fmt.Errorf("lease %s: %w", key, err)
+		}
 	}
-	objects, err := p.Desired(ctx, *l)
-	if err != nil {
-		return nil, fmt.Errorf("lease %s: %w", key, err)
+	if n != nil {
+		objects = n.narrow(*l, objects, p.Base)
 	}
 	return objects, nil
+}
+
+// narrowing returns the Reconciler if it finds the MTUs of paths, and otherwise nil.
+func (p *Programmer) narrowing() *narrowing {
+	n, _ := p.Reconciler.(*narrowing)
+	return n
+}
+
+// PathMTU implements PathSizer.
+func (p *Programmer) PathMTU(subnet netip.Prefix) int {
+	if n := p.narrowing(); n != nil {
+		return n.prober.Size(subnet)
+	}
+	return 0
 }
 
 func (p *Programmer) remember(key string, objects []dataplane.Object) {

@@ -36,8 +36,8 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 }
 
 // Start implements backend.Backend.
-func (b *Backend) Start(_ context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler(b.Scope())
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}

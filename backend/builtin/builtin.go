@@ -36,11 +36,11 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
-		backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: ipip.Type, Factory: ipip.New, ProbesMTU: true},
 		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
-		backend.Entry{Type: udp.Type, Factory: packets.New},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
-		backend.Entry{Type: wireguard.Type, Factory: encrypted.New},
+		backend.Entry{Type: udp.Type, Factory: packets.New, ProbesMTU: true},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true},
+		backend.Entry{Type: wireguard.Type, Factory: encrypted.New, ProbesMTU: true},
 	)
 	return backend.Catalog{
 		Registry:    registry.WithMigration(migration.New),

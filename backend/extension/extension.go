@@ -210,7 +210,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	store.setSetup(s)
 	store.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
-	reconciler, err := b.env.Reconciler(b.Scope())
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}

@@ -78,11 +78,13 @@ func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) 
 // Update implements backend.Reconciler. See Reconcile.
 func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ bool) (dataplane.Report, error) {
 	v.gone = append(v.gone, removed...)
+	subnets := destinations(removed, added)
+	extraBefore := v.extraAll(subnets)
 	v.want.Remove(removed...)
 	v.want.Add(added...)
 	if !v.all {
-		v.delta.remove(v.effectiveAll(removed))
-		v.delta.add(v.effectiveAll(added))
+		v.delta.remove(append(v.effectiveAll(removed), extraBefore...))
+		v.delta.add(append(v.effectiveAll(added), v.extraAll(subnets)...))
 	}
 	return v.pass(ctx)
 }
@@ -219,6 +221,25 @@ func (v *view) extra(dst netip.Prefix) []dataplane.Object {
 		r = r.Standby()
 	}
 	return []dataplane.Object{r}
+}
+
+// extraAll returns the extra routes to subnets. A change of the wanted state may begin or end one.
+func (v *view) extraAll(subnets map[netip.Prefix]struct{}) (all []dataplane.Object) {
+	for dst := range subnets {
+		all = append(all, v.extra(dst)...)
+	}
+	return all
+}
+
+// destinations returns the destinations of the routes in lists.
+func destinations(lists ...[]dataplane.Object) map[netip.Prefix]struct{} {
+	dsts := map[netip.Prefix]struct{}{}
+	for _, o := range slices.Concat(lists...) {
+		if r, ok := o.(dataplane.Route); ok {
+			dsts[r.Dst] = struct{}{}
+		}
+	}
+	return dsts
 }
 
 // serve makes the backend serve the subnet of a peer, or no longer do so.

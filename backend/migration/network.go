@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -27,7 +28,8 @@ type network struct {
 	*backend.Notifier
 	own     subnet.Lease
 	layer   *layer
-	running [sides]backend.Network // that of the next backend is nil while it does not start
+	running [sides]backend.Network                   // that of the next backend is nil while it does not start
+	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that are one
 	prober  *prober
 
 	before   map[netip.Prefix]dataplane.Route // best routes at the start, for peers that are not decided yet
@@ -82,6 +84,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, oneline.Join(err, n.Close())
 	}
 	n.Forward(n.running[present].Changed())
+	n.noteSizer(present)
 	n.startNext(ctx)
 	n.prober = newProber(n.Notify)
 	n.Go(n.prober.run)
@@ -131,6 +134,7 @@ func (n *network) startNext(ctx context.Context) {
 		return
 	}
 	n.Forward(n.running[next].Changed())
+	n.noteSizer(next)
 	n.notStarted = nil
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
@@ -595,6 +599,25 @@ func (n *network) Migration(key string) backend.MigrationReport {
 		return backend.MigrationReport{}
 	}
 	return backend.MigrationReport{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
+}
+
+// noteSizer makes PathMTU ask the network of a backend.
+func (n *network) noteSizer(side int) {
+	if s, ok := n.running[side].(backend.PathSizer); ok {
+		n.sizers[side].Store(&s)
+	}
+}
+
+// PathMTU implements backend.PathSizer. It is the smaller one of both backends.
+func (n *network) PathMTU(subnet netip.Prefix) (least int) {
+	for i := range n.sizers {
+		if s := n.sizers[i].Load(); s != nil {
+			if mtu := (*s).PathMTU(subnet); mtu > 0 && (least == 0 || mtu < least) {
+				least = mtu
+			}
+		}
+	}
+	return least
 }
 
 // Objects implements backend.Inspector.

@@ -146,7 +146,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	}
 	scope := b.Scope()
 	scope.TxChecksum = true
-	reconciler, err := b.env.Reconciler(scope)
+	reconciler, err := b.env.Reconciler(ctx, scope)
 	if err != nil {
 		return nil, err
 	}

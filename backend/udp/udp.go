@@ -98,7 +98,7 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 			return nil, err
 		}
 	}
-	reconciler, err := b.env.Reconciler(b.Scope())
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}

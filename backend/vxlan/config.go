@@ -25,7 +25,7 @@ const (
 type config struct {
 	VNI           int  // VXLAN network identifier, also the number in the device's name
 	Port          int  // UDP port that peers send to; 0 means the kernel's 8472
-	MTU           int  // MTU of the network between the hosts in bytes; 0 means that of the external interface
+	MTU           int  // MTU of the network between the hosts in bytes; 0 means that of the external interface, and "probe" that each host finds the MTU of each path
 	GBP           bool // group-based policy extension; must be the same on all hosts
 	Learning      bool // whether the device learns MACs from packets; not needed
 	DirectRouting bool // use plain routes to peers on a network of this host

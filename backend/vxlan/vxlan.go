@@ -122,7 +122,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	scope := b.env.Scope(b.devices()...)
 	offload, _ := b.config.txChecksum()
 	scope.TxChecksum = offload != dataplane.OffloadAuto
-	reconciler, err := b.env.Reconciler(scope)
+	reconciler, err := b.env.Reconciler(ctx, scope)
 	if err != nil {
 		return nil, err
 	}

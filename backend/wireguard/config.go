@@ -43,7 +43,7 @@ const (
 type config struct {
 	ListenPort                  int    // UDP port
 	ListenPortV6                int    // UDP port of the IPv6 device, only in mode separate
-	MTU                         int    // MTU of the network between the hosts in bytes; 0 means that of the external interface
+	MTU                         int    // MTU of the network between the hosts in bytes; 0 means that of the external interface, and "probe" that each host finds the MTU of each path
 	PSK                         string // preshared key of all peers
 	PSKFile                     string // file on each host with the preshared key, instead of PSK
 	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 sends none

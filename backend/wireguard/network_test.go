@@ -126,7 +126,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rec, err := env.Reconciler(b.Scope())
+	rec, err := env.Reconciler(t.Context(), b.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}

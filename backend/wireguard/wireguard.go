@@ -117,7 +117,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	reconciler, err := b.env.Reconciler(b.Scope())
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -102,6 +103,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 		mu       sync.Mutex
 		verdicts = []verdict{} // not nil, so that JSON contains [] if there is no peer
 		broken   int
+		ways     = pathsOf(r)
 	)
 	group, ctx := errgroup.WithContext(cmd.Context())
 	group.SetLimit(checkAtOnce)
@@ -114,7 +116,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 				continue
 			}
 			group.Go(func() error {
-				v := verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, pathsOf(r.Network)))
+				v := verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways))
 				mu.Lock()
 				defer mu.Unlock()
 				verdicts = append(verdicts, v)
@@ -155,8 +157,16 @@ func chosen(only []netip.Prefix, s netip.Prefix, public netip.Addr) bool {
 }
 
 // pathsOf returns how packets get to the peers of a network.
-func pathsOf(n status.Network) paths.Network {
-	return paths.Network{BackendType: n.BackendType, MTU: n.MTU, Devices: len(n.Devices) > 0, Ports: n.Ports}
+func pathsOf(r status.Report) paths.Network {
+	narrow := map[netip.Prefix]int{}
+	for _, p := range r.Peers {
+		maps.Copy(narrow, p.PathMTU)
+	}
+	n := r.Network
+	return paths.Network{
+		BackendType: n.BackendType, MTU: n.MTU, Devices: len(n.Devices) > 0, Ports: n.Ports,
+		PathMTU: func(s netip.Prefix) int { return narrow[s] },
+	}
 }
 
 // verdictOf converts a verdict to its stable form.

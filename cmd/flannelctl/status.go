@@ -167,6 +167,7 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
 
+	printNarrow(row, r.Peers)
 	if r.Paths != nil {
 		printPaths(w, row, *r.Paths, all)
 	}
@@ -183,6 +184,19 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 		for _, o := range p.Objects {
 			if missing := !o.Present; all || missing {
 				fmt.Fprintf(w, "  %s%s\n", o.Text, map[bool]string{true: "  MISSING"}[missing])
+			}
+		}
+	}
+}
+
+// printNarrow prints the peers to which only smaller packets pass.
+func printNarrow(row func(string, ...any), peers []status.Peer) {
+	name := "narrow paths"
+	for _, p := range peers {
+		for _, s := range p.Subnets {
+			if mtu := p.PathMTU[s]; mtu > 0 {
+				row(name, s, "by", list(p.PublicIPs), "mtu", mtu)
+				name = ""
 			}
 		}
 	}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/pathmtu"
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -38,7 +39,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader(), Probes: paths.NewLimit()}
+	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit()}
 	if h.Tuner == nil {
 		h.Tuner = &tune.Tuner{}
 	}

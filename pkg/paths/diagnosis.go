@@ -64,9 +64,10 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.carrier()))
 	}
 	v.RTT = rtt
-	if _, err := s.whole(ctx, inner, n.MTU); err != nil {
-		v.Largest = s.largest(ctx, inner, n.MTU)
-		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan and wireguard Backend.MTU", v.Largest, n.MTU))
+	mtu := n.mtu(p)
+	if _, err := s.whole(ctx, inner, mtu); err != nil {
+		v.Largest = s.largest(ctx, inner, mtu)
+		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU", v.Largest, mtu))
 	}
 	if err := s.await(ctx); err != nil {
 		return fail(Unknown, err, "the check was interrupted")

@@ -29,9 +29,22 @@ type Path struct {
 // Network describes how packets get to peers.
 type Network struct {
 	BackendType string
-	MTU         int   // of every path in bytes
+	MTU         int   // of the network in bytes
 	Devices     bool  // the backend has devices, and so each peer has an address in the network
 	Ports       []int // UDP ports of the backend
+	// PathMTU returns the MTU in bytes of the path to a subnet, if that is known to be smaller, and
+	// otherwise 0. It may be nil.
+	PathMTU func(subnet netip.Prefix) int
+}
+
+// mtu returns the MTU of a path in bytes.
+func (n Network) mtu(p Path) int {
+	if n.PathMTU != nil {
+		if own := n.PathMTU(p.Subnet); own > 0 {
+			return min(own, n.MTU)
+		}
+	}
+	return n.MTU
 }
 
 // Part is a part of a path.

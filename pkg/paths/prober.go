@@ -109,10 +109,10 @@ func NewProber(c Config) *Prober {
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
 	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
-		dst := c.Network.end(path.Subnet)
-		rtt, err := p.ping(ctx, dst, c.Network.MTU, answerTimeout)
+		dst, mtu := c.Network.end(path.Subnet), c.Network.mtu(path)
+		rtt, err := p.ping(ctx, dst, mtu, answerTimeout)
 		if err != nil && retry && p.send.await(ctx) == nil { // the first packet may wait for neighbour resolution
-			rtt, err = p.ping(ctx, dst, c.Network.MTU, answerTimeout)
+			rtt, err = p.ping(ctx, dst, mtu, answerTimeout)
 		}
 		if err == nil && c.Limit.Allow() {
 			err = p.knocked(path, p.send.knock(ctx, dst))

@@ -169,9 +169,12 @@ type Peer struct {
 	Changed time.Time `json:"changed,omitzero"` // when the lease last changed
 	// Backend is the type of the backend that carries the packets to the peer, during a
 	// migration. Waiting is the reason why it is not the next one.
-	Backend string   `json:"backend,omitempty"`
-	Waiting string   `json:"waiting,omitempty"`
-	Objects []Object `json:"objects,omitempty"` // that the kernel should contain for this peer
+	Backend string `json:"backend,omitempty"`
+	Waiting string `json:"waiting,omitempty"`
+	// PathMTU contains the subnets of the peer to which only packets smaller than the MTU of the device
+	// pass, with the size in bytes of the largest one. It needs Backend.MTU "probe".
+	PathMTU map[netip.Prefix]int `json:"pathMTU,omitempty"`
+	Objects []Object             `json:"objects,omitempty"` // that the kernel should contain for this peer
 }
 
 // SharedPublicIP is a public address that several peers have.

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"time"
 
+	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -35,7 +36,8 @@ type Host struct {
 	Journal  *status.Journal
 	Tuner    *tune.Tuner
 	Started  time.Time
-	Probes   *paths.Limit // for all networks
+	Probes   *paths.Limit  // for all networks
+	PathMTUs *rate.Limiter // the same for the probes of MTUs
 }
 
 // Store is a manager with its connection.
@@ -76,7 +78,12 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	if now, ok := p.state.Get(); ok {
 		last = now
 	}
+	var warn func(reason, message string)
+	if w, ok := p.store.(subnet.Warner); ok {
+		warn = w.Warn
+	}
 	return backend.Env{
+		PathLimit: p.host.PathMTUs, Warn: warn,
 		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}

@@ -22,6 +22,9 @@ func (r *runner) newProber(s *session) *paths.Prober {
 		Limit:    r.host.Probes,
 		Answered: r.metrics.Answered,
 	}
+	if s.sizer != nil {
+		c.Network.PathMTU = s.sizer.PathMTU
+	}
 	if w, ok := r.store.(subnet.Warner); ok {
 		c.Changed = func(p paths.Result) {
 			if !p.OK && p.Broken != paths.Underlay { // every other host reports a host that is down, and Kubernetes does

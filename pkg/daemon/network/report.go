@@ -70,6 +70,7 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 		l.Carried = map[string]int{"present": 0, "next": 0}
 	}
 	for _, p := range in.Peers {
+		l.NarrowPaths += len(p.PathMTUs)
 		switch {
 		case l.Carried == nil || p.Migration.Backend == "":
 		case p.Migration.Waiting == "":
@@ -224,7 +225,7 @@ func statusLease(l subnet.Lease) status.Lease {
 func statusPeer(p backend.PeerReport) status.Peer {
 	peer := status.Peer{
 		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
-		Backend: p.Migration.Backend, Waiting: p.Migration.Waiting,
+		Backend: p.Migration.Backend, Waiting: p.Migration.Waiting, PathMTU: p.PathMTUs,
 	}
 	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})

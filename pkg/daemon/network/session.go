@@ -28,6 +28,7 @@ type session struct {
 	begin  atomic.Pointer[lastknown.State] // state at the begin, without the peers, which are in the ledger
 	mtu    int                             // maximum packet size of every path in bytes
 	be     backend.Backend
+	sizer  backend.PathSizer // nil if the network is none
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
 	// unpublished is set while the store may have another version of the own lease.
@@ -66,6 +67,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
+	s.sizer, _ = running.(backend.PathSizer)
 	if n, ok := running.(backend.Reclaimer); ok {
 		s.reclaim = n.Reclaim()
 	}

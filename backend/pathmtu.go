@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/pathmtu"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// probe is the value of Backend.MTU with which this host finds the MTU of each path.
+const probe = "probe"
+
+// probesMTU reports whether Backend.MTU in raw is "probe". It returns raw without that value, which no
+// backend knows: the devices then have the MTU that they have without the key.
+func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
+	var keys map[string]json.RawMessage
+	if json.Unmarshal(raw, &keys) != nil { // the factory says what is wrong
+		return raw, false, nil
+	}
+	for key, value := range keys {
+		var text string
+		if !strings.EqualFold(key, "MTU") || len(value) == 0 || value[0] != '"' || json.Unmarshal(value, &text) != nil {
+			continue
+		}
+		switch {
+		case strings.EqualFold(text, probe) && e.ProbesMTU:
+			delete(keys, key)
+			probes = true
+		case strings.EqualFold(text, probe):
+			return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, strings.Join(r.probing(), ", "))
+		case e.ProbesMTU:
+			return nil, false, fmt.Errorf("Backend.MTU is %q: want %q or a number of bytes", subnet.Shorten(text), probe)
+		}
+	}
+	if !probes {
+		return raw, false, nil
+	}
+	raw, err = json.Marshal(keys)
+	return raw, true, err
+}
+
+// probing returns the types of the backends that find MTUs, in alphabetical order.
+func (r Registry) probing() []string {
+	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].ProbesMTU })
+}
+
+// narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer gives the routes
+// to peers with a narrow path that MTU, and no other route is changed.
+type narrowing struct {
+	Reconciler
+	scope    dataplane.Scope
+	notifier *Notifier
+	prober   *pathmtu.Prober
+}
+
+// narrowing returns a Reconciler on r, which it owns. It adopts the MTUs that the kernel's routes have.
+func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope) (Reconciler, error) {
+	have, err := e.Kernel.Read(ctx, scope)
+	if err != nil {
+		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), r.Close())
+	}
+	before := map[netip.Prefix]int{}
+	for route := range have.AllRoutes() {
+		if route.MTU > 0 && route.Protocol == dataplane.Protocol && slices.Contains(scope.Devices, route.Dev) {
+			before[route.Dst] = route.MTU
+		}
+	}
+	n := &narrowing{Reconciler: r, scope: scope, notifier: NewNotifier(ctx)}
+	c := pathmtu.Config{Limit: e.PathLimit, Before: before, Resized: n.notifier.Notify}
+	if c.Limit == nil {
+		c.Limit = pathmtu.NewLimit()
+	}
+	if e.Warn != nil {
+		c.Changed = func(c pathmtu.Change) {
+			e.Warn("FlannelPathMTU", fmt.Sprintf("%s at %s carries packets of up to %d bytes, before %d, of %d: %s", c.Subnet, c.PublicIP, c.Now, c.Before, c.Full, c.Key))
+		}
+	}
+	n.prober = pathmtu.NewProber(c)
+	n.notifier.Forward(r.Changed())
+	n.notifier.Go(n.prober.Run)
+	return n, nil
+}
+
+// Changed implements Reconciler.
+func (n *narrowing) Changed() <-chan struct{} { return n.notifier.Changed() }
+
+// Close implements Reconciler.
+func (n *narrowing) Close() error {
+	n.notifier.Close()
+	return n.Reconciler.Close()
+}
+
+// changed returns keys with the peers whose paths have got another MTU.
+func (n *narrowing) changed(keys []string) []string {
+	all := slices.Clone(keys)
+	for _, key := range n.prober.Take() {
+		if !slices.Contains(keys, key) {
+			all = append(all, key)
+		}
+	}
+	return all
+}
+
+// retain forgets the peers without a lease.
+func (n *narrowing) retain(leases map[string]*subnet.Lease) {
+	n.prober.Retain(func(key string) bool { return leases[key] != nil })
+}
+
+// narrow returns the objects of a peer, with the MTUs of the paths to it. A subnet with a narrow path
+// gets a route of its own if there is only one to its network. narrow is safe for concurrent use.
+func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object {
+	var paths []pathmtu.Path
+	var routes []dataplane.Route
+	for _, e := range l.Endpoints {
+		r, ok := routeTo(e.Subnet, objects)
+		if !ok {
+			r, ok = n.wide(e.Subnet, base)
+		}
+		path, onDevice := pathBy(r, e, base)
+		if ok && onDevice {
+			paths, routes = append(paths, path), append(routes, r)
+		}
+	}
+	n.prober.Aim(l.Key, paths)
+	for i, r := range routes {
+		mtu := n.prober.Size(paths[i].Subnet)
+		if mtu == 0 {
+			continue
+		}
+		objects = slices.DeleteFunc(objects, func(o dataplane.Object) bool { return o == dataplane.Object(r) })
+		r.MTU = mtu
+		objects = append(objects, r)
+	}
+	return objects
+}
+
+// routeTo returns the route to dst in objects.
+func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, bool) {
+	for _, o := range objects {
+		if r, ok := o.(dataplane.Route); ok && r.Dst == dst {
+			return r, true
+		}
+	}
+	return dataplane.Route{}, false
+}
+
+// wide returns a route to dst by the route of base to its network.
+func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Route, bool) {
+	for _, network := range n.scope.Networks {
+		if !prefix.Contains(network, dst) {
+			continue
+		}
+		for _, r := range base.Routes[network] {
+			return dataplane.NewRoute(dst, netip.Addr{}, r.Dev, false), true
+		}
+	}
+	return dataplane.Route{}, false
+}
+
+// pathBy returns the path of route r to an endpoint. ok is false if r does not lead through a device of
+// base.
+func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathmtu.Path, ok bool) {
+	link, ok := base.Links[r.Dev]
+	if !ok {
+		return pathmtu.Path{}, false
+	}
+	for a := range base.Addrs {
+		if from := a.Prefix.Addr(); a.Dev == r.Dev && from.Is4() == e.Subnet.Addr().Is4() {
+			return pathmtu.Path{
+				Subnet: e.Subnet, Device: r.Dev, From: from, To: e.Subnet.Addr(), PublicIP: e.PublicIP,
+				Full: link.MTU, Least: e.Family().MinMTU(),
+			}, true
+		}
+	}
+	return pathmtu.Path{}, false
+}

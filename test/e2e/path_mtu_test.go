@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// probing returns the key Backend of a configuration with which hosts find the MTUs of paths.
+func probing(t *testing.T, backend string) string {
+	t.Helper()
+	var keys map[string]any
+	if err := json.Unmarshal([]byte(backendConfig(backend)), &keys); err != nil {
+		t.Fatal(err)
+	}
+	keys["MTU"] = "probe"
+	text, err := json.Marshal(keys)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// narrowRouter makes the router of a lab carry only packets of up to mtu bytes between segments, without
+// any ICMP error, and drop fragments. An mtu of 0 makes it an ordinary router again.
+func narrowRouter(t *testing.T, l *lab.Lab, mtu int) {
+	t.Helper()
+	if mtu > 0 { // first, because the kernel of a host remembers an error for ten minutes
+		nft(t, l.Underlay(), `table inet silent { chain out { type filter hook output priority 0;
+			icmp type { destination-unreachable, time-exceeded, parameter-problem } drop;
+			icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } drop; } ; }`)
+	}
+	for _, h := range l.Hosts() {
+		for _, f := range l.Families() {
+			args := []string{"-" + map[prefix.Family]string{prefix.IPv4: "4", prefix.IPv6: "6"}[f], "route", "del", prefix.Host(h.Addr(f)).String()}
+			if mtu > 0 {
+				args = []string{args[0], "route", "replace", args[3], "dev", fmt.Sprintf("l2-%d", h.Segment()+1), "mtu", "lock", fmt.Sprint(mtu)}
+			}
+			if out, err := l.Underlay().Exec(testContext(t), "ip", args...); err != nil {
+				t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
+			}
+		}
+		if mtu > 0 {
+			nft(t, h.Namespace, "table netdev whole { chain in { type filter hook ingress device eth0 priority 0; ip frag-off & 0x3fff != 0 drop; } ; }")
+		} else {
+			nft(t, h.Namespace, "delete table netdev whole")
+		}
+	}
+	if mtu == 0 {
+		nft(t, l.Underlay(), "delete table inet silent")
+	}
+}
+
+// pathStream is a TCP connection between two pods, which always has more data to send.
+type pathStream struct {
+	name     string
+	received atomic.Int64
+}
+
+// startPathStream opens a connection and keeps it full until the end of the test.
+func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStream {
+	t.Helper()
+	ctx := testContext(t)
+	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	near, err := from.Dial(ctx, "tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	far, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _, _ = near.Close(), far.Close() })
+	s := &pathStream{name: fmt.Sprintf("%s to %s by %s", from.Name(), to.Name(), f)}
+	go func() {
+		chunk := make([]byte, 1<<16)
+		for {
+			if _, err := near.Write(chunk); err != nil {
+				return
+			}
+			time.Sleep(20 * time.Millisecond) // of a small machine
+		}
+	}()
+	go func() { _, _ = io.Copy(s, struct{ net.Conn }{far}) }()
+	return s
+}
+
+// Write implements io.Writer.
+func (s *pathStream) Write(b []byte) (int, error) {
+	s.received.Add(int64(len(b)))
+	return len(b), nil
+}
+
+// expectProgress waits until every stream has carried another half megabyte.
+func expectProgress(t *testing.T, when string, streams []*pathStream) {
+	t.Helper()
+	before := map[*pathStream]int64{}
+	for _, s := range streams {
+		before[s] = s.received.Load()
+	}
+	within(t, 40*time.Second, "streams go on "+when, func() error {
+		for _, s := range streams {
+			if n := s.received.Load() - before[s]; n < 1<<19 {
+				return fmt.Errorf("%s: %d bytes", s.name, n)
+			}
+		}
+		return nil
+	})
+}
+
+// TestPathMTU narrows the paths between two segments while the router reports nothing and drops
+// fragments. The hosts find the MTU of each path, so that existing TCP connections go on, and raise it
+// when the paths are wide again. Paths inside of a segment, subnet.env and the device stay as they are.
+//
+//stages:rest the MTU is raised after half a minute
+func TestPathMTU(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		backend  string
+		families []prefix.Family
+		mtu      int
+		overhead [2]int        // of IPv4 and IPv6
+		pad      int           // the tunnel makes the size of each packet a multiple of this
+		restart  time.Duration // within which the sizes are known after a restart, more than a second if the device goes with the process
+	}{
+		{"vxlan", v4, 1300, [2]int{50}, 1, time.Second},
+		{"vxlan", dual, 1400, [2]int{50, 70}, 1, time.Second},
+		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second},
+		{userspace, dual, 1400, [2]int{60, 80}, 16, 20 * time.Second},
+	} {
+		t.Run(tc.backend+" "+familiesName(tc.families), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3, Segments: 2, Families: tc.families}, probing(t, tc.backend))
+			startAll(t, l, lab.FlanneldOptions{Args: []string{"--probe"}})
+			expectConverged(t, l)
+			a, b := l.Host(1), l.Host(2)
+			file := func() string {
+				out, err := a.Exec(testContext(t), "cat", "/run/flannel/subnet.env")
+				if err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+				return string(out)
+			}
+			env := file()
+			var streams []*pathStream
+			for _, f := range tc.families {
+				streams = append(streams, startPathStream(t, a.Pods()[0], b.Pods()[0], f), startPathStream(t, b.Pods()[0], a.Pods()[0], f))
+			}
+			expectProgress(t, "before", streams)
+			wide := map[netip.Prefix]int{}
+			expectSizes := func(when string, limit time.Duration, h *lab.Host, want map[netip.Prefix]int) {
+				t.Helper()
+				within(t, limit, when, func() error {
+					have := map[netip.Prefix]int{}
+					for _, p := range statusOf(t, h).Peers {
+						for s, mtu := range p.PathMTU {
+							have[s] = mtu
+						}
+					}
+					if fmt.Sprint(have) != fmt.Sprint(want) {
+						return fmt.Errorf("%s has the MTUs %v, want %v", h.Name(), have, want)
+					}
+					return nil
+				})
+			}
+			expectSizes("the paths are wide", time.Second, a, wide)
+
+			begin := time.Now()
+			narrowRouter(t, l, tc.mtu)
+			narrow := map[netip.Prefix]int{}
+			for _, s := range statusOf(t, b).Lease.Subnets {
+				overhead := tc.overhead[0]
+				if s.Addr().Is6() {
+					overhead = tc.overhead[1]
+				}
+				narrow[s] = (tc.mtu - overhead) / tc.pad * tc.pad
+			}
+			expectSizes("the paths are found to be narrow", 20*time.Second, a, narrow)
+			t.Logf("found after %s", time.Since(begin))
+			expectProgress(t, "through the narrow path", streams)
+			t.Logf("the streams go on after %s", time.Since(begin))
+			for s, mtu := range narrow {
+				expectInOutput(t, a, "ip -"+map[bool]string{true: "4", false: "6"}[s.Addr().Is4()]+" route show "+s.String(), fmt.Sprint(mtu))
+				expectFlannelctl(t, a, []string{"status"}, "narrow paths", s.String())
+			}
+			expectLog(t, a.Daemons()[0], `"the path to a peer carries only smaller packets: the MTU of its route is lowered"`)
+			if n := metric(t, a, "flannel_narrow_paths"); n != float64(len(narrow)) {
+				t.Errorf("flannel_narrow_paths is %v, want %d", n, len(narrow))
+			}
+			if now := file(); now != env {
+				t.Errorf("subnet.env is\n%s\nwas\n%s", now, env)
+			}
+			expectFlannelctl(t, a, []string{"check"}, "ok")
+
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			if _, err := a.Daemons()[0].Stop(ctx); err != nil {
+				t.Fatal(err)
+			}
+			startOne(t, a, lab.FlanneldOptions{Args: []string{"--probe"}})
+			expectSizes("the sizes are those from before the restart", tc.restart, a, narrow)
+			expectProgress(t, "after a restart", streams)
+
+			narrowRouter(t, l, 0)
+			expectSizes("the paths are found to be wide", patience, a, wide)
+			expectProgress(t, "through the wide path", streams)
+			for s := range narrow {
+				out, err := a.Exec(testContext(t), "ip", "route", "show", s.String())
+				if err != nil || strings.Contains(string(out), "mtu") {
+					t.Errorf("route to %s: %v: %s, want no MTU", s, err, out)
+				}
+			}
+		})
+	}
+}
