@@ -150,6 +150,12 @@ func TestLayerRandomWalk(t *testing.T) {
 	ctx := t.Context()
 	devices := []string{"old", "new"}
 	l.held = true
+	// The next backend has one route to the network, and one to a peer only while its path is narrow.
+	narrow := func(n int) dataplane.Route {
+		r := via(n, "new")
+		r.MTU = 1300
+		return r
+	}
 	for i, v := range l.views {
 		base := stateOf(link(devices[i]))
 		if i == next {
@@ -162,7 +168,14 @@ func TestLayerRandomWalk(t *testing.T) {
 	for step := range 2000 {
 		n, side := 2+rnd.IntN(5), rnd.IntN(sides)
 		v := l.views[side]
-		switch rnd.IntN(4) {
+		switch rnd.IntN(5) {
+		case 4:
+			l.views[next].serve(subnetOf(n), true)
+			if v := l.views[next]; len(v.want.Routes[subnetOf(n)]) == 0 {
+				_, _ = v.Update(ctx, nil, []dataplane.Object{narrow(n)}, true)
+			} else {
+				_, _ = v.Update(ctx, []dataplane.Object{narrow(n)}, nil, true)
+			}
 		case 0:
 			l.choose(subnetOf(n), side)
 		case 1:

@@ -122,6 +122,8 @@ func TestConfigurationFollowedInPlace(t *testing.T) {
 		{`,"EnableNFTables":true`, `{"Type":"vxlan"}`, "nft list ruleset", []string{"10.5.0.0/16"}},
 		{`,"SubnetMin":"10.5.0.0"`, `{"Type":"vxlan"}`, "iptables-save", []string{"10.5.0.0/16"}},
 		{"", `{"Type":"vxlan","MTU":1400}`, "ip link show flannel.1; cat /run/flannel/subnet.env", []string{"mtu 1350", "FLANNEL_MTU=1330"}},
+		{"", `{"Type":"vxlan","MTU":"probe"}`, "ip link show flannel.1; cat /run/flannel/subnet.env", []string{"mtu 1450", "FLANNEL_MTU=1430"}},
+		{"", `{"Type":"vxlan","MTU":1400}`, "ip link show flannel.1; cat /run/flannel/subnet.env", []string{"mtu 1350", "FLANNEL_MTU=1330"}},
 		{"", `{"Type":"vxlan","DirectRouting":true}`, "ip route", []string{"dev eth0 proto 98"}},
 		{"", `{"Type":"vxlan","ChecksumOffload":"off"}`, "ip route", []string{"dev flannel.1 proto 98"}},
 		{"", `{"Type":"vxlan","GBP":false,"Learning":true}`, "ip -d link show flannel.1 | grep -c nolearning || true", []string{"0"}},
@@ -157,8 +159,9 @@ func TestConfigurationFollowedInUserspace(t *testing.T) {
 			backendConfig(userspace),
 			`{"Type":"wireguard","Implementation":"userspace","PersistentKeepaliveInterval":7}`,
 			`{"Type":"wireguard","Implementation":"userspace","MTU":1400}`,
+			`{"Type":"wireguard","Implementation":"userspace","MTU":"probe"}`,
 		}},
-		{"udp", []string{backendConfig("udp"), `{"Type":"udp"}`, backendConfig("udp")}},
+		{"udp", []string{backendConfig("udp"), `{"Type":"udp"}`, `{"Type":"udp","Mode":"userspace","MTU":"probe"}`, backendConfig("udp")}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()

@@ -89,12 +89,12 @@ func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStre
 	t.Cleanup(func() { _, _ = near.Close(), far.Close() })
 	s := &pathStream{name: fmt.Sprintf("%s to %s by %s", from.Name(), to.Name(), f)}
 	go func() {
-		chunk := make([]byte, 1<<16)
-		for {
+		tick := time.NewTicker(20 * time.Millisecond) // a small machine need not be busy
+		defer tick.Stop()
+		for chunk := make([]byte, 1<<16); ; <-tick.C {
 			if _, err := near.Write(chunk); err != nil {
 				return
 			}
-			time.Sleep(20 * time.Millisecond) // of a small machine
 		}
 	}()
 	go func() { _, _ = io.Copy(s, struct{ net.Conn }{far}) }()
@@ -124,6 +124,16 @@ func expectProgress(t *testing.T, when string, streams []*pathStream) {
 	})
 }
 
+// narrowPath is a network whose paths are narrowed.
+type narrowPath struct {
+	backend  string
+	families []prefix.Family
+	mtu      int           // of the narrow paths between hosts
+	overhead [2]int        // of IPv4 and IPv6
+	pad      int           // the tunnel makes the size of each packet a multiple of this
+	restart  time.Duration // within which the sizes are known after a restart
+}
+
 // TestPathMTU narrows the paths between two segments while the router reports nothing and drops
 // fragments. The hosts find the MTU of each path, so that existing TCP connections go on, and raise it
 // when the paths are wide again. Paths inside of a segment, subnet.env and the device stay as they are.
@@ -131,19 +141,29 @@ func expectProgress(t *testing.T, when string, streams []*pathStream) {
 //stages:rest the MTU is raised after half a minute
 func TestPathMTU(t *testing.T) {
 	t.Parallel()
-	for _, tc := range []struct {
-		backend  string
-		families []prefix.Family
-		mtu      int
-		overhead [2]int        // of IPv4 and IPv6
-		pad      int           // the tunnel makes the size of each packet a multiple of this
-		restart  time.Duration // within which the sizes are known after a restart, more than a second if the device goes with the process
-	}{
+	testPathMTU(t, []narrowPath{
 		{"vxlan", v4, 1300, [2]int{50}, 1, time.Second},
 		{"vxlan", dual, 1400, [2]int{50, 70}, 1, time.Second},
-		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second},
+		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second}, // the device goes with the process
 		{userspace, dual, 1400, [2]int{60, 80}, 16, 20 * time.Second},
-	} {
+	})
+}
+
+// TestVMPathMTU does the same with backends that need a kernel of their own.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMPathMTU(t *testing.T) {
+	loadFOU(t)
+	testPathMTU(t, []narrowPath{
+		{"ipip", dual, 1400, [2]int{20, 40}, 1, patience},
+		{udpKernel, v4, 1300, [2]int{28}, 1, patience},
+		{"wireguard", dual, 1400, [2]int{60, 80}, 16, patience},
+	})
+}
+
+func testPathMTU(t *testing.T, cases []narrowPath) {
+	t.Helper()
+	for _, tc := range cases {
 		t.Run(tc.backend+" "+familiesName(tc.families), func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Segments: 2, Families: tc.families}, probing(t, tc.backend))
