@@ -78,7 +78,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if passes > small { // smaller packets would not help, because the family does not allow such an MTU
 		p.set(s, passes)
 	}
-	size := ping.Largest(passes, present, common, func(size int) (ok, more bool) {
+	size := search(passes, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
 		_, ok = p.tries(ctx, path, size, patience, searchTries)
 		if ok {
 			p.publish(s, size, present)
@@ -91,7 +91,40 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // it has ended during the search
 		return present
 	}
+	p.noteFound(path.Device, size)
 	return size
+}
+
+// search is like ping.Largest. It first tries the size that another path of the device had, or the common
+// one: if a link that many paths have in common becomes narrow, most searches then take few packets.
+func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
+	if other <= passes || other+1 >= tooBig {
+		return ping.Largest(passes, tooBig, common, try)
+	}
+	ok, more := try(other)
+	switch {
+	case !more:
+		return passes
+	case !ok:
+		return ping.Largest(passes, other, common, try)
+	}
+	if ok, more = try(other + 1); ok && more {
+		return ping.Largest(other+1, tooBig, common, try)
+	}
+	return other
+}
+
+// lastFound returns the last size that a search on a device has found, or 0.
+func (p *Prober) lastFound(device string) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.found[device]
+}
+
+func (p *Prober) noteFound(device string, size int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.found[device] = size
 }
 
 // publish sets a size that passes, if the path still has a size that does not. Further ones wait for the

@@ -84,7 +84,8 @@ type Prober struct {
 	// due are the paths in the order of their next checks, and fresh those that were never checked. Both
 	// may contain paths that are gone.
 	due, fresh []*state
-	unnamed    int // changes that were not logged
+	found      map[string]int // last size that a search has found, by device
+	unnamed    int            // changes that were not logged
 }
 
 // state is the present knowledge of a path.
@@ -104,7 +105,7 @@ func NewProber(c Config) *Prober {
 	}
 	return &Prober{
 		Config: c, added: wait.NewSignal(), log: rate.NewLimiter(rate.Every(logEvery), logBurst),
-		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{},
+		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }
 

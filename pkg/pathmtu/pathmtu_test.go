@@ -309,3 +309,41 @@ func TestAim(t *testing.T) {
 		}
 	})
 }
+
+// TestAllAtOnce narrows a link that all paths have in common, except for one that is narrower.
+func TestAllAtOnce(t *testing.T) {
+	const n = 50
+	synctest.Test(t, func(t *testing.T) {
+		var w internet
+		p := w.prober(t, n, Config{})
+		time.Sleep(10 * time.Second)
+		for i := range n {
+			w.set(1300, i)
+		}
+		w.set(1290, 7)
+		begin, relieved, found := time.Now(), time.Duration(0), time.Duration(0)
+		for found == 0 && time.Since(begin) < 5*time.Minute {
+			time.Sleep(100 * time.Millisecond)
+			low, exact := 0, 0
+			for i := range n {
+				size := p.Size(pathTo(i).Subnet)
+				if size > 0 {
+					low++
+				}
+				if size == 1300 || i == 7 && size == 1290 {
+					exact++
+				}
+			}
+			if low == n && relieved == 0 {
+				relieved = time.Since(begin)
+			}
+			if exact == n {
+				found = time.Since(begin)
+			}
+		}
+		t.Logf("all paths have a smaller size after %s, and the exact one after %s", relieved, found)
+		if limit := n * 1500 * time.Millisecond; relieved == 0 || found == 0 || found > limit {
+			t.Errorf("all paths have the exact size after %s, want %s at most", found, limit)
+		}
+	})
+}
