@@ -91,6 +91,9 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // it has ended during the search
 		return present
 	}
+	if _, ok := p.tries(ctx, path, present, 2*firstPatience, 1); ok { // a host on the way was busy
+		return present
+	}
 	p.noteFound(path.Device, size)
 	return size
 }

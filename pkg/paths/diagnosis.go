@@ -67,7 +67,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	mtu := n.mtu(p)
 	if _, err := s.whole(ctx, inner, mtu); err != nil {
 		v.Largest = s.largest(ctx, inner, mtu)
-		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU", v.Largest, mtu))
+		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
 	}
 	if err := s.await(ctx); err != nil {
 		return fail(Unknown, err, "the check was interrupted")
