@@ -258,3 +258,40 @@ func testPathMTU(t *testing.T, cases []narrowPath) {
 		})
 	}
 }
+
+// TestPathMTUThroughMigration migrates a network from one backend to another while a path is narrow. Each
+// backend finds the MTU of its own path, and connections go on.
+//
+//stages:rest a search may have to wait for probes of the migration
+func TestPathMTUThroughMigration(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Segments: 2, Families: v4}, probing(t, "vxlan"))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	a, b := l.Host(1), l.Host(2)
+	streams := []*pathStream{startPathStream(t, a.Pods()[0], b.Pods()[0], prefix.IPv4), startPathStream(t, b.Pods()[0], a.Pods()[0], prefix.IPv4)}
+	narrowRouter(t, l, 1300)
+	expectSize := func(want int) {
+		t.Helper()
+		for _, h := range l.Hosts() {
+			within(t, patience, fmt.Sprintf("%s finds the MTU %d", h.Name(), want), func() error {
+				for _, p := range statusOf(t, h).Peers {
+					if have := p.PathMTU[p.Subnets[0]]; have != want {
+						return fmt.Errorf("it is %d", have)
+					}
+				}
+				return nil
+			})
+		}
+	}
+	expectSize(1250)
+	expectProgress(t, "by the present backend", streams)
+	putConfig(t, l, probing(t, "vxlan")+`,"NextBackend":`+probing(t, "udp"))
+	eventuallyCarriedBy(t, a, "udp", b)
+	eventuallyCarriedBy(t, b, "udp", a)
+	expectProgress(t, "by the next backend", streams)
+	expectSize(1250) // the smaller one of both
+	putConfig(t, l, probing(t, "udp"))
+	expectSize(1272)
+	expectProgress(t, "after the migration", streams)
+}
