@@ -35,15 +35,19 @@ func probing(t *testing.T, backend string) string {
 }
 
 // narrowRouter makes the router of a lab carry only packets of up to mtu bytes between segments, without
-// any ICMP error, and drop fragments. An mtu of 0 makes it an ordinary router again.
-func narrowRouter(t *testing.T, l *lab.Lab, mtu int) {
+// any ICMP error, and drop fragments. An mtu of 0 makes it an ordinary router again. With hosts only the
+// ways to these are narrow.
+func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	t.Helper()
+	if len(hosts) == 0 {
+		hosts = l.Hosts()
+	}
 	if mtu > 0 { // first, because the kernel of a host remembers an error for ten minutes
 		nft(t, l.Underlay(), `table inet silent { chain out { type filter hook output priority 0;
 			icmp type { destination-unreachable, time-exceeded, parameter-problem } drop;
 			icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } drop; } ; }`)
 	}
-	for _, h := range l.Hosts() {
+	for _, h := range hosts {
 		for _, f := range l.Families() {
 			args := []string{"-" + map[prefix.Family]string{prefix.IPv4: "4", prefix.IPv6: "6"}[f], "route", "del", prefix.Host(h.Addr(f)).String()}
 			if mtu > 0 {
@@ -273,16 +277,8 @@ func TestPathMTUThroughMigration(t *testing.T) {
 	narrowRouter(t, l, 1300)
 	expectSize := func(want int) {
 		t.Helper()
-		for _, h := range l.Hosts() {
-			within(t, patience, fmt.Sprintf("%s finds the MTU %d", h.Name(), want), func() error {
-				for _, p := range statusOf(t, h).Peers {
-					if have := p.PathMTU[p.Subnets[0]]; have != want {
-						return fmt.Errorf("it is %d", have)
-					}
-				}
-				return nil
-			})
-		}
+		expectPathMTU(t, a, want)
+		expectPathMTU(t, b, want)
 	}
 	expectSize(1250)
 	expectProgress(t, "by the present backend", streams)
@@ -294,4 +290,44 @@ func TestPathMTUThroughMigration(t *testing.T) {
 	putConfig(t, l, probing(t, "udp"))
 	expectSize(1272)
 	expectProgress(t, "after the migration", streams)
+}
+
+// expectPathMTU waits until a host has that MTU for the paths to all peers.
+func expectPathMTU(t *testing.T, h *lab.Host, want int) {
+	t.Helper()
+	within(t, patience, fmt.Sprintf("%s finds the MTU %d", h.Name(), want), func() error {
+		for _, p := range statusOf(t, h).Peers {
+			if have := p.PathMTU[p.Subnets[0]]; have != want {
+				return fmt.Errorf("it is %d", have)
+			}
+		}
+		return nil
+	})
+}
+
+// TestPathMTUOneWay narrows one direction of a path. The host that sends in this direction finds its MTU,
+// and the other host sends packets of the full MTU.
+//
+//stages:rest the MTU is raised after half a minute
+func TestPathMTUOneWay(t *testing.T) {
+	t.Parallel()
+	for _, f := range [][]prefix.Family{v4, v6} {
+		t.Run(familiesName(f), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Segments: 2, Families: f}, probing(t, "vxlan"))
+			startAll(t, l, lab.FlanneldOptions{})
+			expectConverged(t, l)
+			a, b := l.Host(1), l.Host(2)
+			narrowRouter(t, l, 1400, b)
+			want := 1350
+			if f[0] == prefix.IPv6 {
+				want = 1330
+			}
+			expectPathMTU(t, a, want)
+			expectPathMTU(t, b, 0)
+			pause(t, 5*time.Second)
+			expectPathMTU(t, a, want)
+			expectPathMTU(t, b, 0)
+		})
+	}
 }
