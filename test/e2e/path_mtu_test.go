@@ -166,7 +166,7 @@ func TestVMIPIPPathMTU(t *testing.T) {
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPPathMTU(t *testing.T) {
 	loadFOU(t)
-	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, time.Second}})
+	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}})
 }
 
 // TestVMWireGuardPathMTU does the same with the kernel's WireGuard.
