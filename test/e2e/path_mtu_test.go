@@ -161,14 +161,6 @@ func TestVMIPIPPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{{"ipip", dual, 1400, [2]int{20, 40}, 1, time.Second}})
 }
 
-// TestVMUDPPathMTU does the same with udp in the kernel.
-//
-//stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMUDPPathMTU(t *testing.T) {
-	loadFOU(t)
-	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}})
-}
-
 // TestVMWireGuardPathMTU does the same with the kernel's WireGuard.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
