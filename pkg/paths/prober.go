@@ -28,8 +28,9 @@ const (
 	// Rate is the number of probes that a host may send in a second, with all its networks.
 	Rate = 10
 	// burst is the time whose checks begin at once, because waking up for each of them costs more CPU
-	// time than the check.
-	burst = time.Second
+	// time than the check. It is shorter than the second that the limit saves up for: probes over TCP and
+	// of broken paths use what is left.
+	burst = 500 * time.Millisecond
 	// share is the part of Rate that probes of each path once a round may use. The rest is for TCP and
 	// for broken paths.
 	share = 0.9

@@ -134,6 +134,36 @@ func TestRate(t *testing.T) {
 	}
 }
 
+// TestTCPIsProbed checks that probes of many paths leave some of the rate for TCP connections.
+func TestTCPIsProbed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n, during = 5000, 10 * time.Minute
+		var knocks atomic.Int64
+		p := NewProber(Config{
+			Own: []netip.Prefix{subnet(0)}, Network: Network{BackendType: "vxlan", MTU: 1450, Devices: true}, Limit: NewLimit(),
+			Peers: func(context.Context) (peers []Peer, ok bool) {
+				for i := range n {
+					peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
+				}
+				return peers, true
+			},
+		})
+		p.ping = func(ctx context.Context, _ netip.Addr, _ int, _ time.Duration) (time.Duration, error) {
+			return time.Millisecond, wait.For(ctx, time.Millisecond)
+		}
+		p.send.knock = func(context.Context, netip.Addr) error { knocks.Add(1); return nil }
+		ctx, cancel := context.WithCancel(t.Context())
+		var wg sync.WaitGroup
+		wg.Go(func() { p.Run(ctx) })
+		time.Sleep(during)
+		if got, left := float64(knocks.Load())/during.Seconds(), Rate*(1-share); got < left/2 || got > 2*left {
+			t.Errorf("%.2f connections a second, want about %.2f", got, left)
+		}
+		cancel()
+		wg.Wait()
+	})
+}
+
 // TestRateOfDiagnoses has hundreds of peers that are all down when the prober starts, or all behind a
 // smaller MTU. Every packet of the probes and diagnoses is within the rate, and all paths get a verdict.
 func TestRateOfDiagnoses(t *testing.T) {
