@@ -25,6 +25,7 @@ type Pinger struct {
 	receiving sync.WaitGroup
 
 	mu      sync.Mutex
+	closed  bool
 	sockets map[prefix.Family]net.PacketConn
 	waiting map[uint32]chan<- error // by the id of the request
 }
@@ -77,26 +78,32 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (net.PacketConn, e
 	if conn := p.sockets[f]; conn != nil {
 		return conn, nil
 	}
-	kind := kindOf(f)
-	conn, err := Options{DontFragment: true}.listen(ctx, kind)
+	if p.closed {
+		return nil, net.ErrClosed
+	}
+	conn, err := Options{DontFragment: true}.listen(ctx, kindOf(f))
 	if err != nil {
 		return nil, err
 	}
 	p.sockets[f] = conn
-	p.receiving.Go(func() { p.receive(conn, kind) })
+	p.receiving.Go(func() { p.receive(conn, f) })
 	return conn, nil
 }
 
 // receive passes the answers to the callers that wait for them, until the socket is closed.
-func (p *Pinger) receive(conn net.PacketConn, kind icmpKind) {
+func (p *Pinger) receive(conn net.PacketConn, f prefix.Family) {
+	kind := kindOf(f)
 	buf := make([]byte, leastBuffer) // of a longer answer the beginning is sufficient
 	for {
 		size, _, err := conn.ReadFrom(buf)
-		if errors.Is(err, net.ErrClosed) {
+		if err != nil { // it is closed, or of no use any more: the next request opens another one
+			p.mu.Lock()
+			if p.sockets[f] == conn {
+				delete(p.sockets, f)
+			}
+			p.mu.Unlock()
+			_ = conn.Close()
 			return
-		}
-		if err != nil { // an ICMP error, which comes as a packet too
-			continue
 		}
 		id, ok, err := kind.parse(buf[:size])
 		if !ok {
@@ -114,6 +121,7 @@ func (p *Pinger) receive(conn net.PacketConn, kind icmpKind) {
 // Close closes the sockets. Callers of Ping wait until their time is over.
 func (p *Pinger) Close() error {
 	p.mu.Lock()
+	p.closed = true
 	var errs []error
 	for _, conn := range p.sockets {
 		errs = append(errs, conn.Close())
