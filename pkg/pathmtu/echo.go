@@ -86,7 +86,9 @@ func (e *echoes) receive(s *ping.Socket) {
 			return
 		}
 		e.mu.Lock()
-		if r, ok := e.waiting[id]; ok && r.to == from {
+		// Over IPv6 the answer may come from another address of the host: that of the request may be an
+		// anycast address of the pods' bridge. The random id tells which request it is for.
+		if r, ok := e.waiting[id]; ok && (r.to == from || r.to.Is6()) {
 			delete(e.waiting, id)
 			r.answered <- struct{}{}
 		}
