@@ -43,6 +43,7 @@ type network struct {
 
 	moved       int       // number of peers that have changed their backend and are not logged yet
 	movedLogged time.Time // when such peers were logged
+	compared    time.Time // when backends were last free to compare all peers with the kernel
 
 	claimable  wait.Signal  // see backend.Reclaimer
 	notStarted error        // why the next backend does not run
@@ -345,10 +346,14 @@ func (n *network) remember(key string, l *subnet.Lease) {
 }
 
 // syncParts passes the peers to both backends. An error of the next one is an error of the
-// network only if the next one carries packets. The peers that have answered count as changed: if a
-// set has no changes, backends may compare all peers with the kernel.
+// network only if the next one carries packets. The peers that have answered count as changed, except
+// once in comparePause: if a set has no changes, backends may compare all peers with the kernel.
 func (n *network) syncParts(ctx context.Context, set backend.Set, answered []string) (out backend.Outcome, err error) {
-	set.Changed = slices.Concat(set.Changed, answered)
+	if len(set.Changed) > 0 || time.Since(n.compared) < comparePause {
+		set.Changed = slices.Concat(set.Changed, answered)
+	} else {
+		n.compared = time.Now()
+	}
 	for i, part := range n.running {
 		if part == nil {
 			continue
@@ -369,6 +374,9 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 	}
 	return out, err
 }
+
+// comparePause is the time for which a pass because of answers does not compare all peers with the kernel.
+const comparePause = 30 * time.Second
 
 // noteNext returns err, an error of the next backend, if that backend carries packets.
 // Otherwise it logs the error, unless it is the last one.
