@@ -416,7 +416,7 @@ func (m *member) ready() (counts bool, reasons []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.net == nil {
-		return m.has() && m.refused == nil, []string{"not started yet"}
+		return m.has() && (m.refused == nil || m.began), []string{"not started yet"}
 	}
 	_, reasons = m.net.Ready()
 	return m.has(), reasons

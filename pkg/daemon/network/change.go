@@ -223,7 +223,6 @@ func sameForwarding(from, to subnet.Config) bool {
 // change makes the network use another configuration, and returns its session. If the backend does
 // not start, the network goes back to the former configuration.
 func (r *runner) change(ctx context.Context, s *session, c *change) (*session, error) {
-	before, _ := r.state.Get()
 	if c.be == nil {
 		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // the session goes on to change other fields
 		now, _ := r.state.Get()
@@ -236,6 +235,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	pause := s.turn()
 	r.progress.change()
 	s.leave(ctx)
+	before, _ := r.state.Get() // now, because the session may have removed what a former configuration had left
 	before.Peers, before.Fresh = s.ledger.State(), nil
 	next, err := r.serveChanged(ctx, before, c)
 	if err == nil {

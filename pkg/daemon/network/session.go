@@ -107,7 +107,8 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	before, known := r.state.Get()
 	now = before
 	change(&now)
-	replaces := known && len(subnet.Changes(before.Config, now.Config)) > 0
+	// Without a session the subnet of the state may have been left, and belong to another host.
+	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
 	held := r.holdings(now, be)
 	if replaces {
 		held = append(held, r.holding(lastknown.Former{Config: before.Config, Interface: before.Interface}))

@@ -76,7 +76,7 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 		return be, now, nil
 	case errors.Is(errFormer, ErrConfigChanged):
 		return nil, now, errFormer
-	case full && errors.Is(errFormer, subnet.ErrNoSubnets):
+	case full:
 		return s.prepareWith(ctx, attempt{config: cfg, stored: &cfg, waits: true})
 	}
 	return nil, now, err
