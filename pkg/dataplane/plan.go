@@ -214,15 +214,18 @@ func (p *planner) routes() {
 }
 
 // candidates returns the routes of have that the plan for wanted[i] handles: those that are
-// in place for it, those that make it impossible, and with the first wanted route also those
-// that are not in place for any.
+// in place for it or that its put replaces in the kernel, those that make it impossible, and with the
+// first wanted route also all others.
 func candidates(have, wanted []Route, i int) []Route {
 	if len(wanted) == 1 {
 		return have
 	}
 	return slices.DeleteFunc(slices.Clone(have), func(h Route) bool {
-		inPlaceFor := slices.IndexFunc(wanted, h.same)
-		return h.Protocol != protoKernel && inPlaceFor != i && (inPlaceFor >= 0 || i > 0)
+		belongsTo := slices.IndexFunc(wanted, h.same)
+		if belongsTo < 0 {
+			belongsTo = slices.IndexFunc(wanted, func(w Route) bool { return w.Priority == h.Priority && w.TOS == h.TOS })
+		}
+		return h.Protocol != protoKernel && belongsTo != i && (belongsTo >= 0 || i > 0)
 	})
 }
 
