@@ -54,6 +54,10 @@ func (r Registry) probing() []string {
 	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].ProbesMTU })
 }
 
+// leastPathMTU is the least MTU in bytes that a route gets. Every host must accept packets of this size
+// over IPv4 (RFC 791). A path that seems to be narrower belongs to a host that drops large echo requests.
+const leastPathMTU = 576
+
 // narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer gives the routes
 // to peers with a narrow path that MTU, and no other route is changed.
 type narrowing struct {
@@ -178,7 +182,7 @@ func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathm
 		if from := a.Prefix.Addr(); a.Dev == r.Dev && from.Is4() == e.Subnet.Addr().Is4() {
 			return pathmtu.Path{
 				Subnet: e.Subnet, Device: r.Dev, From: from, To: e.Subnet.Addr(), PublicIP: e.PublicIP,
-				Full: link.MTU, Least: e.Family().MinMTU(),
+				Full: link.MTU, Least: max(leastPathMTU, e.Family().MinMTU()),
 			}, true
 		}
 	}

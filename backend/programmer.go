@@ -62,10 +62,8 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 // Sync implements Network. Its cost depends on the number of changes, unless everything
 // may have changed.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
+	peers = p.WithResized(peers)
 	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
-	if n := p.narrowing(); n != nil {
-		peers.Changed = n.changed(peers.Changed)
-	}
 	if peers.All || p.objects == nil || p.stale && time.Since(p.lastCall) >= p.Volatile {
 		return p.all(ctx, peers)
 	}
@@ -89,6 +87,15 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		o.Again = max(p.Volatile-time.Since(p.lastCall), time.Nanosecond)
 	}
 	return o, oneline.Join(err, refused)
+}
+
+// WithResized returns peers with those added to Changed whose paths have got another MTU since the last
+// call. Sync does that itself. A network that does more than Sync calls it before.
+func (p *Programmer) WithResized(peers Set) Set {
+	if n := p.narrowing(); n != nil {
+		peers.Changed = n.changed(peers.Changed)
+	}
+	return peers
 }
 
 // Objects implements Inspector.

@@ -74,6 +74,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	if err := n.ensureUserspace(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
+	peers = n.WithResized(peers) // because a set without changes makes syncPeers read all peers
 	o, failed := n.Programmer.Sync(ctx, peers)
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
