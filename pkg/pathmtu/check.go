@@ -6,6 +6,8 @@ import (
 	"context"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/flanneld/flanneld/pkg/ping"
 )
 
@@ -22,6 +24,9 @@ const (
 	// often a search tries each size. A search that errs because of lost packets finds a size that is too
 	// small, which is raised later.
 	retries, searchTries = 2, 2
+	// searchBurst is how many searches a path may have at once, and searchEvery the time after which it
+	// may have one more.
+	searchBurst, searchEvery = 3, time.Minute
 	// raiseEvery is the time between two attempts to find a larger size.
 	raiseEvery = 30 * time.Second
 )
@@ -30,7 +35,7 @@ const (
 // in the limit.
 func (p *Prober) check(ctx context.Context, s *state) {
 	p.mu.Lock()
-	before, raised := s.size, s.raised
+	key, before, raised := s.key, s.size, s.raised
 	p.mu.Unlock()
 	path, now := s.path, before
 	if _, ok := p.echo(ctx, path, before, firstPatience); ok {
@@ -44,7 +49,7 @@ func (p *Prober) check(ctx context.Context, s *state) {
 		now = p.lower(ctx, s, before)
 	}
 	if ctx.Err() == nil && p.set(s, now) && now != before {
-		p.tell(ctx, Change{Key: s.key, Path: path, Before: before, Now: now})
+		p.tell(ctx, Change{Key: key, Path: path, Before: before, Now: now})
 	}
 }
 
@@ -62,10 +67,13 @@ func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.D
 }
 
 // lower returns the size of a path that did not carry a packet of the present one. It is the present one
-// if packets were lost by chance, or if the path carries no packets at all: then no size helps. During
-// the search the path has a size that passes, so that connections go on.
+// if packets were lost by chance, if the path carries no packets at all, or none of the least size: then
+// no size helps. During the search the path has a size that passes, so that connections go on.
 func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	path := s.path
+	if !p.maySearch(s) {
+		return present
+	}
 	rtt, ok := p.tries(ctx, path, small, firstPatience, 1)
 	if !ok || present <= path.Least {
 		return present
@@ -74,22 +82,27 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if _, ok := p.tries(ctx, path, present, patience, retries); ok {
 		return present
 	}
-	passes := max(small, path.Least)
-	if passes > small { // smaller packets would not help, because the family does not allow such an MTU
-		p.set(s, passes)
+	s.searches.Allow()
+	select {
+	case p.searches <- struct{}{}:
+		defer func() { <-p.searches }()
+	case <-ctx.Done():
+		return present
 	}
-	size := search(passes, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
+	if path.Least >= common { // smaller packets would not help, because the family does not allow such an MTU
+		p.set(s, path.Least)
+	}
+	size := search(path.Least, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
 		_, ok = p.tries(ctx, path, size, patience, searchTries)
 		if ok {
 			p.publish(s, size, present)
 		}
 		return ok, ctx.Err() == nil
 	})
-	if size == path.Least && path.Least > small {
-		return size
-	}
-	if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // it has ended during the search
-		return present
+	if size > path.Least || path.Least < common {
+		if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // packets get lost, or the path carries none now
+			return p.current(s)
+		}
 	}
 	if _, ok := p.tries(ctx, path, present, 2*firstPatience, 1); ok { // a host on the way was busy
 		return present
@@ -98,10 +111,28 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	return size
 }
 
+// current returns the size that a path has now.
+func (p *Prober) current(s *state) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return s.size
+}
+
+// maySearch reports whether a search on a path is not one too many: a path that changes all the time
+// would use up what all paths may send.
+func (p *Prober) maySearch(s *state) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s.searches == nil {
+		s.searches = rate.NewLimiter(rate.Every(searchEvery), searchBurst)
+	}
+	return s.searches.Tokens() >= 1
+}
+
 // search is like ping.Largest. It first tries the size that another path of the device had, or the common
 // one: if a link that many paths have in common becomes narrow, most searches then take few packets.
 func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
-	if other <= passes || other+1 >= tooBig {
+	if other < common || other <= passes || other+1 >= tooBig {
 		return ping.Largest(passes, tooBig, common, try)
 	}
 	ok, more := try(other)
@@ -144,11 +175,11 @@ func (p *Prober) publish(s *state, size, tooBig int) {
 // raise returns the size of a path that carries at least packets of the present one. A path that does
 // not carry one byte more has not changed.
 func (p *Prober) raise(ctx context.Context, path Path, present int) int {
-	if _, ok := p.tries(ctx, path, present+1, firstPatience, 1); !ok {
+	rtt, ok := p.tries(ctx, path, present+1, firstPatience, 1)
+	if !ok {
 		return present
 	}
-	rtt, ok := p.tries(ctx, path, path.Full, firstPatience, searchTries)
-	if ok {
+	if _, ok := p.tries(ctx, path, path.Full, firstPatience, searchTries); ok {
 		return path.Full
 	}
 	return ping.Largest(present+1, path.Full, common, func(size int) (ok, more bool) {

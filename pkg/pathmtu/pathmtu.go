@@ -31,6 +31,9 @@ const (
 	interval = 2 * time.Second
 	// atOnce limits the number of paths that are checked at the same time.
 	atOnce = 64
+	// searchesAtOnce limits the number of searches at the same time, because checks of other paths need
+	// some of Rate too.
+	searchesAtOnce = 4
 
 	// logged changes at a time, and the time after which one more may be logged.
 	logBurst, logEvery = 5, time.Minute
@@ -74,8 +77,9 @@ type Prober struct {
 	Config
 	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool) // tests replace it
 
-	added wait.Signal
-	log   *rate.Limiter
+	added    wait.Signal
+	log      *rate.Limiter
+	searches chan struct{} // that are under way
 
 	mu      sync.Mutex
 	paths   map[netip.Prefix]*state
@@ -96,6 +100,8 @@ type state struct {
 	begun  time.Time // the last check
 	raised time.Time // the last attempt to find a larger size, or the last change
 	gone   bool
+	// searches limits the searches on the path. It is nil before the first one.
+	searches *rate.Limiter
 }
 
 // NewProber returns a prober.
@@ -104,7 +110,7 @@ func NewProber(c Config) *Prober {
 		c.Before = map[netip.Prefix]int{}
 	}
 	return &Prober{
-		Config: c, added: wait.NewSignal(), log: rate.NewLimiter(rate.Every(logEvery), logBurst),
+		Config: c, added: wait.NewSignal(), log: rate.NewLimiter(rate.Every(logEvery), logBurst), searches: make(chan struct{}, searchesAtOnce),
 		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }
@@ -148,7 +154,7 @@ func (p *Prober) add(key string, path Path) {
 	before := p.Before[path.Subnet]
 	delete(p.Before, path.Subnet)
 	if other := p.paths[path.Subnet]; other != nil {
-		before = other.size
+		before, s.searches = other.size, other.searches
 		p.remove(other)
 	}
 	if before >= path.Least && before < path.Full {

@@ -3,6 +3,7 @@
 package pathmtu
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math/rand/v2"
@@ -19,20 +20,21 @@ type internet struct {
 	mu      sync.Mutex
 	carries map[netip.Addr]int // 0 means nothing; full if missing
 	loss    float64
+	rtt     time.Duration // 0 means a millisecond
 	sent    []time.Time
 	sizes   map[int]int // packets by size
 }
 
 func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
-	const rtt = time.Millisecond
 	w.mu.Lock()
+	rtt := cmp.Or(w.rtt, time.Millisecond)
 	w.sent = append(w.sent, time.Now())
 	w.sizes[size]++
 	most, limited := w.carries[p.To]
 	ok := (!limited || size <= most) && rand.Float64() >= w.loss
 	w.mu.Unlock()
 	took := rtt
-	if !ok {
+	if ok = ok && rtt <= patience; !ok {
 		took = patience
 	}
 	select {
@@ -73,7 +75,7 @@ func pathTo(i int) Path {
 	at := netip.AddrFrom4([4]byte{10, 5 + byte(i>>8), byte(i), 0})
 	return Path{
 		Subnet: netip.PrefixFrom(at, 24), Device: "flannel.1", From: netip.MustParseAddr("10.4.1.0"), To: at,
-		PublicIP: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}), Full: 1450, Least: 68,
+		PublicIP: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}), Full: 1450, Least: 576,
 	}
 }
 
@@ -113,14 +115,15 @@ func TestSizes(t *testing.T) {
 		within []time.Duration
 		want   []int
 	}{
-		{"narrow from the beginning", 1, 68, []int{1250}, []time.Duration{10 * time.Second}, []int{1250}},
-		{"lowered and raised", 2, 68, []int{1450, 1300, 1450}, []time.Duration{3 * time.Second, 12 * time.Second, 40 * time.Second}, []int{0, 1300, 0}},
-		{"lowered twice, raised to a size between", 2, 68, []int{1400, 1001, 1350}, []time.Duration{12 * time.Second, 12 * time.Second, 50 * time.Second}, []int{1400, 1001, 1350}},
-		{"dead, then narrow", 2, 68, []int{1450, 0, 1280}, []time.Duration{5 * time.Second, time.Minute, 15 * time.Second}, []int{0, 0, 1280}},
-		{"narrow, then dead, then the same", 2, 68, []int{1290, 0, 1290}, []time.Duration{15 * time.Second, time.Minute, 15 * time.Second}, []int{1290, 1290, 1290}},
+		{"narrow from the beginning", 1, 576, []int{1250}, []time.Duration{10 * time.Second}, []int{1250}},
+		{"lowered and raised", 2, 576, []int{1450, 1300, 1450}, []time.Duration{3 * time.Second, 12 * time.Second, 40 * time.Second}, []int{0, 1300, 0}},
+		{"lowered twice, raised to a size between", 2, 576, []int{1400, 1001, 1350}, []time.Duration{12 * time.Second, 12 * time.Second, 50 * time.Second}, []int{1400, 1001, 1350}},
+		{"dead, then narrow", 2, 576, []int{1450, 0, 1280}, []time.Duration{5 * time.Second, time.Minute, 15 * time.Second}, []int{0, 0, 1280}},
+		{"narrow, then dead, then the same", 2, 576, []int{1290, 0, 1290}, []time.Duration{15 * time.Second, time.Minute, 15 * time.Second}, []int{1290, 1290, 1290}},
 		{"IPv6 has a least size", 2, 1280, []int{1279, 1281}, []time.Duration{15 * time.Second, time.Minute}, []int{1280, 1281}},
-		{"one byte less, one byte more", 2, 68, []int{1449, 1450}, []time.Duration{15 * time.Second, time.Minute}, []int{1449, 0}},
-		{"very narrow", 2, 68, []int{100}, []time.Duration{30 * time.Second}, []int{100}},
+		{"one byte less, one byte more", 2, 576, []int{1449, 1450}, []time.Duration{15 * time.Second, time.Minute}, []int{1449, 0}},
+		{"very narrow", 2, 576, []int{600}, []time.Duration{30 * time.Second}, []int{600}},
+		{"a host that drops large echo requests", 2, 576, []int{575, 1300}, []time.Duration{time.Minute, 90 * time.Second}, []int{0, 1300}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -150,6 +153,70 @@ func TestSizes(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestSatellite follows a path whose answers take longer than a search waits for those of other paths.
+func TestSatellite(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := internet{rtt: 600 * time.Millisecond}
+		p := w.prober(t, 1, Config{})
+		for _, size := range []int{1300, 1400} {
+			w.set(size, 0)
+			time.Sleep(2 * time.Minute)
+			if got := p.Size(pathTo(0).Subnet); got != size {
+				t.Errorf("the path carries %d bytes: size %d", size, got)
+			}
+		}
+	})
+}
+
+// TestPathBreaksInASearch breaks a path when a search has found a size that passes. The path must keep
+// that size, because larger packets are known to get lost.
+func TestPathBreaksInASearch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w internet
+		p := w.prober(t, 1, Config{})
+		size := func() int { return p.Size(pathTo(0).Subnet) }
+		w.set(1300, 0)
+		for begin := time.Now(); size() == 0; time.Sleep(time.Millisecond) {
+			if time.Since(begin) > time.Minute {
+				t.Fatal("no smaller size")
+			}
+		}
+		w.set(0, 0)
+		for range 60 {
+			time.Sleep(time.Second)
+			if size() == 0 {
+				t.Fatal("the path has the size of the device again")
+			}
+		}
+		w.set(1300, 0)
+		time.Sleep(2 * time.Minute)
+		if got := size(); got != 1300 {
+			t.Errorf("size %d, want 1300", got)
+		}
+	})
+}
+
+// TestUnstablePath checks that a path which changes all the time gets few packets.
+func TestUnstablePath(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const during = 20 * time.Minute
+		var w internet
+		p := w.prober(t, 1, Config{})
+		for begin := time.Now(); time.Since(begin) < during; time.Sleep(10 * time.Millisecond) {
+			now := cmp.Or(p.Size(pathTo(0).Subnet), 1450)
+			if now < 700 {
+				now = 1451
+			}
+			w.set(now-1, 0)
+		}
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if checks := int(during / interval); len(w.sent) < checks/2 || len(w.sent) > checks+400 {
+			t.Errorf("%d packets in %s, want some more than one in %s", len(w.sent), during, interval)
+		}
+	})
 }
 
 // TestEarlyRelief expects a size that passes while the search for the largest one goes on.
