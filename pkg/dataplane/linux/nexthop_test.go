@@ -148,6 +148,19 @@ func TestKernelNexthopRefused(t *testing.T) {
 	}
 }
 
+// TestKernelRouteWentWithItsNexthop deletes a route that another program has deleted together with its
+// nexthop object, which a pass may learn too late.
+func TestKernelRouteWentWithItsNexthop(t *testing.T) {
+	w := newWorld(t)
+	for _, dst := range []string{"10.5.8.0/24", "fd00:5:8::/64"} {
+		gone := dataplane.NewRoute(netip.MustParsePrefix(dst), netip.Addr{}, "eth0", false)
+		gone.NexthopID = nexthopFirst + 1<<19
+		if failed := w.Apply(silentContext(t), []dataplane.Op{{Delete: true, Object: gone}}); len(failed) > 0 {
+			t.Errorf("delete %s: %v, want no failure", dst, failed)
+		}
+	}
+}
+
 // nexthopCompat sets whether the kernel shows more than the id of a route's nexthop
 // object.
 func (w *world) nexthopCompat(t *testing.T, on bool) {

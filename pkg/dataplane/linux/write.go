@@ -122,6 +122,10 @@ func harmless(op *dataplane.Op, err error) bool {
 	if !op.Delete {
 		return errors.Is(err, unix.EEXIST) && !op.Exclusive
 	}
+	// Routes go with their nexthop object, and the kernel then refuses the id.
+	if r, ok := op.Object.(dataplane.Route); ok && r.NexthopID != 0 && errors.Is(err, unix.EINVAL) {
+		return true
+	}
 	for _, gone := range []error{unix.ESRCH, unix.ENOENT, unix.EADDRNOTAVAIL, unix.ENODEV} {
 		if errors.Is(err, gone) {
 			return true
