@@ -214,6 +214,29 @@ func TestWrongRoutes(t *testing.T) {
 	}
 }
 
+// TestDuplicates has two equal routes to a stopped instance, before a further route and as the last
+// ones. Only that instance is lost.
+func TestDuplicates(t *testing.T) {
+	twice := []vpctest.Route{{Dst: dst, Target: peer, Kind: vpctest.Custom}, {Dst: dst, Target: peer, Kind: vpctest.Custom}}
+	other := vpctest.Route{Dst: netip.MustParsePrefix("10.5.2.0/24"), Target: self, Kind: vpctest.Custom}
+	for name, all := range map[string][]vpctest.Route{"first": append(slices.Clone(twice), other), "last": append([]vpctest.Route{other}, twice...)} {
+		s := open(t)
+		for _, r := range all {
+			s.AddSecond(vpctest.MainTable, r)
+		}
+		s.Stop("i-2")
+		got := routes(t, joined(t))
+		for _, r := range got {
+			if r.Lost != (r.Target == peer) {
+				t.Errorf("%s: %v: want only those to %s lost", name, r, peer)
+			}
+		}
+		if len(got) != 3 {
+			t.Errorf("%s: routes %v, want one to %s", name, got, peer)
+		}
+	}
+}
+
 // TestPages has more instances than one answer.
 func TestPages(t *testing.T) {
 	s := open(t)

@@ -59,13 +59,14 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 		if !ok {
 			continue
 		}
+		if slices.Contains(table.Routes, c) {
+			continue
+		}
 		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, c.Dst) })
 		if a, ok := r.address(); ok && inside && c.ByCall && a != v.own.address {
 			hosts[len(table.Routes)] = a
 		}
-		if !slices.Contains(table.Routes, c) {
-			table.Routes = append(table.Routes, c)
-		}
+		table.Routes = append(table.Routes, c)
 	}
 	if len(hosts) == 0 {
 		return []cloud.Table{table}, nil
