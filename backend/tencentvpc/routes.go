@@ -72,11 +72,14 @@ func (r route) address() (a netip.Addr, ok bool) {
 	return a, err == nil && r.Kind == instanceKind
 }
 
+// disabled reports whether r is there without carrying packets.
+func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
+
 // convert returns r as a route of a table. A route that is disabled leads to nowhere. It reports false
 // for a route that has no prefix as its destination.
 func (r route) convert(table string) (cloud.Route, bool) {
 	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
-	c.Lost = r.Enabled != nil && !*r.Enabled
+	c.Lost = r.disabled()
 	return c, c.Dst.IsValid()
 }
 

@@ -156,7 +156,8 @@ func (v *vpc) change(ctx context.Context, action, table string, routes ...route)
 }
 
 // Put implements cloud.Cloud. Two routes to one destination may share the packets, so Put looks first.
-// If there are several, it replaces the first one in place, and deletes the others.
+// It deletes those that are disabled: they carry no packets, and another route that is replaced must not
+// become equal to one of them. Of several others it replaces the first one in place, and deletes the rest.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	t, err := v.table(ctx)
 	if err != nil {
@@ -166,16 +167,30 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if len(present) > 0 && !replace {
 		return cloud.ErrExists
 	}
-	if len(present) == 0 {
-		err := v.change(ctx, "CreateRoutes", r.Table, write(r))
-		if !isCode(err, "InvalidParameterValue.Duplicate") {
+	var enabled []route
+	for _, have := range present {
+		if !have.disabled() {
+			enabled = append(enabled, have)
+		} else if err := v.delete(ctx, r.Table, have); err != nil {
 			return err
 		}
-		if replace { // the list is older than the last call
-			return fmt.Errorf("%w with the present routes: %w", cloud.ErrUnavailable, err)
-		}
-		return cloud.ErrExists
 	}
+	if len(enabled) > 0 {
+		err = v.replace(ctx, r, enabled)
+	} else {
+		err = v.change(ctx, "CreateRoutes", r.Table, write(r))
+	}
+	if !isCode(err, "InvalidParameterValue.Duplicate") {
+		return err
+	}
+	if replace { // the list is older than the last call
+		return fmt.Errorf("%w with the present routes: %w", cloud.ErrUnavailable, err)
+	}
+	return cloud.ErrExists
+}
+
+// replace makes one of the present routes r, unless there is r, and deletes the others.
+func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error {
 	keep := max(slices.IndexFunc(present, func(have route) bool {
 		c, _ := have.convert(r.Table)
 		return c == r

@@ -168,7 +168,7 @@ func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	return &t.routes[i], nil
 }
 
-// Replace changes the target of the route that is.
+// Replace changes the target of the route that is. A disabled one stays disabled.
 func (v *View) Replace(id, target string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil {
@@ -177,8 +177,13 @@ func (v *View) Replace(id, target string, is func(Route) bool) error {
 	if err := v.target(target); err != nil {
 		return err
 	}
+	for _, other := range v.s.tables[id].routes {
+		if other.Number != r.Number && other.Dst == r.Dst && other.Target == target && other.Kind == Custom {
+			return ErrExists
+		}
+	}
 	if !v.dry {
-		r.Target, r.More, r.Disabled = target, nil, false
+		r.Target, r.More = target, nil
 		v.s.remember()
 	}
 	return nil
