@@ -145,6 +145,24 @@ func TestOldAnswers(t *testing.T) {
 	}
 }
 
+// TestRouteThatModifyDoesNotSee expects that a route which exists for CreateRouteEntry but not for
+// ModifyRouteEntry is a reason to try again.
+func TestRouteThatModifyDoesNotSee(t *testing.T) {
+	s := open(t)
+	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "i-2", Kind: vpctest.Custom})
+	t.Setenv("ALIBABA_CLOUD_VPC_ENDPOINT", serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("X-Acs-Action") != "ModifyRouteEntry" {
+			s.ServeHTTP(w, r)
+			return
+		}
+		w.WriteHeader(http.StatusBadRequest)
+		fmt.Fprint(w, `{"Code":"InvalidRouteEntry.NotFound","Message":"Route entry not exists."}`)
+	})))
+	if err := joined(t).Put(t.Context(), routeTo("i-1"), true); !cloud.Transient(err) || errors.Is(err, cloud.ErrExists) {
+		t.Errorf("error %v, want one that may end by itself", err)
+	}
+}
+
 // TestRoutesOfOthers expects that routes of operators and gateways stay, also those that lead to this
 // instance, which flannel deleted.
 func TestRoutesOfOthers(t *testing.T) {
@@ -411,7 +429,8 @@ func TestAnswers(t *testing.T) {
 		"a gateway's error":    {502, `<html>`, "502: Bad Gateway", true},
 		"an internal error":    {500, `{"Code":"InternalError","Message":"again"}`, "InternalError: again", true},
 		"an old signature":     {400, `{"Code":"InvalidTimeStamp.Expired","Message":"x"}`, "this host's clock", false},
-		"a RAM error of VPC":   {400, `{"Code":"Forbbiden","Message":"x"}`, "permission vpc:DescribeVSwitchAttributes is missing", false},
+		"a RAM error of VPC":   {400, `{"Code":"Forbbiden","Message":"User not authorized to operate on the specified resource."}`, "permission vpc:DescribeVSwitchAttributes is missing", false},
+		"a route of others":    {400, `{"Code":"Forbbiden","Message":"Specified RouteEntry cannot allowed delete by openApi."}`, "Forbbiden: Specified RouteEntry cannot allowed delete", false},
 		"an unknown vSwitch":   {404, `{"Code":"InvalidVSwitchId.NotFound","Message":"the vSwitch\ndoes not exist"}`, "InvalidVSwitchId.NotFound: the vSwitch does not exist", false},
 		"an error without one": {418, ``, "418", false},
 	} {
@@ -429,9 +448,19 @@ func TestAnswers(t *testing.T) {
 
 // TestCodes sorts the codes of the API.
 func TestCodes(t *testing.T) {
-	for code, throttled := range map[string]bool{"Throttling": true, "Throttling.User": true, "TaskConflict": true, "IncorrectRouteEntryStatus": true, "InvalidVpc.NotFound": false} {
-		if err := classify("vpc:X", "t", &apiError{Status: 400, Code: code}); errors.Is(err, cloud.ErrThrottled) != throttled {
-			t.Errorf("%s: %v, want throttled %v", code, err, throttled)
+	for want, codes := range map[error][]string{
+		cloud.ErrThrottled: {
+			"Throttling", "Throttling.User", "SystemBusy", "TaskConflict", "LastTokenProcessing", "IncorrectRouteEntryStatus", "IncorrcetRouteEntryStatus",
+			"IncorrectStatus.VpcRouteEntry", "IncorrectStatus", "IncorrectVpcStatus", "IncorrectVSwitchStatus",
+		},
+		cloud.ErrUnavailable: {"UnknownError", "IncorrectInstanceStatus"},
+		nil:                  {"InvalidVpc.NotFound", "OperationDenied"},
+	} {
+		for _, code := range codes {
+			err := classify("vpc:X", "t", &apiError{Status: 400, Code: code})
+			if want == nil && cloud.Transient(err) || want != nil && !errors.Is(err, want) {
+				t.Errorf("%s: %v, want %v", code, err, want)
+			}
 		}
 	}
 }

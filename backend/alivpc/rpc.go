@@ -138,19 +138,20 @@ func classify(permission, table string, e *apiError) error {
 	switch {
 	case is("DryRunOperation"): // the call would have succeeded
 		return nil
-	case is("Forbidden", "Forbbiden", "Forbidden.RAM", "NoPermission", "Forbidden.NoPermission"):
+	// DeleteRouteEntry also has the code Forbbiden for routes that no call may delete.
+	case is("Forbidden", "Forbidden.RAM", "NoPermission", "Forbidden.NoPermission") || is("Forbbiden") && strings.Contains(strings.ToLower(e.Message), "not authorized"):
 		return &cloud.MissingError{Permissions: []string{permission}, Page: page}
 	case is("QuotaExceeded", "QuotaExceeded.RouteEntry", "RouteEntryQuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
-	// The codes after the first are about another change of the table that has not ended.
-	case strings.HasPrefix(e.Code, "Throttling") || e.Status == http.StatusTooManyRequests ||
-		is("TaskConflict", "OperationConflict", "IncorrectRouteEntryStatus", "IncorrectStatus.RouteEntry", "IncorrectStatus.RouteTable",
-			"IncorrectStatus.RouteTableStatus", "OperationFailed.DistibuteLock"):
+	// The codes after SystemBusy are about another change, of the table or the VPC, that has not ended.
+	case strings.HasPrefix(e.Code, "Throttling") || e.Status == http.StatusTooManyRequests || strings.HasPrefix(e.Code, "IncorrectStatus") ||
+		is("SystemBusy", "TaskConflict", "OperationConflict", "OperationFailed.DistibuteLock", "LastTokenProcessing",
+			"IncorrectRouteEntryStatus", "IncorrcetRouteEntryStatus", "IncorrectVpcStatus", "IncorrectVSwitchStatus"):
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
 	case strings.HasPrefix(e.Code, "InvalidAccessKeyId") || strings.HasPrefix(e.Code, "InvalidSecurityToken") || strings.HasPrefix(e.Code, "InvalidTimeStamp") ||
 		is("SignatureDoesNotMatch", "IncompleteSignature", "SignatureNonceUsed", "MissingSecurityToken"):
 		return fmt.Errorf("%w (%s): check the instance's role, and this host's clock", errKeys, e.Code)
-	case e.Status >= http.StatusInternalServerError:
+	case e.Status >= http.StatusInternalServerError || is("UnknownError", "IncorrectInstanceStatus"):
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
 	}
 	return e

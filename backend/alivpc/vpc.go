@@ -183,15 +183,21 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 			return err
 		}
 		err := v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", replaceParams(r), nil)
+		if isCode(err, "OperationDenied.NextHopNotChanged") {
+			return nil
+		}
 		if !absent(err) {
 			return err
 		}
 	}
 	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", createParams(r), nil)
-	if duplicate(err) && !replace {
-		return cloud.ErrExists
+	if !duplicate(err) {
+		return err
 	}
-	return err
+	if replace { // ModifyRouteEntry did not see it yet, for example after a lost answer
+		return fmt.Errorf("%w about this route yet: %w", cloud.ErrUnavailable, err)
+	}
+	return cloud.ErrExists
 }
 
 // checkForeign returns an error if the route to dst is one that flanneld never replaces.

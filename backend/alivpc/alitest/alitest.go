@@ -48,6 +48,7 @@ func failures() map[error]failure {
 		vpctest.ErrNoTarget:  {http.StatusNotFound, "InvalidNextHopId.NotFound"},
 		vpctest.ErrNoRoute:   {http.StatusBadRequest, "ResourceNotFound.RouteEntry"},
 		vpctest.ErrExists:    {http.StatusBadRequest, "InvalidCIDRBlock.Duplicate"},
+		vpctest.ErrUnchanged: {http.StatusBadRequest, "OperationDenied.NextHopNotChanged"},
 		vpctest.ErrQuota:     {http.StatusBadRequest, "QuotaExceeded"},
 	}
 }

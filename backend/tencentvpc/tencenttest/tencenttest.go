@@ -41,6 +41,7 @@ func codes() map[error]string {
 		vpctest.ErrNoTarget:  "ResourceNotFound",
 		vpctest.ErrNoRoute:   "ResourceNotFound",
 		vpctest.ErrExists:    "InvalidParameterValue.Duplicate",
+		vpctest.ErrUnchanged: "InvalidParameterValue.Duplicate",
 		vpctest.ErrQuota:     "LimitExceeded",
 	}
 }

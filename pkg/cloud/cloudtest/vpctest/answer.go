@@ -23,6 +23,7 @@ var (
 	ErrNoTarget  = errors.New("the specified next hop does not exist")
 	ErrNoRoute   = errors.New("the specified route does not exist")
 	ErrExists    = errors.New("the specified destination already exists")
+	ErrUnchanged = errors.New("the next hop is not changed")
 	ErrQuota     = errors.New("the quota of routes in this table is exceeded")
 )
 
@@ -176,6 +177,9 @@ func (v *View) Replace(id, target string, is func(Route) bool) error {
 	}
 	if err := v.target(target); err != nil {
 		return err
+	}
+	if r.Target == target && len(r.More) == 0 {
+		return ErrUnchanged
 	}
 	for _, other := range v.s.tables[id].routes {
 		if other.Number != r.Number && other.Dst == r.Dst && other.Target == target && other.Kind == Custom {
