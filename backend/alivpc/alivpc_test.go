@@ -213,6 +213,42 @@ func TestSeveralNextHops(t *testing.T) {
 	}
 }
 
+// TestManagedRoute expects that a route which a transit router manages, or which a call has not made, is
+// not replaced, although its type is that of routes of users.
+func TestManagedRoute(t *testing.T) {
+	s := open(t)
+	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "i-2", Service: "TR", Kind: vpctest.Custom})
+	c := joined(t)
+	if got := routes(t, c); !slices.ContainsFunc(got, func(r cloud.Route) bool { return r.Dst == dst && r.Foreign }) {
+		t.Errorf("routes %v, want a foreign one", got)
+	}
+	if err := c.Put(t.Context(), routeTo("i-1"), true); err == nil || !strings.Contains(err.Error(), "belongs to another program") {
+		t.Errorf("error %v, want that the route is not replaced", err)
+	}
+	if err := c.Remove(t.Context(), routeTo("i-2")); err != nil || s.Writes() > 0 {
+		t.Errorf("error %v, %d writes, want none", err, s.Writes())
+	}
+	for origin, foreign := range map[string]bool{"": false, "CustomCreate": false, "RoutePropagation": true} {
+		r, ok := entry{Dst: dst.String(), Type: custom, Origin: origin}.convert("t")
+		if !ok || r.Foreign != foreign {
+			t.Errorf("origin %q: route %+v, want foreign %v", origin, r, foreign)
+		}
+	}
+}
+
+// TestAddressesOfInstances expects that ECS is only asked for instances.
+func TestAddressesOfInstances(t *testing.T) {
+	open(t)
+	c := joined(t)
+	got, err := c.Addresses(t.Context(), []string{"ngw-1", "i-2", "an unknown target", "eni-1"})
+	if err != nil || len(got) != 1 || !slices.Contains(got["i-2"], peer4) {
+		t.Errorf("hosts %v, error %v, want only i-2", got, err)
+	}
+	if got, err := c.Addresses(t.Context(), []string{"ngw-1"}); err != nil || len(got) != 0 {
+		t.Errorf("hosts %v, error %v, want none", got, err)
+	}
+}
+
 // TestPages has more routes and instances than one answer.
 func TestPages(t *testing.T) {
 	s := open(t)

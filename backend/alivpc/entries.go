@@ -16,7 +16,11 @@ type entry struct {
 	Dst    string `json:"DestinationCidrBlock"` // or the id of a list of prefixes
 	Type   string // Custom, System, or that of a gateway that has learned the route
 	Status string
-	Hops   struct {
+	// Origin and Service tell who has made a custom route and who manages it. They are empty, or
+	// CustomCreate and empty, for the route of a user.
+	Origin  string
+	Service string `json:"ServiceType"` // TR is a transit router
+	Hops    struct {
 		All []hop `json:"NextHop"`
 	} `json:"NextHops"`
 }
@@ -29,18 +33,22 @@ type hop struct {
 const (
 	instanceHop = "Instance"
 	custom      = "Custom"
+	byUser      = "CustomCreate"
 	system      = "System"
 	deleting    = "Deleting"
 )
 
 // convert returns e as a route of table. It reports false for a route that has no prefix as its
-// destination, or that is about to go. A route with several targets is that of an operator.
+// destination, or that is about to go. A route with several targets is that of an operator, and one with
+// another origin or a service is that of a system.
 func (e entry) convert(table string) (cloud.Route, bool) {
 	dst, err := netip.ParsePrefix(e.Dst)
 	if err != nil || e.Status == deleting {
 		return cloud.Route{}, false
 	}
-	r := cloud.Route{Table: table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target", Foreign: len(e.Hops.All) > 1}
+	r := cloud.Route{Table: table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target"}
+	managed := e.Service != "" || e.Origin != "" && e.Origin != byUser
+	r.Foreign = len(e.Hops.All) > 1 || r.ByCall && managed
 	switch {
 	case e.Type == system:
 		r.Target = localTarget

@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -208,7 +209,7 @@ func (v *vpc) checkForeign(ctx context.Context, dst netip.Prefix) error {
 	}
 	for _, e := range now {
 		if have, ok := e.convert(v.table); ok && have.Dst == dst && have.Foreign {
-			return fmt.Errorf("the route to %s in table %s has several next hops, so it belongs to another program: remove it, or choose another Network", dst, v.table)
+			return fmt.Errorf("the route to %s in table %s has several next hops or is managed by the cloud, so it belongs to another program: remove it, or choose another Network", dst, v.table)
 		}
 	}
 	return nil
@@ -259,9 +260,11 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	return err
 }
 
-// Addresses implements cloud.Cloud. A host is an instance.
+// Addresses implements cloud.Cloud. A host is an instance. ECS refuses a list with the id of something
+// else.
 func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
-	instances, err := v.instances(ctx, targets)
+	ids := slices.DeleteFunc(slices.Clone(targets), func(t string) bool { return !strings.HasPrefix(t, "i-") })
+	instances, err := v.instances(ctx, ids)
 	if err != nil {
 		return nil, err
 	}

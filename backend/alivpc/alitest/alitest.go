@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud/access"
@@ -34,6 +35,9 @@ type failure struct {
 	code   string
 }
 
+// errMalformed is the error about the id of something that is not an instance.
+var errMalformed = errors.New("the specified parameter InstanceIds is not valid")
+
 // failures returns the answers to failed calls.
 func failures() map[error]failure {
 	return map[error]failure{
@@ -44,6 +48,7 @@ func failures() map[error]failure {
 		vpctest.ErrDryRun:    {http.StatusBadRequest, "DryRunOperation"},
 		vpctest.ErrUnknown:   {http.StatusNotFound, "InvalidAction.NotFound"},
 		vpctest.ErrInvalid:   {http.StatusBadRequest, "InvalidCidrBlock"},
+		errMalformed:         {http.StatusBadRequest, "InvalidInstanceId.Malformed"},
 		vpctest.ErrNoTable:   {http.StatusNotFound, "InvalidRouteTableId.NotFound"},
 		vpctest.ErrNoTarget:  {http.StatusNotFound, "InvalidNextHopId.NotFound"},
 		vpctest.ErrNoRoute:   {http.StatusBadRequest, "ResourceNotFound.RouteEntry"},
@@ -170,16 +175,20 @@ func entries(v *vpctest.View, params url.Values) (any, error) {
 		if r.Kind == vpctest.System {
 			hops = []object{{"NextHopType": "local", "NextHopId": ""}}
 		}
+		origin := map[vpctest.Kind]string{vpctest.System: "SystemCreate", vpctest.Custom: "CustomCreate", vpctest.Learned: "RoutePropagation"}[r.Kind]
 		all = append(all, object{
-			"RouteTableId": table, "RouteEntryId": entryID(r), "DestinationCidrBlock": r.Dst.String(), "Type": kind, "Status": "Available", "NextHops": object{"NextHop": hops},
+			"RouteTableId": table, "RouteEntryId": entryID(r), "DestinationCidrBlock": r.Dst.String(), "Type": kind, "Origin": origin, "Status": "Available",
+			"NextHops": object{"NextHop": hops}, "ServiceType": r.Service,
 		})
 	}
 	page, next, err := cut(v, params, "MaxResult", all)
 	return object{"RouteEntrys": object{"RouteEntry": page}, "NextToken": next}, err
 }
 
+func isInstance(id string) bool { return strings.HasPrefix(id, "i-") }
+
 func hopType(target string) string {
-	if len(target) > 2 && target[:2] == "i-" {
+	if isInstance(target) {
 		return "Instance"
 	}
 	return "VpnGateway"
@@ -189,6 +198,9 @@ func instances(v *vpctest.View, params url.Values) (any, error) {
 	var ids []string
 	if err := json.Unmarshal([]byte(params.Get("InstanceIds")), &ids); err != nil || len(ids) == 0 || len(ids) > 100 {
 		return nil, errors.New("the specified InstanceIds are not valid")
+	}
+	if slices.ContainsFunc(ids, func(id string) bool { return !isInstance(id) }) {
+		return nil, errMalformed
 	}
 	all := []object{}
 	for _, i := range v.Instances() {

@@ -60,6 +60,8 @@ type Route struct {
 	// More are further targets of a route with several.
 	More     []string
 	Disabled bool // by an operator; it gets no packets
+	// Service is the service of the cloud that manages the route; empty if none does.
+	Service string
 }
 
 // Kind is the origin of a route.
