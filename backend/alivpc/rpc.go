@@ -84,6 +84,7 @@ func (c *client) once(ctx context.Context, s service, action string, params url.
 	query := url.Values{"RegionId": {c.region}}
 	maps.Copy(query, params)
 	req.URL.RawQuery = query.Encode()
+	req.Header.Set("Accept", "application/json") // else the answer may be XML
 	acs3.Sign(req, keys, acs3.Call{Action: action, Version: s.version, Time: time.Now(), Nonce: rand.Text()})
 	status, text, err := c.http.Send(req)
 	if err != nil {

@@ -87,7 +87,7 @@ func signed(r *http.Request) vpctest.Signed {
 	acs3.Sign(again, access.Keys{ID: vpctest.KeyID, Secret: vpctest.Secret, Token: vpctest.Token}, acs3.Call{
 		Action: r.Header.Get("X-Acs-Action"), Version: r.Header.Get("X-Acs-Version"), Time: at, Nonce: nonce,
 	})
-	valid := r.Method == http.MethodPost && r.URL.RawQuery == again.URL.RawQuery && nonce != ""
+	valid := r.Method == http.MethodPost && r.Header.Get("Accept") == "application/json" && r.URL.RawQuery == again.URL.RawQuery && nonce != ""
 	for _, name := range []string{"Authorization", "X-Acs-Security-Token", "X-Acs-Content-Sha256"} {
 		valid = valid && again.Header.Get(name) == r.Header.Get(name)
 	}
