@@ -451,6 +451,18 @@ func TestRedirect(t *testing.T) {
 	}
 }
 
+// TestEndpoints expects that an address without a scheme is refused for good, by the name of its variable.
+func TestEndpoints(t *testing.T) {
+	for _, name := range []string{"ALIBABA_CLOUD_VPC_ENDPOINT", "ALIBABA_CLOUD_ECS_ENDPOINT", "ALIBABA_CLOUD_METADATA_ENDPOINT"} {
+		open(t)
+		t.Setenv(name, "vpc-vpc.cn-hangzhou.aliyuncs.com")
+		err := newBackend(t, `{}`).Cloud.Check(t.Context())
+		if err == nil || cloud.Transient(err) || !strings.Contains(err.Error(), name+" is invalid: expected an http or https URL, such as http") {
+			t.Errorf("%s: error %v, want a lasting one that names it", name, err)
+		}
+	}
+}
+
 // TestAnswers has answers of the API that are not those of a call that works.
 func TestAnswers(t *testing.T) {
 	for name, test := range map[string]struct {

@@ -3,7 +3,6 @@
 package alivpc
 
 import (
-	"cmp"
 	"context"
 	"net/netip"
 	"os"
@@ -14,24 +13,33 @@ import (
 
 // connect returns a client for the region of this host.
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
+	metadata, err := access.Endpoint("ALIBABA_CLOUD_METADATA_ENDPOINT", "http://100.100.100.200")
+	if err != nil {
+		return nil, err
+	}
 	c := &client{
-		http: access.NewClient(), calls: calls, metadata: &access.Metadata{
-			Cloud: "Alibaba Cloud", Page: page, URL: cmp.Or(os.Getenv("ALIBABA_CLOUD_METADATA_ENDPOINT"), "http://100.100.100.200"),
-			Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token",
+		http: access.NewClient(), calls: calls,
+		metadata: &access.Metadata{
+			Cloud: "Alibaba Cloud", Page: page, URL: metadata, Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token",
 		},
+		vpc: service{name: "vpc", version: "2016-04-28"},
+		ecs: service{name: "ecs", version: "2014-05-26"},
 	}
 	for _, value := range []struct {
 		path string
 		to   *string
 	}{{"region-id", &c.region}, {"instance-id", &c.instance}} {
-		var err error
 		if *value.to, err = c.metadata.Read(ctx, value.path); err != nil {
 			return nil, err
 		}
 	}
 	c.keys = provider(cfg, c.metadata)
-	c.vpc = service{"vpc", "2016-04-28", cmp.Or(os.Getenv("ALIBABA_CLOUD_VPC_ENDPOINT"), "https://vpc."+c.region+".aliyuncs.com")}
-	c.ecs = service{"ecs", "2014-05-26", cmp.Or(os.Getenv("ALIBABA_CLOUD_ECS_ENDPOINT"), "https://ecs."+c.region+".aliyuncs.com")}
+	if c.vpc.endpoint, err = access.Endpoint("ALIBABA_CLOUD_VPC_ENDPOINT", "https://vpc."+c.region+".aliyuncs.com"); err != nil {
+		return nil, err
+	}
+	if c.ecs.endpoint, err = access.Endpoint("ALIBABA_CLOUD_ECS_ENDPOINT", "https://ecs."+c.region+".aliyuncs.com"); err != nil {
+		return nil, err
+	}
 	return c, nil
 }
 

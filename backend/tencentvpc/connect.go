@@ -3,11 +3,11 @@
 package tencentvpc
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
 	"os"
+	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
@@ -15,16 +15,27 @@ import (
 
 // connect returns a client for the region of this host.
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
-	c := &client{
-		http: access.NewClient(), calls: calls, metadata: &access.Metadata{
-			Cloud: "Tencent Cloud", Page: page, URL: cmp.Or(os.Getenv("TENCENTCLOUD_METADATA_ENDPOINT"), "http://metadata.tencentyun.com"),
-			Roles: "cam/security-credentials/",
-		},
-		vpc: service{"vpc", "2017-03-12", cmp.Or(os.Getenv("TENCENTCLOUD_VPC_ENDPOINT"), "https://vpc.tencentcloudapi.com")},
-		cvm: service{"cvm", "2017-03-12", cmp.Or(os.Getenv("TENCENTCLOUD_CVM_ENDPOINT"), "https://cvm.tencentcloudapi.com")},
+	metadata, err := access.Endpoint("TENCENTCLOUD_METADATA_ENDPOINT", "http://metadata.tencentyun.com")
+	if err != nil {
+		return nil, err
 	}
-	var err error
+	c := &client{
+		http: access.NewClient(), calls: calls,
+		metadata: &access.Metadata{Cloud: "Tencent Cloud", Page: page, URL: metadata, Roles: "cam/security-credentials/"},
+		vpc:      service{name: "vpc", version: "2017-03-12"},
+		cvm:      service{name: "cvm", version: "2017-03-12"},
+	}
 	if c.region, err = c.metadata.Read(ctx, "placement/region"); err != nil {
+		return nil, err
+	}
+	domain := "tencentcloudapi.com"
+	if strings.HasSuffix(c.region, "-fsi") { // finance regions are isolated from the others
+		domain = c.region + "." + domain
+	}
+	if c.vpc.endpoint, err = access.Endpoint("TENCENTCLOUD_VPC_ENDPOINT", "https://vpc."+domain); err != nil {
+		return nil, err
+	}
+	if c.cvm.endpoint, err = access.Endpoint("TENCENTCLOUD_CVM_ENDPOINT", "https://cvm."+domain); err != nil {
 		return nil, err
 	}
 	// The names are those of flannel and those of Tencent Cloud.

@@ -405,6 +405,33 @@ func TestRedirect(t *testing.T) {
 	}
 }
 
+// TestEndpoints expects the domains of finance regions there, and that an address without a scheme is
+// refused for good, by the name of its variable.
+func TestEndpoints(t *testing.T) {
+	const vpcName, cvmName, metadataName = "TENCENTCLOUD_VPC_ENDPOINT", "TENCENTCLOUD_CVM_ENDPOINT", "TENCENTCLOUD_METADATA_ENDPOINT"
+	for region, want := range map[string][2]string{
+		"ap-guangzhou":    {"https://vpc.tencentcloudapi.com", "https://cvm.tencentcloudapi.com"},
+		"ap-shanghai-fsi": {"https://vpc.ap-shanghai-fsi.tencentcloudapi.com", "https://cvm.ap-shanghai-fsi.tencentcloudapi.com"},
+	} {
+		open(t)
+		t.Setenv(vpcName, "")
+		t.Setenv(cvmName, "")
+		t.Setenv(metadataName, serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, region) })))
+		c, err := connect(t.Context(), config{}, &cloud.Calls{})
+		if err != nil || c.vpc.endpoint != want[0] || c.cvm.endpoint != want[1] {
+			t.Errorf("%s: client %+v, error %v, want %v", region, c, err, want)
+		}
+	}
+	for _, name := range []string{vpcName, cvmName, metadataName} {
+		open(t)
+		t.Setenv(name, "some.internal.tencentcloudapi.com")
+		err := newBackend(t, `{}`).Cloud.Check(t.Context())
+		if err == nil || cloud.Transient(err) || !strings.Contains(err.Error(), name+" is invalid: expected an http or https URL, such as http") {
+			t.Errorf("%s: error %v, want a lasting one that names it", name, err)
+		}
+	}
+}
+
 // TestAnswers has answers of the API that are not those of a call that works.
 func TestAnswers(t *testing.T) {
 	for name, test := range map[string]struct {

@@ -13,6 +13,8 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
+	"os"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -48,6 +50,20 @@ func First(role Provider, pairs ...Keys) Provider {
 		}
 	}
 	return role
+}
+
+// Endpoint returns the URL in a variable of the environment, or standard if there is none. The error
+// does not contain the value.
+func Endpoint(variable, standard string) (string, error) {
+	text := os.Getenv(variable)
+	if text == "" {
+		return standard, nil
+	}
+	u, err := url.Parse(text)
+	if err != nil || u.Hostname() == "" || u.Scheme != "https" && u.Scheme != "http" {
+		return "", fmt.Errorf("%s is invalid: expected an http or https URL, such as %s", variable, standard)
+	}
+	return text, nil
 }
 
 // Client sends calls. Proxies count, as the variables of the environment define them.
