@@ -263,6 +263,26 @@ func TestPages(t *testing.T) {
 	}
 }
 
+// TestChangeBetweenPages terminates an instance of the first page before the second one, which then
+// begins behind an instance that runs.
+func TestChangeBetweenPages(t *testing.T) {
+	s := open(t)
+	s.SetPageSize(2)
+	s.AddInstance(10, "subnet-1", netip.MustParseAddr("192.168.77.3"))
+	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: peer, Kind: vpctest.Custom})
+	t.Setenv("TENCENTCLOUD_CVM_ENDPOINT", serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s.ServeHTTP(w, r)
+		s.Terminate("i-10")
+	})))
+	c := joined(t)
+	if _, err := c.Tables(t.Context()); !cloud.Transient(err) {
+		t.Errorf("error %v, want one that may end by itself", err)
+	}
+	if got := routes(t, c); !slices.Contains(got, routeTo(peer)) {
+		t.Errorf("routes %v, want that to the instance that runs", got)
+	}
+}
+
 func TestCheckNamesEveryMissingPermission(t *testing.T) {
 	for _, test := range []struct{ denied, want []string }{
 		{[]string{"DescribeRouteTables"}, []string{"vpc:DescribeRouteTables"}},
@@ -441,7 +461,8 @@ func TestAnswers(t *testing.T) {
 		transient bool
 	}{
 		"no tables":              {200, `{"Response":{"TotalCount":0,"RouteTableSet":[]}}`, "knows no route table of subnet subnet-1 in vpc-0a", false},
-		"a wrong number":         {200, `{"Response":{"TotalCount":1000}}`, "knows no route table", false},
+		"a missing page":         {200, `{"Response":{"TotalCount":1000}}`, "have 0 of 1000", true},
+		"too many items":         {200, `{"Response":{"TotalCount":1,"RouteTableSet":[{},{}]}}`, "have 2 of 1", true},
 		"no JSON":                {200, `<html>`, "the answer is not one of the API", false},
 		"another JSON":           {200, `{}`, "the answer is not one of the API", false},
 		"another type":           {200, `{"Response":{"TotalCount":"x"}}`, "decode the answer", false},

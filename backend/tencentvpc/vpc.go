@@ -83,13 +83,24 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{table}, nil
 }
 
-// pages calls one with the parameters of each page, until it has got all items. one returns the
-// number of items of a page, and that of all pages.
+// pages calls one with the offset of each page, until it has got all items. one returns the number of
+// items of a page, and that of all pages. If that changes, a page may have begun after an item that no
+// page has, so the host of that item would look lost.
 func pages(one func(offset int) (got, total int, err error)) error {
-	for offset := 0; ; {
+	for offset, first := 0, -1; ; {
 		got, total, err := one(offset)
-		if offset += got; err != nil || got == 0 || offset >= total {
+		if err != nil {
 			return err
+		}
+		if first < 0 {
+			first = total
+		}
+		offset += got
+		switch {
+		case total != first, offset > total, got == 0 && offset < total:
+			return fmt.Errorf("%w with all items of a list: have %d of %d, and %d when it began", cloud.ErrUnavailable, offset, total, first)
+		case offset == total:
+			return nil
 		}
 	}
 }
