@@ -3,7 +3,7 @@
 // Package access is what the clouds share whose calls are signed with a pair of keys: the keys, the
 // metadata service that gives an instance those of its role, and the way calls are sent.
 //
-//   - access.go has the keys and sends calls.
+//   - access.go has the keys, chooses the addresses of services, and sends calls.
 //   - metadata.go reads the metadata service.
 package access
 
