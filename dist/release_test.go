@@ -532,7 +532,7 @@ func releaseVerification(t *testing.T, dir, public string) {
 		t.Fatal(err)
 	}
 	for _, change := range []string{
-		"release.pub", statementName, "flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar", "flanneld-" + releaseVersion + "-linux-s390x.cdx.json",
+		"release.pub", statementName, "flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar", "flanneld-" + releaseVersion + "-linux-arm.cdx.json",
 		"flannel-" + releaseVersion + "-linux-amd64.tar.gz", "flannel-" + releaseVersion + "-linux-arm.deb",
 	} {
 		if verify(change) == nil {

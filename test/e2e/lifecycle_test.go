@@ -316,7 +316,7 @@ func TestRefusesToRun(t *testing.T) {
 		{args: []string{"--etcd-cafile=" + file}, want: file + " holds no certificate"},
 		{args: []string{"--firewall=ufw"}, want: `--firewall "ufw" is invalid: expected config or auto or iptables or nftables`},
 		{args: []string{"--iface=eth7", "--iface-wait=0s"}, want: "eth7"},
-		{want: `unknown backend type \"carrier-pigeon\": Backend.Type must be one of alloc, `},
+		{want: `unknown backend type \"carrier-pigeon\": Backend.Type must be one of ali-vpc, `},
 	} {
 		t.Run(strings.Join(append(tt.args, tt.env...), " "), func(t *testing.T) {
 			expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: tt.args, Env: tt.env}), tt.want)
