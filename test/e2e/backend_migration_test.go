@@ -364,7 +364,10 @@ func TestVMBackendMigration(t *testing.T) {
 			loadFOU(t)
 		}
 		tt.rate = 20 // the CPU is emulated
-		t.Run(tt.name(), func(t *testing.T) { tt.test(t) })
+		t.Run(tt.name(), func(t *testing.T) {
+			t.Parallel() // each waits for a minute until the former device may go
+			tt.test(t)
+		})
 	}
 }
 

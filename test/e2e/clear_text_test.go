@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// marker is what sendMarkers sends.
+const marker = "this packet is not encrypted"
+
+// sendMarkers makes a pod send packets to another one, in all families of the lab, until the test ends.
+func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) {
+	t.Helper()
+	for _, f := range l.Families() {
+		conn, err := from.Dial(testContext(t), "udp", netip.AddrPortFrom(to.Addr(f), 9).String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { conn.Close() })
+		go func() {
+			tick := time.NewTicker(5 * time.Millisecond)
+			defer tick.Stop()
+			for range tick.C {
+				if _, err := conn.Write([]byte(marker)); errors.Is(err, net.ErrClosed) {
+					return
+				}
+			}
+		}()
+	}
+}
+
+// capture contains counts of the frames that a host sends through eth0.
+type capture struct{ frames, marked atomic.Int64 }
+
+// captureSent captures frames until the test ends.
+func captureSent(t *testing.T, h *lab.Host) *capture {
+	t.Helper()
+	fd := -1
+	err := h.Do(testContext(t), func() error {
+		eth0, err := net.InterfaceByName("eth0")
+		if err != nil {
+			return err
+		}
+		var all [2]byte
+		binary.BigEndian.PutUint16(all[:], unix.ETH_P_ALL)
+		protocol := binary.NativeEndian.Uint16(all[:])
+		if fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, int(protocol)); err != nil {
+			return err
+		}
+		timeout := unix.NsecToTimeval(int64(100 * time.Millisecond))
+		return errors.Join(unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout),
+			unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: eth0.Index}))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, ended := &capture{}, make(chan struct{})
+	ctx := t.Context()
+	go func() {
+		defer close(ended)
+		defer unix.Close(fd)
+		for buf := make([]byte, 1<<16); ctx.Err() == nil; {
+			n, from, err := unix.Recvfrom(fd, buf, 0)
+			if at, ok := from.(*unix.SockaddrLinklayer); err != nil || !ok || at.Pkttype != unix.PACKET_OUTGOING {
+				continue
+			}
+			c.frames.Add(1)
+			if bytes.Contains(buf[:n], []byte(marker)) {
+				c.marked.Add(1)
+			}
+		}
+	}()
+	t.Cleanup(func() { <-ended })
+	return c
+}
+
+// TestBackendMigrationEndsClearText migrates from vxlan to wireguard. When a host's flannelctl says that
+// no packet leaves it in clear text, a capture must agree.
+//
+//stages:rest it makes one more migration
+func TestBackendMigrationEndsClearText(t *testing.T) {
+	t.Parallel()
+	testClearTextEnds(t, userspace)
+}
+
+// TestVMBackendMigrationEndsClearText does the same with the kernel's WireGuard.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMBackendMigrationEndsClearText(t *testing.T) {
+	t.Parallel()
+	testClearTextEnds(t, "wireguard")
+}
+
+func testClearTextEnds(t *testing.T, wireguard string) {
+	t.Helper()
+	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("vxlan"))
+	startAll(t, l, oneByOne())
+	expectConverged(t, l)
+	var captures []*capture
+	for i, h := range l.Hosts() {
+		captures = append(captures, captureSent(t, h))
+		for j := range l.Hosts() {
+			if i != j {
+				sendMarkers(t, l, l.Pods()[i], l.Pods()[j])
+			}
+		}
+	}
+	for i, c := range captures {
+		eventually(t, fmt.Sprintf("host%d sends packets in clear text", i+1), func() error {
+			if c.marked.Load() == 0 {
+				return fmt.Errorf("none of %d frames", c.frames.Load())
+			}
+			return nil
+		})
+	}
+	const says = "no packet to a peer leaves this host in clear text"
+	status := func(h *lab.Host) string {
+		out, err := flannelctl(t, h, "migrate", "status", "--socket="+h.Path(socket))
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		return out
+	}
+	migrate(t, l, "vxlan", wireguard, l.Host(1), l.Host(2))
+	eventuallyCarriedBy(t, l.Host(1), "wireguard", l.Host(2))
+	if out := status(l.Host(1)); strings.Contains(out, says) {
+		t.Errorf("host1 still sends to host3 by vxlan, but flannelctl prints\n%s", out)
+	}
+	follow(t, l.Host(3))
+	for i, h := range l.Hosts() {
+		within(t, 2*patience, h.Name()+" sends nothing in clear text", func() error {
+			if out := status(h); !strings.Contains(out, says) {
+				return errors.New(out)
+			}
+			return nil
+		})
+		c := captures[i]
+		frames, marked := c.frames.Load(), c.marked.Load()
+		pause(t, time.Second)
+		if n := c.marked.Load() - marked; n > 0 {
+			t.Errorf("%s sends %d frames in clear text", h.Name(), n)
+		}
+		if c.frames.Load() == frames {
+			t.Errorf("%s sends nothing at all", h.Name())
+		}
+	}
+}
