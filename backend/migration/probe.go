@@ -222,11 +222,13 @@ func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Dur
 // receive handles answers until the socket is closed.
 func (p *prober) receive(s *ping.Socket) {
 	for {
-		id, from, err := s.Receive()
+		a, err := s.Receive()
 		if err != nil {
 			return
 		}
-		p.answer(id, from)
+		if a.Err == nil { // otherwise the peer is asked again
+			p.answer(a.ID, a.From)
+		}
 	}
 }
 

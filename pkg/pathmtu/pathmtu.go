@@ -5,13 +5,13 @@
 //
 //   - pathmtu.go has the paths, and the present size of each.
 //   - check.go checks one path: it finds a smaller size, or a larger one again.
-//   - echo.go sends the requests and waits for their answers.
 //
 // The package changes nothing: its user asks for the sizes and sets them.
 package pathmtu
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"slices"
 	"sync"
@@ -20,6 +20,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -208,9 +209,9 @@ func (p *Prober) Run(ctx context.Context) {
 	var checks sync.WaitGroup
 	defer checks.Wait()
 	if p.echo == nil {
-		echoes := newEchoes()
-		defer echoes.close()
-		p.echo = echoes.echo
+		pinger := ping.NewPinger()
+		defer pinger.Close()
+		p.echo = echoes(pinger)
 	}
 	slots := make(chan struct{}, atOnce)
 	for ctx.Err() == nil {
@@ -235,6 +236,21 @@ func (p *Prober) Run(ctx context.Context) {
 			p.due = append(p.due, s)
 			p.added.Send()
 		})
+	}
+}
+
+// echoes returns a function that reports whether a packet of a size is answered within patience, and
+// after which time.
+func echoes(pinger *ping.Pinger) func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
+	var logged sync.Once
+	return func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
+		rtt, err := pinger.Ping(ctx, p.To, ping.Path{Device: p.Device, From: p.From, Size: size, Whole: true}, patience)
+		if errors.Is(err, ping.ErrNoSocket) {
+			logged.Do(func() {
+				klog.FromContext(ctx).Error(err, "cannot probe the MTU of paths: routes keep the MTU that they have")
+			})
+		}
+		return rtt, err == nil
 	}
 }
 

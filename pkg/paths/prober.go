@@ -77,7 +77,7 @@ type Prober struct {
 	// The packets and the checks, which tests replace. Each packet is within Limit: start waits for the
 	// first one of a probe. retry makes a probe send a second one if there is no answer.
 	send     sender // of all packets but those of ping
-	ping     func(ctx context.Context, dst netip.Addr, size int, timeout time.Duration) (time.Duration, error)
+	ping     func(ctx context.Context, dst netip.Addr, path ping.Path, timeout time.Duration) (time.Duration, error)
 	probe    func(ctx context.Context, p Path, retry bool) (Verdict, error)
 	diagnose func(context.Context, Path) Verdict
 	slots    [2]chan struct{} // of checks at the same time: of other paths, and of broken ones
@@ -110,10 +110,10 @@ func NewProber(c Config) *Prober {
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
 	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
-		dst, mtu := c.Network.end(path.Subnet), c.Network.mtu(path)
-		rtt, err := p.ping(ctx, dst, mtu, answerTimeout)
+		dst, way := c.Network.end(path.Subnet), ping.Path{Size: c.Network.mtu(path), Whole: true}
+		rtt, err := p.ping(ctx, dst, way, answerTimeout)
 		if err != nil && retry && p.send.await(ctx) == nil { // the first packet may wait for neighbour resolution
-			rtt, err = p.ping(ctx, dst, mtu, answerTimeout)
+			rtt, err = p.ping(ctx, dst, way, answerTimeout)
 		}
 		if err == nil && c.Limit.Allow() {
 			err = p.knocked(path, p.send.knock(ctx, dst))

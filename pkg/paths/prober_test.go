@@ -30,6 +30,14 @@ type network struct {
 	unknown atomic.Bool // the prober does not learn the present peers
 }
 
+// peers returns n peers with a path each.
+func peers(n int) (all []Peer) {
+	for i := range n {
+		all = append(all, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
+	}
+	return all
+}
+
 // prober returns a prober of n hosts, and starts it.
 func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	w.checks, w.broken = map[Path][]time.Time{}, map[Path]Part{}
@@ -39,13 +47,7 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	if c.Limit == nil {
 		c.Limit = NewLimit()
 	}
-	c.Peers = func(context.Context) ([]Peer, bool) {
-		var peers []Peer
-		for i := range n {
-			peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
-		}
-		return peers, !w.unknown.Load()
-	}
+	c.Peers = func(context.Context) ([]Peer, bool) { return peers(n), !w.unknown.Load() }
 	p := NewProber(c)
 	p.probe = func(_ context.Context, path Path, _ bool) (Verdict, error) {
 		w.mu.Lock()
@@ -141,14 +143,9 @@ func TestTCPIsProbed(t *testing.T) {
 		var knocks atomic.Int64
 		p := NewProber(Config{
 			Own: []netip.Prefix{subnet(0)}, Network: Network{BackendType: "vxlan", MTU: 1450, Devices: true}, Limit: NewLimit(),
-			Peers: func(context.Context) (peers []Peer, ok bool) {
-				for i := range n {
-					peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
-				}
-				return peers, true
-			},
+			Peers: func(context.Context) ([]Peer, bool) { return peers(n), true },
 		})
-		p.ping = func(ctx context.Context, _ netip.Addr, _ int, _ time.Duration) (time.Duration, error) {
+		p.ping = func(ctx context.Context, _ netip.Addr, _ ping.Path, _ time.Duration) (time.Duration, error) {
 			return time.Millisecond, wait.For(ctx, time.Millisecond)
 		}
 		p.send.knock = func(context.Context, netip.Addr) error { knocks.Add(1); return nil }
@@ -178,12 +175,7 @@ func TestRateOfDiagnoses(t *testing.T) {
 				begin := time.Now()
 				p := NewProber(Config{
 					Own: []netip.Prefix{subnet(0)}, Network: Network{BackendType: "vxlan", MTU: 1450, Devices: true}, Limit: NewLimit(),
-					Peers: func(context.Context) (peers []Peer, ok bool) {
-						for i := range n {
-							peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
-						}
-						return peers, true
-					},
+					Peers: func(context.Context) ([]Peer, bool) { return peers(n), true },
 				})
 				p.send.ping = func(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
 					if n := packets.Add(1); float64(n) > Rate*(time.Since(begin).Seconds()+1) {
@@ -197,8 +189,8 @@ func TestRateOfDiagnoses(t *testing.T) {
 					}
 					return 0, errors.New("no answer")
 				}
-				p.ping = func(ctx context.Context, dst netip.Addr, size int, timeout time.Duration) (time.Duration, error) {
-					return p.send.ping(ctx, dst, ping.Options{Size: size, Timeout: timeout})
+				p.ping = func(ctx context.Context, dst netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error) {
+					return p.send.ping(ctx, dst, ping.Options{Size: way.Size, Timeout: timeout})
 				}
 				p.send.knock = func(context.Context, netip.Addr) error { packets.Add(1); return nil }
 				ctx, cancel := context.WithCancel(t.Context())

@@ -18,34 +18,42 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Pinger is Ping for callers that send many requests, which must not be fragmented. It has one socket
-// for each family. With a socket for each request, each of them would receive the answers to all. It is
-// safe for concurrent use.
+// ErrNoSocket means that this process cannot open a socket for echo requests.
+var ErrNoSocket = errors.New("open a socket for echo requests")
+
+// Pinger sends echo requests from sockets that all of them share, and gives each answer to the caller
+// that waits for it. With a socket for each request, each of them would receive the answers to all. It
+// is safe for concurrent use.
 type Pinger struct {
 	receiving sync.WaitGroup
+	sending   sync.Mutex // held for Send and Close of a socket, and taken before mu
 
 	mu      sync.Mutex
 	closed  bool
-	sockets map[prefix.Family]net.PacketConn
-	waiting map[uint32]chan<- error // by the id of the request
+	sockets map[prefix.Family]*Socket
+	waiting map[uint32]request // by id
+}
+
+type request struct {
+	to     netip.Addr
+	answer chan<- error
 }
 
 // NewPinger returns a Pinger. It opens its sockets when it needs them. The caller must Close it.
 func NewPinger() *Pinger {
-	return &Pinger{sockets: map[prefix.Family]net.PacketConn{}, waiting: map[uint32]chan<- error{}}
+	return &Pinger{sockets: map[prefix.Family]*Socket{}, waiting: map[uint32]request{}}
 }
 
-// Ping sends one echo request of size bytes and returns the time to its reply, or an error as Ping
-// without a Pinger does.
-func (p *Pinger) Ping(ctx context.Context, dst netip.Addr, size int, timeout time.Duration) (time.Duration, error) {
-	kind := kindOf(prefix.FamilyOf(dst))
-	conn, err := p.socket(ctx, prefix.FamilyOf(dst))
+// Ping sends one echo request and returns the time to its reply, or an error as the function Ping does.
+// It returns ErrNoSocket, wrapped, if it cannot send any.
+func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
+	s, err := p.socket(ctx, prefix.FamilyOf(to))
 	if err != nil {
 		return 0, err
 	}
 	id, answer := rand.Uint32(), make(chan error, 1)
 	p.mu.Lock()
-	p.waiting[id] = answer
+	p.waiting[id] = request{to, answer}
 	p.mu.Unlock()
 	defer func() {
 		p.mu.Lock()
@@ -55,9 +63,9 @@ func (p *Pinger) Ping(ctx context.Context, dst netip.Addr, size int, timeout tim
 	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	sent := time.Now()
-	if _, err := conn.WriteTo(kind.echo(id, max(size-kind.header, icmpHeader)), &net.IPAddr{IP: dst.AsSlice()}); err != nil {
+	if err := p.send(ctx, s, to, path, id); err != nil {
 		if errors.Is(err, unix.EMSGSIZE) {
-			return 0, fmt.Errorf("%w: %d bytes", ErrTooBig, size)
+			return 0, fmt.Errorf("%w: %d bytes", ErrTooBig, path.Size)
 		}
 		return 0, err
 	}
@@ -71,62 +79,81 @@ func (p *Pinger) Ping(ctx context.Context, dst netip.Addr, size int, timeout tim
 	}
 }
 
+func (p *Pinger) send(ctx context.Context, s *Socket, to netip.Addr, path Path, id uint32) error {
+	p.sending.Lock()
+	defer p.sending.Unlock()
+	return s.Send(ctx, to, path, id)
+}
+
 // socket returns the socket of a family.
-func (p *Pinger) socket(ctx context.Context, f prefix.Family) (net.PacketConn, error) {
+func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if conn := p.sockets[f]; conn != nil {
-		return conn, nil
+	if s := p.sockets[f]; s != nil {
+		return s, nil
 	}
 	if p.closed {
 		return nil, net.ErrClosed
 	}
-	conn, err := Options{DontFragment: true}.listen(ctx, kindOf(f))
+	s, err := OpenSocket(ctx, f)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)
 	}
-	p.sockets[f] = conn
-	p.receiving.Go(func() { p.receive(conn, f) })
-	return conn, nil
+	p.sockets[f] = s
+	p.receiving.Go(func() { p.receive(s, f) })
+	return s, nil
 }
 
-// receive passes the answers to the callers that wait for them, until the socket is closed.
-func (p *Pinger) receive(conn net.PacketConn, f prefix.Family) {
-	kind := kindOf(f)
-	buf := make([]byte, leastBuffer) // of a longer answer the beginning is sufficient
+// receive passes the answers to the callers that wait for them, until the socket is closed, or of no use
+// any more. In that case the next request opens another one.
+func (p *Pinger) receive(s *Socket, f prefix.Family) {
 	for {
-		size, _, err := conn.ReadFrom(buf)
-		if err != nil { // it is closed, or of no use any more: the next request opens another one
-			p.mu.Lock()
-			if p.sockets[f] == conn {
-				delete(p.sockets, f)
-			}
-			p.mu.Unlock()
-			_ = conn.Close()
+		a, err := s.Receive()
+		if err != nil {
+			p.drop(s, f)
 			return
 		}
-		id, ok, err := kind.parse(buf[:size])
-		if !ok {
-			continue
-		}
-		p.mu.Lock()
-		if answer := p.waiting[id]; answer != nil {
-			answer <- err
-			delete(p.waiting, id)
-		}
-		p.mu.Unlock()
+		p.answer(a)
 	}
+}
+
+func (p *Pinger) drop(s *Socket, f prefix.Family) {
+	p.sending.Lock()
+	defer p.sending.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.sockets[f] == s {
+		delete(p.sockets, f)
+		_ = s.Close()
+	}
+}
+
+// answer ends the wait for an answer. A reply over IPv6 may come from another address of the host than
+// that of the request, which may be an anycast address of the pods' bridge. The random id tells which
+// request it is for.
+func (p *Pinger) answer(a Answer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r, ok := p.waiting[a.ID]
+	if !ok || a.Err == nil && r.to.Is4() && r.to != a.From {
+		return
+	}
+	r.answer <- a.Err
+	delete(p.waiting, a.ID)
 }
 
 // Close closes the sockets. Callers of Ping wait until their time is over.
 func (p *Pinger) Close() error {
+	p.sending.Lock()
 	p.mu.Lock()
 	p.closed = true
 	var errs []error
-	for _, conn := range p.sockets {
-		errs = append(errs, conn.Close())
+	for f, s := range p.sockets {
+		delete(p.sockets, f)
+		errs = append(errs, s.Close())
 	}
 	p.mu.Unlock()
+	p.sending.Unlock()
 	p.receiving.Wait()
 	return oneline.Join(errs...)
 }

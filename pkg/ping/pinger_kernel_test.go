@@ -35,7 +35,7 @@ func TestKernelPinger(t *testing.T) {
 		err error
 	}
 	ping := func(to string, size int, timeout time.Duration) result {
-		rtt, err := p.Ping(t.Context(), netip.MustParseAddr(to), size, timeout)
+		rtt, err := p.Ping(t.Context(), netip.MustParseAddr(to), Path{Size: size, Whole: true}, timeout)
 		return result{rtt, err}
 	}
 	// The first request of a family opens the socket, in the namespace of this thread.
@@ -70,13 +70,13 @@ func TestKernelPinger(t *testing.T) {
 	wg.Wait()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := p.Ping(ctx, netip.MustParseAddr("198.51.100.1"), 84, time.Hour); !errors.Is(err, context.Canceled) {
+	if _, err := p.Ping(ctx, netip.MustParseAddr("198.51.100.1"), Path{Size: 84}, time.Hour); !errors.Is(err, context.Canceled) {
 		t.Errorf("error %v after the context has ended", err)
 	}
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	if _, err := p.Ping(t.Context(), netip.MustParseAddr("127.0.0.1"), 84, time.Second); err == nil {
+	if _, err := p.Ping(t.Context(), netip.MustParseAddr("127.0.0.1"), Path{Size: 84}, time.Second); err == nil {
 		t.Error("an answer after Close")
 	}
 }

@@ -4,10 +4,12 @@ package ping
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -34,14 +36,17 @@ type sender struct {
 type Path struct {
 	// Device is the device through which the request leaves. The kernel uses the route
 	// through it, even if another route to the destination is better. The answer takes the
-	// route that the destination has.
+	// route that the destination has. Without a device it is the best route.
 	Device string
-	From   netip.Addr // source address; an address of this host, on any device
+	From   netip.Addr // source address; an address of this host, on any device; if zero, the kernel chooses
 	Size   int        // size of the IP packet with its headers, in bytes
 	// Whole forbids fragmentation. The size is then limited by the MTU of the device alone, and not by
 	// that of the route or by what a router has reported.
 	Whole bool
 }
+
+// sendTimeout limits how long Send waits for a device that sends no packets.
+const sendTimeout = time.Second
 
 // OpenSocket opens a socket for family f.
 func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
@@ -65,14 +70,17 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 		s.senders[key] = conn
 	}
 	var source []byte
-	if to.Is4() {
+	switch {
+	case !path.From.IsValid():
+	case to.Is4():
 		source = unix.PktInfo4(&unix.Inet4Pktinfo{Spec_dst: path.From.As4()})
-	} else {
+	default:
 		source = unix.PktInfo6(&unix.Inet6Pktinfo{Addr: path.From.As16()})
 	}
 	size := max(path.Size-s.kind.header, icmpHeader)
+	_ = conn.SetWriteDeadline(time.Now().Add(sendTimeout))
 	_, _, err := conn.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
-	if err != nil { // the name may belong to another device now
+	if err != nil && !errors.Is(err, unix.EMSGSIZE) { // the name may belong to another device now
 		_ = conn.Close()
 		delete(s.senders, key)
 	}
@@ -85,7 +93,9 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error) {
 	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) {
-			err = unix.BindToDevice(int(fd), of.device)
+			if err = s.kind.filter(int(fd)); err == nil && of.device != "" { // it receives nothing
+				err = unix.BindToDevice(int(fd), of.device)
+			}
 			if err == nil && of.whole {
 				err = s.kind.discoverMode(int(fd), unix.IP_PMTUDISC_PROBE)
 			}
@@ -99,18 +109,24 @@ func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 	return conn.(*net.IPConn), nil
 }
 
-// Receive waits for an answer. It returns the id of the request and the address that has
-// answered. It returns an error after Close.
-func (s *Socket) Receive() (id uint32, from netip.Addr, err error) {
-	buf := make([]byte, 1<<16)
+// Answer is the answer to an echo request.
+type Answer struct {
+	ID   uint32     // of the request
+	From netip.Addr // host that has answered
+	Err  error      // ErrTooBig or ErrUnreachable, wrapped, if a router has; nil for a reply
+}
+
+// Receive waits for an answer. It returns an error after Close.
+func (s *Socket) Receive() (Answer, error) {
+	buf := make([]byte, leastBuffer) // of a longer answer the beginning is sufficient
 	for {
 		size, addr, err := s.receive.ReadFromIP(buf)
 		if err != nil {
-			return 0, netip.Addr{}, err
+			return Answer{}, err
 		}
 		id, ok, failure := s.kind.parse(buf[:size])
-		if from, valid := netip.AddrFromSlice(addr.IP); ok && failure == nil && valid {
-			return id, from.Unmap(), nil
+		if from, valid := netip.AddrFromSlice(addr.IP); ok && valid {
+			return Answer{id, from.Unmap(), failure}, nil
 		}
 	}
 }
