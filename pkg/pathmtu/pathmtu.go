@@ -20,6 +20,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
@@ -35,9 +36,6 @@ const (
 	// searchesAtOnce limits the number of searches at the same time, because checks of other paths need
 	// some of Rate too.
 	searchesAtOnce = 4
-
-	// logged changes at a time, and the time after which one more may be logged.
-	logBurst, logEvery = 5, time.Minute
 )
 
 // NewLimit returns the limit for all probers of a host. It spreads the packets evenly.
@@ -79,7 +77,7 @@ type Prober struct {
 	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool) // tests replace it
 
 	added    wait.Signal
-	log      *rate.Limiter
+	reports  *changes.Limit
 	searches chan struct{} // that are under way
 
 	mu      sync.Mutex
@@ -90,7 +88,6 @@ type Prober struct {
 	// may contain paths that are gone.
 	due, fresh []*state
 	found      map[string]int // last size that a search has found, by device
-	unnamed    int            // changes that were not logged
 }
 
 // state is the present knowledge of a path.
@@ -111,7 +108,7 @@ func NewProber(c Config) *Prober {
 		c.Before = map[netip.Prefix]int{}
 	}
 	return &Prober{
-		Config: c, added: wait.NewSignal(), log: rate.NewLimiter(rate.Every(logEvery), logBurst), searches: make(chan struct{}, searchesAtOnce),
+		Config: c, added: wait.NewSignal(), reports: changes.NewLimit(), searches: make(chan struct{}, searchesAtOnce),
 		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }
@@ -303,19 +300,11 @@ func (p *Prober) set(s *state, size int) bool {
 
 // tell reports the other size of a path, unless many change at once.
 func (p *Prober) tell(ctx context.Context, c Change) {
-	p.mu.Lock()
-	named, unnamed := p.log.Allow(), p.unnamed
-	if p.unnamed++; named {
-		p.unnamed = 0
-	}
-	p.mu.Unlock()
-	if !named {
+	log, reported := p.reports.Next(klog.FromContext(ctx))
+	if !reported {
 		return
 	}
-	log := klog.FromContext(ctx).WithValues("peer", c.Key, "subnet", c.Subnet, "publicIP", c.PublicIP, "mtu", c.Now, "before", c.Before, "device", c.Full)
-	if unnamed > 0 {
-		log = log.WithValues("changesNotLogged", unnamed)
-	}
+	log = log.WithValues("peer", c.Key, "subnet", c.Subnet, "publicIP", c.PublicIP, "mtu", c.Now, "before", c.Before, "device", c.Full)
 	switch {
 	case c.Now == c.Full:
 		log.Info("the path to a peer carries packets of the full MTU again")

@@ -13,9 +13,9 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
@@ -45,9 +45,6 @@ const (
 	// atOnce limits the number of paths that are checked at the same time, and brokenAtOnce that of
 	// broken ones, whose checks take seconds.
 	atOnce, brokenAtOnce = 128, 16
-
-	// logged paths at a time, and the time after which one more may be logged.
-	logBurst, logEvery = 5, time.Minute
 )
 
 // Peer is a peer with the paths to it.
@@ -82,14 +79,13 @@ type Prober struct {
 	diagnose func(context.Context, Path) Verdict
 	slots    [2]chan struct{} // of checks at the same time: of other paths, and of broken ones
 	pinger   *ping.Pinger
-	log      *rate.Limiter
+	reports  *changes.Limit
 
 	broke wait.Signal // a path has broken
 
-	mu      sync.Mutex
-	paths   map[Path]*state
-	broken  map[Path]*state // the ones that are known not to work
-	unnamed int             // changes that were not logged
+	mu     sync.Mutex
+	paths  map[Path]*state
+	broken map[Path]*state // the ones that are known not to work
 }
 
 // state is the present knowledge of a path.
@@ -105,7 +101,9 @@ type state struct {
 // NewProber returns a prober.
 func NewProber(c Config) *Prober {
 	p := &Prober{
-		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst), broke: wait.NewSignal(), pinger: ping.NewPinger(),
+		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{},
+		slots:   [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)},
+		reports: changes.NewLimit(), broke: wait.NewSignal(), pinger: ping.NewPinger(),
 	}
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
@@ -325,19 +323,9 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 
 // tell reports a changed path, unless many change at once.
 func (p *Prober) tell(ctx context.Context, r Result) {
-	p.mu.Lock()
-	named := p.log.Allow()
-	unnamed := p.unnamed
-	if p.unnamed++; named {
-		p.unnamed = 0
-	}
-	p.mu.Unlock()
-	if !named {
+	log, reported := p.reports.Next(klog.FromContext(ctx))
+	if !reported {
 		return
-	}
-	log := klog.FromContext(ctx)
-	if unnamed > 0 {
-		log = log.WithValues("changesNotLogged", unnamed)
 	}
 	if r.OK {
 		log.Info("the path to a peer works again", "peer", r.Peer, "subnet", r.Subnet, "publicIP", r.PublicIP)

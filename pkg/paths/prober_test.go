@@ -14,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
@@ -322,7 +323,7 @@ func TestBreakAndHeal(t *testing.T) {
 			w.setBroken(Tunnel, path(i+1))
 		}
 		time.Sleep(time.Minute)
-		expect("all are broken", 0, 100, logBurst)
+		expect("all are broken", 0, 100, changes.Burst)
 	})
 }
 
