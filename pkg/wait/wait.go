@@ -23,6 +23,19 @@ func For(ctx context.Context, d time.Duration) error {
 	}
 }
 
+// HeldMost limits the time of WhileHeld.
+const HeldMost = 2 * time.Second
+
+// WhileHeld calls try again, with short pauses, while it returns true because a socket or lock is in use,
+// until HeldMost is over or ctx ends. The sockets and locks of a process that has just ended are free a
+// moment later: a child that it had forked, such as iptables, has them until it runs its own program.
+func WhileHeld(ctx context.Context, try func() (held bool)) {
+	const pause = 20 * time.Millisecond
+	for end := time.Now().Add(HeldMost); try() && time.Now().Before(end) && For(ctx, pause) == nil; {
+		continue
+	}
+}
+
 // Vary returns a random time that is shorter or longer than d by up to the given share, so
 // that hosts do not act at the same moment.
 func Vary(d time.Duration, share float64) time.Duration {

@@ -170,7 +170,12 @@ func (s *Store) Close() {
 // another daemon uses the same files.
 func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	log := klog.FromContext(ctx)
-	file, err := openFile(ctx, o)
+	var file *state.File[State]
+	var err error
+	wait.WhileHeld(ctx, func() bool {
+		file, err = state.Open[State](o.StateDir, o.StateName())
+		return errors.Is(err, state.ErrInUse)
+	})
 	if errors.Is(err, state.ErrInUse) {
 		return nil, State{}, fmt.Errorf("another flanneld runs with subnet file %s: %w", o.SubnetFile, err)
 	}
@@ -187,22 +192,6 @@ func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 		l.Endpoints = slices.Clone(l.Endpoints)
 	}
 	return NewStore(file), last, nil
-}
-
-// lockPatience limits how long Open waits for a state file that is in use.
-const lockPatience = 2 * time.Second
-
-// openFile opens the state file. A file in use may belong to a daemon that was killed: a process that
-// it forked has the lock until it runs its own program.
-func openFile(ctx context.Context, o options.Options) (*state.File[State], error) {
-	const pause = 20 * time.Millisecond
-	deadline := time.Now().Add(lockPatience)
-	for {
-		file, err := state.Open[State](o.StateDir, o.StateName())
-		if !errors.Is(err, state.ErrInUse) || time.Now().After(deadline) || wait.For(ctx, pause) != nil {
-			return file, err
-		}
-	}
 }
 
 // Remove deletes the file, and the state in memory.

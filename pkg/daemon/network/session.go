@@ -168,30 +168,21 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 	return syncer
 }
 
-// portPatience limits how long a start waits for a port that is in use.
-const portPatience = 2 * time.Second
-
-// startBackend starts the network of a backend. If a port is in use it tries again for a
-// while: a child process that has not yet run its program, such as iptables, still has the
-// sockets of the session before, and of a daemon that has just ended. So does what an earlier network
-// has left running, which freePorts ends. It may be nil.
-func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (backend.Network, error) {
-	const pause = 20 * time.Millisecond
-	deadline := time.Now().Add(portPatience)
-	for {
-		network, err := be.Start(ctx, own)
-		if !errors.Is(err, unix.EADDRINUSE) || time.Now().After(deadline) {
-			return network, err
+// startBackend starts the network of a backend. If a port is in use, by a session or a daemon that has
+// just ended, it tries again for a while. A tunnel that an earlier network has left may also use the port.
+// freePorts closes that, and may be nil.
+func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (n backend.Network, err error) {
+	var failed error
+	wait.WhileHeld(ctx, func() bool {
+		if n, err = be.Start(ctx, own); !errors.Is(err, unix.EADDRINUSE) {
+			return false
 		}
 		if freePorts != nil {
-			if failed := freePorts(backend.Ports(be)); failed != nil {
-				return nil, oneline.Join(err, failed)
-			}
+			failed = freePorts(backend.Ports(be))
 		}
-		if wait.For(ctx, pause) != nil {
-			return nil, err
-		}
-	}
+		return failed == nil
+	})
+	return n, oneline.Join(err, failed)
 }
 
 // stopServing ends the present session, if there is one.

@@ -26,6 +26,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -413,7 +414,7 @@ func TestStartBackendWaitsForPort(t *testing.T) {
 				if !errors.Is(err, test.want) {
 					t.Errorf("error %v, want %v", err, test.want)
 				}
-				if waited := time.Since(began); waited > 2*portPatience || (waited > 0) != test.waits {
+				if waited := time.Since(began); waited > 2*wait.HeldMost || (waited > 0) != test.waits {
 					t.Errorf("it waited %s", waited)
 				}
 			})
