@@ -3,10 +3,10 @@
 // Package backend defines the contract between the lease-watch loop and the backends that
 // configure the data path. It also contains the loop, the Syncer.
 //
-//   - backend.go is the contract: a Factory creates a Backend, which starts a Network. Its
-//     Sync gets the full Set of peers.
+//   - backend.go is the contract: a Backend starts a Network, whose Sync gets the full Set of peers.
+//   - registry.go creates the Backend that a configuration names.
 //   - syncer.go is the loop. syncerlog.go contains its log, inspect.go its report for
-//     /statusz, and repairlimiter.go the limit of repairs.
+//     /statusz, and repairs.go the limit of repairs.
 //   - programmer.go is the part that all networks with kernel objects have in common.
 //     notifier.go serves networks with several sources of changes.
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
@@ -19,13 +19,8 @@ package backend
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
-	"slices"
-	"strings"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -96,20 +91,6 @@ func (e Env) Scope(devices ...string) dataplane.Scope {
 		s.Networks = append(s.Networks, n.Prefix)
 	}
 	return s
-}
-
-// Reconciler returns a Reconciler for scope. The caller closes it. With ProbesMTU it also finds the MTUs
-// of paths, for a Programmer.
-func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconciler, err error) {
-	if e.NewReconciler != nil {
-		r, err = e.NewReconciler(scope)
-	} else {
-		r, err = dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
-	}
-	if err != nil || !e.ProbesMTU {
-		return r, err
-	}
-	return e.narrowing(ctx, r, scope)
 }
 
 // Links returns those of the given devices that exist, by name. It reads nothing else,
@@ -221,114 +202,4 @@ type Outcome struct {
 	Again time.Duration
 	// Repaired is the number of repaired changes by other programs.
 	Repaired int
-}
-
-// Factory creates a backend from the backend's part of the network configuration, which
-// is nil if there is none. It validates everything and changes nothing. It returns
-// warnings, for example about unknown keys.
-type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
-
-// Migrate creates the backend for a configuration with a next backend. create creates one of
-// the two backends, for the configuration in its argument.
-type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
-
-// Registry contains the backends by type name.
-type Registry struct {
-	entries map[string]Entry
-	migrate Migrate
-}
-
-// Entry is a backend of a registry.
-type Entry struct {
-	Type    string // in lower case
-	Factory Factory
-	// ProbesMTU is set if Backend.MTU may be "probe": the network has a device, and a Programmer.
-	ProbesMTU bool
-}
-
-// NewRegistry returns a Registry of entries. It returns an error for an empty or
-// duplicate name and for a missing factory.
-func NewRegistry(entries ...Entry) (Registry, error) {
-	r := Registry{entries: map[string]Entry{}, migrate: noMigration}
-	for _, e := range entries {
-		switch {
-		case e.Type == "" || e.Type != strings.ToLower(e.Type):
-			return Registry{}, fmt.Errorf("backend type %q is not a lower-case name", e.Type)
-		case e.Factory == nil:
-			return Registry{}, fmt.Errorf("backend type %q has no factory", e.Type)
-		case r.entries[e.Type].Factory != nil:
-			return Registry{}, fmt.Errorf("backend type %q is registered twice", e.Type)
-		}
-		r.entries[e.Type] = e
-	}
-	return r, nil
-}
-
-// WithMigration returns r with the backend for configurations with a next backend.
-func (r Registry) WithMigration(m Migrate) Registry {
-	r.migrate = m
-	return r
-}
-
-// noMigration refuses configurations with a next backend.
-func noMigration(Env, func(Env) (Backend, []string, error)) (Backend, []string, error) {
-	return nil, nil, errors.New("NextBackend is not supported")
-}
-
-// ErrUnknownType means that no backend has the configured type.
-var ErrUnknownType = errors.New("unknown backend type")
-
-// New returns the backend that the configuration in env names, and warnings about the
-// configuration. It returns ErrUnknownType, wrapped, or the error of the factory.
-func (r Registry) New(env Env) (Backend, []string, error) {
-	if env.Config.Migrates() {
-		return r.migrate(env, r.one)
-	}
-	return r.one(env)
-}
-
-// one returns the present backend of the configuration in env.
-func (r Registry) one(env Env) (Backend, []string, error) {
-	cfg := env.Config
-	entry, ok := r.entries[cfg.BackendType]
-	switch {
-	case ok:
-		raw, probes, err := r.probesMTU(cfg.Backend, entry)
-		if err != nil {
-			return nil, nil, err
-		}
-		env.ProbesMTU = probes
-		return entry.Factory(raw, env)
-	case cfg.Backend == nil:
-		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
-			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
-	default:
-		return nil, nil, fmt.Errorf("%w %q: Backend.Type must be one of %s", ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
-	}
-}
-
-// Types returns the names of all backends in alphabetical order.
-func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
-
-// Catalog is a registry with the state that its backends keep in the process while
-// networks begin and end.
-type Catalog struct {
-	Registry
-	// Shutdown does what must be done on the host when the daemon is told to stop. It may
-	// be nil.
-	Shutdown func(ctx context.Context)
-	// Retire undoes what backends have done outside of Scope and Leftovers, when the network was
-	// deleted. It may be nil.
-	Retire func(ctx context.Context) error
-	// CloseUnused ends what runs in the process and belongs to no started network. A network may
-	// leave it running at its end, so that packets go on until the next network takes it over. It
-	// may be nil.
-	CloseUnused func() error
-	// FreePorts does the same for what listens on one of these UDP ports. It may be nil.
-	FreePorts func(ports []int) error
-	// Close releases the state, after the end of all networks. It may be nil.
-	Close func()
-	// Files returns the paths of files outside of stateDir that the backends have written,
-	// for a cleanup. It may be nil.
-	Files func(stateDir string) ([]string, error)
 }

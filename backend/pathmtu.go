@@ -4,11 +4,9 @@ package backend
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/oneline"
@@ -16,43 +14,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
-
-// probe is the value of Backend.MTU with which this host finds the MTU of each path.
-const probe = "probe"
-
-// probesMTU reports whether Backend.MTU in raw is "probe". It returns raw without that value, which no
-// backend knows: the devices then have the MTU that they have without the key.
-func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
-	var keys map[string]json.RawMessage
-	if json.Unmarshal(raw, &keys) != nil { // the factory says what is wrong
-		return raw, false, nil
-	}
-	for key, value := range keys {
-		var text string
-		if !strings.EqualFold(key, "MTU") || len(value) == 0 || value[0] != '"' || json.Unmarshal(value, &text) != nil {
-			continue
-		}
-		switch {
-		case strings.EqualFold(text, probe) && e.ProbesMTU:
-			delete(keys, key)
-			probes = true
-		case strings.EqualFold(text, probe):
-			return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, strings.Join(r.probing(), ", "))
-		case e.ProbesMTU:
-			return nil, false, fmt.Errorf("Backend.MTU is %q: want %q or a number of bytes", subnet.Shorten(text), probe)
-		}
-	}
-	if !probes {
-		return raw, false, nil
-	}
-	raw, err = json.Marshal(keys)
-	return raw, true, err
-}
-
-// probing returns the types of the backends that find MTUs, in alphabetical order.
-func (r Registry) probing() []string {
-	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].ProbesMTU })
-}
 
 // leastPathMTU is the least MTU in bytes that a route gets. Every host must accept packets of this size
 // over IPv4 (RFC 791). A path that seems to be narrower belongs to a host that drops large echo requests.
@@ -65,6 +26,20 @@ type narrowing struct {
 	scope    dataplane.Scope
 	notifier *Notifier
 	prober   *pathmtu.Prober
+}
+
+// Reconciler returns a Reconciler for scope. The caller closes it. With ProbesMTU it also finds the MTUs
+// of paths, for a Programmer.
+func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconciler, err error) {
+	if e.NewReconciler != nil {
+		r, err = e.NewReconciler(scope)
+	} else {
+		r, err = dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
+	}
+	if err != nil || !e.ProbesMTU {
+		return r, err
+	}
+	return e.narrowing(ctx, r, scope)
 }
 
 // narrowing returns a Reconciler on r, which it owns. It adopts the MTUs that the kernel's routes have.
@@ -114,6 +89,9 @@ func (n *narrowing) changed(keys []string) []string {
 	}
 	return all
 }
+
+// size returns the size of the largest packet to a subnet like PathMTU.
+func (n *narrowing) size(subnet netip.Prefix) int { return n.prober.Size(subnet) }
 
 // retain forgets the peers without a lease.
 func (n *narrowing) retain(leases map[string]*subnet.Lease) {

@@ -92,7 +92,7 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 // WithResized returns peers with those added to Changed whose paths have got another MTU since the last
 // call. Sync does that itself. A network that does more than Sync calls it before.
 func (p *Programmer) WithResized(peers Set) Set {
-	if n := p.narrowing(); n != nil {
+	if n := p.narrower(); n != nil {
 		peers.Changed = n.changed(peers.Changed)
 	}
 	return peers
@@ -110,7 +110,7 @@ func (p *Programmer) Objects(key string) []ObjectReport {
 // all calls Desired for all peers.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.lastCall, p.stale = nil, nil, time.Now(), false
-	if n := p.narrowing(); n != nil {
+	if n := p.narrower(); n != nil {
 		n.retain(peers.Leases)
 	}
 	keys := slices.Collect(maps.Keys(peers.Leases))
@@ -155,7 +155,7 @@ func (p *Programmer) everything(yield func(dataplane.Object) bool) {
 // desired returns the objects of the peer with that key, or none if the peer was removed.
 func (p *Programmer) desired(ctx context.Context, key string, peers Set) (objects []dataplane.Object, err error) {
 	l, ok := peers.Leases[key]
-	n := p.narrowing()
+	n := p.narrower()
 	if !ok {
 		l = &subnet.Lease{Key: key} // without subnets
 	} else if p.Desired != nil {
@@ -169,16 +169,26 @@ func (p *Programmer) desired(ctx context.Context, key string, peers Set) (object
 	return objects, nil
 }
 
-// narrowing returns the Reconciler if it finds the MTUs of paths, and otherwise nil.
-func (p *Programmer) narrowing() *narrowing {
-	n, _ := p.Reconciler.(*narrowing)
+// narrower is a Reconciler that also finds the MTUs of the paths to peers, and gives their routes these
+// MTUs.
+type narrower interface {
+	Reconciler
+	changed(keys []string) []string         // keys, and those of peers with another MTU since the last call
+	retain(leases map[string]*subnet.Lease) // forgets all other peers
+	narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object
+	size(subnet netip.Prefix) int // see PathMTU
+}
+
+// narrower returns the Reconciler if it finds the MTUs of paths, and otherwise nil.
+func (p *Programmer) narrower() narrower {
+	n, _ := p.Reconciler.(narrower)
 	return n
 }
 
 // PathMTU implements PathSizer.
 func (p *Programmer) PathMTU(subnet netip.Prefix) int {
-	if n := p.narrowing(); n != nil {
-		return n.prober.Size(subnet)
+	if n := p.narrower(); n != nil {
+		return n.size(subnet)
 	}
 	return 0
 }

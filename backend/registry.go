@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Factory creates a backend from the backend's part of the network configuration, which
+// is nil if there is none. It validates everything and changes nothing. It returns
+// warnings, for example about unknown keys.
+type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
+
+// Migrate creates the backend for a configuration with a next backend. create creates one of
+// the two backends, for the configuration in its argument.
+type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
+
+// Registry contains the backends by type name.
+type Registry struct {
+	entries map[string]Entry
+	migrate Migrate
+}
+
+// Entry is a backend of a registry.
+type Entry struct {
+	Type    string // in lower case
+	Factory Factory
+	// ProbesMTU is set if Backend.MTU may be "probe": the network has a device, and a Programmer.
+	ProbesMTU bool
+}
+
+// NewRegistry returns a Registry of entries. It returns an error for an empty or
+// duplicate name and for a missing factory.
+func NewRegistry(entries ...Entry) (Registry, error) {
+	r := Registry{entries: map[string]Entry{}, migrate: noMigration}
+	for _, e := range entries {
+		switch {
+		case e.Type == "" || e.Type != strings.ToLower(e.Type):
+			return Registry{}, fmt.Errorf("backend type %q is not a lower-case name", e.Type)
+		case e.Factory == nil:
+			return Registry{}, fmt.Errorf("backend type %q has no factory", e.Type)
+		case r.entries[e.Type].Factory != nil:
+			return Registry{}, fmt.Errorf("backend type %q is registered twice", e.Type)
+		}
+		r.entries[e.Type] = e
+	}
+	return r, nil
+}
+
+// WithMigration returns r with the backend for configurations with a next backend.
+func (r Registry) WithMigration(m Migrate) Registry {
+	r.migrate = m
+	return r
+}
+
+// noMigration refuses configurations with a next backend.
+func noMigration(Env, func(Env) (Backend, []string, error)) (Backend, []string, error) {
+	return nil, nil, errors.New("NextBackend is not supported")
+}
+
+// ErrUnknownType means that no backend has the configured type.
+var ErrUnknownType = errors.New("unknown backend type")
+
+// New returns the backend that the configuration in env names, and warnings about the
+// configuration. It returns ErrUnknownType, wrapped, or the error of the factory.
+func (r Registry) New(env Env) (Backend, []string, error) {
+	if env.Config.Migrates() {
+		return r.migrate(env, r.one)
+	}
+	return r.one(env)
+}
+
+// one returns the present backend of the configuration in env.
+func (r Registry) one(env Env) (Backend, []string, error) {
+	cfg := env.Config
+	entry, ok := r.entries[cfg.BackendType]
+	switch {
+	case ok:
+		raw, probes, err := r.probesMTU(cfg.Backend, entry)
+		if err != nil {
+			return nil, nil, err
+		}
+		env.ProbesMTU = probes
+		return entry.Factory(raw, env)
+	case cfg.Backend == nil:
+		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
+			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
+	default:
+		return nil, nil, fmt.Errorf("%w %q: Backend.Type must be one of %s", ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
+	}
+}
+
+// Types returns the names of all backends in alphabetical order.
+func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
+
+// Catalog is a registry with the state that its backends keep in the process while
+// networks begin and end.
+type Catalog struct {
+	Registry
+	// Shutdown does what must be done on the host when the daemon is told to stop. It may
+	// be nil.
+	Shutdown func(ctx context.Context)
+	// Retire undoes what backends have done outside of Scope and Leftovers, when the network was
+	// deleted. It may be nil.
+	Retire func(ctx context.Context) error
+	// CloseUnused ends what runs in the process and belongs to no started network. A network may
+	// leave it running at its end, so that packets go on until the next network takes it over. It
+	// may be nil.
+	CloseUnused func() error
+	// FreePorts does the same for what listens on one of these UDP ports. It may be nil.
+	FreePorts func(ports []int) error
+	// Close releases the state, after the end of all networks. It may be nil.
+	Close func()
+	// Files returns the paths of files outside of stateDir that the backends have written,
+	// for a cleanup. It may be nil.
+	Files func(stateDir string) ([]string, error)
+}
+
+// probe is the value of Backend.MTU with which this host finds the MTU of each path.
+const probe = "probe"
+
+// probesMTU reports whether Backend.MTU in raw is "probe". It returns raw without that value, which no
+// backend knows: the devices then have the MTU that they have without the key.
+func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
+	var keys map[string]json.RawMessage
+	if json.Unmarshal(raw, &keys) != nil { // the factory says what is wrong
+		return raw, false, nil
+	}
+	for key, value := range keys {
+		var text string
+		if !strings.EqualFold(key, "MTU") || len(value) == 0 || value[0] != '"' || json.Unmarshal(value, &text) != nil {
+			continue
+		}
+		switch {
+		case strings.EqualFold(text, probe) && e.ProbesMTU:
+			delete(keys, key)
+			probes = true
+		case strings.EqualFold(text, probe):
+			return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, strings.Join(r.probing(), ", "))
+		case e.ProbesMTU:
+			return nil, false, fmt.Errorf("Backend.MTU is %q: want %q or a number of bytes", subnet.Shorten(text), probe)
+		}
+	}
+	if !probes {
+		return raw, false, nil
+	}
+	raw, err = json.Marshal(keys)
+	return raw, true, err
+}
+
+// probing returns the types of the backends that find MTUs, in alphabetical order.
+func (r Registry) probing() []string {
+	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].ProbesMTU })
+}
