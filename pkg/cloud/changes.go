@@ -12,7 +12,9 @@ import (
 // change is a call that puts a route.
 type change struct {
 	Route
-	was Route // the route that is replaced, or one of several; zero if there is none
+	// was is the route that is replaced; zero if there is none. The call replaces all of several
+	// routes. Then was is the first one that serves another host, or else the first one.
+	was Route
 }
 
 // replaces reports whether the change replaces a route in place.
@@ -26,7 +28,11 @@ func changes(tables []Table, subnets []netip.Prefix, target string) []change {
 	for _, t := range tables {
 		for _, dst := range subnets {
 			c := change{Route: Route{Table: t.ID, Dst: dst, Target: target, ByCall: true}}
-			i := slices.IndexFunc(t.Routes, func(r Route) bool { return r.Dst == dst && r.replaceable() && r != c.Route })
+			wrong := func(r Route) bool { return r.Dst == dst && r.replaceable() && r != c.Route }
+			i := slices.IndexFunc(t.Routes, func(r Route) bool { return wrong(r) && r.serves(target) })
+			if i < 0 {
+				i = slices.IndexFunc(t.Routes, wrong)
+			}
 			if i >= 0 {
 				c.was = t.Routes[i]
 			}
@@ -40,6 +46,10 @@ func changes(tables []Table, subnets []netip.Prefix, target string) []change {
 
 // replaceable reports whether flanneld may replace and remove r, judging by r alone.
 func (r Route) replaceable() bool { return r.ByCall && !r.Foreign }
+
+// serves reports whether r leads to another host than that with the own target, as far as the cloud
+// knows.
+func (r Route) serves(own string) bool { return r.Target != own && !r.Lost }
 
 // unclaimed returns the routes in networks that no host needs: they are replaceable, and
 // overlap no subnet of a lease. It does not look where they lead.

@@ -31,6 +31,7 @@ func TestChanges(t *testing.T) {
 	wanted := byCall("10.5.1.0/24", "me")
 	lost := wanted
 	lost.Lost = true
+	other := byCall("10.5.1.0/24", "other")
 	foreign := byCall("10.5.1.0/24", "other")
 	foreign.Foreign = true
 	learned := byCall("10.5.1.0/24", "gateway")
@@ -41,9 +42,12 @@ func TestChanges(t *testing.T) {
 	}{
 		"missing":                          {nil, []change{{Route: wanted}}},
 		"right":                            {[]Route{wanted}, nil},
-		"to another host":                  {[]Route{byCall("10.5.1.0/24", "other")}, []change{{wanted, byCall("10.5.1.0/24", "other")}}},
+		"to another host":                  {[]Route{other}, []change{{wanted, other}}},
 		"to nowhere":                       {[]Route{lost}, []change{{wanted, lost}}},
-		"a wrong one beside the right one": {[]Route{wanted, byCall("10.5.1.0/24", "other")}, []change{{wanted, byCall("10.5.1.0/24", "other")}}},
+		"to nowhere, and to another host":  {[]Route{lost, other}, []change{{wanted, other}}},
+		"to another host, and to nowhere":  {[]Route{other, lost}, []change{{wanted, other}}},
+		"to nowhere, beside the right one": {[]Route{lost, wanted}, []change{{wanted, lost}}},
+		"a wrong one beside the right one": {[]Route{wanted, other}, []change{{wanted, other}}},
 		"of another program":               {[]Route{foreign}, []change{{Route: wanted}}},
 		"of another program, and right":    {[]Route{foreign, wanted}, nil},
 		"learned from a gateway":           {[]Route{learned}, []change{{Route: wanted}}},

@@ -238,7 +238,7 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 	before := k.right
 	k.right = k.present(tables, target)
 	for _, c := range changes(tables, k.Own.Subnets, target) {
-		if c.replaces() && c.was.Target != target && !c.was.Lost && !k.answered() {
+		if c.replaces() && c.was.serves(target) && !k.answered() {
 			errs = append(errs, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
 			continue
 		}

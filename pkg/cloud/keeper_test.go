@@ -196,6 +196,19 @@ func TestZombie(t *testing.T) {
 	}, routeTo(1, 2))
 }
 
+// TestZombieBesideALostRoute has a route to nowhere before one to a host that runs. The call would
+// replace both.
+func TestZombieBesideALostRoute(t *testing.T) {
+	run(t, func(b *bed) {
+		b.comparison()
+		b.expectRoutes("before the store has answered", routeTo(1, 9), routeTo(1, 2))
+		b.expectResult("before the store has answered", "leave route 10.5.1.0/24 to host-2 in table table-1: the datastore has not answered", 0)
+		b.answer(2)
+		b.comparison()
+		b.expectRoutes("after the store has answered", routeTo(1, 1))
+	}, routeTo(1, 9), routeTo(1, 2))
+}
+
 // TestRouteAppears has a route to another host that appears between the reading of the table and
 // the call.
 func TestRouteAppears(t *testing.T) {
