@@ -24,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/backend/alivpc/alitest"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -505,7 +506,7 @@ func TestCodes(t *testing.T) {
 		nil:                  {"InvalidVpc.NotFound", "OperationDenied"},
 	} {
 		for _, code := range codes {
-			err := classify("vpc:X", "t", &apiError{Status: 400, Code: code})
+			err := classify("vpc:X", "t", &access.Error{Status: 400, Code: code})
 			if want == nil && cloud.Transient(err) || want != nil && !errors.Is(err, want) {
 				t.Errorf("%s: %v, want %v", code, err, want)
 			}

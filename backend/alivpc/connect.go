@@ -9,6 +9,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // connect returns a client for the region of this host.
@@ -18,10 +19,9 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		return nil, err
 	}
 	c := &client{
-		http: access.NewClient(), calls: calls,
-		metadata: &access.Metadata{
-			Cloud: "Alibaba Cloud", Page: page, URL: metadata, Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token",
-		},
+		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Metadata: &access.Metadata{
+			Cloud: name, Page: page, URL: metadata, Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token",
+		}},
 		vpc: service{name: "vpc", version: "2016-04-28"},
 		ecs: service{name: "ecs", version: "2014-05-26"},
 	}
@@ -29,11 +29,11 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		path string
 		to   *string
 	}{{"region-id", &c.region}, {"instance-id", &c.instance}} {
-		if *value.to, err = c.metadata.Read(ctx, value.path); err != nil {
+		if *value.to, err = c.Metadata.Read(ctx, value.path); err != nil {
 			return nil, err
 		}
 	}
-	c.keys = provider(cfg, c.metadata)
+	c.Keys = provider(cfg, c.Metadata)
 	if c.vpc.endpoint, err = access.Endpoint("ALIBABA_CLOUD_VPC_ENDPOINT", "https://vpc."+c.region+".aliyuncs.com"); err != nil {
 		return nil, err
 	}
@@ -47,7 +47,7 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 // with the names of flannel or those of Alibaba Cloud, and the role of the instance.
 func provider(cfg config, metadata *access.Metadata) access.Provider {
 	return access.First(metadata.Keys,
-		access.Keys{ID: cfg.AccessKeyID, Secret: cfg.AccessKeySecret},
+		cfg.keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
 		access.Keys{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
 	)
@@ -55,10 +55,10 @@ func provider(cfg config, metadata *access.Metadata) access.Provider {
 
 // vSwitch returns the id of the vSwitch of the network interface that has one of the addresses.
 func (c *client) vSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
-	found, err := c.metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
+	found, err := c.Metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
 	if err != nil {
 		return "", false, err
 	}
-	id, err = c.metadata.Read(ctx, found.Path("vswitch-id"))
+	id, err = c.Metadata.Read(ctx, found.Path("vswitch-id"))
 	return id, found.Primary, err
 }

@@ -6,7 +6,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -18,65 +17,37 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/access/acs3"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-const page = "Documentation/backends/ali-vpc.md"
+const (
+	name = "Alibaba Cloud" // in errors
+	page = "Documentation/backends/ali-vpc.md"
+)
 
 // service is one of the services of Alibaba Cloud.
 type service struct{ name, version, endpoint string }
 
 // client makes calls of the RPC style: parameters in the URL, and answers in JSON.
 type client struct {
-	http     *access.Client
-	metadata *access.Metadata
-	keys     access.Provider
-	calls    *cloud.Calls
+	access.Client
 	region   string
 	instance string // id
 	vpc, ecs service
 }
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a call
-// that was throttled, and one whose keys were refused, because the role may have new ones.
+// call makes a call and decodes its answer. With a nil answer it decodes nothing.
 func (c *client) call(ctx context.Context, s service, action string, params url.Values, answer any) error {
-	return c.counted(ctx, action, s, action, params, answer)
+	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
 
-// counted is call with another name for the number of calls.
-func (c *client) counted(ctx context.Context, name string, s service, action string, params url.Values, answer any) error {
-	return cloud.Retry(ctx, func() error {
-		err := c.once(ctx, s, action, params, answer)
-		if errors.Is(err, errKeys) {
-			c.metadata.Renew()
-			err = c.once(ctx, s, action, params, answer)
-		}
-		if err != nil {
-			err = fmt.Errorf("%s: %w", action, err)
-		}
-		c.calls.Count(name, err)
-		return err
-	})
-}
-
-// allowed returns nil if this host has the right to make a call of the VPC service, and changes
-// nothing. Errors other than about that right are not errors: the call itself will return them.
-func (c *client) allowed(ctx context.Context, action string, params url.Values) error {
+// try makes a dry run of a call of the VPC service, which changes nothing.
+func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
-	err := c.counted(ctx, action+" (dry run)", c.vpc, action, params, nil)
-	if missing, ok := errors.AsType[*cloud.MissingError](err); ok {
-		return missing
-	}
-	if cloud.Transient(err) || errors.Is(err, errKeys) {
-		return err
-	}
-	return nil
+	return c.Make(ctx, action+" (dry run)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
 }
 
-func (c *client) once(ctx context.Context, s service, action string, params url.Values, answer any) error {
-	keys, err := c.keys(ctx)
-	if err != nil {
-		return err
-	}
+func (c *client) once(ctx context.Context, keys access.Keys, s service, action string, params url.Values, answer any) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, strings.TrimSuffix(s.endpoint, "/")+"/", http.NoBody)
 	if err != nil {
 		return fmt.Errorf("the address of the service %s is invalid", s.name)
@@ -86,55 +57,33 @@ func (c *client) once(ctx context.Context, s service, action string, params url.
 	req.URL.RawQuery = query.Encode()
 	req.Header.Set("Accept", "application/json") // else the answer may be XML
 	acs3.Sign(req, keys, acs3.Call{Action: action, Version: s.version, Time: time.Now(), Nonce: rand.Text()})
-	status, text, err := c.http.Send(req)
+	status, text, err := transport.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}
 	if status != http.StatusOK {
 		return classify(s.name+":"+action, params.Get("RouteTableId"), decodeError(status, text))
 	}
-	if answer == nil {
-		return nil
-	}
-	if err := json.Unmarshal(text, answer); err != nil {
-		return fmt.Errorf("decode the answer: %w", err)
-	}
-	return nil
+	return access.Decode(text, answer)
 }
-
-// errKeys means that the cloud refuses the keys for any call.
-var errKeys = errors.New("Alibaba Cloud refuses the keys")
-
-// apiError is an error of Alibaba Cloud.
-type apiError struct {
-	Status  int // of HTTP
-	Code    string
-	Message string
-}
-
-// Error implements error.
-func (e *apiError) Error() string { return e.Code + ": " + e.Message }
 
 // isCode reports whether err is an error of Alibaba Cloud with one of these codes.
 func isCode(err error, codes ...string) bool {
-	e, ok := errors.AsType[*apiError](err)
-	return ok && slices.ContainsFunc(codes, func(code string) bool { return strings.EqualFold(code, e.Code) })
+	have := access.Code(err)
+	return slices.ContainsFunc(codes, func(code string) bool { return strings.EqualFold(code, have) })
 }
 
 // decodeError returns the error in an answer with another status than 200.
-func decodeError(status int, text []byte) *apiError {
-	e := &apiError{}
-	if json.Unmarshal(text, e) != nil || e.Code == "" {
+func decodeError(status int, text []byte) *access.Error {
+	var e struct{ Code, Message string }
+	if json.Unmarshal(text, &e) != nil || e.Code == "" {
 		e.Code, e.Message = fmt.Sprint(status), http.StatusText(status)
 	}
-	return &apiError{status, oneLine(e.Code), oneLine(e.Message)}
+	return access.NewError(status, e.Code, e.Message)
 }
 
-func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }
-
-// classify returns the error that e means for the call with that permission and table. The message
-// of an error about keys may contain what was signed, so it is left out.
-func classify(permission, table string, e *apiError) error {
+// classify returns the error that e means for the call with that permission and table.
+func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
 	case is("DryRunOperation"): // the call would have succeeded
@@ -151,7 +100,7 @@ func classify(permission, table string, e *apiError) error {
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
 	case strings.HasPrefix(e.Code, "InvalidAccessKeyId") || strings.HasPrefix(e.Code, "InvalidSecurityToken") || strings.HasPrefix(e.Code, "InvalidTimeStamp") ||
 		is("SignatureDoesNotMatch", "IncompleteSignature", "SignatureNonceUsed", "MissingSecurityToken"):
-		return fmt.Errorf("%w (%s): check the instance's role, and this host's clock", errKeys, e.Code)
+		return access.Refused(name, e.Code)
 	case e.Status >= http.StatusInternalServerError || is("UnknownError", "IncorrectInstanceStatus"):
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
 	}

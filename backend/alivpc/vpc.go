@@ -5,7 +5,6 @@ package alivpc
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/netip"
 	"net/url"
@@ -14,6 +13,7 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -121,19 +121,10 @@ func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 			return nil, err
 		}
 		all = append(all, answer.Entries.All...)
-		if more, err := turnPage(params, answer.NextToken); !more {
+		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
 			return all, err
 		}
 	}
-}
-
-// turnPage makes params ask for the next page. It reports false after the last one.
-func turnPage(params url.Values, token string) (more bool, err error) {
-	if token != "" && token == params.Get("NextToken") {
-		return false, errors.New("the answer refers to itself as its next page")
-	}
-	params.Set("NextToken", token)
-	return token != "", nil
 }
 
 // instances returns those instances that exist, by id.
@@ -158,7 +149,7 @@ func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance,
 			for _, i := range answer.Instances.All {
 				all[i.ID] = i
 			}
-			if more, err = turnPage(params, answer.NextToken); err != nil {
+			if more, err = transport.TurnPage(params, "NextToken", answer.NextToken); err != nil {
 				return nil, err
 			}
 		}
@@ -290,35 +281,24 @@ func (v *vpc) Check(ctx context.Context) error {
 	}
 	// This range is for documentation, so the calls would do no harm even if they were made.
 	nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: api.instance}
-	var missing []string
+	var rights cloud.Rights
 	for _, call := range []struct {
 		action string
 		params url.Values
 	}{{"CreateRouteEntry", createParams(nowhere)}, {"ModifyRouteEntry", replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
-		err := api.allowed(ctx, call.action, call.params)
-		if denied, ok := errors.AsType[*cloud.MissingError](err); ok {
-			missing = append(missing, denied.Permissions...)
-		} else if err != nil {
+		if err := rights.Note(api.try(ctx, call.action, call.params)); err != nil {
 			return err
 		}
 	}
-	if len(missing) > 0 {
-		return &cloud.MissingError{Permissions: missing, Page: page}
-	}
-	return nil
+	return rights.Missing(page)
 }
 
 // checkRanges returns an error if a network overlaps a range of the VPC, where Alibaba Cloud refuses
 // routes.
 func (v *vpc) checkRanges(tables []cloud.Table) error {
-	for _, t := range tables {
-		for _, r := range t.Routes {
-			for _, n := range v.networks {
-				if r.Target == localTarget && r.Dst.Bits() > 0 && r.Dst.Overlaps(n) {
-					return fmt.Errorf("the network %s overlaps %s of the VPC, where Alibaba Cloud allows no routes to instances: choose another Network or IPv6Network", n, r.Dst)
-				}
-			}
-		}
+	own := func(r cloud.Route) bool { return r.Target == localTarget && r.Dst.Bits() > 0 }
+	if n, r, found := cloud.Overlap(tables, v.networks, own); found {
+		return fmt.Errorf("the network %s overlaps %s of the VPC, where Alibaba Cloud allows no routes to instances: choose another Network or IPv6Network", n, r.Dst)
 	}
 	return nil
 }

@@ -7,7 +7,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net/http"
 	"net/netip"
 	"net/url"
 	"os"
@@ -22,19 +21,20 @@ import (
 	"github.com/aws/aws-sdk-go-v2/feature/ec2/imds"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // connect returns a client for the region of this host, and the id of its instance. Both come
 // from the metadata service.
 func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
 	metadata := imds.New(imds.Options{EnableFallback: aws.FalseTernary}) // IMDSv2 only
 	values := map[string]string{"placement/region": "", "instance-id": "", "services/domain": ""}
 	for path := range values {
 		var err error
 		if values[path], err = read(ctx, metadata, path); err != nil {
-			return nil, "", fmt.Errorf("%w: read %s from the metadata service of EC2: %s", cloud.ErrUnavailable, path, reason(err))
+			return nil, "", fmt.Errorf("%w: read %s from the metadata service of EC2: %s", cloud.ErrUnavailable, path, transport.Reason(err))
 		}
 	}
 	provider, err := credentialsProvider(metadata)
@@ -43,14 +43,11 @@ func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 	}
 	region := values["placement/region"]
 	return &client{
-		http: &http.Client{Timeout: callTimeout, CheckRedirect: noRedirect}, signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
+		http: transport.NewClient(), signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
 		// The variables are those of all programs that use the SDK.
 		endpoint: cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+region+"."+values["services/domain"]),
 	}, values["instance-id"], nil
 }
-
-// noRedirect makes a redirect an answer: EC2 sends none, and another server must not get calls.
-func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
 // read returns a value of the metadata service.
 func read(ctx context.Context, metadata *imds.Client, path string) (string, error) {

@@ -5,7 +5,6 @@ package awsvpc
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -15,6 +14,7 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -153,15 +153,6 @@ func (v *vpc) checkOff() url.Values {
 	return url.Values{"NetworkInterfaceId": {v.own.ID}, "SourceDestCheck.Value": {"false"}}
 }
 
-// turnPage makes params ask for the next page. It reports false after the last one.
-func turnPage(params url.Values, token string) (more bool, err error) {
-	if token != "" && token == params.Get("NextToken") {
-		return false, errors.New("the answer refers to itself as its next page")
-	}
-	params.Set("NextToken", token)
-	return token != "", nil
-}
-
 // describeInstances returns the instances of all pages.
 func describeInstances(ctx context.Context, api *client, params url.Values) (all []instance, err error) {
 	for {
@@ -170,7 +161,7 @@ func describeInstances(ctx context.Context, api *client, params url.Values) (all
 			return nil, err
 		}
 		all = append(all, answer.Instances...)
-		if more, err := turnPage(params, answer.NextToken); !more {
+		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
 			return all, err
 		}
 	}
@@ -247,7 +238,7 @@ func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []rout
 			return nil, err
 		}
 		all = append(all, answer.Tables...)
-		if more, err := turnPage(params, answer.NextToken); !more {
+		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
 			return all, err
 		}
 	}
@@ -360,19 +351,9 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err := v.checkRanges(tables); err != nil {
 		return err
 	}
-	var missing []string
-	try := func(action string, params url.Values) error {
-		err := api.allowed(ctx, action, params)
-		if denied, ok := errors.AsType[*cloud.MissingError](err); ok {
-			if name := denied.Permissions[0]; !slices.Contains(missing, name) {
-				missing = append(missing, name)
-			}
-			return nil
-		}
-		return err
-	}
+	var rights cloud.Rights
 	if v.own.SourceDestCheck {
-		if err := try("ModifyNetworkInterfaceAttribute", v.checkOff()); err != nil {
+		if err := rights.Note(api.try(ctx, "ModifyNetworkInterfaceAttribute", v.checkOff())); err != nil {
 			return err
 		}
 	}
@@ -382,28 +363,20 @@ func (v *vpc) Check(ctx context.Context) error {
 			if action != "DeleteRoute" {
 				params.Set("NetworkInterfaceId", v.own.ID)
 			}
-			if err := try(action, params); err != nil {
+			if err := rights.Note(api.try(ctx, action, params)); err != nil {
 				return err
 			}
 		}
 	}
-	if len(missing) > 0 {
-		return &cloud.MissingError{Permissions: missing, Page: page}
-	}
-	return nil
+	return rights.Missing(page)
 }
 
 // checkRanges returns an error if a network overlaps the VPC: EC2 refuses routes into the VPC.
 func (v *vpc) checkRanges(tables []cloud.Table) error {
-	for _, t := range tables {
-		for _, r := range t.Routes {
-			for _, n := range v.networks {
-				if r.Target == localGateway && r.Dst.Overlaps(n) {
-					return fmt.Errorf("the network %s overlaps %s of %s, where EC2 allows no routes to hosts: choose another Network or IPv6Network",
-						n, r.Dst, strings.TrimSpace(v.own.VPC))
-				}
-			}
-		}
+	own := func(r cloud.Route) bool { return r.Target == localGateway }
+	if n, r, found := cloud.Overlap(tables, v.networks, own); found {
+		return fmt.Errorf("the network %s overlaps %s of %s, where EC2 allows no routes to hosts: choose another Network or IPv6Network",
+			n, r.Dst, strings.TrimSpace(v.own.VPC))
 	}
 	return nil
 }

@@ -9,7 +9,6 @@ import (
 	"encoding/xml"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net/http"
 	"net/url"
@@ -21,13 +20,12 @@ import (
 	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const (
-	apiVersion  = "2016-11-15"
-	callTimeout = 10 * time.Second
-	maxAnswer   = 16 << 20 // bytes; a table with 1,000 routes takes 300 kB
-	page        = "Documentation/backends/aws-vpc.md"
+	apiVersion = "2016-11-15"
+	page       = "Documentation/backends/aws-vpc.md"
 )
 
 // client makes calls of EC2's Query API: forms that are signed, and answers in XML.
@@ -43,41 +41,21 @@ type client struct {
 // call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
 // call that was throttled. params must not contain Action and Version.
 func (c *client) call(ctx context.Context, action string, params url.Values, answer any) error {
-	return c.counted(ctx, action, action, params, answer)
+	return c.calls.Make(ctx, action, action, func() error { return c.once(ctx, action, params, answer) })
 }
 
-// counted is call with another name for the number of calls.
-func (c *client) counted(ctx context.Context, name, action string, params url.Values, answer any) error {
-	return cloud.Retry(ctx, func() error {
-		err := c.once(ctx, action, params, answer)
-		if err != nil {
-			err = fmt.Errorf("%s: %w", action, err)
-		}
-		c.calls.Count(name, err)
-		return err
-	})
-}
-
-// allowed returns nil if this host has the right to make a call, and changes nothing. Errors
-// other than about that right are not errors: the call itself will return them.
-func (c *client) allowed(ctx context.Context, action string, params url.Values) error {
+// try makes a dry run of a call, which changes nothing.
+func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
-	err := c.counted(ctx, action+" (dry run)", action, params, nil)
-	if missing, ok := errors.AsType[*cloud.MissingError](err); ok {
-		return missing
-	}
-	if cloud.Transient(err) {
-		return err
-	}
-	return nil
+	return c.calls.Make(ctx, action+" (dry run)", action, func() error { return c.once(ctx, action, params, nil) })
 }
 
 func (c *client) once(ctx context.Context, action string, params url.Values, answer any) error {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
 	credentials, err := c.credentials.Retrieve(ctx)
 	if err != nil {
-		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, reason(err))
+		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, transport.Reason(err))
 	}
 	form := url.Values{"Action": {action}, "Version": {apiVersion}}
 	maps.Copy(form, params)
@@ -91,17 +69,12 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	if err := c.signer.SignHTTP(ctx, credentials, req, hex.EncodeToString(sum[:]), "ec2", c.region, time.Now()); err != nil {
 		return fmt.Errorf("sign the call: %w", err)
 	}
-	resp, err := c.http.Do(req)
+	status, text, err := transport.Send(c.http, req)
 	if err != nil {
-		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+		return err
 	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
-	}
-	if resp.StatusCode != http.StatusOK {
-		return classify(action, params, resp.StatusCode, text)
+	if status != http.StatusOK {
+		return classify(action, params, status, text)
 	}
 	if answer == nil {
 		return nil
@@ -110,18 +83,6 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 		return fmt.Errorf("decode the answer: %w", err)
 	}
 	return nil
-}
-
-// reason returns the text of the innermost error: that of the SDK repeats itself at each level,
-// and that of package net/http begins with the URL.
-func reason(err error) string {
-	for {
-		inner := errors.Unwrap(err)
-		if inner == nil {
-			return err.Error()
-		}
-		err = inner
-	}
 }
 
 // apiError is an error of EC2.

@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -178,13 +179,13 @@ func (v *vpc) list(ctx context.Context) (all []route, err error) {
 				all = append(all, r)
 			}
 		}
-		switch answer.Next {
-		case "":
-			return all, nil
-		case query.Get("pageToken"):
-			return nil, errors.New("routes.list: the answer refers to itself as its next page")
+		more, err := transport.TurnPage(query, "pageToken", answer.Next)
+		if err != nil {
+			return nil, fmt.Errorf("routes.list: %w", err)
 		}
-		query.Set("pageToken", answer.Next)
+		if !more {
+			return all, nil
+		}
 	}
 }
 
@@ -206,7 +207,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	right, wrong, priority := v.split(present, want)
 	for _, r := range present {
 		if v.rivals(r) && r.Priority <= priority {
-			return fmt.Errorf("route %s to %s with the description %q belongs to another program or cluster: remove it, or choose another Network", r.Name, r.target(), short(r.Description))
+			return fmt.Errorf("route %s to %s with the description %q belongs to another program or cluster: remove it, or choose another Network", r.Name, r.target(), transport.Clean(r.Description))
 		}
 	}
 	for _, r := range wrong {
@@ -393,23 +394,18 @@ func (v *vpc) checkPermissions(ctx context.Context) error {
 	if err != nil {
 		klog.FromContext(ctx).Info("cannot check the permissions in the project: a call will name a missing one", "reason", err.Error())
 	}
-	if missing = append(missing, more...); len(missing) > 0 {
-		return &cloud.MissingError{Permissions: missing, Page: page}
-	}
-	return nil
+	var rights cloud.Rights
+	rights.Lack(missing...)
+	rights.Lack(more...)
+	return rights.Missing(page)
 }
 
 // checkRanges returns an error if a network overlaps a range of the VPC network, where Google
 // refuses routes.
 func (v *vpc) checkRanges(tables []cloud.Table) error {
-	for _, t := range tables {
-		for _, r := range t.Routes {
-			for _, n := range v.networks {
-				if r.Target == localTarget && r.Dst.Overlaps(n) {
-					return fmt.Errorf("the network %s overlaps %s of the VPC network %s, where Google allows no routes to instances: choose another Network or IPv6Network", n, r.Dst, v.table)
-				}
-			}
-		}
+	own := func(r cloud.Route) bool { return r.Target == localTarget }
+	if n, r, found := cloud.Overlap(tables, v.networks, own); found {
+		return fmt.Errorf("the network %s overlaps %s of the VPC network %s, where Google allows no routes to instances: choose another Network or IPv6Network", n, r.Dst, v.table)
 	}
 	return nil
 }

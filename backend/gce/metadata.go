@@ -19,6 +19,7 @@ import (
 	"cloud.google.com/go/compute/metadata"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -60,7 +61,7 @@ func confidential(text string) bool {
 // connect returns a client for the instance of this host.
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
 	c := &client{
-		endpoints: at, http: &http.Client{Timeout: callTimeout, CheckRedirect: noRedirect}, calls: calls,
+		endpoints: at, http: transport.NewClient(), calls: calls,
 		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
 	}
 	for _, value := range []struct {
@@ -77,9 +78,6 @@ func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, er
 	return c, nil
 }
 
-// noRedirect makes a redirect an answer: Google sends none, and another server must not get tokens.
-func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-
 // identity is what the metadata service knows about this host. The zero identity is usable.
 type identity struct {
 	service *metadata.Client
@@ -93,7 +91,7 @@ func (i *identity) read(ctx context.Context, name string) (string, error) {
 		// Without a proxy. A connection that is kept would outlive this client, and be used once in a resync period.
 		i.service = metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 	}
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
 	text, err := i.service.GetWithContext(ctx, name)
 	if _, undefined := errors.AsType[metadata.NotDefinedError](err); undefined {
@@ -103,7 +101,7 @@ func (i *identity) read(ctx context.Context, name string) (string, error) {
 		err = errors.New("the answer is empty")
 	}
 	if err != nil {
-		return "", fmt.Errorf("%w: read %s from the metadata service of Google Cloud: %s", cloud.ErrUnavailable, name, reason(err))
+		return "", fmt.Errorf("%w: read %s from the metadata service of Google Cloud: %s", cloud.ErrUnavailable, name, transport.Reason(err))
 	}
 	return strings.TrimSpace(text), nil
 }
@@ -202,15 +200,4 @@ func (i *identity) interfaces(ctx context.Context) (all []networkInterface, err 
 		return nil, fmt.Errorf("decode the network interfaces of the metadata service: %w", err)
 	}
 	return all, nil
-}
-
-// reason returns the text of the innermost error: that of package net/http begins with the URL.
-func reason(err error) string {
-	for {
-		inner := errors.Unwrap(err)
-		if inner == nil {
-			return err.Error()
-		}
-		err = inner
-	}
 }

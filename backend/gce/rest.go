@@ -16,18 +16,16 @@ import (
 	"strconv"
 	"strings"
 	"time"
-	"unicode"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 const (
-	callTimeout      = 10 * time.Second
 	metadataTimeout  = 5 * time.Second
 	operationTimeout = 2 * time.Minute
 	tokenReserve     = time.Minute
-	maxAnswer        = 16 << 20 // bytes; a page of 500 routes takes 400 kB
 	page             = "Documentation/backends/gce.md"
 )
 
@@ -37,9 +35,6 @@ const (
 	leastPoll = time.Second
 	mostPoll  = 3 * time.Second
 )
-
-// maxMessage is the number of bytes of a message of an API that are shown.
-const maxMessage = 300
 
 // client makes calls of the Compute API for the instance of this host.
 type client struct {
@@ -68,7 +63,7 @@ func (c *client) at(name, method, path string, body any) request {
 // call makes a call and decodes its answer. It repeats a call that was throttled, and one whose
 // token was refused, because the metadata service may have a new one.
 func (c *client) call(ctx context.Context, r request, answer any) error {
-	return cloud.Retry(ctx, func() error {
+	return c.calls.Make(ctx, r.name, r.name, func() error {
 		err := c.once(ctx, r, answer)
 		if isStatus(err, http.StatusUnauthorized) {
 			c.token = ""
@@ -77,16 +72,12 @@ func (c *client) call(ctx context.Context, r request, answer any) error {
 		if isStatus(err, http.StatusUnauthorized) {
 			err = fmt.Errorf("Google refuses the token of the service account: %w", err)
 		}
-		if err != nil {
-			err = fmt.Errorf("%s: %w", r.name, err)
-		}
-		c.calls.Count(r.name, err)
 		return err
 	})
 }
 
 func (c *client) once(ctx context.Context, r request, answer any) error {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
 	token, err := c.bearer(ctx)
 	if err != nil {
@@ -106,17 +97,12 @@ func (c *client) once(ctx context.Context, r request, answer any) error {
 	}
 	req.Header.Set("Authorization", "Bearer "+token)
 	req.Header.Set("Content-Type", "application/json")
-	resp, err := c.http.Do(req)
+	status, text, err := transport.Send(c.http, req)
 	if err != nil {
-		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+		return err
 	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
-	}
-	if resp.StatusCode != http.StatusOK {
-		return classify(r.name, decodeError(resp.StatusCode, text))
+	if status != http.StatusOK {
+		return classify(r.name, decodeError(status, text))
 	}
 	if err := json.Unmarshal(text, answer); err != nil {
 		return fmt.Errorf("decode the answer: %w", err)
@@ -173,15 +159,7 @@ func (e *apiError) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.
 
 // newAPIError returns an error with the words of the API in one line of limited length.
 func newAPIError(status int, reason, message string) *apiError {
-	return &apiError{Status: status, Reason: short(reason), Message: short(message)}
-}
-
-// short returns text of the API as one line of limited length.
-func short(text string) string {
-	if len(text) > maxMessage {
-		text = strings.ToValidUTF8(text[:maxMessage], "") + "…"
-	}
-	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
+	return &apiError{Status: status, Reason: transport.Clean(reason), Message: transport.Clean(message)}
 }
 
 // isStatus reports whether err is an error of a Google API with that HTTP status.

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"regexp"
@@ -17,19 +16,20 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/access/tc3"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-const page = "Documentation/backends/tencent-vpc.md"
+const (
+	name = "Tencent Cloud" // in errors
+	page = "Documentation/backends/tencent-vpc.md"
+)
 
 // service is one of the services of Tencent Cloud.
 type service struct{ name, version, endpoint string }
 
 // client makes calls of the API 3.0: JSON in both directions.
 type client struct {
-	http     *access.Client
-	metadata *access.Metadata
-	keys     access.Provider
-	calls    *cloud.Calls
+	access.Client
 	region   string
 	vpc, cvm service
 }
@@ -37,46 +37,18 @@ type client struct {
 // object is an object of JSON.
 type object = map[string]any
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a call
-// that was throttled, and one whose keys were refused, because the role may have new ones.
+// call makes a call and decodes its answer. With a nil answer it decodes nothing.
 func (c *client) call(ctx context.Context, s service, action string, params object, answer any) error {
-	return c.counted(ctx, action, s, action, params, answer)
+	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
 
-// counted is call with another name for the number of calls.
-func (c *client) counted(ctx context.Context, name string, s service, action string, params object, answer any) error {
-	return cloud.Retry(ctx, func() error {
-		err := c.once(ctx, s, action, params, answer)
-		if errors.Is(err, errKeys) {
-			c.metadata.Renew()
-			err = c.once(ctx, s, action, params, answer)
-		}
-		if err != nil {
-			err = fmt.Errorf("%s: %w", action, err)
-		}
-		c.calls.Count(name, err)
-		return err
-	})
+// try makes a call of the VPC service that checks a right. Tencent Cloud has no dry runs of these calls,
+// so params must be such that the call is refused for another reason.
+func (c *client) try(ctx context.Context, action string, params object) error {
+	return c.Make(ctx, action+" (check)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
 }
 
-// allowed returns nil if this host has the right to make a call of the VPC service. Tencent Cloud has
-// no dry runs of these calls, so params must be such that the call is refused for another reason.
-func (c *client) allowed(ctx context.Context, action string, params object) error {
-	err := c.counted(ctx, action+" (check)", c.vpc, action, params, nil)
-	if missing, ok := errors.AsType[*cloud.MissingError](err); ok {
-		return missing
-	}
-	if cloud.Transient(err) || errors.Is(err, errKeys) {
-		return err
-	}
-	return nil
-}
-
-func (c *client) once(ctx context.Context, s service, action string, params object, answer any) error {
-	keys, err := c.keys(ctx)
-	if err != nil {
-		return err
-	}
+func (c *client) once(ctx context.Context, keys access.Keys, s service, action string, params object, answer any) error {
 	body, err := json.Marshal(params)
 	if err != nil {
 		return err
@@ -85,13 +57,13 @@ func (c *client) once(ctx context.Context, s service, action string, params obje
 	if err != nil {
 		return fmt.Errorf("the address of the service %s is invalid", s.name)
 	}
-	for name, value := range map[string]string{
+	for header, value := range map[string]string{
 		"Content-Type": "application/json; charset=utf-8", "X-TC-Action": action, "X-TC-Version": s.version, "X-TC-Region": c.region,
 	} {
-		req.Header.Set(name, value)
+		req.Header.Set(header, value)
 	}
 	tc3.Sign(req, keys, tc3.Call{Service: s.name, Time: time.Now(), Body: body})
-	status, text, err := c.http.Send(req)
+	status, text, err := transport.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}
@@ -103,58 +75,39 @@ func (c *client) once(ctx context.Context, s service, action string, params obje
 // means. Errors have the status 200.
 func decode(status int, text []byte, permission, table string, answer any) error {
 	var outer struct{ Response json.RawMessage }
-	var failed struct{ Error *apiError }
+	var failed struct {
+		Error *struct{ Code, Message string }
+	}
 	if status != http.StatusOK || json.Unmarshal(text, &outer) != nil || json.Unmarshal(outer.Response, &failed) != nil {
-		return classify(permission, table, status, &apiError{Code: fmt.Sprint(status), Message: "the answer is not one of the API"})
+		return classify(permission, table, access.NewError(status, fmt.Sprint(status), "the answer is not one of the API"))
 	}
 	if failed.Error != nil {
-		return classify(permission, table, status, &apiError{Code: oneLine(failed.Error.Code), Message: oneLine(failed.Error.Message)})
+		return classify(permission, table, access.NewError(status, failed.Error.Code, failed.Error.Message))
 	}
-	if answer == nil {
-		return nil
-	}
-	if err := json.Unmarshal(outer.Response, answer); err != nil {
-		return fmt.Errorf("decode the answer: %w", err)
-	}
-	return nil
+	return access.Decode(outer.Response, answer)
 }
-
-func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }
-
-// errKeys means that the cloud refuses the keys for any call.
-var errKeys = errors.New("Tencent Cloud refuses the keys")
-
-// apiError is an error of Tencent Cloud.
-type apiError struct {
-	Code    string
-	Message string
-}
-
-// Error implements error.
-func (e *apiError) Error() string { return e.Code + ": " + e.Message }
 
 // isCode reports whether err is an error of Tencent Cloud with one of these codes, or a more precise
 // one.
 func isCode(err error, codes ...string) bool {
-	e, ok := errors.AsType[*apiError](err)
-	return ok && slices.ContainsFunc(codes, func(code string) bool { return e.Code == code || strings.HasPrefix(e.Code, code+".") })
+	have := access.Code(err)
+	return slices.ContainsFunc(codes, func(code string) bool { return have == code || strings.HasPrefix(have, code+".") })
 }
 
-// classify returns the error that e means for the call with that permission and table. The message
-// of an error about keys may contain what was signed, so it is left out.
-func classify(permission, table string, status int, e *apiError) error {
+// classify returns the error that e means for the call with that permission and table.
+func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
 	case is("UnauthorizedOperation", "AuthFailure.UnauthorizedOperation"):
 		return &cloud.MissingError{Permissions: []string{named(permission, e.Message)}, Page: page}
 	case is("AuthFailure"):
-		return fmt.Errorf("%w (%s): check the instance's role, and this host's clock", errKeys, e.Code)
+		return access.Refused(name, e.Code)
 	case is("LimitExceeded", "QuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
 	// The codes after the first are about another change that has not ended.
-	case is("RequestLimitExceeded", "MutexOperation", "UnsupportedOperation.MutexOperationTaskRunning") || status == http.StatusTooManyRequests:
+	case is("RequestLimitExceeded", "MutexOperation", "UnsupportedOperation.MutexOperationTaskRunning") || e.Status == http.StatusTooManyRequests:
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
-	case is("InternalError", "InternalServerError", "ServiceUnavailable", "FailedOperation.InternalOperationFailure") || status >= http.StatusInternalServerError:
+	case is("InternalError", "InternalServerError", "ServiceUnavailable", "FailedOperation.InternalOperationFailure") || e.Status >= http.StatusInternalServerError:
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
 	}
 	return e

@@ -5,7 +5,7 @@ package tencentvpc
 import (
 	"encoding/json"
 
-	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -19,15 +19,15 @@ type config struct {
 // the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return config{} }
 
+// keys returns the configured keys.
+func (c config) keys() access.Keys { return access.Keys{ID: c.AccessKeyID, Secret: c.AccessKeySecret} }
+
 func parseConfig(raw json.RawMessage) (config, []string, error) {
 	var c config
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
 		return c, nil, err
 	}
-	if (c.AccessKeyID == "") != (c.AccessKeySecret == "") {
-		warnings = append(warnings, "AccessKeyID and AccessKeySecret need each other: the one that is set is ignored")
-	}
-	secrets, err := cloud.SecretKeys(raw)
-	return c, append(warnings, secrets...), err
+	more, err := access.Warnings(raw, c.keys())
+	return c, append(warnings, more...), err
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // connect returns a client for the region of this host.
@@ -20,12 +21,13 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		return nil, err
 	}
 	c := &client{
-		http: access.NewClient(), calls: calls,
-		metadata: &access.Metadata{Cloud: "Tencent Cloud", Page: page, URL: metadata, Roles: "cam/security-credentials/"},
-		vpc:      service{name: "vpc", version: "2017-03-12"},
-		cvm:      service{name: "cvm", version: "2017-03-12"},
+		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Metadata: &access.Metadata{
+			Cloud: name, Page: page, URL: metadata, Roles: "cam/security-credentials/",
+		}},
+		vpc: service{name: "vpc", version: "2017-03-12"},
+		cvm: service{name: "cvm", version: "2017-03-12"},
 	}
-	if c.region, err = c.metadata.Read(ctx, "placement/region"); err != nil {
+	if c.region, err = c.Metadata.Read(ctx, "placement/region"); err != nil {
 		return nil, err
 	}
 	domain := "tencentcloudapi.com"
@@ -39,8 +41,8 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		return nil, err
 	}
 	// The names are those of flannel and those of Tencent Cloud.
-	c.keys = access.First(c.metadata.Keys,
-		access.Keys{ID: cfg.AccessKeyID, Secret: cfg.AccessKeySecret},
+	c.Keys = access.First(c.Metadata.Keys,
+		cfg.keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
 		access.Keys{ID: os.Getenv("TENCENTCLOUD_SECRET_ID"), Secret: os.Getenv("TENCENTCLOUD_SECRET_KEY"), Token: os.Getenv("TENCENTCLOUD_TOKEN")},
 	)
@@ -55,7 +57,7 @@ type place struct {
 
 // find returns the place of the external interface, which has the addresses.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
-	found, err := c.metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
+	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {
 		return place{}, err
 	}
@@ -63,9 +65,9 @@ func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err
 		return place{}, fmt.Errorf("%s is not of the primary network interface of this instance, whose addresses Tencent Cloud shows: choose that one by --iface", found.Address)
 	}
 	p.address = found.Address
-	if p.vpc, err = c.metadata.Read(ctx, found.Path("vpc-id")); err != nil {
+	if p.vpc, err = c.Metadata.Read(ctx, found.Path("vpc-id")); err != nil {
 		return place{}, err
 	}
-	p.subnet, err = c.metadata.Read(ctx, found.Path("subnet-id"))
+	p.subnet, err = c.Metadata.Read(ctx, found.Path("subnet-id"))
 	return p, err
 }

@@ -4,7 +4,6 @@ package tencentvpc
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 	"net/netip"
@@ -283,20 +282,15 @@ func (v *vpc) Check(ctx context.Context) error {
 	}
 	// No table has such a route, and no call can make it.
 	nowhere := route{ID: math.MaxInt32, Dst: "192.0.2.0/33", Kind: instanceKind, Target: v.own.address.String()}
-	var missing []string
+	var rights cloud.Rights
 	for _, call := range []struct {
 		action string
 		route  route
 	}{{"CreateRoutes", route{Dst: nowhere.Dst, Kind: nowhere.Kind, Target: nowhere.Target}}, {"ReplaceRoutes", nowhere}, {"DeleteRoutes", nowhere.id()}} {
-		err := v.api.allowed(ctx, call.action, object{"RouteTableId": t.ID, "Routes": []route{call.route}})
-		if denied, ok := errors.AsType[*cloud.MissingError](err); ok {
-			missing = append(missing, denied.Permissions...)
-		} else if err != nil {
+		err := v.api.try(ctx, call.action, object{"RouteTableId": t.ID, "Routes": []route{call.route}})
+		if err := rights.Note(err); err != nil {
 			return err
 		}
 	}
-	if len(missing) > 0 {
-		return &cloud.MissingError{Permissions: missing, Page: page}
-	}
-	return nil
+	return rights.Missing(page)
 }

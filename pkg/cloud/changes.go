@@ -51,6 +51,21 @@ func (r Route) replaceable() bool { return r.ByCall && !r.Foreign }
 // knows.
 func (r Route) serves(own string) bool { return r.Target != own && !r.Lost }
 
+// Overlap returns the first of networks that overlaps a route of the cloud itself, and that route. own
+// reports whether a route is one of the cloud itself.
+func Overlap(tables []Table, networks []netip.Prefix, own func(Route) bool) (network netip.Prefix, r Route, found bool) {
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			for _, n := range networks {
+				if own(r) && r.Dst.Overlaps(n) {
+					return n, r, true
+				}
+			}
+		}
+	}
+	return netip.Prefix{}, Route{}, false
+}
+
 // unclaimed returns the routes in networks that no host needs: they are replaceable, and
 // overlap no subnet of a lease. It does not look where they lead.
 func unclaimed(tables []Table, networks []netip.Prefix, leased func(netip.Prefix) bool) []Route {

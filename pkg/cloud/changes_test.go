@@ -65,6 +65,19 @@ func TestChanges(t *testing.T) {
 	}
 }
 
+func TestOverlap(t *testing.T) {
+	tables := []Table{{ID: "t0"}, {ID: "t1", Routes: []Route{byCall("10.5.1.0/24", "me"), byCall("192.168.0.0/16", "local"), byCall("fd00::/16", "local")}}}
+	own := func(r Route) bool { return r.Target == "local" }
+	for network, want := range map[string]string{
+		"10.5.0.0/16": "", "192.168.7.0/24": "192.168.0.0/16", "192.0.0.0/8": "192.168.0.0/16", "fd00:10::/32": "fd00::/16",
+	} {
+		n, r, found := Overlap(tables, prefixes("172.16.0.0/16", network), own)
+		if found != (want != "") || found && (n.String() != network || r.Dst.String() != want) {
+			t.Errorf("%s: %s overlaps %s (%v), want %q", network, n, r, found, want)
+		}
+	}
+}
+
 func TestUnclaimed(t *testing.T) {
 	kept := byCall("10.5.9.0/24", "gone")
 	kept.ByCall = false

@@ -8,7 +8,8 @@
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
 //   - keeper.go is the loop that reads the tables and makes the calls. report.go is what it
 //     reports.
-//   - retry.go repeats calls that the cloud has refused because there were too many.
+//   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
+//   - rights.go collects what calls of an implementation say about missing rights.
 package cloud
 
 import (
@@ -104,6 +105,10 @@ var ErrThrottled = errors.New("the cloud refuses calls because there are too man
 // ErrUnavailable means that the cloud has not answered, or with an error of its own. The call
 // may be repeated.
 var ErrUnavailable = errors.New("the cloud does not answer")
+
+// ErrKeys means that the cloud refuses the keys of this host for any call. Its text follows the name of
+// the cloud.
+var ErrKeys = errors.New("refuses the keys")
 
 // QuotaError means that a table has as many routes as the cloud allows.
 type QuotaError struct {

@@ -4,7 +4,6 @@ package cloud_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -534,29 +533,6 @@ func TestResultWaitsForTheFirstComparison(t *testing.T) {
 		defer cancel()
 		if _, err := k.Result(ctx); err == nil {
 			t.Error("no error although nothing was compared")
-		}
-	})
-}
-
-func TestRetry(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		calls, begin := 0, time.Now()
-		err := cloud.Retry(t.Context(), func() error {
-			if calls++; calls < 4 {
-				return fmt.Errorf("CreateRoute: %w", cloud.ErrThrottled)
-			}
-			return nil
-		})
-		if took := time.Since(begin); err != nil || calls != 4 || took < time.Second {
-			t.Errorf("%v after %d calls in %v, want a success with pauses", err, calls, took)
-		}
-		calls = 0
-		if err := cloud.Retry(t.Context(), func() error { calls++; return cloud.ErrThrottled }); !errors.Is(err, cloud.ErrThrottled) || calls > 10 {
-			t.Errorf("%v after %d calls, want it to give up", err, calls)
-		}
-		calls = 0
-		if err := cloud.Retry(t.Context(), func() error { calls++; return cloud.ErrUnavailable }); err == nil || calls != 1 {
-			t.Errorf("%v after %d calls, want no repetition of another error", err, calls)
 		}
 	})
 }

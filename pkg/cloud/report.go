@@ -3,11 +3,8 @@
 package cloud
 
 import (
-	"cmp"
 	"errors"
 	"slices"
-	"strings"
-	"sync"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -77,60 +74,4 @@ func (k *Keeper) Report() Report {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.report
-}
-
-// Calls counts the calls of an API. The zero Calls is usable, and safe for concurrent use.
-type Calls struct {
-	mu sync.Mutex
-	n  map[CallCount]uint64 // with N being zero
-}
-
-// CallCount is the number of calls with the same name and result.
-type CallCount struct {
-	Name   string // in the words of the cloud, such as CreateRoute
-	Result string // ok, throttled, denied, quota, unavailable or failed
-	N      uint64
-}
-
-// Count counts a call that ended with err.
-func (c *Calls) Count(name string, err error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.n == nil {
-		c.n = map[CallCount]uint64{}
-	}
-	c.n[CallCount{Name: name, Result: result(err)}]++
-}
-
-// Counts returns the numbers of calls, sorted by name and result.
-func (c *Calls) Counts() []CallCount {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	var all []CallCount
-	for count, n := range c.n {
-		count.N = n
-		all = append(all, count)
-	}
-	slices.SortFunc(all, func(a, b CallCount) int {
-		return cmp.Or(strings.Compare(a.Name, b.Name), strings.Compare(a.Result, b.Result))
-	})
-	return all
-}
-
-func result(err error) string {
-	var missing *MissingError
-	var quota *QuotaError
-	switch {
-	case err == nil:
-		return "ok"
-	case errors.Is(err, ErrThrottled):
-		return "throttled"
-	case errors.Is(err, ErrUnavailable):
-		return "unavailable"
-	case errors.As(err, &missing):
-		return "denied"
-	case errors.As(err, &quota):
-		return "quota"
-	}
-	return "failed"
 }

@@ -1,28 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package access is what the clouds share whose calls are signed with a pair of keys: the keys, the
-// metadata service that gives an instance those of its role, and the way calls are sent.
+// metadata service that gives an instance those of its role, and the way calls are made.
 //
-//   - access.go has the keys, chooses the addresses of services, and sends calls.
+//   - access.go has the keys, and chooses the addresses of services.
+//   - client.go makes calls, and has their errors.
 //   - metadata.go reads the metadata service.
 package access
 
 import (
 	"context"
-	"errors"
+	"encoding/json"
 	"fmt"
-	"io"
-	"net/http"
 	"net/url"
 	"os"
-	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-)
-
-const (
-	callTimeout = 10 * time.Second
-	maxAnswer   = 16 << 20 // bytes; a page of 500 routes takes 400 kB
 )
 
 // Keys sign calls.
@@ -52,6 +45,16 @@ func First(role Provider, pairs ...Keys) Provider {
 	return role
 }
 
+// Warnings returns warnings about a Backend object that has the keys k, by AccessKeyID and
+// AccessKeySecret.
+func Warnings(raw json.RawMessage, k Keys) (warnings []string, err error) {
+	if (k.ID == "") != (k.Secret == "") {
+		warnings = append(warnings, "AccessKeyID and AccessKeySecret need each other: the one that is set is ignored")
+	}
+	secrets, err := cloud.SecretKeys(raw)
+	return append(warnings, secrets...), err
+}
+
 // Endpoint returns the URL in a variable of the environment, or standard if there is none. The error
 // does not contain the value.
 func Endpoint(variable, standard string) (string, error) {
@@ -64,41 +67,4 @@ func Endpoint(variable, standard string) (string, error) {
 		return "", fmt.Errorf("%s is invalid: expected an http or https URL, such as %s", variable, standard)
 	}
 	return text, nil
-}
-
-// Client sends calls. Proxies count, as the variables of the environment define them.
-type Client struct{ http http.Client }
-
-// NewClient returns a Client.
-func NewClient() *Client {
-	return &Client{http.Client{Timeout: callTimeout, CheckRedirect: noRedirect}}
-}
-
-// noRedirect makes a redirect an answer: clouds send none, and another server must not get calls.
-func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-
-// Send sends a call and returns the answer. The error wraps cloud.ErrUnavailable, and does not
-// contain the URL, in which there may be parameters.
-func (c *Client) Send(req *http.Request) (status int, body []byte, err error) {
-	resp, err := c.http.Do(req)
-	if err != nil {
-		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
-	}
-	defer resp.Body.Close()
-	body, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
-	}
-	return resp.StatusCode, body, nil
-}
-
-// reason returns the text of the innermost error: that of package net/http begins with the URL.
-func reason(err error) string {
-	for {
-		inner := errors.Unwrap(err)
-		if inner == nil {
-			return err.Error()
-		}
-		err = inner
-	}
 }

@@ -103,10 +103,10 @@ func TestKeysAreKept(t *testing.T) {
 	for i, want := range []string{"id-1", "id-1", "id-2", "id-3", "id-4"} {
 		switch i {
 		case 2:
-			m.Renew()
+			m.renew()
 			left = time.Minute // less than the reserve
 		case 3:
-			m.Renew()
+			m.renew()
 		}
 		if k, err := m.Keys(t.Context()); err != nil || k != (Keys{want, "s", "t"}) {
 			t.Errorf("%d: keys %v, error %v, want %s", i, k, err, want)

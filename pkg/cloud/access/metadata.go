@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"net/netip"
 	"slices"
@@ -16,6 +15,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const (
@@ -100,17 +100,10 @@ func (m *Metadata) send(ctx context.Context, method, path string, header http.He
 		return 0, "", errors.New("the address of the service is invalid")
 	}
 	req.Header = header
-	direct := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, CheckRedirect: noRedirect} // without a proxy
-	resp, err := direct.Do(req)
-	if err != nil {
-		return 0, "", fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
-	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return 0, "", fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
-	}
-	return resp.StatusCode, strings.TrimSpace(string(body)), nil
+	direct := transport.NewClient()
+	direct.Transport = &http.Transport{DisableKeepAlives: true} // without a proxy
+	status, body, err := transport.Send(direct, req)
+	return status, strings.TrimSpace(string(body)), err
 }
 
 // ReadAddresses returns the addresses in a value, which is a list in the form of JSON or lines.
@@ -193,8 +186,8 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	return k, nil
 }
 
-// Renew makes Keys ask for the keys again.
-func (m *Metadata) Renew() { m.keys = Keys{} }
+// renew makes Keys ask for the keys again.
+func (m *Metadata) renew() { m.keys = Keys{} }
 
 // decodeKeys decodes the keys of a role, with the names of Alibaba Cloud and Tencent Cloud.
 func decodeKeys(text string) (Keys, time.Time, bool) {

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// A call that the cloud refuses because there were too many is repeated with pauses that
+// double and vary by half, so that hosts that start together do not come back together.
+const (
+	leastPause = 500 * time.Millisecond
+	mostPause  = 20 * time.Second
+	pauseShare = 0.5
+	tries      = 7
+)
+
+// Calls makes and counts the calls of an API. The zero Calls is usable, and safe for concurrent use.
+type Calls struct {
+	mu sync.Mutex
+	n  map[CallCount]uint64 // with N being zero
+}
+
+// CallCount is the number of calls with the same name and result.
+type CallCount struct {
+	Name   string // in the words of the cloud, such as CreateRoute
+	Result string // ok, throttled, denied, quota, unavailable or failed
+	N      uint64
+}
+
+// Count counts a call that ended with err.
+func (c *Calls) Count(name string, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n == nil {
+		c.n = map[CallCount]uint64{}
+	}
+	c.n[CallCount{Name: name, Result: result(err)}]++
+}
+
+// Make makes a call, and repeats it while it returns ErrThrottled, but not for ever: then the next
+// pass of the keeper starts from the state that the tables have by then. It counts each try by name,
+// and adds the action to the error.
+func (c *Calls) Make(ctx context.Context, name, action string, call func() error) error {
+	backoff := wait.Backoff{Least: leastPause, Most: mostPause, Share: pauseShare}
+	for try := 1; ; try++ {
+		err := call()
+		if err != nil {
+			err = fmt.Errorf("%s: %w", action, err)
+		}
+		c.Count(name, err)
+		if !errors.Is(err, ErrThrottled) || try == tries || backoff.Wait(ctx, 0) != nil {
+			return err
+		}
+	}
+}
+
+// Counts returns the numbers of calls, sorted by name and result.
+func (c *Calls) Counts() []CallCount {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var all []CallCount
+	for count, n := range c.n {
+		count.N = n
+		all = append(all, count)
+	}
+	slices.SortFunc(all, func(a, b CallCount) int {
+		return cmp.Or(strings.Compare(a.Name, b.Name), strings.Compare(a.Result, b.Result))
+	})
+	return all
+}
+
+func result(err error) string {
+	var missing *MissingError
+	var quota *QuotaError
+	switch {
+	case err == nil:
+		return "ok"
+	case errors.Is(err, ErrThrottled):
+		return "throttled"
+	case errors.Is(err, ErrUnavailable):
+		return "unavailable"
+	case errors.As(err, &missing):
+		return "denied"
+	case errors.As(err, &quota):
+		return "quota"
+	}
+	return "failed"
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"errors"
+	"slices"
+)
+
+// Rights collects the rights that this host lacks. The zero Rights is usable.
+type Rights struct{ missing []string }
+
+// Lack adds rights that this host lacks.
+func (r *Rights) Lack(names ...string) {
+	for _, name := range names {
+		if !slices.Contains(r.missing, name) {
+			r.missing = append(r.missing, name)
+		}
+	}
+}
+
+// Note notes the result of a call that checks a right and changes nothing. It returns err if that
+// leaves open whether this host has the right. Other errors are not errors of the check: the call
+// itself will return them.
+func (r *Rights) Note(err error) error {
+	if missing, ok := errors.AsType[*MissingError](err); ok {
+		r.Lack(missing.Permissions...)
+		return nil
+	}
+	if Transient(err) || errors.Is(err, ErrKeys) {
+		return err
+	}
+	return nil
+}
+
+// Missing returns a MissingError that names all rights that this host lacks, with the path of the
+// page about them. It returns nil if there are none.
+func (r *Rights) Missing(page string) error {
+	if len(r.missing) == 0 {
+		return nil
+	}
+	return &MissingError{Permissions: r.missing, Page: page}
+}

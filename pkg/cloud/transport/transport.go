@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package transport sends the calls of clouds over HTTP, and cleans the texts that come back.
+package transport
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+	"unicode"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// Timeout limits the time of one call.
+const Timeout = 10 * time.Second
+
+// maxAnswer limits an answer, in bytes. A page of 500 routes takes 400 kB.
+const maxAnswer = 16 << 20
+
+// maxText limits a text of a cloud that is shown, in bytes.
+const maxText = 300
+
+// NewClient returns a client for calls. Proxies count, as the variables of the environment define
+// them.
+func NewClient() *http.Client {
+	return &http.Client{Timeout: Timeout, CheckRedirect: noRedirect}
+}
+
+// noRedirect makes a redirect an answer: clouds send none, and another server must not get calls.
+func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+
+// Send sends a request and returns the answer. The error wraps cloud.ErrUnavailable, and does not
+// contain the URL, in which there may be parameters.
+func Send(client *http.Client, req *http.Request) (status int, body []byte, err error) {
+	resp, err := client.Do(req)
+	if err != nil {
+		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, Reason(err))
+	}
+	defer resp.Body.Close()
+	body, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, Reason(err))
+	}
+	return resp.StatusCode, body, nil
+}
+
+// Reason returns the text of the innermost error. That of package net/http begins with the URL, and
+// those of SDKs repeat themselves at each level.
+func Reason(err error) string {
+	for {
+		inner := errors.Unwrap(err)
+		if inner == nil {
+			return err.Error()
+		}
+		err = inner
+	}
+}
+
+// Clean returns a text of a cloud as one line of limited length.
+func Clean(text string) string {
+	if len(text) > maxText {
+		text = strings.ToValidUTF8(text[:maxText], "") + "…"
+	}
+	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
+}
+
+// TurnPage makes params ask for the page with that token, by the parameter key. It reports false
+// after the last page, which has no token.
+func TurnPage(params url.Values, key, token string) (more bool, err error) {
+	if token != "" && token == params.Get(key) {
+		return false, errors.New("the answer refers to itself as its next page")
+	}
+	params.Set(key, token)
+	return token != "", nil
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package transport
+
+import (
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+)
+
+// TestSend has a server that answers, one that redirects, one that ends in the middle of an answer, and
+// one that is away.
+func TestSend(t *testing.T) {
+	answers := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot); fmt.Fprint(w, "text") })
+	for name, test := range map[string]struct {
+		address string
+		status  int
+		body    string
+	}{
+		"an answer":  {cloudtest.Serve(t, answers), http.StatusTeapot, "text"},
+		"a redirect": {cloudtest.Serve(t, http.RedirectHandler(cloudtest.Serve(t, answers), http.StatusTemporaryRedirect)), http.StatusTemporaryRedirect, ""},
+		"half an answer": {cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "100")
+			fmt.Fprint(w, "text")
+		})), 0, ""},
+		"no server": {"http://127.0.0.1:1", 0, ""},
+	} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, test.address+"/?Secret=very-secret", http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		status, body, err := Send(NewClient(), req)
+		if status != test.status || string(body) != test.body || cloud.Transient(err) != (test.status == 0) || strings.Contains(fmt.Sprint(err), "very-secret") {
+			t.Errorf("%s: status %d, answer %q, error %v, want %d and %q", name, status, body, err, test.status, test.body)
+		}
+	}
+}
+
+func TestClean(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                             "",
+		"no\nplace \u001b[2J":          "no place [2J",
+		strings.Repeat("ü", 151):       strings.Repeat("ü", 150) + "…",
+		strings.Repeat("a", 299) + "ü": strings.Repeat("a", 299) + "…",
+	} {
+		if got := Clean(text); got != want {
+			t.Errorf("%.20q: %q, want %q", text, got, want)
+		}
+	}
+}
+
+func TestTurnPage(t *testing.T) {
+	params := url.Values{}
+	for _, step := range []struct {
+		token string
+		more  bool
+		fails bool
+	}{{"a", true, false}, {"b", true, false}, {"b", false, true}, {"", false, false}} {
+		if more, err := TurnPage(params, "Token", step.token); more != step.more || (err != nil) != step.fails || !step.fails && params.Get("Token") != step.token {
+			t.Errorf("%q: more %v, error %v, parameters %v", step.token, more, err, params)
+		}
+	}
+}
