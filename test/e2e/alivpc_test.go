@@ -10,55 +10,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/alivpc/alitest"
-	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
-
-// subnetTables is what the clouds have in common that have a table for each subnet.
-type subnetTables struct {
-	*vpctest.State
-	instance func(number int) string // target of an instance
-	removal  string                  // call that deletes routes
-	creation string                  // call that makes them
-	right    string                  // to make them
-}
-
-func (c subnetTables) end(number int) { c.Terminate(fmt.Sprintf("i-%d", number)) }
-
-func (subnetTables) table() string { return vpctest.MainTable }
-
-func (c subnetTables) target(number int) string { return c.instance(number) }
-
-func (c subnetTables) routeTo(dst netip.Prefix) (target string, ok bool) {
-	return c.RouteTo(vpctest.MainTable, dst)
-}
-
-func (c subnetTables) deleteRoute(dst netip.Prefix) { c.DeleteRoute(vpctest.MainTable, dst) }
-
-func (c subnetTables) addRoute(dst netip.Prefix, number int) {
-	c.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: c.target(number), Kind: vpctest.Custom})
-}
-
-func (c subnetTables) forwarding() map[netip.Prefix][]netip.Addr {
-	to := map[netip.Prefix][]netip.Addr{}
-	for dst, i := range c.Forwarding(vpctest.MainTable) {
-		to[dst] = i.Addresses
-	}
-	return to
-}
-
-func (subnetTables) restricted() []netip.Addr { return nil }
-
-func (c subnetTables) deny(denied bool) string {
-	c.Deny(c.creation, denied)
-	return c.right
-}
-
-func (c subnetTables) setQuota(n int) { c.SetQuota(n) }
-
-func (c subnetTables) deletions() int { return c.Succeeded(c.removal) }
-
-func (subnetTables) secrets() []string { return []string{vpctest.Secret, vpctest.Token} }
 
 // ali is Alibaba Cloud as a testCloud.
 type ali struct {

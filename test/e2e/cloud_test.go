@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -47,6 +48,59 @@ type testCloud interface {
 	Writes() int
 	secrets() []string
 }
+
+// subnetTables is what the clouds have in common that have a table for each subnet.
+type subnetTables struct {
+	*vpctest.State
+	instance func(number int) string // target of an instance
+	removal  string                  // call that deletes routes
+	creation string                  // call that makes them
+	right    string                  // to make them
+}
+
+func (c subnetTables) end(number int) { c.Terminate(fmt.Sprintf("i-%d", number)) }
+
+func (subnetTables) table() string { return vpctest.MainTable }
+
+func (c subnetTables) target(number int) string { return c.instance(number) }
+
+func (c subnetTables) routeTo(dst netip.Prefix) (target string, ok bool) {
+	return c.RouteTo(vpctest.MainTable, dst)
+}
+
+func (c subnetTables) deleteRoute(dst netip.Prefix) { c.DeleteRoute(vpctest.MainTable, dst) }
+
+func (c subnetTables) addRoute(dst netip.Prefix, number int) {
+	c.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: c.target(number), Kind: vpctest.Custom})
+}
+
+func (c subnetTables) forwarding() map[netip.Prefix][]netip.Addr {
+	to := map[netip.Prefix][]netip.Addr{}
+	for dst, i := range c.Forwarding(vpctest.MainTable) {
+		to[dst] = i.Addresses
+	}
+	return to
+}
+
+func (c subnetTables) restricted() (all []netip.Addr) {
+	for _, i := range c.Instances() {
+		if i.Restricted {
+			all = append(all, i.Addresses...)
+		}
+	}
+	return all
+}
+
+func (c subnetTables) deny(denied bool) string {
+	c.Deny(c.creation, denied)
+	return c.right
+}
+
+func (c subnetTables) setQuota(n int) { c.SetQuota(n) }
+
+func (c subnetTables) deletions() int { return c.Succeeded(c.removal) }
+
+func (subnetTables) secrets() []string { return []string{vpctest.Secret, vpctest.Token} }
 
 // cloudBed is a lab whose router has the routes of a table of a cloud. Each host is on a network
 // of its own, so that packets to pods pass the router.

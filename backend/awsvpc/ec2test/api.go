@@ -7,9 +7,9 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/xml"
+	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net/http"
 	"net/netip"
 	"net/url"
@@ -20,16 +20,42 @@ import (
 
 	"github.com/aws/aws-sdk-go-v2/aws"
 	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
+
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
-// failure is an error of EC2.
+// failure is an error as EC2 describes it.
 type failure struct {
-	status        int
-	code, message string
+	status int
+	code   string
 }
 
-func invalid(code, format string, args ...any) *failure {
-	return &failure{http.StatusBadRequest, code, fmt.Sprintf(format, args...)}
+// Errors of calls beside those of vpctest.
+var (
+	errFilter    = errors.New("the filter is invalid")
+	errNoID      = errors.New("the instance ID does not exist")
+	errNoReplace = errors.New("there is no route defined in the route table, use CreateRoute instead")
+)
+
+// failures returns the answers to failed calls.
+func failures() map[error]failure {
+	return map[error]failure{
+		vpctest.ErrAway:      {http.StatusServiceUnavailable, "Unavailable"},
+		vpctest.ErrSignature: {http.StatusUnauthorized, "AuthFailure"},
+		vpctest.ErrThrottled: {http.StatusServiceUnavailable, "RequestLimitExceeded"},
+		vpctest.ErrDenied:    {http.StatusForbidden, "UnauthorizedOperation"},
+		vpctest.ErrDryRun:    {http.StatusPreconditionFailed, "DryRunOperation"},
+		vpctest.ErrUnknown:   {http.StatusBadRequest, "InvalidAction"},
+		vpctest.ErrInvalid:   {http.StatusBadRequest, "InvalidParameterValue"},
+		errFilter:            {http.StatusBadRequest, "InvalidParameterValue"},
+		errNoReplace:         {http.StatusBadRequest, "InvalidParameterValue"},
+		errNoID:              {http.StatusBadRequest, "InvalidInstanceID.NotFound"},
+		vpctest.ErrNoTable:   {http.StatusBadRequest, "InvalidRouteTableID.NotFound"},
+		vpctest.ErrNoTarget:  {http.StatusBadRequest, "InvalidNetworkInterfaceID.NotFound"},
+		vpctest.ErrNoRoute:   {http.StatusBadRequest, "InvalidRoute.NotFound"},
+		vpctest.ErrExists:    {http.StatusBadRequest, "RouteAlreadyExists"},
+		vpctest.ErrQuota:     {http.StatusBadRequest, "RouteLimitExceeded"},
+	}
 }
 
 // ServeHTTP implements http.Handler.
@@ -43,22 +69,16 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	action, dry := form.Get("Action"), form.Get("DryRun") == "true"
-	answer, failed := s.answer(r, body, action, form)
-	if failed == nil && dry {
-		failed = &failure{http.StatusPreconditionFailed, "DryRunOperation", "Request would have succeeded, but DryRun flag is set."}
-	}
-	code := ""
-	if failed != nil {
-		code = failed.code
-	}
-	s.calls = append(s.calls, Call{Action: action, DryRun: dry, Code: code})
+	call := vpctest.Call{Name: form.Get("Action"), DryRun: form.Get("DryRun") == "true"}
+	answer, err := s.Answer(call, signed(r, body), func(v *vpctest.View) (any, error) { return s.answer(v, call, form) })
 	w.Header().Set("Content-Type", "text/xml;charset=UTF-8")
-	if failed != nil {
-		w.WriteHeader(failed.status)
-		answer = errorAnswer{Errors: []errorItem{{failed.code, failed.message}}, RequestID: "test"}
+	if err != nil {
+		f, message := failures()[err], err.Error()
+		if err == vpctest.ErrDenied { //nolint:errorlint // not wrapped
+			message += " Encoded authorization failure message: " + strings.Repeat("x", 500)
+		}
+		w.WriteHeader(f.status)
+		answer = errorAnswer{Errors: []errorItem{{f.code, message}}, RequestID: "test"}
 	}
 	_ = xml.NewEncoder(w).Encode(answer)
 }
@@ -74,42 +94,23 @@ type errorItem struct {
 	Message string
 }
 
-// answer returns the answer to a call. It changes nothing in a dry run.
-func (s *Server) answer(r *http.Request, body []byte, action string, form url.Values) (any, *failure) {
-	switch {
-	case s.away:
-		return nil, &failure{http.StatusServiceUnavailable, "Unavailable", "The service is unavailable."}
-	case !signed(r, body):
-		return nil, &failure{http.StatusUnauthorized, "AuthFailure", "AWS was not able to validate the provided access credentials"}
-	case s.throttled > 0:
-		s.throttled--
-		return nil, &failure{http.StatusServiceUnavailable, "RequestLimitExceeded", "Request limit exceeded."}
-	case s.denied[action]:
-		return nil, &failure{http.StatusForbidden, "UnauthorizedOperation", "You are not authorized to perform this operation. Encoded authorization failure message: " + strings.Repeat("x", 500)}
-	}
-	dry := form.Get("DryRun") == "true"
-	switch action {
+// answer returns the answer to a call. EC2 does not look for routes in a dry run.
+func (s *Server) answer(v *vpctest.View, call vpctest.Call, form url.Values) (any, error) {
+	result := done{XMLName: xml.Name{Local: call.Name + "Response"}, Return: true}
+	switch call.Name {
 	case "DescribeInstances":
-		return s.describeInstances(form)
+		return describeInstances(v, form)
 	case "DescribeRouteTables":
-		return s.describeTables(form)
+		return s.describeTables(v, form)
 	case "CreateRoute", "ReplaceRoute", "DeleteRoute":
-		if dry {
+		if call.DryRun {
 			return nil, nil
 		}
-		return s.changeRoute(action, form)
+		return result, changeRoute(v, call.Name, form)
 	case "ModifyNetworkInterfaceAttribute":
-		i, ok := s.at(form.Get("NetworkInterfaceId"))
-		switch {
-		case !ok:
-			return nil, invalid("InvalidNetworkInterfaceID.NotFound", "no interface %s", form.Get("NetworkInterfaceId"))
-		case !dry:
-			i.SourceDestCheck = form.Get("SourceDestCheck.Value") != "false"
-			s.instances[i.ID] = i
-		}
-		return done{XMLName: xml.Name{Local: action + "Response"}, Return: true}, nil
+		return result, v.Restrict(form.Get("NetworkInterfaceId"), form.Get("SourceDestCheck.Value") != "false")
 	}
-	return nil, invalid("InvalidAction", "The action %s is not valid for this web service.", action)
+	return nil, vpctest.ErrUnknown
 }
 
 // done is the answer to a call that changes something.
@@ -118,24 +119,23 @@ type done struct {
 	Return  bool `xml:"return"`
 }
 
-// signed reports whether the request has the signature that its content and the credentials of
-// the instances lead to.
-func signed(r *http.Request, body []byte) bool {
+// signed signs the request again with the keys of the role, and compares.
+func signed(r *http.Request, body []byte) vpctest.Signed {
 	at, err := time.Parse("20060102T150405Z", r.Header.Get("X-Amz-Date"))
 	if err != nil {
-		return false
+		return vpctest.Signed{}
 	}
 	again, err := http.NewRequestWithContext(r.Context(), r.Method, "http://"+r.Host+r.URL.RequestURI(), bytes.NewReader(body))
 	if err != nil {
-		return false
+		return vpctest.Signed{}
 	}
 	again.Header.Set("Content-Type", r.Header.Get("Content-Type"))
 	sum := sha256.Sum256(body)
-	credentials := aws.Credentials{AccessKeyID: AccessKey, SecretAccessKey: SecretKey, SessionToken: SessionToken}
-	if err := v4.NewSigner().SignHTTP(r.Context(), credentials, again, hex.EncodeToString(sum[:]), "ec2", Region, at); err != nil {
-		return false
+	credentials := aws.Credentials{AccessKeyID: vpctest.KeyID, SecretAccessKey: vpctest.Secret, SessionToken: vpctest.Token}
+	if err := v4.NewSigner().SignHTTP(r.Context(), credentials, again, hex.EncodeToString(sum[:]), "ec2", vpctest.Region, at); err != nil {
+		return vpctest.Signed{}
 	}
-	return again.Header.Get("Authorization") == r.Header.Get("Authorization")
+	return vpctest.Signed{Valid: again.Header.Get("Authorization") == r.Header.Get("Authorization"), Time: at}
 }
 
 // list returns the values of the numbered parameters name.1, name.2 and so on.
@@ -156,13 +156,10 @@ func filters(form url.Values) map[string][]string {
 }
 
 // cut returns a page of items, and the token of the next one.
-func cut[T any](s *Server, form url.Values, items []T) (page []T, next string) {
+func cut[T any](v *vpctest.View, form url.Values, items []T) (page []T, next string) {
 	begin, _ := strconv.Atoi(form.Get("NextToken"))
-	size, err := strconv.Atoi(form.Get("MaxResults"))
-	if err != nil || size > s.pageSize {
-		size = s.pageSize
-	}
-	end := min(begin+size, len(items))
+	size, _ := strconv.Atoi(form.Get("MaxResults"))
+	end := min(begin+v.PageSize(size), len(items))
 	if end < len(items) {
 		next = strconv.Itoa(end)
 	}
@@ -190,34 +187,32 @@ type interfaceItem struct {
 	IPv6            []string `xml:"ipv6AddressesSet>item>ipv6Address"`
 }
 
-func (s *Server) describeInstances(form url.Values) (any, *failure) {
-	ids, chosen := list(form, "InstanceId"), filters(form)
-	for _, id := range ids {
-		if _, ok := s.instances[id]; !ok {
-			return nil, invalid("InvalidInstanceID.NotFound", "The instance ID '%s' does not exist", id)
-		}
-	}
+func describeInstances(v *vpctest.View, form url.Values) (any, error) {
+	ids, chosen, known := list(form, "InstanceId"), filters(form), map[string]bool{}
 	var all []instanceItem
-	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
-		i := s.instances[id]
-		wanted := len(ids) == 0 || slices.Contains(ids, id)
+	for _, i := range v.Instances() {
+		known[i.ID] = true
+		wanted := len(ids) == 0 || slices.Contains(ids, i.ID)
 		for name, values := range chosen {
 			if name != "network-interface.network-interface-id" {
-				return nil, invalid("InvalidParameterValue", "The filter '%s' is invalid", name)
+				return nil, errFilter
 			}
-			wanted = wanted && slices.Contains(values, i.Interface)
+			wanted = wanted && slices.Contains(values, Interface(i))
 		}
 		if wanted {
-			all = append(all, i.item())
+			all = append(all, item(i))
 		}
 	}
+	if slices.ContainsFunc(ids, func(id string) bool { return !known[id] }) {
+		return nil, errNoID
+	}
 	var a instanceAnswer
-	a.Instances, a.NextToken = cut(s, form, all)
+	a.Instances, a.NextToken = cut(v, form, all)
 	return a, nil
 }
 
-func (i Instance) item() instanceItem {
-	n := interfaceItem{ID: i.Interface, Subnet: i.Subnet, VPC: VPC, SourceDestCheck: i.SourceDestCheck}
+func item(i vpctest.Instance) instanceItem {
+	n := interfaceItem{ID: Interface(i), Subnet: i.Subnet, VPC: vpctest.VPC, SourceDestCheck: i.Restricted}
 	for _, a := range i.Addresses {
 		if a.Is4() {
 			n.IPv4 = append(n.IPv4, a.String())
@@ -254,54 +249,60 @@ type routeItem struct {
 	Origin    string `xml:"origin"`
 }
 
-func (s *Server) describeTables(form url.Values) (any, *failure) {
-	ids, visible := list(form, "RouteTableId"), s.visible()
+func (s *Server) describeTables(v *vpctest.View, form url.Values) (any, error) {
+	ids := list(form, "RouteTableId")
 	for _, id := range ids {
-		if s.tables[id] == nil {
-			return nil, invalid("InvalidRouteTableID.NotFound", "The routeTable ID '%s' does not exist", id)
+		if !slices.Contains(v.Tables(), id) {
+			return nil, vpctest.ErrNoTable
 		}
 	}
 	var all []tableItem
-	for _, id := range s.sortedTables() {
+	for _, id := range v.Tables() {
 		wanted := len(ids) == 0 || slices.Contains(ids, id)
 		for name, values := range filters(form) {
-			ok, known := s.matches(id, name, values)
+			ok, known := s.matches(v, id, name, values)
 			if !known {
-				return nil, invalid("InvalidParameterValue", "The filter '%s' is invalid", name)
+				return nil, errFilter
 			}
 			wanted = wanted && ok
 		}
-		if wanted {
-			all = append(all, s.tableItem(id, visible[id]))
+		if !wanted {
+			continue
 		}
+		routes, err := v.Visible(id)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, describe(v, id, routes))
 	}
 	var a tableAnswer
-	a.Tables, a.NextToken = cut(s, form, all)
+	a.Tables, a.NextToken = cut(v, form, all)
 	return a, nil
 }
 
 // matches reports whether a table matches a filter, and whether the filter is known.
-func (s *Server) matches(id, name string, values []string) (ok, known bool) {
-	t := s.tables[id]
+func (s *Server) matches(v *vpctest.View, id, name string, values []string) (ok, known bool) {
 	switch {
 	case name == "vpc-id":
-		return slices.Contains(values, VPC), true
+		return slices.Contains(values, vpctest.VPC), true
 	case name == "association.main":
-		return slices.Contains(values, strconv.FormatBool(id == MainTable)), true
+		return slices.Contains(values, strconv.FormatBool(id == vpctest.MainTable)), true
 	case name == "association.subnet-id":
-		return t.subnet != "" && slices.Contains(values, t.subnet), true
+		subnet := v.SubnetOf(id)
+		return subnet != "" && slices.Contains(values, subnet), true
 	case strings.HasPrefix(name, "tag:"):
-		return slices.Contains(values, t.tags[strings.TrimPrefix(name, "tag:")]), true
+		return slices.Contains(values, s.tag(id, strings.TrimPrefix(name, "tag:"))), true
 	}
 	return false, false
 }
 
-// tableItem returns the description of a table. Each table also has a route to a VPC endpoint,
+// describe returns the description of a table. Each table also has a route to a VPC endpoint,
 // whose destination is not a prefix.
-func (s *Server) tableItem(id string, routes []Route) tableItem {
-	item := tableItem{ID: id, VPC: VPC, Routes: []routeItem{{List: "pl-1", Gateway: "vpce-1", State: "active", Origin: "CreateRoute"}}}
+func describe(v *vpctest.View, id string, routes []vpctest.Route) tableItem {
+	table := tableItem{ID: id, VPC: vpctest.VPC, Routes: []routeItem{{List: "pl-1", Gateway: "vpce-1", State: "active", Origin: "CreateRoute"}}}
 	for _, r := range routes {
-		one := routeItem{State: "active", Origin: r.Origin}
+		origin := map[vpctest.Kind]string{vpctest.System: "CreateRouteTable", vpctest.Custom: "CreateRoute", vpctest.Learned: "EnableVgwRoutePropagation"}[r.Kind]
+		one := routeItem{State: "active", Origin: origin}
 		if r.Dst.Addr().Is4() {
 			one.IPv4 = r.Dst.String()
 		} else {
@@ -312,44 +313,38 @@ func (s *Server) tableItem(id string, routes []Route) tableItem {
 		} else {
 			one.Gateway = r.Target
 		}
-		if s.lost(r.Target) {
+		if one.Interface != "" && !runs(v, one.Interface) {
 			one.State = "blackhole"
 		}
-		item.Routes = append(item.Routes, one)
+		table.Routes = append(table.Routes, one)
 	}
-	return item
+	return table
 }
 
-func (s *Server) changeRoute(action string, form url.Values) (any, *failure) {
-	t := s.tables[form.Get("RouteTableId")]
-	if t == nil {
-		return nil, invalid("InvalidRouteTableID.NotFound", "The routeTable ID '%s' does not exist", form.Get("RouteTableId"))
-	}
-	text := form.Get("DestinationCidrBlock") + form.Get("DestinationIpv6CidrBlock")
-	dst, err := netip.ParsePrefix(text)
+// runs reports whether an instance with that network interface runs.
+func runs(v *vpctest.View, networkInterface string) bool {
+	return slices.ContainsFunc(v.Instances(), func(i vpctest.Instance) bool { return Interface(i) == networkInterface && !i.Stopped })
+}
+
+func changeRoute(v *vpctest.View, action string, form url.Values) error {
+	table, target := form.Get("RouteTableId"), form.Get("NetworkInterfaceId")
+	dst, err := netip.ParsePrefix(form.Get("DestinationCidrBlock") + form.Get("DestinationIpv6CidrBlock"))
 	if err != nil || dst != dst.Masked() || dst.Addr().Is4() != form.Has("DestinationCidrBlock") {
-		return nil, invalid("InvalidParameterValue", "Value (%s) for the destination is invalid. This is not a valid CIDR block.", text)
+		return vpctest.ErrInvalid
 	}
-	target := form.Get("NetworkInterfaceId")
-	if _, ok := s.at(target); !ok && action != "DeleteRoute" {
-		return nil, invalid("InvalidNetworkInterfaceID.NotFound", "The networkInterface ID '%s' does not exist", target)
+	to := func(r vpctest.Route) bool { return r.Dst == dst }
+	switch action {
+	case "CreateRoute":
+		_, err = v.Create(table, dst, target)
+	case "ReplaceRoute":
+		switch err = v.Replace(table, target, to); err { //nolint:errorlint // not wrapped
+		case vpctest.ErrUnchanged:
+			return nil
+		case vpctest.ErrNoRoute:
+			return errNoReplace
+		}
+	default:
+		err = v.Delete(table, to)
 	}
-	exists := slices.ContainsFunc(t.routes, func(r Route) bool { return r.Dst == dst && r.Origin == "CreateRoute" })
-	switch {
-	case action == "CreateRoute" && exists:
-		return nil, invalid("RouteAlreadyExists", "The route identified by %s already exists.", dst)
-	case action == "CreateRoute" && t.count(dst) >= s.quota:
-		return nil, invalid("RouteLimitExceeded", "The maximum number of routes has been reached.")
-	case action == "ReplaceRoute" && !exists:
-		return nil, invalid("InvalidParameterValue", "There is no route defined for '%s' in the route table. Use CreateRoute instead.", dst)
-	case action == "DeleteRoute" && !exists:
-		return nil, invalid("InvalidRoute.NotFound", "no route with destination-cidr-block %s in route table %s", dst, form.Get("RouteTableId"))
-	}
-	if action == "DeleteRoute" {
-		t.remove(dst)
-	} else {
-		t.put(Route{Dst: dst, Target: target, Origin: "CreateRoute"})
-	}
-	s.remember()
-	return done{XMLName: xml.Name{Local: action + "Response"}, Return: true}, nil
+	return err
 }

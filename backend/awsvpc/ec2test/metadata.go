@@ -6,13 +6,8 @@ import (
 	"encoding/json"
 	"net/http"
 	"time"
-)
 
-// The credentials of all instances. Tests check that the last two are never shown.
-const (
-	AccessKey    = "ASIATESTTESTTEST"
-	SecretKey    = "secret-key-of-the-instance-role"
-	SessionToken = "session-token-of-the-instance-role"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
 const (
@@ -21,7 +16,7 @@ const (
 )
 
 // Metadata returns the metadata service of an instance. It refuses requests without a token.
-func Metadata(i Instance) http.Handler {
+func Metadata(i vpctest.Instance) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("PUT /latest/api/token", func(w http.ResponseWriter, r *http.Request) {
 		ttl := r.Header.Get("X-Aws-Ec2-Metadata-Token-Ttl-Seconds")
@@ -41,12 +36,12 @@ func Metadata(i Instance) http.Handler {
 			_, _ = w.Write(text)
 		})
 	}
-	serve("placement/region", []byte(Region))
+	serve("placement/region", []byte(vpctest.Region))
 	serve("instance-id", []byte(i.ID))
 	serve("services/domain", []byte("amazonaws.com"))
 	serve("iam/security-credentials/{$}", []byte(role))
 	credentials, _ := json.Marshal(map[string]string{ //nolint:errchkjson // strings
-		"Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": AccessKey, "SecretAccessKey": SecretKey, "Token": SessionToken,
+		"Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": vpctest.KeyID, "SecretAccessKey": vpctest.Secret, "Token": vpctest.Token,
 		"Expiration": time.Now().Add(6 * time.Hour).UTC().Format(time.RFC3339),
 	})
 	serve("iam/security-credentials/"+role, credentials)

@@ -4,7 +4,6 @@ package vpctest
 
 import (
 	"errors"
-	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -72,11 +71,19 @@ type View struct {
 }
 
 // Instances returns all instances, sorted by id.
-func (v *View) Instances() (all []Instance) {
-	for _, id := range slices.Sorted(maps.Keys(v.s.instances)) {
-		all = append(all, v.s.instances[id])
+func (v *View) Instances() []Instance { return v.s.sortedInstances() }
+
+// Restrict sets Restricted of the instance to which routes with that target lead.
+func (v *View) Restrict(target string, restricted bool) error {
+	for _, i := range v.Instances() {
+		if v.s.TargetOf(i) == target {
+			if !v.dry {
+				v.s.update(i.ID, func(i *Instance) { i.Restricted = restricted })
+			}
+			return nil
+		}
 	}
-	return all
+	return ErrNoTarget
 }
 
 // TableOf returns the id of the table that a subnet uses.

@@ -39,6 +39,8 @@ type Instance struct {
 	ID, Subnet string
 	Addresses  []netip.Addr
 	Stopped    bool
+	// Restricted is set if the instance gets only packets with its own addresses.
+	Restricted bool
 }
 
 // IPv4 returns the IPv4 address of the instance.
@@ -161,11 +163,40 @@ func (s *State) Terminate(id string) { s.change(func() { delete(s.instances, id)
 
 // Stop stops an instance.
 func (s *State) Stop(id string) {
-	s.change(func() {
-		i := s.instances[id]
-		i.Stopped = true
+	s.change(func() { s.update(id, func(i *Instance) { i.Stopped = true }) })
+}
+
+// Restrict sets Restricted of an instance, as an operator does.
+func (s *State) Restrict(id string, restricted bool) {
+	s.change(func() { s.update(id, func(i *Instance) { i.Restricted = restricted }) })
+}
+
+func (s *State) update(id string, f func(*Instance)) {
+	if i, ok := s.instances[id]; ok {
+		f(&i)
 		s.instances[id] = i
-	})
+	}
+}
+
+// Instance returns an instance.
+func (s *State) Instance(id string) Instance {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.instances[id]
+}
+
+// Instances returns all instances, sorted by id.
+func (s *State) Instances() (all []Instance) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sortedInstances()
+}
+
+func (s *State) sortedInstances() (all []Instance) {
+	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
+		all = append(all, s.instances[id])
+	}
+	return all
 }
 
 // AddRoute adds or replaces a route, as an operator or the cloud itself does.
@@ -249,7 +280,7 @@ func (s *State) Forwarding(id string) map[netip.Prefix]Instance {
 	to := map[netip.Prefix]Instance{}
 	for _, r := range s.tables[id].routes {
 		for _, i := range s.instances {
-			if r.Target == s.TargetOf(i) && !i.Stopped && !r.Disabled {
+			if r.Target == s.TargetOf(i) && !i.Stopped && !i.Restricted && !r.Disabled {
 				to[r.Dst] = i
 			}
 		}
