@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -28,7 +27,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
-	"github.com/flanneld/flanneld/subnet"
 )
 
 var (
@@ -55,29 +53,19 @@ func openBehind(t *testing.T, between func(api http.Handler) http.Handler) *gcet
 	s := gcetest.New()
 	s.AddInstance(1, own4, own6)
 	s.AddInstance(2, peer4)
-	api := serve(t, between(s))
+	api := cloudtest.Serve(t, between(s))
 	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", api+"/compute/v1/")
 	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER", api)
-	t.Setenv("GCE_METADATA_HOST", strings.TrimPrefix(serve(t, s.Metadata("host-1")), "http://"))
+	t.Setenv("GCE_METADATA_HOST", strings.TrimPrefix(cloudtest.Serve(t, s.Metadata("host-1")), "http://"))
 	return s
-}
-
-func serve(t *testing.T, h http.Handler) string {
-	t.Helper()
-	server := httptest.NewServer(h)
-	t.Cleanup(server.Close)
-	return server.URL
 }
 
 // newBackend returns a backend with that Backend object, on a dual-stack host.
 func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 	t.Helper()
-	b, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4, prefix.IPv6))
-	if err != nil || len(warnings) > 0 {
-		t.Fatalf("warnings %q, error %v", warnings, err)
-	}
+	b := backendtest.Cloud(t, New, raw, prefix.IPv4, prefix.IPv6)
 	// The server needs less time for an operation than Google.
-	v := b.(*backend.CloudBackend).Cloud.(*vpc)
+	v := b.Cloud.(*vpc)
 	connect := v.connect
 	v.connect = func(ctx context.Context) (*client, error) {
 		c, err := connect(ctx)
@@ -86,7 +74,7 @@ func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 		}
 		return c, err
 	}
-	return b.(*backend.CloudBackend)
+	return b
 }
 
 // joined returns the cloud of a host that has joined it.
@@ -114,11 +102,7 @@ func to(name, description string, number, priority int) gcetest.Route {
 // seen returns the routes to dst that the cloud shows.
 func seen(t *testing.T, c cloud.Cloud) (all []cloud.Route) {
 	t.Helper()
-	tables, err := c.Tables(t.Context())
-	if err != nil || len(tables) != 1 {
-		t.Fatalf("tables %v, error %v", tables, err)
-	}
-	for _, r := range tables[0].Routes {
+	for _, r := range cloudtest.Routes(t, c) {
 		if r.Dst == dst {
 			all = append(all, r)
 		}
@@ -511,20 +495,16 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 	for _, p := range all {
 		s.Deny(p, true)
 	}
-	err := newBackend(t, `{}`).Cloud.Check(t.Context())
-	missing, ok := errors.AsType[*cloud.MissingError](err)
-	if !ok || !slices.Equal(missing.Permissions, all) || s.Writes() > 0 {
-		t.Errorf("error %v, want all permissions named, and no call that changes something", err)
+	cloudtest.Lacks(t, "without all of them", newBackend(t, `{}`).Cloud, all...)
+	if s.Writes() > 0 {
+		t.Errorf("the check has changed something: %v", s.Calls())
 	}
 	// Without the Resource Manager API, a call names the permission.
 	s.DisableManager()
 	for _, p := range all {
 		s.Deny(p, p == "compute.routes.list")
 	}
-	err = newBackend(t, `{}`).Cloud.Check(t.Context())
-	if missing, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(missing.Permissions, []string{"compute.routes.list"}) {
-		t.Errorf("error %v, want the permission named", err)
-	}
+	cloudtest.Lacks(t, "without the Resource Manager API", newBackend(t, `{}`).Cloud, "compute.routes.list")
 	s.Deny("compute.routes.list", false)
 	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
 		t.Error(err)
@@ -577,25 +557,14 @@ func TestRefusedHosts(t *testing.T) {
 		i := s.Instances()[0]
 		test.change(&i)
 		s.SetInstance(i)
-		err := newBackend(t, `{}`).Cloud.Check(t.Context())
-		if err == nil || !strings.Contains(err.Error(), test.err) || cloud.Transient(err) {
-			t.Errorf("%s: error %v, want %q", name, err, test.err)
-		}
+		cloudtest.CheckFails(t, name, newBackend(t, `{}`).Cloud, test.err, false)
 	}
 }
 
 func TestCheckRefusesTheRangeOfTheNetwork(t *testing.T) {
 	open(t)
-	env := backendtest.Env(1500, prefix.IPv4)
-	env.Config.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("192.168.128.0/17")}}
-	b, _, err := New([]byte(`{}`), env)
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = b.Claim(t.Context(), subnet.Claim{})
-	if err == nil || !strings.Contains(err.Error(), "192.168.128.0/17 overlaps 192.168.0.0/16 of the VPC network network-a") {
-		t.Errorf("error %v, want one that names both ranges", err)
-	}
+	c := backendtest.CloudOn(t, New, "192.168.128.0/17").Cloud
+	cloudtest.CheckFails(t, "a network in the VPC network", c, "192.168.128.0/17 overlaps 192.168.0.0/16 of the VPC network network-a", false)
 }
 
 // TestLongOperation expects that a change is awaited.
@@ -729,18 +698,14 @@ func TestNewToken(t *testing.T) {
 // TestRedirect expects that tokens go to no other server.
 func TestRedirect(t *testing.T) {
 	s := open(t)
-	t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", serve(t, http.RedirectHandler(os.Getenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"), http.StatusTemporaryRedirect)))
-	err := newBackend(t, `{}`).Cloud.Check(t.Context())
-	if err == nil || !strings.Contains(err.Error(), "307") || len(s.Calls()) > 0 {
-		t.Errorf("error %v, calls %v, want none and an error with the status", err, s.Calls())
-	}
+	backendtest.Redirect(t, New, "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", func() int { return len(s.Calls()) })
 }
 
 // TestEndlessPages has a server whose pages refer to themselves.
 func TestEndlessPages(t *testing.T) {
 	open(t)
 	c := joined(t, `{}`)
-	c.(*vpc).api.compute = serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"nextPageToken":"again"}`) }))
+	c.(*vpc).api.compute = cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"nextPageToken":"again"}`) }))
 	if _, err := c.Tables(t.Context()); err == nil || !strings.Contains(err.Error(), "refers to itself") {
 		t.Errorf("error %v, want one about the pages", err)
 	}
@@ -774,55 +739,35 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// TestSecretsAreNeverShown makes calls fail in many ways, and searches errors and log for the
-// token of the host.
 func TestSecretsAreNeverShown(t *testing.T) {
-	var out bytes.Buffer
-	log := textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&out), textlogger.Verbosity(10)))
-	for _, fault := range []func(*gcetest.Server){
-		func(*gcetest.Server) {},
-		func(s *gcetest.Server) { s.SetAway(true) },
-		func(s *gcetest.Server) { s.Deny("compute.instances.get", true) },
-		func(s *gcetest.Server) { s.Delete("host-1") },
-		func(*gcetest.Server) { t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "http://127.0.0.1:1") },
-		func(*gcetest.Server) { // a proxy that answers with what it got
-			t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				http.Error(w, r.Header.Get("Authorization"), http.StatusBadGateway)
-			})))
+	with := func(set func(*gcetest.Server)) backendtest.Fault[*gcetest.Server] {
+		return backendtest.Fault[*gcetest.Server]{Raw: `{}`, Set: set}
+	}
+	backendtest.Leaks[*gcetest.Server]{
+		New: New, Open: open, Secrets: []string{gcetest.Token}, Shown: []string{"permission compute.instances.get is missing", "502"},
+		Faults: []backendtest.Fault[*gcetest.Server]{
+			with(func(*gcetest.Server) {}),
+			with(func(s *gcetest.Server) { s.SetAway(true) }),
+			with(func(s *gcetest.Server) { s.Deny("compute.instances.get", true) }),
+			with(func(s *gcetest.Server) { s.Delete("host-1") }),
+			with(func(*gcetest.Server) { t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "http://127.0.0.1:1") }),
+			with(func(*gcetest.Server) { // a proxy that answers with what it got
+				t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					http.Error(w, r.Header.Get("Authorization"), http.StatusBadGateway)
+				})))
+			}),
 		},
-	} {
-		s := open(t)
-		fault(s)
-		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), log), 2*time.Second)
-		b := newBackend(t, `{}`)
-		_, err := b.Claim(ctx, subnet.Claim{})
-		_, joined := b.Cloud.Join(ctx)
-		cancel()
-		log.Info("results", "claim", err, "join", joined, "calls", b.Calls.Counts())
-	}
-	if strings.Contains(out.String(), gcetest.Token) {
-		t.Errorf("the log contains the token:\n%s", out.String())
-	}
-	if !strings.Contains(out.String(), "permission compute.instances.get is missing") || !strings.Contains(out.String(), "502") {
-		t.Errorf("the faults are not in the log:\n%s", out.String())
-	}
+	}.Run(t)
 }
 
 func TestConfig(t *testing.T) {
-	for raw, want := range map[string]struct{ err, warning string }{
+	backendtest.Config(t, New, map[string]backendtest.Complaint{
 		`{"Type":"gce"}`:                {},
 		`{"Cluster":"blue-1"}`:          {},
-		`{"Cluster":"Blue"}`:            {err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
-		`{"Cluster":"a b"}`:             {err: `Backend.Cluster is "a b"`},
-		`{"Cluster":7}`:                 {err: "Cluster"},
-		`{"Clutser":"a"}`:               {warning: `unknown key "Clutser" is ignored; the nearest known key is "Cluster"`},
-		`{"AccessToken":"very-secret"}`: {warning: `key "AccessToken" may contain a secret`},
-	} {
-		_, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4))
-		all := strings.Join(warnings, "; ")
-		if want.err == "" && err != nil || want.err != "" && (err == nil || !strings.Contains(err.Error(), want.err)) ||
-			!strings.Contains(all, want.warning) || want.warning == "" && all != "" || strings.Contains(all, "very-secret") {
-			t.Errorf("%s: warnings %q, error %v, want %+v", raw, warnings, err, want)
-		}
-	}
+		`{"Cluster":"Blue"}`:            {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
+		`{"Cluster":"a b"}`:             {Err: `Backend.Cluster is "a b"`},
+		`{"Cluster":7}`:                 {Err: "Cluster"},
+		`{"Clutser":"a"}`:               {Warning: `unknown key "Clutser" is ignored; the nearest known key is "Cluster"`},
+		`{"AccessToken":"very-secret"}`: {Warning: `key "AccessToken" may contain a secret`},
+	})
 }

@@ -337,10 +337,11 @@ func changeRoute(v *vpctest.View, action string, form url.Values) error {
 	case "CreateRoute":
 		_, err = v.Create(table, dst, target)
 	case "ReplaceRoute":
-		switch err = v.Replace(table, target, to); err { //nolint:errorlint // not wrapped
-		case vpctest.ErrUnchanged:
+		err = v.Replace(table, target, to)
+		if errors.Is(err, vpctest.ErrUnchanged) {
 			return nil
-		case vpctest.ErrNoRoute:
+		}
+		if errors.Is(err, vpctest.ErrNoRoute) {
 			return errNoReplace
 		}
 	default:

@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backendtest
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// VPC is a backend for a cloud with a route table for each subnet, and the server of that cloud. Its
+// methods test what all these backends must do.
+type VPC struct {
+	New      backend.Factory
+	Type     string // name of the backend
+	Page     string // path of the page about rights
+	Families []prefix.Family
+	// Open returns a new cloud with the instances i-1 and i-2, and its server. It makes this process
+	// i-1.
+	Open func(*testing.T) (*vpctest.State, http.Handler)
+	// Metadata returns the metadata service of an instance.
+	Metadata func(vpctest.Instance) http.Handler
+
+	API, MetadataAPI string // variables with the addresses of the API and of the metadata service
+	Create, Delete   string // calls that make and delete a route
+	Right            string // that Create needs
+	Self, Peer       string // targets of routes to i-1 and i-2
+}
+
+// Subnet is the destination of routes of these tests.
+func Subnet() netip.Prefix { return netip.MustParsePrefix("10.5.1.0/24") }
+
+// RouteTo returns the route to Subnet by a target.
+func RouteTo(target string) cloud.Route {
+	return cloud.Route{Table: vpctest.MainTable, Dst: Subnet(), Target: target, ByCall: true}
+}
+
+// Backend returns the backend with that Backend object.
+func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
+	t.Helper()
+	return Cloud(t, v.New, raw, v.Families...)
+}
+
+// Joined returns a Cloud after Join.
+func (v VPC) Joined(t *testing.T) cloud.Cloud {
+	t.Helper()
+	c := v.Backend(t, `{}`).Cloud
+	if self, err := c.Join(t.Context()); err != nil || self != v.Self {
+		t.Fatalf("target %q, error %v, want %s", self, err, v.Self)
+	}
+	return c
+}
+
+// Suite runs the suite of all clouds. changes reports whether a request changes a route.
+func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool) {
+	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
+		s, h := v.Open(t)
+		api, lose := cloudtest.LoseAnswers(h, changes)
+		t.Setenv(v.API, cloudtest.Serve(t, api))
+		return cloudtest.Fixture{
+			Cloud: v.Backend(t, `{"Type":"`+v.Type+`"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
+			IPv4Only:     !slices.Contains(v.Families, prefix.IPv6),
+			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(vpctest.MainTable, dst) },
+			EndPeer:      func() { s.Terminate("i-2") },
+			SetQuota:     s.SetQuota,
+			Deny:         func() { s.Deny(v.Create, true) },
+			Throttle:     s.Throttle,
+			SetAway:      s.SetAway,
+			LoseAnswer:   lose,
+			Gaps:         func() int { return s.Succeeded(v.Delete) },
+		}
+	})
+}
+
+// OwnTable expects that the table of the own subnet is used, and not the first one.
+func (v VPC) OwnTable(t *testing.T, own, other string) {
+	t.Helper()
+	s, _ := v.Open(t)
+	s.SetPageSize(1)
+	s.AddTable("rtb-a", other)
+	s.AddTable("rtb-z", own)
+	tables, err := v.Joined(t).Tables(t.Context())
+	if err != nil || len(tables) != 1 || tables[0].ID != "rtb-z" {
+		t.Errorf("tables %v, error %v, want that of the own subnet", tables, err)
+	}
+}
+
+// OldAnswers puts a route while descriptions still show the time before the last calls. It is for clouds
+// whose calls name a route by its destination.
+func (v VPC) OldAnswers(t *testing.T) {
+	t.Helper()
+	s, _ := v.Open(t)
+	s.SetLag(time.Hour)
+	c := v.Joined(t)
+	r := RouteTo(v.Self)
+	if err := c.Put(t.Context(), r, true); err != nil { // there is none yet
+		t.Error(err)
+	}
+	if err := c.Put(t.Context(), r, false); !errors.Is(err, cloud.ErrExists) {
+		t.Errorf("error %v, want ErrExists", err)
+	}
+	if err := c.Put(t.Context(), r, true); err != nil {
+		t.Error(err)
+	}
+	if target, _ := s.RouteTo(vpctest.MainTable, r.Dst); target != v.Self {
+		t.Errorf("the route leads to %q, want %s", target, v.Self)
+	}
+}
+
+// RoutesOfOthers expects that routes of operators and gateways stay, also those that lead to this
+// instance, which flannel deleted.
+func (v VPC) RoutesOfOthers(t *testing.T) {
+	t.Helper()
+	s, _ := v.Open(t)
+	for _, r := range []vpctest.Route{
+		{Dst: netip.MustParsePrefix("0.0.0.0/0"), Target: v.Self, Kind: vpctest.Custom},
+		{Dst: netip.MustParsePrefix("172.16.0.0/16"), Target: v.Self, Kind: vpctest.Custom},
+		{Dst: netip.MustParsePrefix("10.9.0.0/16"), Target: "vgw-1", Kind: vpctest.Learned},
+		{Dst: Subnet(), Target: v.Self, Kind: vpctest.Custom},
+	} {
+		s.AddRoute(vpctest.MainTable, r)
+	}
+	c := v.Joined(t)
+	before, writes := s.Routes(vpctest.MainTable), s.Writes()
+	if err := c.Check(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if got := cloudtest.Routes(t, c); !slices.Contains(got, RouteTo(v.Self)) {
+		t.Errorf("routes %v, want that of flannel to this instance adopted", got)
+	}
+	for _, target := range []string{v.Peer, "vgw-1"} {
+		if err := c.Remove(t.Context(), RouteTo(target)); err != nil {
+			t.Error(err)
+		}
+	}
+	if after := s.Routes(vpctest.MainTable); s.Writes() > writes || len(after) != len(before) {
+		t.Errorf("%d writes, routes %v", s.Writes()-writes, after)
+	}
+}
+
+// Pages has more routes and instances than one answer. Routes to instances that do not run are lost.
+func (v VPC) Pages(t *testing.T, subnet string) {
+	t.Helper()
+	s, _ := v.Open(t)
+	s.SetQuota(1000)
+	s.SetPageSize(7)
+	lost := map[string]bool{}
+	for n := range 230 {
+		i := s.AddInstance(100+n, subnet, netip.AddrFrom4([4]byte{192, 168, 78, byte(n)}))
+		s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(n), 0}), 24), Target: s.TargetOf(i), Kind: vpctest.Custom})
+		lost[s.TargetOf(i)] = i.ID == "i-120" || i.ID == "i-329"
+	}
+	s.Stop("i-120")
+	s.Terminate("i-329")
+	found := 0
+	got := cloudtest.Routes(t, v.Joined(t))
+	for _, r := range got {
+		if r.Lost {
+			found++
+		}
+		if r.Lost != lost[r.Target] {
+			t.Errorf("%v: want lost %v", r, lost[r.Target])
+		}
+	}
+	if len(got) != 231 || found != 2 {
+		t.Errorf("%d routes, %d lost, want 231 and 2", len(got), found)
+	}
+}
+
+// Denied has calls that are denied, and the permissions that the check must name because of that.
+type Denied struct{ Calls, Permissions []string }
+
+// Rights expects that the check names all missing permissions, and changes nothing.
+func (v VPC) Rights(t *testing.T, tests ...Denied) {
+	t.Helper()
+	for _, test := range tests {
+		s, _ := v.Open(t)
+		for _, call := range test.Calls {
+			s.Deny(call, true)
+		}
+		cloudtest.Lacks(t, fmt.Sprint(test.Calls), v.Backend(t, `{}`).Cloud, test.Permissions...)
+		if s.Writes() > 0 {
+			t.Errorf("without %v: the check has changed something: %v", test.Calls, s.Calls())
+		}
+	}
+}
+
+// Refused is a host that cannot use the backend.
+type Refused struct {
+	Values    map[string]string    // replace values of the metadata service whose paths end with the keys; empty means missing
+	Fault     func(*vpctest.State) // may be nil
+	Network   string               // if it is not 10.5.0.0/16
+	Err       string
+	Transient bool
+}
+
+// RefusedHosts checks hosts that cannot use the backend.
+func (v VPC) RefusedHosts(t *testing.T, tests map[string]Refused) {
+	t.Helper()
+	for name, test := range tests {
+		s, _ := v.Open(t)
+		v.ReplaceMetadata(t, s, test.Values)
+		if test.Fault != nil {
+			test.Fault(s)
+		}
+		cloudtest.CheckFails(t, name, CloudOn(t, v.New, cmp.Or(test.Network, "10.5.0.0/16")).Cloud, test.Err, test.Transient)
+		if s.Writes() > 0 {
+			t.Errorf("%s: the check has changed something", name)
+		}
+	}
+}
+
+// ReplaceMetadata replaces values of the metadata service of i-1 whose paths end with the keys. An empty
+// value is missing.
+func (v VPC) ReplaceMetadata(t *testing.T, s *vpctest.State, values map[string]string) {
+	t.Helper()
+	h := v.Metadata(s.Instance("i-1"))
+	t.Setenv(v.MetadataAPI, cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		for path, text := range values {
+			switch {
+			case !strings.HasSuffix(r.URL.Path, path):
+			case text == "":
+				http.NotFound(w, r)
+				return
+			default:
+				fmt.Fprint(w, text)
+				return
+			}
+		}
+		h.ServeHTTP(w, r)
+	})))
+}
+
+// Claims expects that a host does not begin to use the backend if it cannot use the cloud, and that a
+// host keeps a lease of the backend without a call.
+func (v VPC) Claims(t *testing.T) {
+	t.Helper()
+	var held subnet.Claim
+	for _, f := range v.Families {
+		dst, own := Subnet(), "192.168.77.1"
+		if f == prefix.IPv6 {
+			dst, own = netip.MustParsePrefix("fd00:10:5:1::/64"), "fd00:77::1"
+		}
+		held.Endpoints = append(held.Endpoints, subnet.Endpoint{Subnet: dst, PublicIP: netip.MustParseAddr(own)})
+	}
+	missing := "permission " + v.Right + " is missing: " + v.Page + " has the policy to paste"
+	none := func(*vpctest.State) {}
+	denied := func(s *vpctest.State) { s.Deny(v.Create, true) }
+	away := func(s *vpctest.State) { s.SetAway(true) }
+	for name, test := range map[string]struct {
+		fault func(*vpctest.State)
+		prev  subnet.Claim
+		used  []string
+		err   string
+		quiet bool // no call is made
+	}{
+		"a new host":                           {none, subnet.Claim{}, nil, "", false},
+		"a new host without a permission":      {denied, subnet.Claim{}, nil, missing, false},
+		"a new host without a cloud":           {away, subnet.Claim{}, nil, "the cloud does not answer", false},
+		"a new host that is not described yet": {func(s *vpctest.State) { s.Terminate("i-1") }, subnet.Claim{}, nil, "the cloud does not answer about this instance yet", false},
+		"a host with a lease, no permission":   {denied, held, []string{v.Type}, "", true},
+		"a host with a lease, no cloud":        {away, held, []string{v.Type}, "", true},
+		"a host in a migration":                {away, held, []string{"vxlan", v.Type}, "", true},
+		"a lease of an unknown past":           {denied, held, nil, "", true},
+		"a lease of vxlan, unknown past":       {denied, subnet.Claim{BackendType: "vxlan", Endpoints: held.Endpoints}, nil, missing, false},
+		"a host with another backend":          {denied, held, []string{"vxlan"}, missing, false},
+		"a host with udp, no cloud":            {away, held, []string{"udp"}, "the cloud does not answer", false},
+	} {
+		s, _ := v.Open(t)
+		test.fault(s)
+		b := v.Backend(t, `{}`)
+		b.Env.Used = test.used
+		claim, err := b.Claim(t.Context(), test.prev)
+		if test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
+			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+		if transient := strings.Contains(test.err, "does not answer"); transient != cloud.Transient(err) {
+			t.Errorf("%s: error %v, transient is %v", name, err, !transient)
+		}
+		if calls := s.Calls(); test.quiet != (len(calls) == 0) {
+			t.Errorf("%s: calls %v", name, calls)
+		}
+		if claim.BackendType != "" || len(claim.Endpoints) != len(v.Families) {
+			t.Errorf("%s: claim %+v, want no type, and %v", name, claim, v.Families)
+		}
+	}
+}
+
+// NewKeys expects that refused keys are asked for again, because the role may have new ones. old is a
+// description of other keys, with which the metadata service begins.
+func (v VPC) NewKeys(t *testing.T, old string) {
+	t.Helper()
+	s, _ := v.Open(t)
+	asked := 0
+	h := v.Metadata(s.Instance("i-1"))
+	t.Setenv(v.MetadataAPI, cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasSuffix(r.URL.Path, "/security-credentials/flanneld") {
+			if asked++; asked == 1 {
+				fmt.Fprint(w, old)
+				return
+			}
+		}
+		h.ServeHTTP(w, r)
+	})))
+	if err := v.Backend(t, `{}`).Cloud.Check(t.Context()); err != nil || asked != 2 {
+		t.Errorf("error %v, asked %d times, want twice", err, asked)
+	}
+}
+
+// Redirect expects that calls go to no other server.
+func (v VPC) Redirect(t *testing.T) {
+	t.Helper()
+	s, _ := v.Open(t)
+	Redirect(t, v.New, v.API, func() int { return len(s.Calls()) })
+}
+
+// Endpoints expects that an address without a scheme is refused for good, by the name of its variable.
+func (v VPC) Endpoints(t *testing.T, address string, variables ...string) {
+	t.Helper()
+	for _, name := range variables {
+		v.Open(t)
+		t.Setenv(name, address)
+		cloudtest.CheckFails(t, name, v.Backend(t, `{}`).Cloud, name+" is invalid: expected an http or https URL, such as http", false)
+	}
+}
+
+// Answer is an answer of the API to all calls, and the error that it leads to.
+type Answer struct {
+	Status    int
+	Text      string
+	Err       string
+	Transient bool
+}
+
+// Answers checks answers that are not those of calls that work.
+func (v VPC) Answers(t *testing.T, tests map[string]Answer) {
+	t.Helper()
+	for name, test := range tests {
+		v.Open(t)
+		t.Setenv(v.API, cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(test.Status)
+			fmt.Fprint(w, test.Text)
+		})))
+		cloudtest.CheckFails(t, name, v.Backend(t, `{}`).Cloud, test.Err, test.Transient)
+	}
+}
+
+// Leaks makes calls fail in many ways, and searches errors and log for the secrets of the host. shown are
+// parts of errors that the faults cause.
+func (v VPC) Leaks(t *testing.T, shown []string, faults ...Fault[*vpctest.State]) {
+	t.Helper()
+	common := []Fault[*vpctest.State]{
+		{`{}`, func(*vpctest.State) {}},
+		{`{}`, func(s *vpctest.State) { s.SetAway(true) }},
+		{`{}`, func(s *vpctest.State) { s.Deny("DescribeInstances", true) }},
+		{`{}`, func(s *vpctest.State) { s.Deny(v.Create, true) }},
+		{`{}`, func(s *vpctest.State) { s.Terminate("i-1") }},
+		{`{}`, func(*vpctest.State) { t.Setenv(v.API, "http://127.0.0.1:1") }},
+	}
+	Leaks[*vpctest.State]{
+		New: v.New, Faults: append(common, faults...), Secrets: []string{vpctest.Secret, vpctest.Token}, Shown: shown,
+		Open: func(t *testing.T) *vpctest.State { s, _ := v.Open(t); return s },
+	}.Run(t)
+}
+
+// KeyLeaks is Leaks for a backend with keys in its Backend object. right is one that the check misses
+// without DescribeInstances.
+func (v VPC) KeyLeaks(t *testing.T, right string) {
+	t.Helper()
+	v.Leaks(t, []string{"refuses the keys", "permission " + right + " is missing"},
+		Fault[*vpctest.State]{`{}`, func(*vpctest.State) { t.Setenv(v.API, "http://"+vpctest.Secret+"%") }},
+		Fault[*vpctest.State]{`{"AccessKeyID":"id","AccessKeySecret":"` + vpctest.Secret + `-wrong"}`, func(*vpctest.State) {}},
+	)
+}
