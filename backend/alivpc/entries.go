@@ -6,6 +6,7 @@ import (
 	"net/netip"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // localTarget is the target of the routes of the VPC itself.
@@ -96,7 +97,7 @@ type addressList struct {
 func (i instance) runs() bool { return i.Status != "Stopped" && i.Status != "Stopping" }
 
 // addresses returns all addresses of the instance.
-func (i instance) addresses() (all []netip.Addr) {
+func (i instance) addresses() []netip.Addr {
 	texts := append([]string{i.EIP.Address}, i.Attributes.Private.All...)
 	texts = append(texts, i.Public.All...)
 	for _, n := range i.Interfaces.All {
@@ -107,10 +108,5 @@ func (i instance) addresses() (all []netip.Addr) {
 			texts = append(texts, a.Address)
 		}
 	}
-	for _, text := range texts {
-		if a, err := netip.ParseAddr(text); err == nil {
-			all = append(all, a)
-		}
-	}
-	return all
+	return transport.Addresses(texts...)
 }

@@ -59,13 +59,7 @@ type networkInterface struct {
 
 // addresses returns all addresses of the interface.
 func (n networkInterface) addresses() []netip.Addr {
-	var all []netip.Addr
-	for _, text := range slices.Concat(n.IPv4, n.Public, n.IPv6) {
-		if a, err := netip.ParseAddr(text); err == nil {
-			all = append(all, a)
-		}
-	}
-	return all
+	return transport.Addresses(slices.Concat(n.IPv4, n.Public, n.IPv6)...)
 }
 
 // tableAnswer is the answer of DescribeRouteTables.

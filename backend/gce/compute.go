@@ -82,19 +82,15 @@ type accessConfig struct {
 }
 
 // addresses returns all addresses of the instance.
-func (i instance) addresses() (all []netip.Addr) {
+func (i instance) addresses() []netip.Addr {
+	var texts []string
 	for _, n := range i.Interfaces {
-		texts := []string{n.IPv4, n.IPv6}
+		texts = append(texts, n.IPv4, n.IPv6)
 		for _, access := range slices.Concat(n.Access, n.Access6) {
 			texts = append(texts, access.IPv4, access.IPv6)
 		}
-		for _, text := range texts {
-			if a, err := netip.ParseAddr(text); err == nil {
-				all = append(all, a)
-			}
-		}
 	}
-	return all
+	return transport.Addresses(texts...)
 }
 
 func instancePath(zone, name string) string { return "zones/" + zone + "/instances/" + name }

@@ -184,10 +184,7 @@ func (n networkInterface) has(a netip.Addr) bool {
 	for _, access := range n.Access {
 		texts = append(texts, access.IP)
 	}
-	return slices.ContainsFunc(texts, func(text string) bool {
-		own, err := netip.ParseAddr(text)
-		return err == nil && own == a
-	})
+	return slices.Contains(transport.Addresses(texts...), a)
 }
 
 // interfaces returns the network interfaces of the instance.

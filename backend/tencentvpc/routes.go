@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // table is a route table of the API.
@@ -105,14 +106,6 @@ func (i instance) runs() bool {
 }
 
 // addresses returns all addresses of the instance.
-func (i instance) addresses() []netip.Addr { return parse(slices.Concat(i.Private, i.Public)) }
-
-// parse returns the addresses in texts.
-func parse(texts []string) (all []netip.Addr) {
-	for _, text := range texts {
-		if a, err := netip.ParseAddr(text); err == nil {
-			all = append(all, a)
-		}
-	}
-	return all
+func (i instance) addresses() []netip.Addr {
+	return transport.Addresses(slices.Concat(i.Private, i.Public)...)
 }

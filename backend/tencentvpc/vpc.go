@@ -11,6 +11,7 @@ import (
 	"strconv"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -143,7 +144,7 @@ func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 		params := object{"Filters": filter("vpc-id", v.own.vpc), "Offset": offset, "Limit": pageSize}
 		err := v.api.call(ctx, v.api.cvm, "DescribeInstances", params, &answer)
 		for _, i := range answer.Instances {
-			for _, a := range parse(i.Private) {
+			for _, a := range transport.Addresses(i.Private...) {
 				all[a] = i
 			}
 		}

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"net/http/httptest"
 	"net/netip"
 	"slices"
 	"strings"
@@ -14,14 +13,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 )
-
-func serve(t *testing.T, h http.HandlerFunc) string {
-	t.Helper()
-	server := httptest.NewServer(h)
-	t.Cleanup(server.Close)
-	return server.URL
-}
 
 func TestKeysShowNoSecret(t *testing.T) {
 	k := Keys{"id", "very-secret", "very-secret"}
@@ -36,7 +29,7 @@ func TestKeysShowNoSecret(t *testing.T) {
 func TestSession(t *testing.T) {
 	sessions := map[string]bool{}
 	opened := 0
-	address := serve(t, func(w http.ResponseWriter, r *http.Request) {
+	address := cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch {
 		case r.Method == http.MethodPut && r.Header.Get("X-Session-ttl-seconds") != "":
 			opened++
@@ -48,7 +41,7 @@ func TestSession(t *testing.T) {
 		default:
 			fmt.Fprintln(w, "value of "+r.URL.Path)
 		}
-	})
+	}))
 	m := &Metadata{Cloud: "Some Cloud", URL: address, Session: "X-Session"}
 	for range 2 {
 		if text, err := m.Read(t.Context(), "a/b"); err != nil || text != "value of /latest/meta-data/a/b" {
@@ -63,7 +56,7 @@ func TestSession(t *testing.T) {
 		t.Errorf("error %v, %d sessions, want a second one", err, opened)
 	}
 
-	without := serve(t, func(w http.ResponseWriter, r *http.Request) {
+	without := cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodGet || r.Header.Get("X-Session") != "" {
 			http.NotFound(w, r)
 		}
@@ -72,7 +65,7 @@ func TestSession(t *testing.T) {
 			return
 		}
 		fmt.Fprint(w, "[192.168.1.1/, \"fd00::1\"]\nnonsense")
-	})
+	}))
 	m = &Metadata{Cloud: "Some Cloud", URL: without + "/", Session: "X-Session"}
 	if got, err := m.ReadAddresses(t.Context(), "ips"); err != nil || !slices.Equal(got, []netip.Addr{netip.MustParseAddr("192.168.1.1"), netip.MustParseAddr("fd00::1")}) {
 		t.Errorf("addresses %v, error %v", got, err)
@@ -92,14 +85,14 @@ func TestSession(t *testing.T) {
 // TestKeysAreKept expects that keys are read again shortly before they end.
 func TestKeysAreKept(t *testing.T) {
 	asked, left := 0, time.Hour
-	m := &Metadata{Cloud: "Some Cloud", Roles: "roles/", URL: serve(t, func(w http.ResponseWriter, r *http.Request) {
+	m := &Metadata{Cloud: "Some Cloud", Roles: "roles/", URL: cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if strings.HasSuffix(r.URL.Path, "/roles/") {
 			fmt.Fprint(w, "some-role")
 			return
 		}
 		asked++
 		fmt.Fprintf(w, `{"TmpSecretId":"id-%d","TmpSecretKey":"s","Token":"t","ExpiredTime":1,"Expiration":%q,"Code":"Success"}`, asked, time.Now().Add(left).UTC().Format(time.RFC3339))
-	})}
+	}))}
 	for i, want := range []string{"id-1", "id-1", "id-2", "id-3", "id-4"} {
 		switch i {
 		case 2:

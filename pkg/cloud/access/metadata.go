@@ -115,13 +115,8 @@ func (m *Metadata) ReadAddresses(ctx context.Context, path string) ([]netip.Addr
 	return addresses(text), err
 }
 
-func addresses(text string) (all []netip.Addr) {
-	for _, field := range strings.FieldsFunc(text, func(r rune) bool { return strings.ContainsRune("[]\", \t\r\n/", r) }) {
-		if a, err := netip.ParseAddr(field); err == nil {
-			all = append(all, a)
-		}
-	}
-	return all
+func addresses(text string) []netip.Addr {
+	return transport.Addresses(strings.FieldsFunc(text, func(r rune) bool { return strings.ContainsRune("[]\", \t\r\n/", r) })...)
 }
 
 // Interface is a network interface of the instance.

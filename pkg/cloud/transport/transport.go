@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"strings"
 	"time"
@@ -77,4 +78,14 @@ func TurnPage(params url.Values, key, token string) (more bool, err error) {
 	}
 	params.Set(key, token)
 	return token != "", nil
+}
+
+// Addresses returns the addresses in texts. Other texts are left out.
+func Addresses(texts ...string) (all []netip.Addr) {
+	for _, text := range texts {
+		if a, err := netip.ParseAddr(text); err == nil {
+			all = append(all, a)
+		}
+	}
+	return all
 }

@@ -5,7 +5,9 @@ package transport
 import (
 	"fmt"
 	"net/http"
+	"net/netip"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 
@@ -51,6 +53,16 @@ func TestClean(t *testing.T) {
 		if got := Clean(text); got != want {
 			t.Errorf("%.20q: %q, want %q", text, got, want)
 		}
+	}
+}
+
+func TestAddresses(t *testing.T) {
+	got := Addresses("", "192.168.77.1", "nonsense", "fd00::1", "10.0.0.0/8")
+	if want := []netip.Addr{netip.MustParseAddr("192.168.77.1"), netip.MustParseAddr("fd00::1")}; !slices.Equal(got, want) {
+		t.Errorf("addresses %v, want %v", got, want)
+	}
+	if got := Addresses(); len(got) > 0 {
+		t.Errorf("addresses %v, want none", got)
 	}
 }
 
