@@ -177,6 +177,19 @@ func TestClaim(t *testing.T) { bed().Claims(t) }
 
 func TestRedirect(t *testing.T) { bed().Redirect(t) }
 
+// TestAnswers has answers of EC2 that are not those of a call that works.
+func TestAnswers(t *testing.T) {
+	const begin, end = "<Response><Errors><Error><Code>", "</Error></Errors></Response>"
+	bed().Answers(t, map[string]backendtest.Answer{
+		"no XML":               {Status: 200, Text: `nonsense`, Err: "decode the answer"},
+		"a gateway's error":    {Status: 502, Text: `<html>`, Err: "502: Bad Gateway", Transient: true},
+		"an internal error":    {Status: 500, Text: begin + "InternalError</Code><Message>again</Message>" + end, Err: "InternalError: again", Transient: true},
+		"several lines":        {Status: 400, Text: begin + "InvalidFilter</Code><Message>The filter\nis invalid</Message>" + end, Err: "InvalidFilter: The filter is invalid"},
+		"a long message":       {Status: 400, Text: begin + "InvalidFilter</Code><Message>" + strings.Repeat("x", 1000) + "</Message>" + end, Err: strings.Repeat("x", 300) + "…"},
+		"an error without one": {Status: 418, Text: ``, Err: "418: I'm a teapot"},
+	})
+}
+
 // TestReplacementDoesNotSeeTheRoute has a route that ReplaceRoute does not see yet, as after a call whose
 // answer was lost. The call must be repeated soon.
 func TestReplacementDoesNotSeeTheRoute(t *testing.T) {

@@ -7,7 +7,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/xml"
-	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -20,6 +19,7 @@ import (
 	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
@@ -85,30 +85,18 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	return nil
 }
 
-// apiError is an error of EC2.
-type apiError struct {
-	Code    string
-	Message string
-}
-
-// Error implements error.
-func (e *apiError) Error() string { return e.Code + ": " + e.Message }
-
 // isCode reports whether err is an error of EC2 with one of these codes.
-func isCode(err error, codes ...string) bool {
-	e, ok := errors.AsType[*apiError](err)
-	return ok && slices.Contains(codes, e.Code)
-}
+func isCode(err error, codes ...string) bool { return slices.Contains(codes, access.Code(err)) }
 
 // classify returns the error that an answer with another status than 200 means.
 func classify(action string, params url.Values, status int, text []byte) error {
 	var answer struct {
-		Errors []apiError `xml:"Errors>Error"`
+		Errors []struct{ Code, Message string } `xml:"Errors>Error"`
 	}
-	if err := xml.Unmarshal(text, &answer); err != nil || len(answer.Errors) == 0 {
-		answer.Errors = []apiError{{Code: fmt.Sprint(status), Message: http.StatusText(status)}}
+	e := access.NewError(status, fmt.Sprint(status), http.StatusText(status))
+	if xml.Unmarshal(text, &answer) == nil && len(answer.Errors) > 0 {
+		e = access.NewError(status, answer.Errors[0].Code, answer.Errors[0].Message)
 	}
-	e := &answer.Errors[0]
 	switch e.Code {
 	case "DryRunOperation": // the call would have succeeded
 		return nil
