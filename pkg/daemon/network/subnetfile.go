@@ -37,7 +37,7 @@ func (k *fileKeeper) expect() {
 }
 
 func (k *fileKeeper) run(ctx context.Context) {
-	_ = loop.New(fileCheck, k.step).Run(ctx)
+	_ = loop.New(2*fileCheck, k.step).Run(ctx) // each step says when the next one is
 }
 
 func (k *fileKeeper) step(ctx context.Context) error {
@@ -45,7 +45,7 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	if subnetfile.UpToDate(k.path, k.file) {
 		k.failing = false
 		k.report(nil)
-		return nil
+		return nextCheck(time.Now())
 	}
 	err := subnetfile.Write(k.path, k.file)
 	switch {
@@ -56,7 +56,16 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	}
 	k.failing = err != nil
 	k.report(err)
-	return err
+	if err != nil {
+		return err
+	}
+	return nextCheck(time.Now())
+}
+
+// nextCheck returns the time until the next check. All networks of a process check their files at the
+// same moments, because waking up for each of them would cost more than the checks.
+func nextCheck(now time.Time) loop.After {
+	return loop.After(fileCheck - time.Duration(now.UnixNano())%fileCheck)
 }
 
 // subnetFile returns the wanted content of the subnet file.
