@@ -27,6 +27,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 var (
@@ -268,11 +269,11 @@ func TestLostAnswerInAFullNetwork(t *testing.T) {
 	var s *gcetest.Server
 	s = openBehind(t, failing(http.MethodDelete, 1, func(_ http.ResponseWriter, r *http.Request) {
 		s.ServeHTTP(httptest.NewRecorder(), r)
-		time.Sleep(50 * time.Millisecond) // the operation ends
 		panic(http.ErrAbortHandler)
 	}))
 	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
 	s.SetQuota(1, false)
+	s.SetDelay(0) // the deletion has ended when the next call comes
 	c := joined(t, `{}`)
 	if err := c.Put(t.Context(), routeTo(self), true); err != nil {
 		t.Error(err)
@@ -639,11 +640,12 @@ func TestConnections(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for deadline := time.Now().Add(5 * time.Second); connected.Load() > 0; time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("%d connections are open, want none", connected.Load())
+	waittest.Eventually(t, 5*time.Second, "connections to the metadata service", func() error {
+		if n := connected.Load(); n > 0 {
+			return fmt.Errorf("%d are open, want none", n)
 		}
-	}
+		return nil
+	})
 }
 
 // TestEndpoints expects tokens to go to https servers, or to this host.

@@ -16,6 +16,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/mesh"
@@ -199,36 +200,38 @@ func TestRest(t *testing.T) {
 // TestDeadHosts asks hundreds of hosts that do not answer, and as many that begin their answers. The time
 // is limited, and few answers are read at the same time.
 func TestDeadHosts(t *testing.T) {
-	const dead, alive = 300, 300
-	var reading, most atomic.Int64
-	var all []mesh.Host
-	for i := range dead + alive {
-		all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
-	}
-	c := cluster{hosts: all, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
-		if n, _ := strconv.Atoi(h.Key); n < dead {
-			<-ctx.Done()
-			return nil, ctx.Err()
+	synctest.Test(t, func(t *testing.T) {
+		const dead, alive = 300, 300
+		var reading, most atomic.Int64
+		var all []mesh.Host
+		for i := range dead + alive {
+			all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
 		}
-		return &countedAnswer{Reader: strings.NewReader(`{"lease":{"key":"` + h.Key + `"},"paths":{"worst":[]}}`), reading: &reading, most: &most}, nil
-	}}
-	begin := time.Now()
-	m, err := c.collect(t.Context(), 500*time.Millisecond)
-	if took := time.Since(begin); err != nil || took > 5*time.Second {
-		t.Errorf("it took %s, %v", took, err)
-	}
-	for i, h := range m.Hosts {
-		n, _ := strconv.Atoi(h.Key)
-		if got := m.Problem(i); n < dead && got != "it does not answer within 500ms" || n >= dead && got != "" {
-			t.Errorf("host %s: %q", h.Key, got)
+		c := cluster{hosts: all, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
+			if n, _ := strconv.Atoi(h.Key); n < dead {
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}
+			return &countedAnswer{Reader: strings.NewReader(`{"lease":{"key":"` + h.Key + `"},"paths":{"worst":[]}}`), reading: &reading, most: &most}, nil
+		}}
+		begin := time.Now()
+		m, err := c.collect(t.Context(), 500*time.Millisecond)
+		if took := time.Since(begin); err != nil || took > 5*time.Second {
+			t.Errorf("it took %s, %v", took, err)
 		}
-	}
-	if n := most.Load(); n > meshReading {
-		t.Errorf("%d answers were read at the same time, want at most %d", n, meshReading)
-	}
+		for i, h := range m.Hosts {
+			n, _ := strconv.Atoi(h.Key)
+			if got := m.Problem(i); n < dead && got != "it does not answer within 500ms" || n >= dead && got != "" {
+				t.Errorf("host %s: %q", h.Key, got)
+			}
+		}
+		if n := most.Load(); n != meshReading {
+			t.Errorf("%d answers were read at the same time, want %d", n, meshReading)
+		}
+	})
 }
 
-// countedAnswer counts the answers that are being read.
+// countedAnswer counts the answers that are being read: from the first byte to the end.
 type countedAnswer struct {
 	io.Reader
 	reading, most *atomic.Int64
@@ -243,14 +246,13 @@ func (a *countedAnswer) Read(b []byte) (int, error) {
 				break
 			}
 		}
-		time.Sleep(time.Millisecond)
+		time.Sleep(time.Millisecond) // so that others read meanwhile
 	}
-	return a.Reader.Read(b)
-}
-
-func (a *countedAnswer) Close() error {
-	if a.begun {
+	n, err := a.Reader.Read(b)
+	if err != nil {
 		a.reading.Add(-1)
 	}
-	return nil
+	return n, err
 }
+
+func (*countedAnswer) Close() error { return nil }

@@ -22,6 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/ownership"
 	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/tune"
@@ -104,6 +105,7 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	p := &parts{
 		host: &Host{Tuner: &tune.Tuner{}, Firewall: rules.NewHost()}, devices: &ownership.Locks{},
 		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil),
+		metrics: metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }),
 	}
 	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
 	p.rules = p.newRuleKeeper(p.host.Firewall)
