@@ -34,17 +34,18 @@ type DataPath interface {
 	Dropped() map[string]uint64
 }
 
-// Migrator is a Network that serves each peer by one of two backends. Its methods are
-// called from the goroutine that calls Sync.
-type Migrator interface {
-	// Migration returns how the peer with that key is served.
-	Migration(key string) MigrationReport
+// Chooser is a Network that chooses one of two backends for each peer and prefers one of them: the
+// next one in a migration, and the cloud with Overflow. Its methods are called from the goroutine that
+// calls Sync.
+type Chooser interface {
+	// Choice returns how the peer with that key is served.
+	Choice(key string) Choice
 }
 
-// MigrationReport describes how far a peer is in a migration.
-type MigrationReport struct {
-	Backend string // type of the backend that carries the packets to the peer; empty if none does
-	Waiting string // the reason why it is not the next one; empty if it is
+// Choice is the backend that carries the packets to a peer.
+type Choice struct {
+	Backend string // type; empty if no backend carries them
+	Waiting string // the reason why it is not the preferred one; empty if it is
 }
 
 // CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
@@ -78,8 +79,8 @@ type PeerReport struct {
 	// PathMTUs contains the sizes in bytes of the largest packets to those subnets of the peer whose path
 	// is narrower than the device. It is nil if there are none.
 	PathMTUs map[netip.Prefix]int
-	// Migration is zero if the network is not a Migrator.
-	Migration MigrationReport
+	// Choice is zero if the network is not a Chooser.
+	Choice Choice
 }
 
 // Inspection is a snapshot of a Syncer.
@@ -107,7 +108,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	defer s.mu.Unlock()
 	in := Inspection{LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
 	inspector, _ := s.Network.(Inspector)
-	migrator, _ := s.Network.(Migrator)
+	chooser, _ := s.Network.(Chooser)
 	sizer, _ := s.Network.(PathSizer)
 	if inspector != nil {
 		in.Counts = inspector.Counts()
@@ -124,8 +125,8 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		if objects && inspector != nil {
 			p.Objects = inspector.Objects(l.Key)
 		}
-		if migrator != nil {
-			p.Migration = migrator.Migration(l.Key)
+		if chooser != nil {
+			p.Choice = chooser.Choice(l.Key)
 		}
 		if sizer != nil {
 			p.PathMTUs = pathMTUs(sizer, l)

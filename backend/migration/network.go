@@ -600,13 +600,13 @@ func (n *network) targets(key string) (all []target) {
 	return all
 }
 
-// Migration implements backend.Migrator.
-func (n *network) Migration(key string) backend.MigrationReport {
+// Choice implements backend.Chooser.
+func (n *network) Choice(key string) backend.Choice {
 	p := n.peers[key]
 	if p == nil {
-		return backend.MigrationReport{}
+		return backend.Choice{}
 	}
-	return backend.MigrationReport{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
+	return backend.Choice{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
 }
 
 // noteSizer makes PathMTU ask the network of a backend.

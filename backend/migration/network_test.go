@@ -340,7 +340,7 @@ func TestRestartKeepsTheRoutes(t *testing.T) {
 		t.Errorf("%+v, %v", out, err)
 	}
 	check("after the restart")
-	waiting := slices.DeleteFunc(slices.Sorted(maps.Keys(leases)), func(key string) bool { return second.Migration(key).Waiting == "" })
+	waiting := slices.DeleteFunc(slices.Sorted(maps.Keys(leases)), func(key string) bool { return second.Choice(key).Waiting == "" })
 	if !slices.Equal(waiting, []string{"host3"}) {
 		t.Errorf("waiting peers are %q, want host3", waiting)
 	}
@@ -359,7 +359,7 @@ func TestUnusableNextData(t *testing.T) {
 	if _, err := n.Check(*leases["host2"]); err != nil {
 		t.Errorf("the lease is refused: %v", err)
 	}
-	if got := n.Migration("host2"); got.Backend != "host-gw" || !strings.Contains(got.Waiting, "nonsense") {
+	if got := n.Choice("host2"); got.Backend != "host-gw" || !strings.Contains(got.Waiting, "nonsense") {
 		t.Errorf("migration is %+v, want host-gw, because of the data", got)
 	}
 	if got := routes(t.Context(), t, k, subnetOf(2)); !slices.Equal(got, []string{"eth0"}) {

@@ -72,8 +72,8 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
 		switch {
-		case l.Carried == nil || p.Migration.Backend == "":
-		case p.Migration.Waiting == "":
+		case l.Carried == nil || p.Choice.Backend == "":
+		case p.Choice.Waiting == "":
 			l.Carried["next"]++
 		default:
 			l.Carried["present"]++
@@ -225,7 +225,7 @@ func statusLease(l subnet.Lease) status.Lease {
 func statusPeer(p backend.PeerReport) status.Peer {
 	peer := status.Peer{
 		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
-		Backend: p.Migration.Backend, Waiting: p.Migration.Waiting, PathMTU: p.PathMTUs,
+		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs,
 	}
 	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
