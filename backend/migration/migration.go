@@ -8,7 +8,6 @@
 //   - peer.go is the state of a peer, and the queue of those that do not follow.
 //   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
-//   - rpfilter.go makes the kernel accept packets by either backend.
 package migration
 
 import (

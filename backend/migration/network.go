@@ -18,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/rpfilter"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -50,7 +51,7 @@ type network struct {
 	again      wait.Backoff // for starting it
 	nextStart  time.Time    // when to start it again
 	nextError  string       // logged error of the next backend
-	sources    sourceCheck
+	sources    rpfilter.Filter
 }
 
 // Limits of the pause between two attempts to start the next backend.
@@ -216,7 +217,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
 	affected = append(affected, keysOf(n.refused)...)
 	if set.All || report.Repaired > 0 {
-		n.sources.loosen(ctx, n.Scope().Devices, n.sharedDevice())
+		n.sources.Loosen(ctx, n.Scope().Devices, n.sharedDevice(), "so that no peer can migrate")
 	}
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
