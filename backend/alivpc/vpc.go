@@ -80,7 +80,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	table := cloud.Table{ID: v.table}
+	table := cloud.Table{ID: v.table, Own: true}
 	ids := []string{v.api.instance}
 	for _, e := range entries {
 		r, ok := e.convert(v.table)

@@ -69,6 +69,9 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 	return c, append(warnings, secrets...), err
 }
 
+// choosesTables reports whether the tables are not simply that of the host's subnet.
+func (c config) choosesTables() bool { return len(c.RouteTableID)+len(c.RouteTableFilter) > 0 }
+
 // filters returns the configured filters, with the values by name.
 func (c config) filters() map[string][]string {
 	filters := map[string][]string{}

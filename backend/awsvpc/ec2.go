@@ -69,8 +69,17 @@ type tableAnswer struct {
 }
 
 type routeTable struct {
-	ID     string  `xml:"routeTableId"`
-	Routes []route `xml:"routeSet>item"`
+	ID           string        `xml:"routeTableId"`
+	VPC          string        `xml:"vpcId"`
+	Associations []association `xml:"associationSet>item"`
+	Routes       []route       `xml:"routeSet>item"`
+}
+
+// association tells whose packets follow a table: those of a subnet or, for the main table, those of all
+// subnets of the VPC without a table of their own.
+type association struct {
+	Subnet string `xml:"subnetId"`
+	Main   bool   `xml:"main"`
 }
 
 // route has one destination, and one target. The destination of a route to a VPC endpoint is a
@@ -167,11 +176,43 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
+	own, err := v.followed(ctx, found)
+	if err != nil {
+		return nil, err
+	}
 	var tables []cloud.Table
 	for _, t := range found {
-		tables = append(tables, t.table())
+		table := t.table()
+		table.Own = t.ID == own
+		tables = append(tables, table)
 	}
 	return tables, nil
+}
+
+// followed returns the id of the one of the chosen tables that packets of this host follow, or "".
+func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error) {
+	if !v.config.choosesTables() {
+		return chosen[0].ID, nil // chosen by the own subnet
+	}
+	main := ""
+	for _, t := range chosen {
+		for _, a := range t.Associations {
+			if a.Subnet == v.own.Subnet {
+				return t.ID, nil
+			}
+			if a.Main && t.VPC == v.own.VPC {
+				main = t.ID
+			}
+		}
+	}
+	if main == "" {
+		return "", nil
+	}
+	others, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
+	if err != nil || len(others) > 0 {
+		return "", err
+	}
+	return main, nil
 }
 
 // chosen returns the tables that the configuration chooses.

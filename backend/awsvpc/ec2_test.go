@@ -60,6 +60,39 @@ func TestSuite(t *testing.T) {
 	})
 }
 
+// TestOwnTable expects that a host knows which of the chosen tables its packets follow.
+func TestOwnTable(t *testing.T) {
+	own := func(s *ec2test.Server) { s.AddTable("rtb-1", "subnet-1") }
+	other := func(s *ec2test.Server) { s.AddTable("rtb-2", "subnet-2") }
+	for name, test := range map[string]struct {
+		raw   string
+		setUp func(*ec2test.Server)
+		want  string
+	}{
+		"the table of the subnet":                   {`{"RouteTableID":["rtb-main","rtb-1"]}`, own, "rtb-1"},
+		"the main table, without one of the subnet": {`{"RouteTableID":["rtb-main","rtb-2"]}`, other, "rtb-main"},
+		"the main table, beside one of the subnet":  {`{"RouteTableID":"rtb-main"}`, own, ""},
+		"the table of another subnet":               {`{"RouteTableID":"rtb-2"}`, other, ""},
+	} {
+		s := open(t)
+		test.setUp(s)
+		c := bed().Backend(t, test.raw).Cloud
+		if _, err := c.Join(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		tables, err := c.Tables(t.Context())
+		got := ""
+		for _, table := range tables {
+			if table.Own {
+				got += table.ID
+			}
+		}
+		if err != nil || got != test.want {
+			t.Errorf("%s: own table %q, error %v, want %q", name, got, err, test.want)
+		}
+	}
+}
+
 // TestSourceDestCheck expects that the check is read first, and written only if it is on.
 func TestSourceDestCheck(t *testing.T) {
 	s := open(t)

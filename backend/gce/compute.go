@@ -31,9 +31,10 @@ type vpc struct {
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
 
-	api   *client // nil before the first connection
-	table string  // name of the VPC network; of the last Join or Check
-	own   string  // target of routes to this host; of the last Join or Check
+	api     *client // nil before the first connection
+	table   string  // name of the VPC network; of the last Join or Check
+	network string  // the same with its project
+	own     string  // target of routes to this host; of the last Join or Check
 }
 
 // find finds the VPC network of the external interface.
@@ -60,7 +61,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if parts[1] != v.api.number {
 		return nil, fmt.Errorf("the VPC network %s is shared by project %s, where Google allows no routes to instances of other projects: choose another network, or another backend", parts[3], parts[1])
 	}
-	v.table, v.own = parts[3], targetOf(v.api.zone, v.api.instance)
+	v.table, v.network, v.own = parts[3], interfaces[i].Network, targetOf(v.api.zone, v.api.instance)
 	return v.api, nil
 }
 
@@ -135,7 +136,7 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 			rivals[r.dst()] = r.Priority
 		}
 	}
-	table, seen := cloud.Table{ID: v.table}, map[cloud.Route]bool{}
+	table, seen := cloud.Table{ID: v.table, Global: v.network, Own: true}, map[cloud.Route]bool{}
 	for _, r := range all {
 		c := v.convert(r)
 		if most, found := rivals[c.Dst]; seen[c] || !c.Foreign && found && most <= r.Priority {

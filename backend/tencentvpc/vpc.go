@@ -52,7 +52,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	table := cloud.Table{ID: t.ID}
+	table := cloud.Table{ID: t.ID, Own: true}
 	hosts := map[int]netip.Addr{} // by index of the route
 	for _, r := range t.Routes {
 		c, ok := r.convert(t.ID)

@@ -13,6 +13,7 @@
 package cloud
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -57,8 +58,13 @@ func (r Route) String() string {
 // Table is a route table with all its routes.
 type Table struct {
 	ID     string
+	Global string // name that no other table of the cloud has; empty if ID is unique
+	Own    bool   // packets of this host follow the table
 	Routes []Route
 }
+
+// Name returns the name by which hosts of all regions and accounts know the table.
+func (t Table) Name() string { return cmp.Or(t.Global, t.ID) }
 
 // Count returns the number of routes of family f that count towards the quota.
 func (t Table) Count(f prefix.Family) (n int) {

@@ -508,6 +508,18 @@ func TestWriteIsConfirmed(t *testing.T) {
 	})
 }
 
+// TestWriteIsSeenLater puts a route. It counts as seen only when the table was read again.
+func TestWriteIsSeenLater(t *testing.T) {
+	run(t, func(b *bed) {
+		for _, seen := range []bool{false, true} {
+			if r := b.keeper.Report().Routes[0]; !r.Present || r.Seen != seen {
+				b.Errorf("route %+v, want it present, and seen: %v", r, seen)
+			}
+			b.after(30 * time.Second)
+		}
+	})
+}
+
 // TestContestedRoute has another program that wants another route. The keeper must not use up
 // the calls of all hosts.
 func TestContestedRoute(t *testing.T) {
@@ -531,6 +543,9 @@ func TestResultWaitsForTheFirstComparison(t *testing.T) {
 		k := cloud.NewKeeper(cloud.KeeperConfig{Cloud: &cloudtest.Memory{}, Resync: resync, Compared: func() {}}) // not run
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
+		if _, _, compared := k.Last(); compared {
+			t.Error("a comparison that nothing has made")
+		}
 		if _, err := k.Result(ctx); err == nil {
 			t.Error("no error although nothing was compared")
 		}

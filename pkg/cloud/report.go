@@ -24,11 +24,16 @@ type Report struct {
 type RouteReport struct {
 	Route
 	Present bool
+	// Seen is set if the tables had the route when they were read. Otherwise a call of this comparison
+	// may have put it, and the routers of the cloud may not follow it yet.
+	Seen bool
 }
 
 // TableReport counts the routes of a table that count towards its quota.
 type TableReport struct {
 	ID    string
+	Name  string // see Table.Name
+	Own   bool   // see Table.Own
 	Used  map[prefix.Family]int
 	Quota int // 0 if it is not known
 }
@@ -42,9 +47,12 @@ func (k *Keeper) note(tables []Table, target string, err error) {
 	for _, t := range tables {
 		for _, dst := range k.Own.Subnets {
 			want := Route{Table: t.ID, Dst: dst, Target: target, ByCall: true}
-			now.Routes = append(now.Routes, RouteReport{want, slices.Contains(t.Routes, want)})
+			now.Routes = append(now.Routes, RouteReport{want, slices.Contains(t.Routes, want), k.right[want]})
 		}
-		table := TableReport{ID: t.ID, Used: map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)}}
+		table := TableReport{
+			ID: t.ID, Name: t.Name(), Own: t.Own,
+			Used: map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
+		}
 		if quota, ok := errors.AsType[*QuotaError](err); ok && quota.Table == t.ID {
 			table.Quota = quota.Limit
 		}

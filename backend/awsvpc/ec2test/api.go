@@ -234,9 +234,15 @@ type tableAnswer struct {
 }
 
 type tableItem struct {
-	ID     string      `xml:"routeTableId"`
-	VPC    string      `xml:"vpcId"`
-	Routes []routeItem `xml:"routeSet>item"`
+	ID           string            `xml:"routeTableId"`
+	VPC          string            `xml:"vpcId"`
+	Associations []associationItem `xml:"associationSet>item"`
+	Routes       []routeItem       `xml:"routeSet>item"`
+}
+
+type associationItem struct {
+	Subnet string `xml:"subnetId,omitempty"`
+	Main   bool   `xml:"main"`
 }
 
 type routeItem struct {
@@ -300,6 +306,9 @@ func (s *Server) matches(v *vpctest.View, id, name string, values []string) (ok,
 // whose destination is not a prefix.
 func describe(v *vpctest.View, id string, routes []vpctest.Route) tableItem {
 	table := tableItem{ID: id, VPC: vpctest.VPC, Routes: []routeItem{{List: "pl-1", Gateway: "vpce-1", State: "active", Origin: "CreateRoute"}}}
+	if subnet := v.SubnetOf(id); subnet != "" || id == vpctest.MainTable {
+		table.Associations = []associationItem{{Subnet: subnet, Main: id == vpctest.MainTable}}
+	}
 	for _, r := range routes {
 		origin := map[vpctest.Kind]string{vpctest.System: "CreateRouteTable", vpctest.Custom: "CreateRoute", vpctest.Learned: "EnableVgwRoutePropagation"}[r.Kind]
 		one := routeItem{State: "active", Origin: origin}

@@ -49,6 +49,7 @@ func Run(t *testing.T, open func(t *testing.T) Fixture) {
 		name string
 		run  func(*testing.T, Fixture)
 	}{
+		{"the own table is known", testOwnTable},
 		{"a route is put, found and removed", testPut},
 		{"a route is replaced without a gap", testReplace},
 		{"put works although it is out of date", testStale},
@@ -115,6 +116,14 @@ func put(t *testing.T, f Fixture, dst netip.Prefix, target string, replace bool)
 
 func route(f Fixture, dst netip.Prefix, target string) cloud.Route {
 	return cloud.Route{Table: f.Table, Dst: dst, Target: target, ByCall: true}
+}
+
+func testOwnTable(t *testing.T, f Fixture) {
+	join(t, f)
+	tables, err := f.Cloud.Tables(t.Context())
+	if err != nil || len(tables) != 1 || !tables[0].Own || tables[0].Name() == "" {
+		t.Errorf("tables %+v, %v, want that of this host", tables, err)
+	}
 }
 
 func testPut(t *testing.T, f Fixture) {

@@ -14,7 +14,7 @@ func TestMemory(t *testing.T) {
 	cloudtest.Run(t, func(*testing.T) cloudtest.Fixture {
 		peer := netip.MustParseAddr("192.168.77.2")
 		m := &cloudtest.Memory{
-			Self: "host-1", Tabs: []cloud.Table{{ID: "table-1"}},
+			Self: "host-1", Tabs: []cloud.Table{{ID: "table-1", Own: true}},
 			Hosts: map[string][]netip.Addr{"host-1": {netip.MustParseAddr("192.168.77.1")}, "host-2": {peer}},
 		}
 		return cloudtest.Fixture{
