@@ -73,6 +73,15 @@ type Reclaimer interface {
 	Reclaim() <-chan struct{}
 }
 
+// Publisher is a Network whose data in the own lease changes while it runs.
+type Publisher interface {
+	// Claims returns a channel that receives the claim that the own lease should have, whenever that
+	// changes. A claim that was not received yet is replaced by the next one.
+	Claims() <-chan subnet.Claim
+	// Published tells the network that the store has this claim now. It may be called at any time.
+	Published(c subnet.Claim)
+}
+
 // Selector is a Network that uses leases with data for several backends as they are.
 type Selector interface {
 	// Selects reports whether the network can use l. It is pure, and safe for concurrent

@@ -50,11 +50,17 @@ func (s *session) turn() time.Duration {
 }
 
 // awaitChange waits until the network can change to another configuration, and sends that change to
-// prepared. Session s goes on meanwhile. A configuration that cannot be used is refused, and
+// prepared. Session s goes on meanwhile, and awaitChange publishes changes of its data. A configuration that cannot be used is refused, and
 // tried again later. published is closed when the store has the lease of s.
 func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published <-chan struct{}, prepared chan<- *change) error {
 	if s.begin.Load().Recalled { // the start follows the configuration
 		return nil
+	}
+	// Claims of s are published when the store has its lease, because two goroutines must not write it.
+	var claims <-chan subnet.Claim
+	stored := published
+	if s.publisher == nil {
+		stored = nil
 	}
 	for ctx.Err() == nil {
 		cfg, changed := r.config.next()
@@ -81,6 +87,12 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		case <-ctx.Done():
 		case <-changed:
 		case <-again:
+		case <-stored:
+			claims, stored = s.publisher.Claims(), nil
+		case claim := <-claims:
+			if err := r.republish(ctx, m, s, claim); err != nil {
+				return err
+			}
 		case <-s.reclaim:
 			if next := r.prepareClaim(ctx, s); next != nil {
 				prepared <- next

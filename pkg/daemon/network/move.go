@@ -3,8 +3,10 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"reflect"
 	"slices"
 
 	"golang.org/x/sync/errgroup"
@@ -99,6 +101,26 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 	}
 	r.state.Update(func(now *lastknown.State) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
+	return nil
+}
+
+// republish writes the own lease with other data to the store, while s goes on.
+func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session, claim subnet.Claim) error {
+	now := *s.begin.Load()
+	if reflect.DeepEqual(claim, now.Own.Claim()) {
+		return nil
+	}
+	r.state.Update(func(to *lastknown.State) {
+		to.Stored = cmp.Or(to.Stored, new(to.Own))
+		to.Own.NextType, to.Own.Endpoints = claim.NextType, claim.Endpoints
+	})
+	now.Own.NextType, now.Own.Endpoints = claim.NextType, claim.Endpoints
+	s.begin.Store(&now)
+	s.pause = s.turn()
+	if err := r.publish(ctx, m, s); err != nil {
+		return err
+	}
+	s.publisher.Published(claim)
 	return nil
 }
 

@@ -35,6 +35,7 @@ type session struct {
 	unpublished bool
 	pause       time.Duration                      // before it is published
 	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
+	publisher   backend.Publisher                  // nil if the network is none
 	rules       wait.Signal                        // sent when begin, or the end of the retirement, may need other traffic rules
 	prober      *paths.Prober                      // nil without --probe
 	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
@@ -71,6 +72,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	if n, ok := running.(backend.Reclaimer); ok {
 		s.reclaim = n.Reclaim()
 	}
+	s.publisher, _ = running.(backend.Publisher)
 	s.begin.Store(&now)
 	if r.opts.Probe {
 		s.prober = r.newProber(s)

@@ -423,3 +423,65 @@ func TestStartBackendWaitsForPort(t *testing.T) {
 		})
 	}
 }
+
+// recorder is a store that records the claims that it gets. It gives the lease that they lead to.
+type recorder struct {
+	silent
+	claims []subnet.Claim
+}
+
+func (r *recorder) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+	r.claims = append(r.claims, c)
+	return subnet.Lease{Endpoints: c.Endpoints}, nil
+}
+
+// publisher is a network with these claims. It records which of them the store has.
+type publisher struct {
+	claims    chan subnet.Claim
+	published []subnet.Claim
+}
+
+func (p *publisher) Claims() <-chan subnet.Claim { return p.claims }
+
+func (p *publisher) Published(c subnet.Claim) { p.published = append(p.published, c) }
+
+// TestRepublish has a network whose data changes while it runs. The session must go on, and the store and
+// the state must have the new data. The same data again must not be written.
+func TestRepublish(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		n, s := runnerOn(t, starter{start: func(backend.Env) error { return nil }, close: func() {}}, link(1500, "192.0.2.1"))
+		p, store := &publisher{claims: make(chan subnet.Claim)}, &recorder{}
+		s.publisher = p
+		ended := make(chan error, 1)
+		go func() {
+			_, _, err := n.work(ctx, ctx, store, s, nil)
+			ended <- err
+		}()
+		claim := subnet.Claim{Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`{"Routed":["rtb-1"]}`)}}}
+		for range 2 {
+			p.claims <- claim
+			synctest.Wait()
+			<-time.After(time.Second) // more than the pause before the write
+			synctest.Wait()
+		}
+		now, _ := n.state.Get()
+		if len(store.claims) != 1 || !sameData(store.claims[0].Endpoints, claim.Endpoints) {
+			t.Errorf("the store has got %v, want the new data once", store.claims)
+		}
+		if len(p.published) != 1 || !sameData(p.published[0].Endpoints, claim.Endpoints) {
+			t.Errorf("the network has heard of %v, want the new data once", p.published)
+		}
+		if !sameData(now.Own.Endpoints, claim.Endpoints) || now.Stored != nil || !sameData(s.own().Endpoints, claim.Endpoints) {
+			t.Errorf("state %+v, session %+v, want the new data, and that the store has it", now, s.own())
+		}
+		if n.serving.Load() != s {
+			t.Error("the session was replaced")
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		n.stopServing()
+	})
+}
