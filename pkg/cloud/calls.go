@@ -33,7 +33,7 @@ type Calls struct {
 // CallCount is the number of calls with the same name and result.
 type CallCount struct {
 	Name   string // in the words of the cloud, such as CreateRoute
-	Result string // ok, throttled, denied, quota, unavailable or failed
+	Result string // see Kind
 	N      uint64
 }
 
@@ -44,7 +44,7 @@ func (c *Calls) Count(name string, err error) {
 	if c.n == nil {
 		c.n = map[CallCount]uint64{}
 	}
-	c.n[CallCount{Name: name, Result: result(err)}]++
+	c.n[CallCount{Name: name, Result: Kind(err)}]++
 }
 
 // Make makes a call, and repeats it while it returns ErrThrottled, but not for ever: then the next
@@ -79,7 +79,8 @@ func (c *Calls) Counts() []CallCount {
 	return all
 }
 
-func result(err error) string {
+// Kind returns how a call ended that returned err: ok, throttled, unavailable, denied, quota or failed.
+func Kind(err error) string {
 	var missing *MissingError
 	var quota *QuotaError
 	switch {

@@ -195,21 +195,21 @@ func (k *Keeper) Result(ctx context.Context) (repaired int, err error) {
 	case <-ctx.Done():
 		return 0, errors.New("the routes of the cloud are not compared yet")
 	}
-	repaired, err, _ = k.Last()
+	repaired, _, err = k.Last()
 	return repaired, err
 }
 
 // Last is Result without waiting. compared is false before the first comparison.
-func (k *Keeper) Last() (repaired int, err error, compared bool) {
+func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	select {
 	case <-k.first:
 	default:
-		return 0, nil, false
+		return 0, false, nil
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	repaired, k.repaired = k.repaired, 0
-	return repaired, k.err, true
+	return repaired, true, k.err
 }
 
 // compare makes one comparison and the calls that it needs. It returns after which time there

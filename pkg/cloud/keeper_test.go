@@ -543,7 +543,7 @@ func TestResultWaitsForTheFirstComparison(t *testing.T) {
 		k := cloud.NewKeeper(cloud.KeeperConfig{Cloud: &cloudtest.Memory{}, Resync: resync, Compared: func() {}}) // not run
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if _, _, compared := k.Last(); compared {
+		if _, compared, _ := k.Last(); compared {
 			t.Error("a comparison that nothing has made")
 		}
 		if _, err := k.Result(ctx); err == nil {
