@@ -146,7 +146,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	}
 	if v.own.SourceDestCheck {
 		if err := api.call(ctx, "ModifyNetworkInterfaceAttribute", v.checkOff(), nil); err != nil {
-			return "", fmt.Errorf("switch off the source/dest check of %s: %w", v.own.ID, err)
+			return "", &cloud.DroppedError{Err: fmt.Errorf("switch off the source/dest check of %s: %w", v.own.ID, err)}
 		}
 	}
 	return v.own.ID, nil

@@ -113,7 +113,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 		return "", err
 	}
 	if !me.CanIPForward {
-		return "", fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", v.own, page)
+		return "", &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", v.own, page)}
 	}
 	return v.own, nil
 }

@@ -81,7 +81,8 @@ func (t Table) Count(f prefix.Family) (n int) {
 // never contain secrets.
 type Cloud interface {
 	// Join finds this host in the cloud and makes the cloud pass it packets with foreign
-	// addresses, if it does not do that yet. It returns the target of routes to this host.
+	// addresses, if it does not do that yet. It returns the target of routes to this host, and a
+	// DroppedError if the cloud does not pass it such packets.
 	Join(ctx context.Context) (target string, err error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
@@ -115,6 +116,16 @@ var ErrUnavailable = errors.New("the cloud does not answer")
 // ErrKeys means that the cloud refuses the keys of this host for any call. Its text follows the name of
 // the cloud.
 var ErrKeys = errors.New("refuses the keys")
+
+// DroppedError means that the cloud drops packets of pods from and to this host, although there may be
+// routes to it: the host is not allowed to send packets of others.
+type DroppedError struct{ Err error }
+
+// Error implements error.
+func (e *DroppedError) Error() string { return e.Err.Error() }
+
+// Unwrap returns Err.
+func (e *DroppedError) Unwrap() error { return e.Err }
 
 // QuotaError means that a table has as many routes as the cloud allows.
 type QuotaError struct {
