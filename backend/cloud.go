@@ -4,7 +4,11 @@ package backend
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -14,13 +18,43 @@ import (
 )
 
 // CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. All fields
-// are required.
+// but Overflow are required.
 type CloudBackend struct {
-	Type  string // in the configuration; leases contain no type, like those of flannel
-	Env   Env
-	Cloud cloud.Cloud
-	Calls *cloud.Calls // of Cloud
+	Type     string // in the configuration; leases contain no type, like those of flannel
+	Env      Env
+	Cloud    cloud.Cloud
+	Calls    *cloud.Calls // of Cloud
+	Overflow Overflow
 }
+
+// Overflow is the key Overflow of the Backend object of a cloud: the tunnel to peers that the routers of
+// the cloud do not reach. Its value is the type of the tunnel, or an object like Backend.
+type Overflow struct {
+	Type string          // in lower case; empty if there is no tunnel
+	Raw  json.RawMessage // the object; nil if there is only the type
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (o *Overflow) UnmarshalJSON(raw []byte) error {
+	*o = Overflow{}
+	if string(raw) == "null" {
+		return nil
+	}
+	var object struct{ Type string }
+	if json.Unmarshal(raw, &o.Type) != nil {
+		if json.Unmarshal(raw, &object) != nil {
+			return errOverflow
+		}
+		o.Type, o.Raw = object.Type, slices.Clone(raw)
+	}
+	if o.Type = strings.ToLower(o.Type); o.Type == "" {
+		return errOverflow
+	}
+	return nil
+}
+
+// errOverflow is the error about a value without a type.
+var errOverflow = errors.New(`Overflow: want "vxlan", or an object with this Type and its keys`)
 
 // LeaseType implements LeaseTyper.
 func (*CloudBackend) LeaseType() string { return "" }
@@ -51,13 +85,47 @@ func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, er
 		Programmer: &Programmer{Base: b.Env.Base(own), Reconciler: reconciler},
 	}
 	n.Forward(reconciler.Changed())
+	n.RouteKeeper = b.StartKeeper(own, n.Notifier)
+	return n, nil
+}
+
+// StartKeeper starts to keep the routes of the cloud to this host right, until n is closed. It notifies n
+// after each comparison.
+func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
-	n.keeper = cloud.NewKeeper(cloud.KeeperConfig{
+	keeper := cloud.NewKeeper(cloud.KeeperConfig{
 		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, Connected: b.Env.Connected, Compared: n.Notify,
 	})
-	n.Go(n.keeper.Run)
-	return n, nil
+	n.Go(keeper.Run)
+	return &RouteKeeper{keeper: keeper, calls: b.Calls}
+}
+
+// RouteKeeper is the part of a network that keeps the routes of a cloud to this host right, and
+// implements CloudRouter. It compares them on a goroutine of its own, because a call may take long.
+type RouteKeeper struct {
+	keeper     *cloud.Keeper
+	calls      *cloud.Calls
+	complete   bool // of the last set
+	unreadable bool // of the last set
+}
+
+// SetPeers passes on the leases of the other hosts.
+func (r *RouteKeeper) SetPeers(peers Set) {
+	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
+		r.complete, r.unreadable = peers.Complete, peers.Unreadable
+		r.keeper.SetPeers(cloud.Peers{Hosts: cloudHosts(peers), Complete: r.complete, Unreadable: r.unreadable})
+	}
+}
+
+// Last is Last of a cloud.Keeper.
+func (r *RouteKeeper) Last() (repaired int, compared bool, err error) { return r.keeper.Last() }
+
+// CloudRoutes implements CloudRouter.
+func (r *RouteKeeper) CloudRoutes() cloud.Report {
+	report := r.keeper.Report()
+	report.Calls = r.calls.Counts()
+	return report
 }
 
 // cloudNetwork implements Network and CloudRouter.
@@ -65,13 +133,11 @@ type cloudNetwork struct {
 	*CloudBackend
 	*Programmer
 	*Notifier
-	keeper     *cloud.Keeper
-	complete   bool // of the last set
-	unreadable bool // of the last set
+	*RouteKeeper
 }
 
-// MTU implements Network.
-func (n *cloudNetwork) MTU() int { return n.Env.Underlay.MTU }
+// MTU implements Sized, and Network for the networks.
+func (b *CloudBackend) MTU() int { return b.Env.Underlay.MTU }
 
 // Check implements Network. Leases contain no backend data.
 func (*cloudNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }
@@ -79,18 +145,17 @@ func (*cloudNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }
 // firstComparison limits how long a pass waits for the first comparison with the cloud.
 const firstComparison = 15 * time.Second
 
-// Sync implements Network. The keeper compares the routes on a goroutine of its own,
-// because a call may take long. It causes a further pass after each comparison.
+// Sync implements Network. The keeper causes a further pass after each comparison.
 func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	o, failed := n.Programmer.Sync(ctx, peers)
-	if peers.All || len(peers.Changed) > 0 || peers.Complete != n.complete || peers.Unreadable != n.unreadable {
-		n.complete, n.unreadable = peers.Complete, peers.Unreadable
-		n.keeper.SetPeers(cloud.Peers{Hosts: cloudHosts(peers), Complete: n.complete, Unreadable: n.unreadable})
-	}
+	n.SetPeers(peers)
 	ctx, cancel := context.WithTimeout(ctx, firstComparison)
 	defer cancel()
 	repaired, err := n.keeper.Result(ctx)
 	o.Repaired += repaired
+	if _, full := errors.AsType[*cloud.QuotaError](err); full {
+		err = fmt.Errorf("%w; or set Backend.Overflow, with which other hosts reach this one by a tunnel", err)
+	}
 	return o, oneline.Join(failed, err)
 }
 
@@ -115,13 +180,6 @@ func cloudHost(l *subnet.Lease) cloud.Host {
 		h.Addresses = append(h.Addresses, e.PublicIP)
 	}
 	return h
-}
-
-// CloudRoutes implements CloudRouter.
-func (n *cloudNetwork) CloudRoutes() cloud.Report {
-	r := n.keeper.Report()
-	r.Calls = n.Calls.Counts()
-	return r
 }
 
 // Close implements Network.

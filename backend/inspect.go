@@ -55,6 +55,22 @@ type CloudRouter interface {
 	CloudRoutes() cloud.Report
 }
 
+// Overflower is a Network that reaches peers by a tunnel if the routers of a cloud do not carry the
+// packets to them. Its method is called from the goroutine that calls Sync.
+type Overflower interface {
+	// Overflow returns how many peers need the tunnel.
+	Overflow() OverflowReport
+}
+
+// OverflowReport tells by which way packets travel.
+type OverflowReport struct {
+	Tunnel            string // type of its backend
+	ByCloud, ByTunnel int    // numbers of peers
+	// Problem says what is wrong with the routes of the cloud to this host, and what follows from that. It
+	// is empty if nothing is.
+	Problem string
+}
+
 // PathSizer is a Network whose paths to peers may be narrower than its device. Its method may be called
 // at any time.
 type PathSizer interface {
@@ -92,6 +108,7 @@ type Inspection struct {
 	Mode     string                     // data path in use; empty if the network is not a DataPath
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
+	Overflow *OverflowReport            // nil if the network is not an Overflower
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 
@@ -119,6 +136,10 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	if router, ok := s.Network.(CloudRouter); ok {
 		report := router.CloudRoutes()
 		in.Cloud = &report
+	}
+	if overflower, ok := s.Network.(Overflower); ok {
+		report := overflower.Overflow()
+		in.Overflow = &report
 	}
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}

@@ -23,10 +23,14 @@ type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, e
 // the two backends, for the configuration in its argument.
 type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
 
+// Combine returns the backend that uses the routers of a cloud, and a tunnel to hosts that they do not reach.
+type Combine func(cloud *CloudBackend, tunnel Backend) Backend
+
 // Registry contains the backends by type name.
 type Registry struct {
 	entries map[string]Entry
 	migrate Migrate
+	combine Combine // nil if there is no Overflow
 }
 
 // Entry is a backend of a registry.
@@ -35,6 +39,8 @@ type Entry struct {
 	Factory Factory
 	// ProbesMTU is set if Backend.MTU may be "probe": the network has a device, and a Programmer.
 	ProbesMTU bool
+	// Overflows is set if the backend may be the tunnel of a cloud. It is Sized.
+	Overflows bool
 }
 
 // NewRegistry returns a Registry of entries. It returns an error for an empty or
@@ -58,6 +64,12 @@ func NewRegistry(entries ...Entry) (Registry, error) {
 // WithMigration returns r with the backend for configurations with a next backend.
 func (r Registry) WithMigration(m Migrate) Registry {
 	r.migrate = m
+	return r
+}
+
+// WithOverflow returns r with the backend for clouds with the key Overflow.
+func (r Registry) WithOverflow(c Combine) Registry {
+	r.combine = c
 	return r
 }
 
@@ -89,13 +101,39 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 			return nil, nil, err
 		}
 		env.ProbesMTU = probes
-		return entry.Factory(raw, env)
+		b, warnings, err := entry.Factory(raw, env)
+		if c, ok := b.(*CloudBackend); err == nil && ok && c.Overflow.Type != "" {
+			return r.overflow(c, warnings)
+		}
+		return b, warnings, err
 	case cfg.Backend == nil:
 		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
 			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
 	default:
 		return nil, nil, fmt.Errorf("%w %q: Backend.Type must be one of %s", ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
 	}
+}
+
+// overflow returns the backend for a cloud with a tunnel.
+func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []string, error) {
+	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.combine == nil {
+		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys", subnet.Shorten(c.Overflow.Type), strings.Join(r.tunnels(), ", "))
+	}
+	env := c.Env
+	env.Config.BackendType, env.Config.Backend = c.Overflow.Type, c.Overflow.Raw
+	tunnel, more, err := r.one(env)
+	if err != nil {
+		return nil, nil, fmt.Errorf("Overflow: %w", err)
+	}
+	for _, w := range more {
+		warnings = append(warnings, "Overflow: "+w)
+	}
+	return r.combine(c, tunnel), warnings, nil
+}
+
+// tunnels returns the types that Overflow may have, in alphabetical order.
+func (r Registry) tunnels() []string {
+	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Overflows })
 }
 
 // Types returns the names of all backends in alphabetical order.

@@ -5,14 +5,16 @@ package alivpc
 import (
 	"encoding/json"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // config is the Backend object of the network configuration.
 type config struct {
-	AccessKeyID     string // id of an access key, which everything that reads the store can see; better give the instance a role
-	AccessKeySecret string // secret of that access key
+	AccessKeyID     string           // id of an access key, which everything that reads the store can see; better give the instance a role
+	AccessKeySecret string           // secret of that access key
+	Overflow        backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

@@ -9,14 +9,16 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // config is the Backend object of the network configuration.
 type config struct {
-	RouteTableID     tableIDs // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
-	RouteTableFilter []string // filters of EC2 that choose the tables of the VPC, such as "tag:cluster=blue"; several values of one name are alternatives
+	RouteTableID     tableIDs         // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
+	RouteTableFilter []string         // filters of EC2 that choose the tables of the VPC, such as "tag:cluster=blue"; several values of one name are alternatives
+	Overflow         backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/migration"
+	"github.com/flanneld/flanneld/backend/overflow"
 	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
@@ -39,11 +40,11 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: ipip.Type, Factory: ipip.New, ProbesMTU: true},
 		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
 		backend.Entry{Type: udp.Type, Factory: packets.New, ProbesMTU: true},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true, Overflows: true},
 		backend.Entry{Type: wireguard.Type, Factory: encrypted.New, ProbesMTU: true},
 	)
 	return backend.Catalog{
-		Registry:    registry.WithMigration(migration.New),
+		Registry:    registry.WithMigration(migration.New).WithOverflow(overflow.New),
 		Shutdown:    commands.Shutdown,
 		Retire:      commands.Retire,
 		CloseUnused: func() error { return oneline.Join(packets.CloseUnused(), encrypted.CloseUnused()) },

@@ -7,13 +7,15 @@ import (
 	"fmt"
 	"regexp"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Cluster string // name of the cluster in the descriptions of its routes, such as "blue"; hosts replace and remove only routes of their own cluster
+	Cluster  string           // name of the cluster in the descriptions of its routes, such as "blue"; hosts replace and remove only routes of their own cluster
+	Overflow backend.Overflow // tunnel to hosts that the routes of the VPC network do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

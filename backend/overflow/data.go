@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overflow
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// data is the backend data of a lease for one family. It says what the routers of the cloud do with
+// packets from and to the host. Other daemons ignore it.
+type data struct {
+	// Table is the route table that packets of the host follow. It is empty if there is none, or if the
+	// host does not know it.
+	Table string `json:",omitempty"`
+	// Routed are the tables that have a route to the subnet of the host, sorted.
+	Routed []string `json:",omitempty"`
+	// Why is the reason why Table is not one of Routed, if it is known: a result of cloud.Kind.
+	Why string `json:",omitempty"`
+	// Overflow is the data for the tunnel.
+	Overflow json.RawMessage `json:",omitempty"`
+}
+
+func (d data) encode() (json.RawMessage, error) {
+	raw, err := json.Marshal(d)
+	if err != nil {
+		return nil, fmt.Errorf("encode backend data: %w", err)
+	}
+	return raw, nil
+}
+
+// decode decodes a lease's backend data. known is false if there is none: the host has no tunnel, like
+// one with flannel.
+func decode(raw json.RawMessage) (d data, known bool, err error) {
+	if len(raw) == 0 {
+		return d, false, nil
+	}
+	if err := json.Unmarshal(raw, &d); err != nil {
+		return data{}, false, fmt.Errorf("backend data: %w", err)
+	}
+	return d, true, nil
+}
+
+// routed reports whether packets of the host would follow a route to its own subnet. Hosts with the same
+// table then reach it by the cloud.
+func (d data) routed() bool { return d.Table != "" && slices.Contains(d.Routed, d.Table) }
+
+// obstacle returns why the routers of the cloud do not carry the packets between this host and a peer, or
+// "" if they do. They must carry those of both directions: a firewall between the hosts may expect to see
+// both, and the reverse path filter of the external interface may be strict. Both hosts come to the same
+// result, because both know both leases.
+func obstacle(own, peer data) string {
+	lacks := func(table, what string, d data) string {
+		s := fmt.Sprintf("table %q%s", subnet.Shorten(table), what)
+		if why := reasons()[d.Why]; why != "" {
+			s += ": " + why
+		}
+		return s
+	}
+	switch {
+	case own.Table == "":
+		return "this host has found no route table that its packets follow"
+	case !slices.Contains(peer.Routed, own.Table):
+		return lacks(own.Table, " has no route to it", peer)
+	case peer.Table == "":
+		return "it has found no route table that its packets follow"
+	case !slices.Contains(own.Routed, peer.Table):
+		return lacks(peer.Table, ", which its packets follow, has no route to this host", own)
+	}
+	return ""
+}
+
+// reasons returns the values of Why, in words.
+func reasons() map[string]string {
+	return map[string]string{
+		"quota":       "the quota of routes is used up",
+		"denied":      "permissions are missing",
+		"throttled":   "the cloud refuses calls because there are too many",
+		"unavailable": "the cloud does not answer",
+		"failed":      "the cloud has refused a call",
+	}
+}
+
+// after returns the data of this host with subnet dst after a comparison that ended with err. r describes
+// the last one that could read the tables. A route that a call has just put counts only if it counted
+// before, because the routers may not follow it yet.
+func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
+	next := data{Table: d.Table, Routed: d.Routed, Overflow: d.Overflow}
+	if _, dropped := errors.AsType[*cloud.DroppedError](err); dropped {
+		r, next.Table, next.Routed = cloud.Report{}, "", nil
+	}
+	if len(r.Tables) > 0 {
+		next.Table, next.Routed = "", nil
+	}
+	for _, t := range r.Tables {
+		if t.Own {
+			next.Table = t.Name
+		}
+		right := func(route cloud.RouteReport) bool {
+			return route.Table == t.ID && route.Dst == dst && route.Present && (route.Seen || slices.Contains(d.Routed, t.Name))
+		}
+		if slices.ContainsFunc(r.Routes, right) {
+			next.Routed = append(next.Routed, t.Name)
+		}
+	}
+	slices.Sort(next.Routed)
+	switch {
+	case next.routed() || err == nil:
+	case d.Why != "" && cloud.Transient(err): // so that an outage does not change all leases
+		next.Why = d.Why
+	default:
+		next.Why = cloud.Kind(err)
+	}
+	return next
+}

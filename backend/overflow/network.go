@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overflow
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/rpfilter"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Notifier
+	*backend.RouteKeeper
+	tunnel backend.Network
+	filter rpfilter.Filter
+
+	own       subnet.Lease
+	data      map[prefix.Family]data // of this host
+	published map[prefix.Family]data // of this host, as the store has it, by which peers decide
+	stored    atomic.Pointer[subnet.Claim]
+	compared  bool              // the routes were compared since the start
+	failed    error             // of the last comparison
+	claims    chan subnet.Claim // see backend.Publisher
+
+	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as it uses them
+	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if it does not
+	refused map[string]string        // reasons by key: why a peer cannot have the tunnel that it needs
+	log     journal
+}
+
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	n := &network{
+		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, claims: make(chan subnet.Claim, 1),
+		data: map[prefix.Family]data{}, published: map[prefix.Family]data{},
+		leases: map[string]*subnet.Lease{}, peers: map[string]string{}, refused: map[string]string{},
+		log: journal{tunnel: b.side.Type, warn: b.cloud.Env.Warn},
+	}
+	for _, e := range own.Endpoints {
+		d, _, err := decode(e.Data)
+		if err != nil {
+			return nil, err
+		}
+		n.data[e.Family()], n.published[e.Family()] = d, d
+	}
+	var err error
+	if n.tunnel, err = b.tunnel.Start(ctx, *b.tunnelled(&own, func(subnet.Endpoint) bool { return true })); err != nil {
+		return nil, err
+	}
+	n.Forward(n.tunnel.Changed())
+	n.RouteKeeper = b.cloud.StartKeeper(own, n.Notifier)
+	return n, nil
+}
+
+// Check implements backend.Network. Data of the tunnel that is unusable does not matter while the cloud
+// carries the packets.
+func (n *network) Check(l subnet.Lease) ([]string, error) {
+	for _, e := range l.Endpoints {
+		if _, _, err := decode(e.Data); err != nil {
+			return nil, fmt.Errorf("%s: %w", e.Family(), err)
+		}
+	}
+	identities, err := n.tunnel.Check(*n.tunnelled(&l, hasTunnel))
+	if err != nil {
+		return nil, nil //nolint:nilerr // choose refuses the peer if it needs the tunnel
+	}
+	return identities, nil
+}
+
+func hasTunnel(e subnet.Endpoint) bool {
+	d, _, err := decode(e.Data)
+	return err == nil && d.Overflow != nil
+}
+
+// Sync implements backend.Network. An error of the cloud is not one of the network, because there is the
+// tunnel: it is reported.
+func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
+	n.SetPeers(set)
+	repaired, changed, err := n.refresh()
+	if err != nil {
+		return backend.Outcome{}, err
+	}
+	if c := n.stored.Swap(nil); c != nil {
+		changed = true
+		for _, e := range c.Endpoints {
+			n.published[e.Family()], _, _ = decode(e.Data) // refresh has encoded it
+		}
+	}
+	keys := set.Changed
+	if set.All || changed {
+		keys = slices.Collect(maps.Keys(set.Leases))
+		for key := range n.peers { // that have gone
+			if set.Leases[key] == nil {
+				keys = append(keys, key)
+			}
+		}
+	}
+	for _, key := range keys {
+		n.choose(key, set.Leases[key])
+	}
+	set.Leases, set.Changed = n.leases, keys
+	out, err := n.tunnel.Sync(ctx, set)
+	out.Repaired += repaired
+	for key, reason := range n.refused {
+		out.Refused = append(out.Refused, subnet.Refusal{Key: key, Reason: reason})
+	}
+	if set.All || out.Repaired > 0 {
+		n.filter.Loosen(ctx, n.Scope().Devices, n.cloud.Env.Underlay.Name, "so that packets are lost while a peer changes between the cloud and the tunnel")
+	}
+	if n.compared {
+		n.log.problem(ctx, n.data, n.failed)
+	}
+	if again := n.log.peers(ctx, n.peers, time.Now()); again > 0 && (out.Again == 0 || again < out.Again) {
+		out.Again = again
+	}
+	return out, err
+}
+
+// refresh updates the data of this host by the last comparison of the routes. If it has changed, refresh
+// asks for its publication. first is set after the first comparison.
+func (n *network) refresh() (repaired int, first bool, err error) {
+	repaired, compared, failed := n.Last()
+	if !compared {
+		return 0, false, nil
+	}
+	first, changed := !n.compared, false
+	n.compared, n.failed = true, failed
+	report := n.CloudRoutes()
+	own := n.own
+	own.Endpoints = slices.Clone(own.Endpoints)
+	for i, e := range own.Endpoints {
+		d := n.data[e.Family()].after(report, e.Subnet, failed)
+		raw, err := d.encode()
+		if err != nil {
+			return repaired, false, err
+		}
+		n.data[e.Family()], own.Endpoints[i].Data = d, raw
+		changed = changed || string(raw) != string(e.Data)
+	}
+	if changed {
+		n.own = own
+		select {
+		case <-n.claims: // replaced
+		default:
+		}
+		n.claims <- own.Claim()
+	}
+	return repaired, first, nil
+}
+
+// Claims implements backend.Publisher.
+func (n *network) Claims() <-chan subnet.Claim { return n.claims }
+
+// Published implements backend.Publisher. Peers decide by what the store has, so this host does too.
+// Otherwise packets would go one way and come the other way while the store is away.
+func (n *network) Published(c subnet.Claim) {
+	n.stored.Store(&c)
+	n.Notify()
+}
+
+// choose decides how a peer is served. l is nil if it has gone.
+func (n *network) choose(key string, l *subnet.Lease) {
+	before := n.peers[key]
+	delete(n.leases, key)
+	delete(n.peers, key)
+	delete(n.refused, key)
+	if l != nil {
+		n.serve(key, l)
+	}
+	if n.peers[key] != before {
+		n.log.changed = true
+	}
+}
+
+// serve gives the tunnel the endpoints of a peer to which the cloud does not carry packets.
+func (n *network) serve(key string, l *subnet.Lease) {
+	n.peers[key] = ""
+	var withTunnel []prefix.Family
+	for _, e := range l.Endpoints {
+		d, known, _ := decode(e.Data) // Check has refused data that cannot be read
+		own := n.published[e.Family()]
+		if !known { // it is sent to by the cloud, if at all
+			d = data{Table: own.Table, Routed: []string{own.Table}}
+		}
+		why := obstacle(own, d)
+		switch {
+		case why == "" || !known && !n.compared:
+		case d.Overflow == nil:
+			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
+		default:
+			n.peers[key] = why
+			withTunnel = append(withTunnel, e.Family())
+		}
+	}
+	if len(withTunnel) == 0 {
+		return
+	}
+	own := n.tunnelled(l, func(e subnet.Endpoint) bool { return slices.Contains(withTunnel, e.Family()) })
+	if _, err := n.tunnel.Check(*own); err != nil {
+		n.refused[key] = fmt.Sprintf("its data for %s cannot be used: %v, and the cloud does not carry the packets: %s", n.side.Type, err, n.peers[key])
+		return
+	}
+	n.leases[key] = own
+}
+
+// Choice implements backend.Chooser.
+func (n *network) Choice(key string) backend.Choice {
+	obstacle, known := n.peers[key]
+	switch {
+	case !known:
+		return backend.Choice{}
+	case obstacle != "":
+		return backend.Choice{Backend: n.side.Type, Waiting: obstacle}
+	}
+	return backend.Choice{Backend: n.cloud.Type}
+}
+
+// Overflow implements backend.Overflower.
+func (n *network) Overflow() backend.OverflowReport {
+	r := backend.OverflowReport{Tunnel: n.side.Type}
+	if n.compared {
+		r.Problem = problem(n.data, n.failed, n.side.Type)
+	}
+	for _, obstacle := range n.peers {
+		if obstacle != "" {
+			r.ByTunnel++
+		} else {
+			r.ByCloud++
+		}
+	}
+	return r
+}
+
+// PathMTU implements backend.PathSizer.
+func (n *network) PathMTU(dst netip.Prefix) int {
+	if s, ok := n.tunnel.(backend.PathSizer); ok {
+		return s.PathMTU(dst)
+	}
+	return 0
+}
+
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) []backend.ObjectReport {
+	if i, ok := n.tunnel.(backend.Inspector); ok {
+		return i.Objects(key)
+	}
+	return nil
+}
+
+// Counts implements backend.Inspector.
+func (n *network) Counts() map[string]dataplane.Count {
+	if i, ok := n.tunnel.(backend.Inspector); ok {
+		return i.Counts()
+	}
+	return nil
+}
+
+// Close implements backend.Network.
+func (n *network) Close() error {
+	n.Notifier.Close()
+	return n.tunnel.Close()
+}

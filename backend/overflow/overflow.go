@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package overflow lets the routers of a cloud carry the packets of pods, and a tunnel those that they
+// cannot carry: the quota of routes is used up, or a host is in another VPC or outside of the cloud.
+//
+//   - overflow.go is the Backend, which consists of a cloud and a tunnel.
+//   - data.go is the backend data of leases. It decides between which hosts the routers carry packets,
+//     and is pure.
+//   - network.go is the Network, which gives the tunnel the peers that need it.
+//   - report.go is the log.
+//
+// The kernel has objects only for peers that need the tunnel. Packets to the others follow the default
+// route to the routers of the cloud. A migration also has two backends, but its routes stand by for each
+// other. Here they must not: also a route that stands by precedes the default route.
+package overflow
+
+import (
+	"context"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Backend implements backend.Backend with a cloud and a tunnel.
+type Backend struct {
+	cloud  *backend.CloudBackend
+	tunnel backend.Backend
+	side   backend.Side // of the tunnel
+}
+
+// New returns the backend for a cloud and the tunnel that its Overflow describes. See backend.Combine.
+func New(c *backend.CloudBackend, tunnel backend.Backend) backend.Backend {
+	return &Backend{cloud: c, tunnel: tunnel, side: backend.NewSide(tunnel, c.Overflow.Type)}
+}
+
+// LeaseType implements backend.LeaseTyper.
+func (b *Backend) LeaseType() string { return b.cloud.LeaseType() }
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope { return b.tunnel.Scope() }
+
+// Ports implements backend.Listener.
+func (b *Backend) Ports() []int { return backend.Ports(b.tunnel) }
+
+// PortsByType implements backend.SeveralListener.
+func (b *Backend) PortsByType() map[string][]int { return backend.PortsByType(b.tunnel, b.side.Type) }
+
+// Files implements backend.FileOwner.
+func (b *Backend) Files() []string { return backend.Files(b.tunnel) }
+
+// Leftovers implements backend.Cleaner.
+func (b *Backend) Leftovers() []backend.Leftover { return backend.Leftovers(b.tunnel) }
+
+// Tunnels implements backend.SeveralTunneler.
+func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload { return backend.Tunnels(b.tunnel, f) }
+
+// MTU implements backend.Sized, and backend.Network for the networks. Every path may become one by the
+// tunnel.
+func (b *Backend) MTU() int {
+	mtu := b.cloud.MTU()
+	if s, ok := b.tunnel.(backend.Sized); ok {
+		mtu = min(mtu, s.MTU())
+	}
+	return mtu
+}
+
+// Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use the
+// cloud uses the tunnel. A host that has had a lease keeps what it has published about its routes, until
+// the first comparison.
+func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	before := map[prefix.Family]data{}
+	if prev.BackendType == b.LeaseType() {
+		tunnel := subnet.Claim{BackendType: b.side.LeaseType}
+		for _, e := range prev.Endpoints {
+			f := prefix.FamilyOf(e.PublicIP)
+			before[f], _, _ = decode(e.Data) // data that cannot be read is replaced
+			e.Data, e.NextData = before[f].Overflow, nil
+			tunnel.Endpoints = append(tunnel.Endpoints, e)
+		}
+		prev = tunnel
+	}
+	claim, err := b.tunnel.Claim(ctx, prev)
+	if err != nil {
+		return subnet.Claim{}, err
+	}
+	claim.BackendType, claim.NextType = b.LeaseType(), ""
+	for i, e := range claim.Endpoints {
+		d := before[prefix.FamilyOf(e.PublicIP)]
+		d.Overflow = e.Data
+		if claim.Endpoints[i].Data, err = d.encode(); err != nil {
+			return subnet.Claim{}, err
+		}
+	}
+	return claim, nil
+}
+
+// tunnelled returns l as the tunnel uses it, with those of its endpoints that are chosen.
+func (b *Backend) tunnelled(l *subnet.Lease, chosen func(subnet.Endpoint) bool) *subnet.Lease {
+	own := *l
+	own.BackendType, own.NextType, own.Endpoints = b.side.LeaseType, "", nil
+	for _, e := range l.Endpoints {
+		if chosen(e) {
+			d, _, _ := decode(e.Data) // Check has refused data that cannot be read
+			e.Data, e.NextData = d.Overflow, nil
+			own.Endpoints = append(own.Endpoints, e)
+		}
+	}
+	return &own
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overflow
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// problem returns what is wrong with the routes of the cloud to a host with this data, and what follows
+// from it. It returns "" if nothing is wrong. failed is the error of the last comparison of the routes.
+func problem(own map[prefix.Family]data, failed error, tunnel string) string {
+	reason := oneline.Text(failed)
+	for _, d := range own {
+		if failed == nil && d.Table == "" {
+			reason = "they follow none of the chosen route tables"
+		}
+	}
+	switch {
+	case reason == "": // a route that was just put is seen at the next comparison
+		return ""
+	case allRouted(own):
+		return "the routers of the cloud go on to carry the packets of this host: " + reason
+	}
+	return tunnel + " carries the packets of this host: " + reason
+}
+
+func allRouted(own map[prefix.Family]data) bool {
+	for _, d := range own {
+		if !d.routed() {
+			return false
+		}
+	}
+	return true
+}
+
+// journal writes what the log should have about the choice between cloud and tunnel.
+type journal struct {
+	tunnel string                       // type of its backend
+	warn   func(reason, message string) // may be nil
+
+	own       string    // kind of the problem that was logged; empty if there is none
+	changed   bool      // a peer has another obstacle than the log says
+	peersAt   time.Time // when peers were logged
+	tunnelled int       // number of peers by the tunnel that was logged
+}
+
+// problem logs a problem with the routes to this host, or the end of one, and warns of it. The text of an
+// error may differ each time, so only another kind of error counts.
+func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, failed error) {
+	text, kind := problem(own, failed, j.tunnel), ""
+	if text != "" {
+		kind = fmt.Sprint(cloud.Kind(failed), allRouted(own))
+	}
+	if kind == j.own {
+		return
+	}
+	log := klog.FromContext(ctx)
+	if j.own = kind; text == "" {
+		log.Info("the routes of the cloud to this host are in order")
+		return
+	}
+	log.Error(nil, "the routes of the cloud to this host are not in order", "reason", text)
+	if j.warn != nil {
+		j.warn("FlannelOverflow", text)
+	}
+}
+
+// peersPause is the least time between two log lines about peers.
+const peersPause = 5 * time.Second
+
+// peers logs how many peers need the tunnel, and some of them with the reason. It returns the time until
+// there is more to log, or zero.
+func (j *journal) peers(ctx context.Context, obstacles map[string]string, now time.Time) (again time.Duration) {
+	if !j.changed {
+		return 0
+	}
+	if left := j.peersAt.Add(peersPause).Sub(now); left > 0 {
+		return left
+	}
+	j.changed, j.peersAt = false, now
+	var keys []string
+	for key, obstacle := range obstacles {
+		if obstacle != "" {
+			keys = append(keys, key)
+		}
+	}
+	if len(keys) == 0 && j.tunnelled == 0 {
+		return 0
+	}
+	j.tunnelled = len(keys)
+	const shown = 10
+	slices.Sort(keys)
+	some := []string{}
+	for _, key := range keys[:min(len(keys), shown)] {
+		some = append(some, key+": "+obstacles[key])
+	}
+	klog.FromContext(ctx).Info("packets to peers go by the tunnel if the cloud does not carry them",
+		"tunnel", j.tunnel, "byTunnel", len(keys), "byCloud", len(obstacles)-len(keys), "peers", some)
+	return 0
+}
