@@ -153,6 +153,9 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 		for _, route := range c.Routes {
 			row("", fmt.Sprintf("%s to %s in table %s%s", route.Destination, route.Target, route.Table, map[bool]string{false: "  MISSING"}[route.Present]))
 		}
+		if c.Overflow != nil {
+			printOverflow(row, *c.Overflow, r.Peers, all)
+		}
 	}
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", firewall(r.Firewall))
@@ -185,6 +188,28 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 			if missing := !o.Present; all || missing {
 				fmt.Fprintf(w, "  %s%s\n", o.Text, map[bool]string{true: "  MISSING"}[missing])
 			}
+		}
+	}
+}
+
+// printOverflow prints which peers the tunnel of a cloud carries packets to, and why. Unless all is set,
+// these are only some of them.
+func printOverflow(row func(string, ...any), o status.Overflow, peers []status.Peer, all bool) {
+	const some = 10
+	row("overflow", fmt.Sprintf("sends to %d peers by the cloud, to %d by %s", o.ByCloud, o.ByTunnel, o.Tunnel))
+	if o.Problem != "" {
+		row("", o.Problem)
+	}
+	shown := 0
+	for _, p := range peers {
+		switch {
+		case p.Waiting == "":
+		case all || shown < some:
+			shown++
+			row("", list(p.Subnets), "by", p.Backend+":", p.Waiting)
+		case shown == some:
+			shown++
+			row("", "and others: see --peers")
 		}
 	}
 }

@@ -44,6 +44,7 @@ type Values struct {
 	NarrowPaths    int               // with an MTU smaller than that of the device
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
+	CloudPeers     map[string]int    // peers by what carries the packets to them (cloud, tunnel), with Backend.Overflow
 }
 
 // Metrics contains the metrics of one network, in a registry of its own.
@@ -179,6 +180,7 @@ func gauges() map[string]gauge {
 			"Calls of the cloud's API by name and result. If throttled ones keep growing, raise --resync; for denied ones the log names the permission.", "call", "result"),
 		"cloudRoutes": describe(g, "cloud_routes", "Routes of a route table that count towards its quota.", "table", "family"),
 		"cloudQuota":  describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route.", "table"),
+		"cloudPeers":  describe(g, "cloud_peers", "Other hosts by what carries the packets to them: the routers of the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"),
 		"cloudGood":   describe(g, "cloud_last_good_timestamp_seconds", "When a comparison last found or put the cloud's routes to this host in order. If that is long ago, /readyz and the log give the reason."),
 	}
 }
@@ -236,6 +238,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for reason, n := range values.Dropped {
 		set("dropped", float64(n), reason)
+	}
+	for by, n := range values.CloudPeers {
+		set("cloudPeers", float64(n), by)
 	}
 	if values.Cloud == nil {
 		return

@@ -38,6 +38,7 @@ func full(context.Context) metrics.Values {
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
 		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{OK: 3, Broken: map[paths.Part]int{paths.MTU: 2, paths.Unknown: 1}},
+		CloudPeers: map[string]int{"cloud": 2, "tunnel": 1},
 		Cloud: &cloud.Report{
 			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},
 			Tables: []cloud.TableReport{{ID: "rtb-1", Used: map[prefix.Family]int{prefix.IPv4: 7}, Quota: 50}, {ID: "rtb-2"}},
@@ -60,7 +61,7 @@ func TestMetrics(t *testing.T) {
 		"flannel_restart_needed 1", `flannel_paths{result="mtu"} 2`, "flannel_unreachable_peers 2", "flannel_config_rejected 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,
 		`flannel_migration_peers{backend="next"} 4`, `flannel_migration_peers{backend="present"} 1`,
 		`flannel_cloud_calls_total{call="CreateRoute",result="ok"} 4`, `flannel_cloud_routes{family="IPv4",table="rtb-1"} 7`,
-		`flannel_cloud_routes_quota{table="rtb-1"} 50`, "flannel_cloud_last_good_timestamp_seconds 3000",
+		`flannel_cloud_routes_quota{table="rtb-1"} 50`, `flannel_cloud_peers{by="cloud"} 2`, `flannel_cloud_peers{by="tunnel"} 1`, "flannel_cloud_last_good_timestamp_seconds 3000",
 		"flannel_sync_duration_seconds_count 2", `flannel_path_round_trip_seconds_bucket{le="0.001"} 0`, `flannel_path_round_trip_seconds_bucket{le="0.0025"} 1`, "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
 		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
 	} {

@@ -64,7 +64,7 @@ type Network struct {
 	Mode            string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes        []netip.Prefix `json:"prefixes"`
 	MTU             int            `json:"mtu"`               // bytes, the same for every path
-	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc, aws-vpc, gce, ali-vpc, tencent-vpc and extension
+	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc, extension, and clouds without Overflow
 	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
 	SubnetFile      string         `json:"subnetFile"`
 	Pool            *Pool          `json:"pool,omitempty"`  // nil if the store does not assign subnets
@@ -76,6 +76,17 @@ type Cloud struct {
 	Writer   string       `json:"writer"`            // the writer of the routes: host
 	LastGood time.Time    `json:"lastGood,omitzero"` // the last comparison after which all routes were right
 	Routes   []CloudRoute `json:"routes"`
+	Overflow *Overflow    `json:"overflow,omitempty"` // nil without Backend.Overflow
+}
+
+// Overflow tells to how many peers the routers of the cloud carry the packets, and to how many a tunnel
+// does.
+type Overflow struct {
+	Tunnel   string `json:"tunnel"` // type of its backend
+	ByCloud  int    `json:"byCloud"`
+	ByTunnel int    `json:"byTunnel"`
+	// Problem says what is wrong with the routes of the cloud to this host, and what follows from that.
+	Problem string `json:"problem,omitempty"`
 }
 
 // CloudRoute is a route that a table of the cloud should have, at the last comparison.
@@ -167,8 +178,8 @@ type Peer struct {
 	State   State     `json:"state"`
 	Error   string    `json:"error,omitempty"`
 	Changed time.Time `json:"changed,omitzero"` // when the lease last changed
-	// Backend is the type of the backend that carries the packets to the peer, during a
-	// migration. Waiting is the reason why it is not the next one.
+	// Backend is the type of the backend that carries the packets to the peer, during a migration and with
+	// Backend.Overflow. Waiting is the reason why it is not the next one, or not the cloud.
 	Backend string `json:"backend,omitempty"`
 	Waiting string `json:"waiting,omitempty"`
 	// PathMTU contains the subnets of the peer to which only packets smaller than the MTU of the device

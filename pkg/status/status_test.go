@@ -104,8 +104,10 @@ func TestPageOfTheCloud(t *testing.T) {
 		{Table: "rtb-1", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1", Present: true},
 		{Table: "rtb-2", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1"},
 	}}}}
+	r.Network.Cloud.Overflow = &status.Overflow{Tunnel: "vxlan", ByCloud: 2, ByTunnel: 1, Problem: "the <quota> is used up"}
+	r.Peers = []status.Peer{{State: status.InPlace, Backend: "vxlan", Waiting: "no route to it"}}
 	w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
-	for _, want := range []string{"written by each host", "<span>10.5.1.0/24 to eni-1 in table rtb-1</span>", `<span class="bad">10.5.1.0/24 to eni-1 in table rtb-2: missing</span>`} {
+	for _, want := range []string{`2 peers by the cloud, 1 by vxlan<br><span class="bad">the &lt;quota&gt; is used up</span>`, " by vxlan: no route to it</td>", "written by each host", "<span>10.5.1.0/24 to eni-1 in table rtb-1</span>", `<span class="bad">10.5.1.0/24 to eni-1 in table rtb-2: missing</span>`} {
 		if !strings.Contains(w.Body.String(), want) {
 			t.Errorf("no %q in\n%s", want, w.Body)
 		}

@@ -69,6 +69,9 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	if now.Config.Migrates() {
 		l.Carried = map[string]int{"present": 0, "next": 0}
 	}
+	if o := in.Overflow; o != nil {
+		l.CloudPeers = map[string]int{"cloud": o.ByCloud, "tunnel": o.ByTunnel}
+	}
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
 		switch {
@@ -162,6 +165,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	}
 	if in.Cloud != nil {
 		r.Network.Cloud = statusCloud(*in.Cloud)
+		r.Network.Cloud.Overflow = (*status.Overflow)(in.Overflow)
 	}
 	for _, shared := range in.Shared {
 		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
