@@ -22,10 +22,13 @@ type ali struct {
 // newAli builds a VPC with as many instances as hosts. It starts no daemons.
 func newAli(t *testing.T, hosts int, families []prefix.Family) *cloudBed {
 	t.Helper()
+	return newCloudBed(t, hosts, families, `{"Type":"ali-vpc"}`, newAlibaba())
+}
+
+func newAlibaba() ali {
 	s := alitest.New()
 	instance := func(number int) string { return fmt.Sprintf("i-%d", number) }
-	c := ali{subnetTables{s.State, instance, "DeleteRouteEntry", "CreateRouteEntry", "vpc:CreateRouteEntry"}, s}
-	return newCloudBed(t, hosts, families, "ali-vpc", c)
+	return ali{subnetTables{s.State, instance, "DeleteRouteEntry", "CreateRouteEntry", "vpc:CreateRouteEntry"}, s}
 }
 
 func (a ali) add(number, host int, addresses []netip.Addr) http.Handler {

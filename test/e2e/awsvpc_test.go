@@ -25,10 +25,14 @@ type ec2 struct {
 // newVPC builds a VPC with as many instances as hosts. It starts no daemons.
 func newVPC(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, ec2) {
 	t.Helper()
+	c := newEC2()
+	return newCloudBed(t, hosts, families, `{"Type":"aws-vpc"}`, c), c
+}
+
+func newEC2() ec2 {
 	s := ec2test.New()
 	instance := func(number int) string { return fmt.Sprintf("eni-%d", number) }
-	c := ec2{subnetTables{s.State, instance, "DeleteRoute", "CreateRoute", "ec2:CreateRoute"}, s, s}
-	return newCloudBed(t, hosts, families, "aws-vpc", c), c
+	return ec2{subnetTables{s.State, instance, "DeleteRoute", "CreateRoute", "ec2:CreateRoute"}, s, s}
 }
 
 func (e ec2) add(number, host int, addresses []netip.Addr) http.Handler {

@@ -107,8 +107,8 @@ func (subnetTables) secrets() []string { return []string{vpctest.Secret, vpctest
 type cloudBed struct {
 	*lab.Lab
 	testCloud
-	t        *testing.T
-	metadata []*atomic.Pointer[http.Handler] // of each host
+	t             *testing.T
+	api, metadata []*atomic.Pointer[http.Handler] // of each host
 }
 
 const (
@@ -116,19 +116,16 @@ const (
 	apiAddress      = "127.0.0.1:8443" // daemons send tokens to other hosts only by https
 )
 
-// newCloudBed builds a cloud with as many instances as hosts. It starts no daemons.
-func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backendType string, c testCloud) *cloudBed {
+// newCloudBed builds a cloud with as many instances as hosts, and a network with that Backend object. It
+// starts no daemons.
+func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backend string, c testCloud) *cloudBed {
 	t.Helper()
-	l := newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, fmt.Sprintf(`{"Type":%q}`, backendType))
+	l := newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, backend)
 	v := &cloudBed{Lab: l, testCloud: c, t: t}
 	for i, h := range l.Hosts() {
-		now := &atomic.Pointer[http.Handler]{}
-		v.metadata = append(v.metadata, now)
+		v.api, v.metadata = append(v.api, v.serve(h.Namespace, apiAddress)), append(v.metadata, v.serve(h.Namespace, metadataAddress))
+		v.setServers(i+1, c, http.NotFoundHandler())
 		v.setInstance(i+1, i+1)
-		v.serve(h.Namespace, apiAddress, c)
-		v.serve(h.Namespace, metadataAddress, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			(*now.Load()).ServeHTTP(w, r)
-		}))
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -137,15 +134,25 @@ func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backendType 
 	return v
 }
 
-func (v *cloudBed) serve(n *lab.Namespace, address string, h http.Handler) {
+// serve serves an address of a host. The result is what answers there.
+func (v *cloudBed) serve(n *lab.Namespace, address string) *atomic.Pointer[http.Handler] {
 	v.t.Helper()
+	now := &atomic.Pointer[http.Handler]{}
 	listener, err := n.Listen(testContext(v.t), "tcp", address)
 	if err != nil {
 		v.t.Fatal(err)
 	}
-	server := &http.Server{Handler: h, ReadHeaderTimeout: patience}
+	h := func(w http.ResponseWriter, r *http.Request) { (*now.Load()).ServeHTTP(w, r) }
+	server := &http.Server{Handler: http.HandlerFunc(h), ReadHeaderTimeout: patience}
 	go func() { _ = server.Serve(listener) }()
 	v.t.Cleanup(func() { _ = server.Close() })
+	return now
+}
+
+// setServers gives a host other servers of the API and of metadata.
+func (v *cloudBed) setServers(host int, api, metadata http.Handler) {
+	v.api[host-1].Store(&api)
+	v.metadata[host-1].Store(&metadata)
 }
 
 // setInstance makes a host the instance with that number, which it adds.
@@ -399,6 +406,8 @@ func (v *cloudBed) testFaults() (deleted int) {
 	v.setQuota(3)
 	fourth := start(t, v.Host(4), v.options())
 	expectReason(t, fourth, "has reached its limit of 3 routes")
+	expectReason(t, fourth, fmt.Sprintf("put route %s to %s in table %s", v.subnetOf(4), v.target(4), v.table()))
+	expectReason(t, fourth, "or set Backend.Overflow")
 	v.setQuota(5) // one more is needed for a replacement, in some clouds
 	expectReady(t, fourth)
 	of4 := v.subnetOf(4)

@@ -22,9 +22,14 @@ type gce struct{ *gcetest.Server }
 // newGCE builds a VPC network with as many instances as hosts. It starts no daemons.
 func newGCE(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, gce) {
 	t.Helper()
+	c := newGoogle()
+	return newCloudBed(t, hosts, families, `{"Type":"gce"}`, c), c
+}
+
+func newGoogle() gce {
 	c := gce{gcetest.New()}
 	c.SetDelay(300 * time.Millisecond)
-	return newCloudBed(t, hosts, families, "gce", c), c
+	return c
 }
 
 func (g gce) add(number, _ int, addresses []netip.Addr) http.Handler {

@@ -24,14 +24,17 @@ type tencent struct {
 // newTencent builds a VPC with as many instances as hosts. It starts no daemons.
 func newTencent(t *testing.T, hosts int) *cloudBed {
 	t.Helper()
+	return newCloudBed(t, hosts, []prefix.Family{prefix.IPv4}, `{"Type":"tencent-vpc"}`, newTencentCloud())
+}
+
+func newTencentCloud() tencent {
 	s := tencenttest.New()
 	addresses := &sync.Map{}
 	target := func(number int) string {
 		a, _ := addresses.Load(number)
 		return fmt.Sprint(a)
 	}
-	c := tencent{subnetTables{s.State, target, "DeleteRoutes", "CreateRoutes", "vpc:CreateRoutes"}, s, addresses}
-	return newCloudBed(t, hosts, []prefix.Family{prefix.IPv4}, "tencent-vpc", c)
+	return tencent{subnetTables{s.State, target, "DeleteRoutes", "CreateRoutes", "vpc:CreateRoutes"}, s, addresses}
 }
 
 func (c tencent) add(number, host int, addresses []netip.Addr) http.Handler {
