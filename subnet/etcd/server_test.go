@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/url"
@@ -20,9 +21,11 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	grpcbackoff "google.golang.org/grpc/backoff"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -87,7 +90,10 @@ func (s *server) start(tb testing.TB) {
 	cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
 	cfg.InitialCluster = cfg.InitialClusterFromName(cfg.Name)
 	cfg.ClientTLSInfo = s.tls.ClientTLSInfo
-	s.etcd, err = embed.StartEtcd(cfg)
+	wait.WhileHeld(tb.Context(), func() bool { // after a stop
+		s.etcd, err = embed.StartEtcd(cfg)
+		return errors.Is(err, unix.EADDRINUSE)
+	})
 	if err != nil {
 		tb.Fatal(err)
 	}

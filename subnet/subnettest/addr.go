@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"strconv"
+	"syscall"
 )
 
 // FreeAddr returns a loopback address, as host:port, on which no program listens. A
@@ -18,10 +19,21 @@ func FreeAddr() (string, error) {
 	var err error
 	for range 100 {
 		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(first+rand.IntN(last-first+1)))
-		var l net.Listener
-		if l, err = net.Listen("tcp", addr); err == nil {
-			return addr, l.Close()
+		if err = tryAddr(addr); err == nil {
+			return addr, nil
 		}
 	}
 	return "", fmt.Errorf("no free port on loopback: %w", err)
+}
+
+// tryAddr listens on an address for a moment. No child may be forked meanwhile: it would have the
+// listener until it runs its own program.
+func tryAddr(addr string) error {
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	l, err := net.Listen("tcp", addr)
+	if err != nil {
+		return err
+	}
+	return l.Close()
 }
