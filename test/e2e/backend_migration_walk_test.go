@@ -12,15 +12,15 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// allPairs returns a closed walk over n points that goes from each point to each other exactly once.
-func allPairs(n int) []int {
-	var walk []int
-	for i := range n {
-		for j := i + 1; j < n; j++ {
-			walk = append(walk, i, j)
+// allPairs returns a closed walk that goes from each backend to each other one exactly once.
+func allPairs(backends ...string) []string {
+	var walk []string
+	for i, from := range backends {
+		for _, to := range backends[i+1:] {
+			walk = append(walk, from, to)
 		}
 	}
-	return append(walk, 0)
+	return append(walk, backends[0])
 }
 
 // TestBackendMigrationWalk migrates running networks from each backend to each other one, without a
@@ -31,7 +31,7 @@ func allPairs(n int) []int {
 func TestBackendMigrationWalk(t *testing.T) {
 	t.Parallel()
 	const rate = 100
-	migrationWalk{hosts: 5, families: v4, rate: rate, backends: []string{"vxlan", "host-gw", "udp", userspace, vni7}}.test(t)
+	migrationWalk{hosts: 5, families: v4, rate: rate, walk: allPairs("vxlan", "host-gw", "udp", userspace, vni7)}.test(t)
 }
 
 // TestBackendMigrationWalkDualStack migrates networks with IPv6 away from host-gw and back, without a
@@ -45,7 +45,7 @@ func TestBackendMigrationWalkDualStack(t *testing.T) {
 	for _, other := range []string{"udp", "vxlan"} {
 		t.Run(other, func(t *testing.T) {
 			t.Parallel()
-			migrationWalk{hosts: 3, families: dual, rate: rate, backends: []string{"host-gw", other}}.test(t)
+			migrationWalk{hosts: 3, families: dual, rate: rate, walk: allPairs("host-gw", other)}.test(t)
 		})
 	}
 }
@@ -77,25 +77,34 @@ func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMBackendMigrationWalk(t *testing.T) {
 	const rate = 20 // the CPU is emulated
-	migrationWalk{hosts: 3, families: v4, rate: rate, backends: []string{"vxlan", "ipip", "wireguard"}}.test(t)
+	for name, walk := range map[string][]string{
+		"tunnels of the kernel": allPairs("vxlan", "ipip", "wireguard"),
+		"host-gw":               {"host-gw", "ipip", "host-gw", "wireguard", "host-gw"},
+		"udp":                   {"udp", "ipip", "udp", "wireguard", "udp"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel() // each waits for a minute until the last devices may go
+			migrationWalk{hosts: 3, families: v4, rate: rate, walk: walk}.test(t)
+		})
+	}
 }
 
-// migrationWalk migrates a network from each backend to each other one.
+// migrationWalk migrates a network from one backend to the next one, several times.
 type migrationWalk struct {
 	hosts    int
 	families []prefix.Family
-	rate     int // packets per second of each flow
-	backends []string
+	rate     int      // packets per second of each flow
+	walk     []string // the backends, which begin and end with the same one
 }
 
 func (w migrationWalk) test(t *testing.T) {
-	walk := allPairs(len(w.backends))
-	l := newLab(t, lab.Config{Hosts: w.hosts, Families: w.families}, backendConfig(w.backends[walk[0]]))
+	last := w.walk[0]
+	l := newLab(t, lab.Config{Hosts: w.hosts, Families: w.families}, backendConfig(last))
 	startAll(t, l, lab.FlanneldOptions{})
 	tr := startTraffic(t, l, w.rate)
-	for i, point := range walk[1:] {
+	for i, to := range w.walk[1:] {
 		began := time.Now()
-		from, to := w.backends[walk[i]], w.backends[point]
+		from := w.walk[i]
 		migrate(t, l, from, to)
 		eventuallyMigrated(t, l, typeOf(to))
 		migrate(t, l, to, "")
@@ -105,9 +114,8 @@ func (w migrationWalk) test(t *testing.T) {
 		}
 		t.Logf("%s to %s took %s", from, to, time.Since(began).Round(time.Millisecond))
 	}
-	last := w.backends[walk[0]]
 	for _, h := range l.Hosts() {
-		expectNothingOf(t, h, leftBy(w.backends, last)...)
+		expectNothingOf(t, h, leftBy(w.walk, last)...)
 		if n := len(h.Daemons()); n != 1 {
 			t.Errorf("%s has run %d daemons, want one", h.Name(), n)
 		}
