@@ -24,6 +24,9 @@ const (
 	// session, with retryPause between them.
 	retryPause        = 500 * time.Millisecond
 	handshakeAttempts = 3
+	// stateReads limits how often the initiator reads the device's state before it starts handshakes
+	// again: each time, the device describes all of its peers.
+	stateReads = 32
 )
 
 // initiator starts handshakes with the peers of a device in this process. WireGuard itself
@@ -71,15 +74,22 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 			return
 		case <-time.After(retryPause):
 		}
-		peers = i.withoutSession(peers)
-		for _, key := range peers {
-			select {
-			case <-i.stop:
-				return
-			default:
-				i.startHandshake(key, true)
+		var left []wgdevice.NoisePublicKey
+		for few := range slices.Chunk(peers, 1+len(peers)/stateReads) {
+			// A session may have begun a moment ago, and already have traffic. Another handshake would
+			// interrupt that.
+			few = i.withoutSession(few)
+			for _, key := range few {
+				select {
+				case <-i.stop:
+					return
+				default:
+					i.startHandshake(key, true)
+				}
 			}
+			left = append(left, few...)
 		}
+		peers = left
 	}
 }
 

@@ -5,6 +5,7 @@ package wireguard
 import (
 	"encoding/hex"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -13,6 +14,8 @@ import (
 	wgdevice "golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun/tuntest"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 // latency is the time that a packet travels in TestInitiate.
@@ -94,6 +97,68 @@ func TestInitiate(t *testing.T) {
 				})
 			}
 		}
+	}
+}
+
+// hookedBind calls before before it sends packets to an endpoint.
+type hookedBind struct {
+	conn.Bind
+	before func(to string, packets [][]byte)
+}
+
+func (b hookedBind) Send(packets [][]byte, to conn.Endpoint) error {
+	b.before(to.DstToString(), packets)
+	return b.Bind.Send(packets, to)
+}
+
+// TestRetryLeavesNewSessions starts handshakes again with two peers. While it does so with the first one,
+// which does not answer, the session with the second one begins. That session must not be replaced.
+func TestRetryLeavesNewSessions(t *testing.T) {
+	own, silent, other := key(8), key(16).PublicKey(), key(24)
+	const silentAt = "127.0.0.1:9"
+	var handshakes atomic.Int64 // with other
+	var began atomic.Bool       // the session with other
+	var i *initiator
+	var ends [2]*wgdevice.Device
+	hook := func(to string, packets [][]byte) {
+		const initiation = 1 // the type of the message
+		switch {
+		case to != silentAt && packets[0][0] == initiation:
+			handshakes.Add(1)
+		case to == silentAt && !began.Swap(true):
+			public := own.PublicKey()
+			if err := ends[1].IpcSet(fmt.Sprintf("public_key=%x\nendpoint=127.0.0.1:2\npersistent_keepalive_interval=25", public[:])); err != nil {
+				t.Error(err)
+			}
+			public = other.PublicKey()
+			waittest.Until(t, 10*time.Second, "session with the other host", func() bool {
+				return len(i.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)})) == 0
+			})
+		}
+	}
+	for n, bind := range bindtest.NewChannelBinds() {
+		if n == 0 {
+			bind = hookedBind{bind, hook}
+		}
+		dev := wgdevice.NewDevice(tuntest.NewChannelTUN().TUN(), bind, wgdevice.NewLogger(wgdevice.LogLevelSilent, ""))
+		t.Cleanup(dev.Close)
+		if err := dev.IpcSet("private_key=" + hex.EncodeToString([]wgtypes.Key{own, other}[n][:])); err != nil {
+			t.Fatal(err)
+		}
+		if err := dev.Up(); err != nil {
+			t.Fatal(err)
+		}
+		ends[n] = dev
+	}
+	i = newInitiator(ends[0])
+	public := other.PublicKey()
+	if err := ends[0].IpcSet(fmt.Sprintf("public_key=%x\nendpoint=%s\npublic_key=%x\nendpoint=127.0.0.1:1", silent[:], silentAt, public[:])); err != nil {
+		t.Fatal(err)
+	}
+	peers := []wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(silent), wgdevice.NoisePublicKey(public)}
+	i.retry(peers)
+	if n := handshakes.Load(); n > 0 || !began.Load() {
+		t.Errorf("%d handshakes with a host that had just begun a session, want none", n)
 	}
 }
 
