@@ -346,8 +346,9 @@ func expectLostAtMost(t *testing.T, flows []flow, most int) {
 	stopping.Wait()
 	for i, s := range results {
 		if len(s.Lost) > most || s.Sent == 0 {
-			t.Errorf("%s: %d of %d packets were lost, want at most %d, the first at %v, longest gap %v",
-				flows[i].name, len(s.Lost), s.Sent, most, s.Lost[:min(len(s.Lost), 5)], s.Gap)
+			const clock = "15:04:05.000"
+			t.Errorf("%s: %d of %d packets were lost, want at most %d, the first at %s, the last at %s, longest gap %v, last error: %v",
+				flows[i].name, len(s.Lost), s.Sent, most, s.Begin.UTC().Format(clock), s.End.UTC().Format(clock), s.Gap, s.Err)
 		}
 	}
 }

@@ -25,18 +25,26 @@ type Flow struct {
 	stop    context.CancelFunc
 	members sync.WaitGroup
 
-	mu       sync.Mutex
-	answered []bool    // whether each sent packet has come back, by sequence number
-	last     time.Time // when the last packet came back
-	stopped  time.Time // zero while the flow runs
-	gap      time.Duration
+	mu      sync.Mutex
+	packets []packet  // those that were sent, by sequence number
+	last    time.Time // when the last packet came back
+	stopped time.Time // zero while the flow runs
+	gap     time.Duration
+	err     error // see FlowStats
+}
+
+type packet struct {
+	sent     time.Time
+	answered bool
 }
 
 // FlowStats counts the packets of a flow.
 type FlowStats struct {
 	Sent, Answered int
 	Lost           []int         // sequence numbers, counted from 0
+	Begin, End     time.Time     // when the first and the last lost packet were sent
 	Gap            time.Duration // the longest time in which no packet came back
+	Err            error         // the last error about a packet, from this host or by ICMP
 }
 
 // StartFlow sends rate packets per second to the other pod until Stop, and the first one before it
@@ -110,11 +118,19 @@ func (f *Flow) send(ctx context.Context, period time.Duration) {
 
 func (f *Flow) sendNext() {
 	f.mu.Lock()
-	seq := uint64(len(f.answered))
-	f.answered = append(f.answered, false)
+	seq := uint64(len(f.packets))
+	f.packets = append(f.packets, packet{sent: time.Now()})
 	f.mu.Unlock()
 	// A packet that cannot be sent counts as lost, because it does not come back.
-	_, _ = f.near.Write(binary.BigEndian.AppendUint64(nil, seq))
+	if _, err := f.near.Write(binary.BigEndian.AppendUint64(nil, seq)); err != nil {
+		f.fail(err)
+	}
+}
+
+func (f *Flow) fail(err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.err = err
 }
 
 func (f *Flow) reflect() {
@@ -125,7 +141,10 @@ func (f *Flow) reflect() {
 			return
 		}
 		if err == nil {
-			_, _ = f.far.WriteToUDPAddrPort(buf[:n], from) // a failed write counts as a lost packet
+			_, err = f.far.WriteToUDPAddrPort(buf[:n], from) // a failed write counts as a lost packet
+		}
+		if err != nil {
+			f.fail(err)
 		}
 	}
 }
@@ -137,12 +156,15 @@ func (f *Flow) receive() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil || n != 8 { // err is an ICMP error about a lost packet
+		if err != nil { // an ICMP error about a lost packet
+			f.fail(err)
+		}
+		if err != nil || n != 8 {
 			continue
 		}
 		f.mu.Lock()
-		if seq := binary.BigEndian.Uint64(buf); seq < uint64(len(f.answered)) {
-			f.answered[seq] = true
+		if seq := binary.BigEndian.Uint64(buf); seq < uint64(len(f.packets)) {
+			f.packets[seq].answered = true
 			now := time.Now()
 			f.gap, f.last = max(f.gap, now.Sub(f.last)), now
 		}
@@ -158,13 +180,16 @@ func (f *Flow) Stats() FlowStats {
 	if !f.stopped.IsZero() { // the gap ends when the flow was stopped
 		now = f.stopped
 	}
-	s := FlowStats{Sent: len(f.answered), Gap: max(f.gap, now.Sub(f.last))}
-	for seq, ok := range f.answered {
-		if ok {
+	s := FlowStats{Sent: len(f.packets), Gap: max(f.gap, now.Sub(f.last)), Err: f.err}
+	for seq, p := range f.packets {
+		if p.answered {
 			s.Answered++
-		} else {
-			s.Lost = append(s.Lost, seq)
+			continue
 		}
+		if s.Lost = append(s.Lost, seq); len(s.Lost) == 1 {
+			s.Begin = p.sent
+		}
+		s.End = p.sent
 	}
 	return s
 }
