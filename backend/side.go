@@ -75,9 +75,9 @@ type Reclaimer interface {
 
 // Publisher is a Network whose data in the own lease changes while it runs.
 type Publisher interface {
-	// Claims returns a channel that receives the claim that the own lease should have, whenever that
-	// changes. A claim that was not received yet is replaced by the next one.
-	Claims() <-chan subnet.Claim
+	// Republish returns a channel that receives when Claim of the backend returns other data than the
+	// own lease has. The owner of the network then publishes the new claim, and the network goes on.
+	Republish() <-chan struct{}
 	// Published tells the network that the store has this claim now. It may be called at any time.
 	Published(c subnet.Claim)
 }

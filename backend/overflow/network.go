@@ -15,6 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/rpfilter"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -30,9 +31,9 @@ type network struct {
 	data      map[prefix.Family]data // of this host
 	published map[prefix.Family]data // of this host, as the store has it, by which peers decide
 	stored    atomic.Pointer[subnet.Claim]
-	compared  bool              // the routes were compared since the start
-	failed    error             // of the last comparison
-	claims    chan subnet.Claim // see backend.Publisher
+	compared  bool        // the routes were compared since the start
+	failed    error       // of the last comparison
+	republish wait.Signal // see backend.Publisher
 
 	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as it uses them
 	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if it does not
@@ -43,7 +44,7 @@ type network struct {
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, claims: make(chan subnet.Claim, 1),
+		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, republish: wait.NewSignal(),
 		data: map[prefix.Family]data{}, published: map[prefix.Family]data{},
 		leases: map[string]*subnet.Lease{}, peers: map[string]string{}, refused: map[string]string{},
 		log: journal{tunnel: b.side.Type, warn: b.cloud.Env.Warn},
@@ -151,17 +152,15 @@ func (n *network) refresh() (repaired int, first bool, err error) {
 	}
 	if changed {
 		n.own = own
-		select {
-		case <-n.claims: // replaced
-		default:
-		}
-		n.claims <- own.Claim()
+		present := maps.Clone(n.data)
+		n.present.Store(&present)
+		n.republish.Send()
 	}
 	return repaired, first, nil
 }
 
-// Claims implements backend.Publisher.
-func (n *network) Claims() <-chan subnet.Claim { return n.claims }
+// Republish implements backend.Publisher.
+func (n *network) Republish() <-chan struct{} { return n.republish }
 
 // Published implements backend.Publisher. Peers decide by what the store has, so this host does too.
 // Otherwise packets would go one way and come the other way while the store is away.

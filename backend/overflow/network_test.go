@@ -106,7 +106,8 @@ func (b *bed) sync() backend.Outcome {
 	return out
 }
 
-// expectClaim makes passes, and publishes what the host wants, until that is the wanted data, of which the part for the tunnel does not count.
+// expectClaim makes passes, and publishes what the host wants, until that is the wanted data, of which the
+// part for the tunnel does not count.
 func (b *bed) expectClaim(what string, want data) {
 	b.Helper()
 	deadline := time.After(10 * time.Second)
@@ -115,7 +116,11 @@ func (b *bed) expectClaim(what string, want data) {
 		select {
 		case <-b.net.Changed():
 			b.sync()
-		case claim := <-b.net.Claims():
+		case <-b.net.Republish():
+			claim, err := b.net.Claim(b.Context(), b.net.own.Claim())
+			if err != nil {
+				b.Fatal(err)
+			}
 			b.net.Published(claim)
 			b.sync()
 			d, known, err := decode(claim.Endpoints[0].Data)
@@ -210,7 +215,7 @@ func TestChoice(t *testing.T) {
 	}
 
 	b.Do(func() { b.Quota = 10 })
-	for len(b.net.claims) == 0 {
+	for len(b.net.republish) == 0 {
 		<-b.net.Changed()
 		b.sync()
 	}
@@ -241,7 +246,7 @@ func TestRestart(t *testing.T) {
 		b.sync()
 	}
 	b.expectByTunnel("after a restart")
-	if len(b.net.claims) > 0 {
+	if len(b.net.republish) > 0 {
 		t.Error("the host wants to publish something")
 	}
 	if got := string(b.net.own.Endpoints[0].Data); got != string(own.Endpoints[0].Data) {

@@ -16,6 +16,7 @@ package overflow
 
 import (
 	"context"
+	"sync/atomic"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
@@ -29,6 +30,8 @@ type Backend struct {
 	cloud  *backend.CloudBackend
 	tunnel backend.Backend
 	side   backend.Side // of the tunnel
+
+	present atomic.Pointer[map[prefix.Family]data] // what the running network knows of this host; nil before
 }
 
 // New returns the backend for a cloud and the tunnel that its Overflow describes. See backend.Combine.
@@ -87,6 +90,9 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, err
 	}
 	claim.BackendType, claim.NextType = b.LeaseType(), ""
+	if now := b.present.Load(); now != nil {
+		before = *now
+	}
 	for i, e := range claim.Endpoints {
 		d := before[prefix.FamilyOf(e.PublicIP)]
 		d.Overflow = e.Data

@@ -50,18 +50,16 @@ func (s *session) turn() time.Duration {
 }
 
 // awaitChange waits until the network can change to another configuration, and sends that change to
-// prepared. Session s goes on meanwhile, and awaitChange publishes changes of its data. A configuration that cannot be used is refused, and
-// tried again later. published is closed when the store has the lease of s.
+// prepared. Session s goes on meanwhile, and awaitChange publishes changes of its data. A configuration
+// that cannot be used is refused, and tried again later. published is closed when the store has the lease
+// of s.
 func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published <-chan struct{}, prepared chan<- *change) error {
 	if s.begin.Load().Recalled { // the start follows the configuration
 		return nil
 	}
-	// Claims of s are published when the store has its lease, because two goroutines must not write it.
-	var claims <-chan subnet.Claim
-	stored := published
-	if s.publisher == nil {
-		stored = nil
-	}
+	var stored <-chan struct{} // published, if other data is to be published after that; nil never receives
+	var due <-chan time.Time   // for publishing it; nil never receives
+	failed := false            // the last attempt; the failure is logged once
 	for ctx.Err() == nil {
 		cfg, changed := r.config.next()
 		var again <-chan time.Time // nil never receives
@@ -87,16 +85,26 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		case <-ctx.Done():
 		case <-changed:
 		case <-again:
-		case <-stored:
-			claims, stored = s.publisher.Claims(), nil
-		case claim := <-claims:
-			if err := r.republish(ctx, m, s, claim); err != nil {
-				return err
-			}
 		case <-s.reclaim:
 			if next := r.prepareClaim(ctx, s); next != nil {
 				prepared <- next
 				return nil
+			}
+		case <-s.republish:
+			stored = published // two goroutines must not write the own lease
+		case <-stored:
+			stored, due = nil, time.After(s.turn())
+		case <-due:
+			due = nil
+			err := r.republish(ctx, m, s)
+			if errors.Is(err, subnet.ErrLeaseLost) {
+				return err
+			}
+			if err != nil && ctx.Err() == nil && !failed {
+				klog.FromContext(ctx).Error(err, "cannot publish the own lease as it is now")
+			}
+			if failed = err != nil; failed {
+				due = time.After(wait.Vary(refusedPause, 0.5))
 			}
 		}
 	}

@@ -3,11 +3,11 @@
 package network
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"reflect"
 	"slices"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
@@ -92,33 +92,52 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 		published, err = m.Acquire(ctx, cfg, own.Claim())
 		return err
 	})
+	if err == nil {
+		err = lostTo(own, published)
+	}
 	if err != nil {
 		return err
-	}
-	had, has := own.Subnets(), published.Subnets()
-	if published.Key != own.Key || !slices.Equal(has, had) {
-		return fmt.Errorf("%w: the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
 	}
 	r.state.Update(func(now *lastknown.State) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
 	return nil
 }
 
-// republish writes the own lease with other data to the store, while s goes on.
-func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session, claim subnet.Claim) error {
-	now := *s.begin.Load()
-	if reflect.DeepEqual(claim, now.Own.Claim()) {
-		return nil
+// lostTo returns ErrLeaseLost, wrapped, if published, which the store has returned for own, has another
+// key or other subnets.
+func lostTo(own, published subnet.Lease) error {
+	had, has := own.Subnets(), published.Subnets()
+	if published.Key != own.Key || !slices.Equal(has, had) {
+		return fmt.Errorf("%w: the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
 	}
-	r.state.Update(func(to *lastknown.State) {
-		to.Stored = cmp.Or(to.Stored, new(to.Own))
-		to.Own.NextType, to.Own.Endpoints = claim.NextType, claim.Endpoints
-	})
-	now.Own.NextType, now.Own.Endpoints = claim.NextType, claim.Endpoints
-	s.begin.Store(&now)
-	s.pause = s.turn()
-	if err := r.publish(ctx, m, s); err != nil {
+	return nil
+}
+
+// republishTimeout limits the time for publishing other data of the own lease. Meanwhile the network
+// does not notice another configuration.
+const republishTimeout = 30 * time.Second
+
+// republish writes the own lease with the data that the backend has by now, while s goes on.
+func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session) error {
+	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
+	defer cancel()
+	now := *s.begin.Load()
+	claim, err := s.be.Claim(ctx, now.Own.Claim())
+	if err != nil {
 		return err
+	}
+	if !reflect.DeepEqual(claim, now.Own.Claim()) {
+		now.Own.NextType, now.Own.Endpoints = claim.NextType, claim.Endpoints
+		got, err := m.Acquire(ctx, now.Config, claim)
+		if err == nil {
+			err = lostTo(now.Own, got)
+		}
+		if err != nil {
+			return err
+		}
+		s.begin.Store(&now)
+		r.state.Update(func(to *lastknown.State) { to.Own.NextType, to.Own.Endpoints = claim.NextType, claim.Endpoints })
+		klog.FromContext(ctx).Info("own lease is up to date", "lease", now.Own.Key)
 	}
 	s.publisher.Published(claim)
 	return nil

@@ -36,6 +36,7 @@ type session struct {
 	pause       time.Duration                      // before it is published
 	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
 	publisher   backend.Publisher                  // nil if the network is none
+	republish   <-chan struct{}                    // see backend.Publisher; nil never receives
 	rules       wait.Signal                        // sent when begin, or the end of the retirement, may need other traffic rules
 	prober      *paths.Prober                      // nil without --probe
 	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
@@ -72,7 +73,9 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	if n, ok := running.(backend.Reclaimer); ok {
 		s.reclaim = n.Reclaim()
 	}
-	s.publisher, _ = running.(backend.Publisher)
+	if n, ok := running.(backend.Publisher); ok {
+		s.publisher, s.republish = n, n.Republish()
+	}
 	s.begin.Store(&now)
 	if r.opts.Probe {
 		s.prober = r.newProber(s)

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// changing is a backend whose data changes while it runs, and its network. It records which data the
+// store has.
+type changing struct {
+	starter
+	data      atomic.Pointer[string]
+	asked     wait.Signal
+	published []string
+}
+
+func (c *changing) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	prev.Endpoints = []subnet.Endpoint{prev.Endpoints[0]}
+	prev.Endpoints[0].Data = json.RawMessage(*c.data.Load())
+	return prev, nil
+}
+
+func (c *changing) Republish() <-chan struct{} { return c.asked }
+
+func (c *changing) Published(now subnet.Claim) {
+	c.published = append(c.published, string(now.Endpoints[0].Data))
+}
+
+var (
+	_ backend.Backend   = (*changing)(nil)
+	_ backend.Publisher = (*changing)(nil)
+)
+
+// recorder is a store that records the data of leases. Its first failures calls return an error, and
+// others the lease with that key.
+type recorder struct {
+	unanswered
+	failures int
+	key      string
+	written  []string
+}
+
+func (r *recorder) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+	if r.failures > 0 {
+		r.failures--
+		return subnet.Lease{}, errors.New("not now")
+	}
+	r.written = append(r.written, string(c.Endpoints[0].Data))
+	return subnet.Lease{Key: r.key, Endpoints: c.Endpoints}, nil
+}
+
+// TestRepublish changes the data of a backend while its session runs. The store must get it, also after
+// a failure, and the session goes on.
+func TestRepublish(t *testing.T) {
+	for name, tt := range map[string]struct {
+		store   recorder
+		written int
+		err     error
+	}{
+		"the store answers":                {recorder{key: "own"}, 1, nil},
+		"the store answers later":          {recorder{key: "own", failures: 2}, 1, nil},
+		"another host has got the subnets": {recorder{key: "other"}, 1, subnet.ErrLeaseLost},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+				defer cancel()
+				be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
+				be.data.Store(new("1"))
+				n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+				now := *s.begin.Load()
+				now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
+					{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
+				}}
+				s.begin.Store(&now)
+				n.state.Set(now)
+				s.be, s.publisher, s.republish = be, be, be.asked
+				be.asked.Send() // with the same data
+				time.AfterFunc(time.Second, func() {
+					be.data.Store(new("2"))
+					be.asked.Send()
+				})
+				_, next, err := n.work(ctx, ctx, &tt.store, s, nil)
+				if next != nil || !errors.Is(err, tt.err) {
+					t.Errorf("work returned %v, %v, want %v", next, err, tt.err)
+				}
+				if len(tt.store.written) != tt.written || tt.store.written[0] != "2" {
+					t.Errorf("the store got %q, want the changed data once", tt.store.written)
+				}
+				if tt.err != nil {
+					return
+				}
+				if last, _ := n.state.Get(); string(last.Own.Endpoints[0].Data) != "2" || string(s.own().Endpoints[0].Data) != "2" {
+					t.Errorf("the state has %s and the session %s, want the changed data", last.Own.Endpoints[0].Data, s.own().Endpoints[0].Data)
+				}
+				if want := []string{"1", "2"}; !slices.Equal(be.published, want) {
+					t.Errorf("the network was told that the store has %q, want %q", be.published, want)
+				}
+				if n.serving.Load() != s {
+					t.Error("the session was replaced")
+				}
+				n.stopServing()
+			})
+		})
+	}
+}
