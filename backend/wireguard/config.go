@@ -22,6 +22,9 @@ const (
 	defaultPortV6 = 51821
 )
 
+// maxSharingInterval is a day, in seconds.
+const maxSharingInterval = 86400
+
 // The values of Mode. separate uses a device for each family. The others use one device
 // for both families, whose outer packets have the named family or, with auto, the one
 // that suits the peer.
@@ -49,10 +52,16 @@ type config struct {
 	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 sends none
 	Mode                        string // a device for each family, or one for both with outer packets of that family
 	Implementation              string // the kernel's WireGuard, this process's, or with auto the kernel's if there is one
+	// seconds for which a host must see a peer behind NAT at the same endpoint before it shares that in its
+	// lease, and the least time between two changes of the lease; 0 shares and tries none
+	EndpointSharingInterval int
 }
 
 func defaults() config {
-	return config{ListenPort: defaultPort, ListenPortV6: defaultPortV6, Mode: modeSeparate, Implementation: implAuto}
+	return config{
+		ListenPort: defaultPort, ListenPortV6: defaultPortV6, Mode: modeSeparate, Implementation: implAuto,
+		EndpointSharingInterval: 120,
+	}
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
@@ -71,6 +80,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	}{
 		{"ListenPort", c.ListenPort, 1, 65535}, {"ListenPortV6", c.ListenPortV6, 1, 65535}, {"MTU", c.MTU, 0, 65535},
 		{"PersistentKeepaliveInterval", c.PersistentKeepaliveInterval, 0, 65535},
+		{"EndpointSharingInterval", c.EndpointSharingInterval, 0, maxSharingInterval},
 	} {
 		if n.have < n.lo || n.have > n.hi {
 			return c, nil, fmt.Errorf("Backend.%s is %d: want %d to %d", n.key, n.have, n.lo, n.hi)

@@ -16,10 +16,16 @@ import (
 type leaseData struct {
 	PublicKey string
 	Port      int
+	// The rest is unknown to flannel, which ignores it.
+
+	// PeerEndpoints has the endpoints at which the host sees peers behind NAT, by public key. See
+	// sharedEndpoints.
+	PeerEndpoints json.RawMessage `json:",omitempty"`
 }
 
-func encodeData(key wgtypes.Key, port int) (json.RawMessage, error) {
-	raw, err := json.Marshal(leaseData{PublicKey: key.String(), Port: port})
+// encodeData returns the backend data of a host for one family.
+func encodeData(d leaseData) (json.RawMessage, error) {
+	raw, err := json.Marshal(d)
 	if err != nil {
 		return nil, fmt.Errorf("encode backend data: %w", err)
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"slices"
 	"strings"
 	"syscall"
@@ -30,6 +31,7 @@ type network struct {
 	devices        []*device
 	implementation string // kernel or userspace
 	secret         secret
+	nat            nat
 	failed         bool // the last pass failed, and its changes are not announced again
 	now            func() instant
 }
@@ -65,6 +67,20 @@ type device struct {
 	waiting         int              // number of peers that still have another preshared key
 
 	handshakes handshakes
+	seen       observations  // peers behind NAT
+	trials     trials        // searches for endpoints of peers without a session
+	read       time.Duration // when it was read, on the steady clock
+}
+
+func newDevice(t tunnel) *device {
+	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}}
+}
+
+// pass is what one pass is about.
+type pass struct {
+	set  backend.Set
+	now  instant
+	read bool // every device has to be read
 }
 
 // Sync implements backend.Network. A failure of one device, or of its address and route,
@@ -78,10 +94,22 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	o, failed := n.Programmer.Sync(ctx, peers)
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
-	if n.secret.waiting {
-		o.Again = pskCheck
-	}
+	o.Again = n.again()
 	return o, oneline.Join(failed, err)
+}
+
+// again returns the time after which the network needs another pass, or 0.
+func (n *network) again() (again time.Duration) {
+	if n.secret.waiting {
+		again = pskCheck
+	}
+	if n.nat.readBy != 0 {
+		left := max(n.nat.readBy-n.now().steady, leastReadPause)
+		if again == 0 || left < again {
+			again = left
+		}
+	}
+	return again
 }
 
 // ensureUserspace starts the devices of this process that do not run.
@@ -108,14 +136,18 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err != nil {
 		return 0, err
 	}
-	waiting := 0
+	n.noteShared(set)
+	now := n.now()
+	p := pass{set, now, n.readingDue(now.steady)}
+	waiting, wrote := 0, false
 	var errs []error
 	for _, d := range n.devices {
 		s := settings{key: n.key, port: d.port, psk: psk, rotating: n.secret.rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
-		r, err := n.syncDevice(d, s, set)
+		changed, r, err := n.syncDevice(d, s, p)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("configure %s: %w", d.name, err))
 		}
+		wrote = wrote || changed
 		repaired += r
 		waiting += d.waiting
 	}
@@ -123,25 +155,27 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		return repaired, err
 	}
 	n.secret.setWaiting(ctx, waiting, set.Complete)
+	n.share(ctx, p, wrote)
 	return repaired, nil
 }
 
-// syncDevice makes the settings and peers of a device match set, and returns the number of
-// peers that another program had changed. It reads the device if any of its peers may
-// differ from the last pass. Otherwise it trusts what it wrote then, because reading
-// thousands of peers costs far more than changing one.
-func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired int, err error) {
+// syncDevice makes the settings and peers of a device match the set of the pass. It reports whether
+// it has changed a peer, and the number of peers that another program had changed. It reads the
+// device if any of its peers may differ from the last pass. Otherwise it trusts what it wrote then,
+// because reading thousands of peers costs far more than changing one.
+func (n *network) syncDevice(d *device, s settings, p pass) (wrote bool, repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
-		return 0, err
+		return false, 0, err
 	}
+	set := p.set
 	same := index == d.index // otherwise it is another device, without any peers
-	full := set.All || n.failed || len(set.Changed) == 0 || s.rotating || !same || set.Complete && !d.unwantedRemoved
+	full := set.All || n.failed || len(set.Changed) == 0 || s.rotating || !same || set.Complete && !d.unwantedRemoved || p.read
 	var change diff
 	var next map[string]peer // wanted peers of the leases that may differ, by lease key
 	if full {
-		if change, next, err = n.diffOfAll(d, s, set, same); err != nil {
-			return 0, err
+		if change, next, err = n.diffOfAll(d, s, p, same); err != nil {
+			return false, 0, err
 		}
 		d.waiting = change.waiting()
 	} else {
@@ -150,7 +184,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 	cfg, changed := change.config()
 	if changed {
 		if err := n.control.ConfigureDevice(d.name, cfg); err != nil {
-			return 0, explainPortInUse(err, s.port)
+			return false, 0, explainPortInUse(err, s.port)
 		}
 		if d.userspace != nil {
 			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers)
@@ -160,27 +194,34 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 		repaired = countRepairs(cfg, change)
 	}
 	d.setPeers(index, full, set, next)
-	return repaired, nil
+	return len(cfg.Peers) > 0, repaired, nil
 }
 
 // diffOfAll compares the device with all leases. same reports whether it is the device of
 // the last pass.
-func (n *network) diffOfAll(d *device, s settings, set backend.Set, same bool) (diff, map[string]peer, error) {
+func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map[string]peer, error) {
 	have, err := n.control.Device(d.name)
 	if err != nil {
 		return diff{}, nil, err
 	}
 	c := newDiff(s, have)
-	c.removeUnwanted, c.ages = set.Complete, d.handshakes.ages(n.now(), have.Peers)
+	c.removeUnwanted, c.ages = p.set.Complete, d.handshakes.ages(p.now, have.Peers)
 	if same {
 		for _, p := range d.peers {
 			c.known[p.key] = p
 		}
 	}
 	next := map[string]peer{}
-	for key, l := range set.Leases {
+	for key, l := range p.set.Leases {
 		n.addWanted(d, key, *l, next, c.want)
 	}
+	if n.nat.sharer.interval != 0 {
+		if p.set.Complete {
+			d.seen.note(p.now.steady, c, n.worthSharing)
+		}
+		c.try = d.trials.next(p.now.steady, c, func(p peer) []netip.AddrPort { return n.candidates(d, p) })
+	}
+	d.read = p.now.steady
 	return c, next, nil
 }
 

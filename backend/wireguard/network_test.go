@@ -104,7 +104,7 @@ func host(t *testing.T, i byte, at int) *subnet.Lease {
 	t.Helper()
 	l := &subnet.Lease{Key: fmt.Sprintf("host%d", i), BackendType: Type}
 	for _, e := range [][2]string{{"10.5.%d.0/24", "192.168.77.%d"}, {"fd00:10:5:%d::/64", "fd00:77::%d"}} {
-		data, err := encodeData(key(i), 51820)
+		data, err := encodeData(leaseData{PublicKey: text(key(i)), Port: 51820})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -139,8 +139,9 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 		}
 	}
 	for _, d := range n.tunnels() {
-		n.devices = append(n.devices, &device{tunnel: d, peers: map[string]peer{}})
+		n.devices = append(n.devices, newDevice(d))
 	}
+	n.nat = n.newNAT(*host(t, 1, 1))
 	t.Cleanup(func() {
 		if err := n.Close(); err != nil {
 			t.Error(err)

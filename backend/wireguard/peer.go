@@ -104,7 +104,7 @@ const sessionLife = 180 * time.Second
 // The endpoint of a peer may differ because the peer moves or is behind NAT, and the
 // device has learned its present endpoint. Such an endpoint stays while it works. It is
 // written only if the wanted endpoint has changed since the last pass (known), or if
-// there is no session.
+// there is no session. In the latter case it may be one that other hosts share (try).
 //
 // With removeUnwanted, peers that are not wanted are removed. With fromMemory, have is the
 // last written state and was not read from the device, so a peer may be missing there.
@@ -112,6 +112,7 @@ type diff struct {
 	have  *wgtypes.Device
 	want  map[wgtypes.Key]peer
 	known map[wgtypes.Key]peer
+	try   map[wgtypes.Key]netip.AddrPort // endpoints to try instead of the wanted ones
 	settings
 	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
 	removeUnwanted bool
@@ -181,8 +182,12 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	}
 	before, known := d.known[w.key]
 	moved := known && before.endpoint != w.endpoint
-	if endpointOf(h) != w.endpoint && (moved || d.ages[h.PublicKey] > sessionLife) {
-		p.Endpoint, differs = net.UDPAddrFromAddrPort(w.endpoint), true
+	endpoint := w.endpoint
+	if tried, ok := d.try[w.key]; ok && !moved {
+		endpoint = tried
+	}
+	if endpointOf(h) != endpoint && (moved || d.ages[h.PublicKey] > sessionLife) {
+		p.Endpoint, differs = net.UDPAddrFromAddrPort(endpoint), true
 	}
 	if !sameNetworks(h.AllowedIPs, w.allowed) {
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true

@@ -11,6 +11,8 @@
 //     the difference, which peer.go computes with a pure function.
 //   - handshakes.go finds out which sessions are in use, and psk.go when a peer gets a new
 //     preshared key.
+//   - nat.go finds endpoints of peers behind NAT: sharer.go decides which ones this host shares with
+//     others, shared.go has them in the form of leases, and trials.go tries those of others.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process, and initiator.go starts its sessions.
 //   - host.go is the Host, which outlives networks: it contains the devices in this process.
@@ -23,6 +25,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"sync/atomic"
 	"syscall"
 
 	"golang.zx2c4.com/wireguard/wgctrl"
@@ -44,6 +47,7 @@ type Backend struct {
 	env    backend.Env
 	config config
 	host   *Host
+	shared atomic.Pointer[sharedEndpoints] // endpoints that the started network shares; nil before
 }
 
 func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
@@ -81,13 +85,18 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	claim := b.env.Claim(Type, prev)
+	claim, shared := b.env.Claim(Type, prev), b.shares(prev)
 	for i, f := range families(b.env) {
+		peers, err := shared.encode(f)
+		if err != nil {
+			return subnet.Claim{}, err
+		}
 		for _, t := range b.tunnels() {
 			if !slices.Contains(t.families, f) {
 				continue
 			}
-			if claim.Endpoints[i].Data, err = encodeData(key.PublicKey(), t.port); err != nil {
+			d := leaseData{PublicKey: key.PublicKey().String(), Port: t.port, PeerEndpoints: peers}
+			if claim.Endpoints[i].Data, err = encodeData(d); err != nil {
 				return subnet.Claim{}, err
 			}
 		}
@@ -130,8 +139,9 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		n.Go(n.watchPSKFile)
 	}
 	for _, t := range b.tunnels() {
-		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]peer{}})
+		n.devices = append(n.devices, newDevice(t))
 	}
+	n.nat = n.newNAT(own)
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
 	}

@@ -109,7 +109,7 @@ func TestPSK(t *testing.T) {
 // TestData compares the encoded bytes with those that other flannel daemons write and
 // read.
 func TestData(t *testing.T) {
-	raw, err := encodeData(key(1), 51820)
+	raw, err := encodeData(leaseData{PublicKey: text(key(1)), Port: 51820})
 	if err != nil || string(raw) != `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}` {
 		t.Errorf("%s, %v", raw, err)
 	}
@@ -290,7 +290,7 @@ func lease(t *testing.T, addr4, addr6 string, port4, port6 int) subnet.Lease {
 		if addr == "" {
 			return
 		}
-		data, err := encodeData(key(2), port)
+		data, err := encodeData(leaseData{PublicKey: text(key(2)), Port: port})
 		if err != nil {
 			t.Fatal(err)
 		}

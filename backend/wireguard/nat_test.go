@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// natHost is the network of host 1 with a clock that only the test moves.
+type natHost struct {
+	*network
+	device *fakeControl
+	clock  instant
+}
+
+func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
+	t.Helper()
+	n, _, c := start(t)
+	h := &natHost{network: n, device: c, clock: instant{wall: time.Unix(1_000_000, 0), steady: time.Hour}}
+	n.now = func() instant { return h.clock }
+	n.Backend.shared.Store(nil) // start has set it
+	n.nat = n.newNAT(*own)
+	return h
+}
+
+// sync makes passes for d, whenever the network asks for them, with the leases of other hosts.
+func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (passes int) {
+	t.Helper()
+	s, end := set(nil, leases...), h.clock.steady+d
+	for {
+		passes++
+		o, err := h.Sync(t.Context(), s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if o.Again == 0 || h.clock.steady+o.Again > end {
+			h.pass(end - h.clock.steady)
+			return passes
+		}
+		h.pass(o.Again)
+		s.All, s.Changed = false, nil
+	}
+}
+
+func (h *natHost) pass(d time.Duration) {
+	h.clock.steady += d
+	h.clock.wall = h.clock.wall.Add(d)
+}
+
+// session gives host i a session at an endpoint of the IPv4 device, and sends packets to all others.
+func (h *natHost) session(i byte, endpoint string) {
+	for k, p := range h.device.peers["flannel-wg"] {
+		if p.TransmitBytes++; k == key(i) {
+			p.Endpoint, p.LastHandshakeTime = netUDP(endpoint), h.clock.wall
+		}
+		h.device.peers["flannel-wg"][k] = p
+	}
+}
+
+// endpoint returns the endpoint of host i.
+func (h *natHost) endpoint(i byte) string {
+	return endpointOf(h.device.peers["flannel-wg"][key(i)]).String()
+}
+
+// published returns what the host shares in the lease that it would publish now.
+func (h *natHost) published(t *testing.T) sharedEndpoints {
+	t.Helper()
+	claim, err := h.Claim(t.Context(), host(t, 1, 1).Claim())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h.sharedBy(subnet.Lease{Endpoints: claim.Endpoints})
+}
+
+// asked reports whether the network has asked to publish its lease since the last call.
+func (h *natHost) asked() bool {
+	select {
+	case <-h.Republish():
+		return true
+	default:
+		return false
+	}
+}
+
+// hostThatShares returns the lease of a host that shares endpoints.
+func hostThatShares(t *testing.T, i byte, entries ...string) *subnet.Lease {
+	t.Helper()
+	l, shared := host(t, i, int(i)), sharing(t, entries...)
+	for j, e := range l.Endpoints {
+		peers, err := shared.encode(e.Family())
+		if err == nil {
+			l.Endpoints[j].Data, err = encodeData(leaseData{PublicKey: text(key(i)), Port: 51820, PeerEndpoints: peers})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return l
+}
+
+func netUDP(endpoint string) *net.UDPAddr {
+	return net.UDPAddrFromAddrPort(netip.MustParseAddrPort(endpoint))
+}
+
+// TestShareTheEndpointOfAPeer lets a peer behind NAT keep a session. The host must share its endpoint
+// once, and a restart must keep that.
+func TestShareTheEndpointOfAPeer(t *testing.T) {
+	const seen = "192.168.78.7:40002"
+	h := newNATHost(t, host(t, 1, 1))
+	two, three := host(t, 2, 2), host(t, 3, 3)
+	h.sync(t, time.Second, two, three)
+	asked := 0
+	for range 20 {
+		h.session(2, seen)
+		h.sync(t, 30*time.Second, two, three)
+		if h.asked() {
+			asked++
+		}
+	}
+	if got := h.published(t); asked != 1 || len(got) != 1 || got[sharedEndpoint{key(2), prefix.IPv4}].String() != seen {
+		t.Errorf("after %d requests to publish it the lease has %v, want one request and %s", asked, got, seen)
+	}
+
+	again := newNATHost(t, hostThatShares(t, 1, "2 "+seen))
+	for range 20 {
+		again.sync(t, 30*time.Second, two, three)
+		again.session(2, seen)
+	}
+	if got := again.published(t); again.asked() || len(got) != 1 {
+		t.Errorf("after a restart the lease has %v, want it unchanged", got)
+	}
+	again.sync(t, 2*sharedFor, two, three)
+	if got := again.published(t); !again.asked() || len(got) != 0 {
+		t.Errorf("long after the last session the lease has %v, want nothing", got)
+	}
+}
+
+// TestPeersWithoutNATCostNothing expects that the network asks for only one pass after the first, in
+// which it reads its devices.
+func TestPeersWithoutNATCostNothing(t *testing.T) {
+	h := newNATHost(t, host(t, 1, 1))
+	if passes := h.sync(t, time.Hour, host(t, 2, 2), host(t, 3, 3)); passes != 2 {
+		t.Errorf("%d passes in an hour, want 2", passes)
+	}
+	off, _, c := start(t)
+	off.config.EndpointSharingInterval = 0
+	off.nat = off.newNAT(*host(t, 1, 1))
+	o, err := off.Sync(t.Context(), set(nil, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002")))
+	if err != nil || o.Again != 0 || !off.nat.shared.empty() {
+		t.Errorf("with interval 0: another pass after %s, %v, and %+v, want none", o.Again, err, off.nat.shared)
+	}
+	c.expect(t, "flannel-wg", "192.168.77.2:51820 10.5.2.0/24", "192.168.77.3:51820 10.5.3.0/24")
+}
+
+// TestTryTheEndpointsOfOthers expects that a host tries what another host shares of a peer, and only of
+// that peer, while it has no session with it.
+func TestTryTheEndpointsOfOthers(t *testing.T) {
+	const shared, other = "192.168.78.7:40002", "192.168.78.9:9"
+	h := newNATHost(t, host(t, 1, 1))
+	two, three := host(t, 2, 2), host(t, 3, 3)
+	sync := func(d time.Duration, leases ...*subnet.Lease) {
+		t.Helper()
+		for end := h.clock.steady + d; h.clock.steady < end; {
+			h.session(3, "192.168.77.3:51820")
+			h.sync(t, 5*time.Second, leases...)
+		}
+	}
+	sync(10*time.Minute, two, three)
+	if got := h.endpoint(2); got != "192.168.77.2:51820" {
+		t.Errorf("without a session the endpoint is %s, want that of the lease", got)
+	}
+	three = hostThatShares(t, 3, "2 "+shared, "3 "+other, "4 "+other)
+	sync(firstTrial-5*time.Second, two, three)
+	if got := h.endpoint(2); got != shared {
+		t.Errorf("the endpoint is %s, want the shared one, %s", got, shared)
+	}
+	if got := h.endpoint(3); got != "192.168.77.3:51820" {
+		t.Errorf("a peer with a session has endpoint %s, want the one that works", got)
+	}
+	if len(h.device.peers["flannel-wg"]) != 2 {
+		t.Errorf("the device has peers %v, want only those with a lease", h.device.peers["flannel-wg"])
+	}
+
+	// The peer answers from there. Another endpoint has no effect then.
+	h.session(2, shared)
+	three = hostThatShares(t, 3, "2 "+other)
+	sync(2*time.Minute, two, three)
+	if got := h.endpoint(2); got != shared {
+		t.Errorf("with a session the endpoint is %s, want %s", got, shared)
+	}
+	sync(2*time.Minute, two, three)
+	if got := h.endpoint(2); got != other && got != "192.168.77.2:51820" {
+		t.Errorf("after the session the endpoint is %s, want another one", got)
+	}
+	sync(time.Minute, two, host(t, 3, 3))
+	if got := h.endpoint(2); got != "192.168.77.2:51820" {
+		t.Errorf("when nothing is shared any more the endpoint is %s, want that of the lease", got)
+	}
+}
+
+// TestAMovedLeaseIsTriedAtOnce expects that a peer whose lease has another address is tried there at once,
+// whether or not the pass reads the device.
+func TestAMovedLeaseIsTriedAtOnce(t *testing.T) {
+	for _, changed := range [][]string{{"host2"}, nil} {
+		h := newNATHost(t, host(t, 1, 1))
+		three := hostThatShares(t, 3, "2 192.168.78.7:40002")
+		h.sync(t, time.Minute, host(t, 2, 2), three)
+		if _, err := h.Sync(t.Context(), set(changed, host(t, 2, 9), three)); err != nil {
+			t.Fatal(err)
+		}
+		if got := h.endpoint(2); got != "192.168.77.9:51820" {
+			t.Errorf("after a pass with the changes %q the endpoint is %s, want the new one of the lease", changed, got)
+		}
+	}
+}
+
+// TestSharedEndpointsAreTriedSoon expects another pass soon after a host has begun to share endpoints.
+func TestSharedEndpointsAreTriedSoon(t *testing.T) {
+	h := newNATHost(t, host(t, 1, 1))
+	two := host(t, 2, 2)
+	h.sync(t, time.Hour, two, host(t, 3, 3))
+	o, err := h.Sync(t.Context(), set([]string{"host3"}, two, hostThatShares(t, 3, "2 192.168.78.7:40002")))
+	if err != nil || o.Again != newsPause {
+		t.Errorf("another pass after %s, %v, want %s", o.Again, err, newsPause)
+	}
+}
+
+var _ backend.Publisher = (*network)(nil)

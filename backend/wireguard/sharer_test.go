@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"maps"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+)
+
+// view is what a device has of a peer whose lease has the endpoint 192.168.77.2:51820.
+type view struct {
+	endpoint string
+	age      time.Duration
+	gone     bool // the peer has no lease
+}
+
+func (v view) diff(t *testing.T) diff {
+	t.Helper()
+	p := peer{key: key(2), endpoint: netip.MustParseAddrPort("192.168.77.2:51820")}
+	seen := p
+	seen.endpoint = netip.MustParseAddrPort(v.endpoint)
+	d := newDiff(settings{}, &wgtypes.Device{Peers: []wgtypes.Peer{asWritten(seen, settings{})}})
+	d.ages = map[wgtypes.Key]time.Duration{p.key: v.age}
+	if !v.gone {
+		d.want[p.key] = p
+	}
+	return d
+}
+
+// TestSharer follows what a host shares of one peer, and when.
+func TestSharer(t *testing.T) {
+	const interval = 2 * time.Minute
+	const one, two = "203.0.113.2:1", "203.0.113.2:2"
+	type step struct {
+		at   time.Duration
+		view view
+		want string // the endpoint that should be shared after a write; "" if none
+	}
+	for name, steps := range map[string][]step{
+		"a peer at the endpoint of its lease": {{0, view{endpoint: "192.168.77.2:51820"}, ""}, {interval, view{endpoint: "192.168.77.2:51820"}, ""}},
+		"a peer behind NAT":                   {{0, view{endpoint: one}, ""}, {interval - 1, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one}},
+		"a port that changes all the time":    {{0, view{endpoint: one}, ""}, {interval - 1, view{endpoint: two}, ""}, {interval, view{endpoint: one}, ""}, {2 * interval, view{endpoint: two}, ""}},
+		"a changed port is replaced in one write": {
+			{0, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one},
+			{interval + 1, view{endpoint: two}, one}, {2*interval + 1, view{endpoint: two}, two},
+		},
+		"a session that has ended stays for a while": {
+			{0, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one},
+			{interval + sharedFor, view{endpoint: one, age: never}, one}, {interval + sharedFor + 1, view{endpoint: one, age: never}, ""},
+		},
+		"a peer without a session": {{0, view{endpoint: one, age: never}, ""}, {interval, view{endpoint: one, age: never}, ""}},
+		"a peer whose lease is gone": {
+			{0, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one}, {interval + 1, view{endpoint: one, gone: true}, ""},
+		},
+		"an endpoint that others cannot use": {{0, view{endpoint: "169.254.7.7:1"}, ""}, {interval, view{endpoint: "169.254.7.7:1"}, ""}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			seen, s := observations{}, sharer{interval: interval}
+			for _, step := range steps {
+				seen.note(step.at, step.view.diff(t), func(e netip.AddrPort) bool { return !e.Addr().IsLinkLocalUnicast() })
+				want := sharedEndpoints{}
+				if step.want != "" {
+					want = sharing(t, "2 "+step.want)
+				}
+				if got := s.wanted(step.at, []observations{seen}, &sharedIndex{}); !maps.Equal(got, want) {
+					t.Errorf("at %s it wants to share %v, want %v", step.at, got, want)
+				}
+				s.published = want
+			}
+		})
+	}
+}
+
+// TestSharersOfOnePeer expects that a host shares a peer only if few others do so, and does not stop
+// because of others.
+func TestSharersOfOnePeer(t *testing.T) {
+	seen := []observations{{key(2): {endpoint: netip.MustParseAddrPort("203.0.113.2:1"), last: time.Hour}}}
+	var others sharedIndex
+	s, late := sharer{interval: time.Minute}, sharer{interval: time.Minute}
+	s.published = s.wanted(time.Hour, seen, &others)
+	for i, lease := range []string{"a", "b", "c"} {
+		if got := late.wanted(time.Hour, seen, &others); len(got) != 1 {
+			t.Errorf("with %d others the host shares %v, want one endpoint", i, got)
+		}
+		others.set(lease, sharing(t, "2 203.0.113.2:1"))
+	}
+	if got := late.wanted(time.Hour, seen, &others); len(got) != 0 {
+		t.Errorf("with %d others the host shares %v, want nothing", enoughHosts, got)
+	}
+	if got := s.wanted(time.Hour, seen, &others); len(got) != 1 {
+		t.Errorf("the host stops sharing because of others: %v", got)
+	}
+}
+
+// TestMostSharedEndpoints expects that a host which sees many peers keeps sharing those that it shares.
+func TestMostSharedEndpoints(t *testing.T) {
+	device := observations{}
+	for i := range byte(100) {
+		device[key(i+1)] = observation{endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(i)+1), last: time.Hour}
+	}
+	s := sharer{interval: time.Minute, published: sharing(t, "90 203.0.113.2:90")}
+	got := s.wanted(time.Hour, []observations{device}, &sharedIndex{})
+	if len(got) != maxShared || !maps.Equal(sharing(t, "90 203.0.113.2:90"), only(got, 90)) || len(only(got, 1)) != 1 {
+		t.Errorf("it shares %v, want %d endpoints with that of peer 90", got, maxShared)
+	}
+}
+
+func only(s sharedEndpoints, peer byte) sharedEndpoints {
+	s = maps.Clone(s)
+	maps.DeleteFunc(s, func(of sharedEndpoint, _ netip.AddrPort) bool { return of.peer != key(peer) })
+	return s
+}
+
+// TestWritesAreLimited lets the endpoint of a peer change all the time, and counts the writes of the
+// lease of a host in networks of different sizes.
+func TestWritesAreLimited(t *testing.T) {
+	for hosts, want := range map[int]int{3: 60, 5000: 24} { // in an hour: one in 60 s, or in 30 ms for each host
+		s, now, writes := sharer{interval: time.Minute}, time.Hour, 0
+		var last time.Duration
+		for now < 2*time.Hour {
+			seen := []observations{{key(2): {endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(now/time.Second)), last: now}}}
+			if write, _ := s.due(now, hosts, seen, &sharedIndex{}); write {
+				if last != 0 && now-last < s.pause(hosts) {
+					t.Errorf("two writes within %s, want at least %s between them", now-last, s.pause(hosts))
+				}
+				writes, last = writes+1, now
+			}
+			now += time.Second
+		}
+		if writes > want || writes < want/3 {
+			t.Errorf("%d hosts: %d writes in an hour, want at most %d", hosts, writes, want)
+		}
+	}
+}
+
+// TestWorthSharing expects that a host which is itself behind NAT does not share endpoints outside of it.
+func TestWorthSharing(t *testing.T) {
+	for _, tt := range []struct {
+		own, endpoint string
+		want          bool
+	}{
+		{"203.0.113.1", "198.51.100.2:1", true},
+		{"203.0.113.1", "10.0.0.2:1", true},
+		{"192.168.77.1", "192.168.78.2:1", true},
+		{"192.168.77.1", "198.51.100.2:1", false},
+		{"100.64.0.1", "198.51.100.2:1", false},
+		{"fd00::1", "[2001:db8::2]:1", false},
+		{"2001:db8::1", "[2001:db8::2]:1", true},
+	} {
+		if got := worthSharing(netip.MustParseAddr(tt.own), netip.MustParseAddrPort(tt.endpoint)); got != tt.want {
+			t.Errorf("a host at %s shares %s: %v, want %v", tt.own, tt.endpoint, got, tt.want)
+		}
+	}
+}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+)
+
+// TestTrials follows the endpoints that are tried for one peer.
+func TestTrials(t *testing.T) {
+	lease, one, two := netip.MustParseAddrPort("192.168.77.2:51820"), netip.MustParseAddrPort("203.0.113.2:1"), netip.MustParseAddrPort("203.0.113.2:2")
+	candidates := []netip.AddrPort{one}
+	ts, age, sent := trials{}, never, int64(0)
+	try := func(now time.Duration) netip.AddrPort {
+		d := diff{
+			have: &wgtypes.Device{Peers: []wgtypes.Peer{{PublicKey: key(2), TransmitBytes: sent}}},
+			want: map[wgtypes.Key]peer{key(2): {key: key(2), endpoint: lease}},
+			ages: map[wgtypes.Key]time.Duration{key(2): age},
+		}
+		return ts.next(now, d, func(peer) []netip.AddrPort { return candidates })[key(2)]
+	}
+	expect := func(now time.Duration, want netip.AddrPort) {
+		t.Helper()
+		sent += 148
+		if got := try(now); got != want {
+			t.Errorf("at %s the endpoint is %s, want %s", now, got, want)
+		}
+	}
+
+	expect(0, one)
+	expect(14*time.Second, one)
+	expect(15*time.Second, lease) // the second round, of 30 s
+	expect(44*time.Second, lease)
+	expect(45*time.Second, one)
+	candidates = []netip.AddrPort{lease, two, one} // that of the lease is not tried twice
+	expect(50*time.Second, two)
+	expect(65*time.Second, one)
+	if got := ts.pause(70 * time.Second); got != 10*time.Second {
+		t.Errorf("pause of %s, want 10s", got)
+	}
+	expect(80*time.Second, lease)
+
+	// Without packets nothing is tried.
+	expect(110*time.Second, two)
+	if got := try(140 * time.Second); got != two {
+		t.Errorf("without packets the endpoint is %s, want still %s", got, two)
+	}
+
+	// After some rounds the endpoint of the lease has a rest.
+	now := 140 * time.Second
+	var tried []netip.AddrPort
+	for range 100 {
+		now += ts.pause(now)
+		sent += 148
+		got := try(now)
+		if pause := ts.pause(now); pause == trialRest {
+			if got != lease {
+				t.Errorf("during the rest the endpoint is %s, want %s", got, lease)
+			}
+			break
+		}
+		tried = append(tried, got)
+	}
+	if n := len(tried); n < 10 || n > 20 || !slices.Contains(tried, one) || !slices.Contains(tried, two) || now > 30*time.Minute {
+		t.Errorf("%d trials until %s: %v, want at most 20 within 30m", n, now, tried)
+	}
+	expect(now+trialRest, two)
+
+	// A session ends the search. The next one begins with a candidate.
+	age = sessionLife
+	if got := try(now + trialRest); got.IsValid() || len(ts) > 0 {
+		t.Errorf("with a session the endpoint %s is tried", got)
+	}
+	age = sessionLife + 1
+	expect(now+trialRest, two)
+	candidates = nil
+	if got := try(now + trialRest); got.IsValid() || len(ts) > 0 {
+		t.Errorf("without candidates the endpoint %s is tried", got)
+	}
+}
