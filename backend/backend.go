@@ -26,6 +26,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -50,6 +51,9 @@ type Env struct {
 	Connected func() time.Time
 	// FreePorts is that of the Catalog. It may be nil.
 	FreePorts func(ports []int) error
+	// PublicEndpoint is the name of this host to which peers send, in addition to its address; zero if
+	// there is none.
+	PublicEndpoint endpoint.Named
 	// ProbesMTU is set if Backend.MTU is "probe". The Registry sets it.
 	ProbesMTU bool
 	// PathLimit is what all probers of path MTUs on this host may send together. Nil means a limit for

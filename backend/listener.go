@@ -2,7 +2,12 @@
 
 package backend
 
-import "context"
+import (
+	"context"
+	"fmt"
+
+	"github.com/flanneld/flanneld/pkg/endpoint"
+)
 
 // Listener is implemented by backends that carry packets in UDP.
 type Listener interface {
@@ -46,6 +51,25 @@ func Usable(ctx context.Context, b Backend) error {
 		return c.Usable(ctx)
 	}
 	return nil
+}
+
+// EndpointNamer is a Backend whose peers can send to a host by its name.
+type EndpointNamer interface {
+	// CheckPublicEndpoint returns an error if peers of this host cannot send to e. It is pure.
+	CheckPublicEndpoint(e endpoint.Named) error
+}
+
+// CheckPublicEndpoint returns an error if there is a public endpoint e and peers of b cannot send to it. b
+// has type configured in the configuration.
+func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
+	if e.IsZero() {
+		return nil
+	}
+	n, ok := b.(EndpointNamer)
+	if !ok {
+		return fmt.Errorf("the backend %s does not send to names: expected wireguard as Backend.Type", configured)
+	}
+	return n.CheckPublicEndpoint(e)
 }
 
 // FileOwner is a Backend that needs files for itself.

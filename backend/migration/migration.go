@@ -19,6 +19,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
@@ -104,6 +105,16 @@ func (b *Backend) check() error {
 
 // Sides implements backend.TwoSided.
 func (b *Backend) Sides() (_, _ backend.Side) { return b.parts[present].side, b.parts[next].side }
+
+// CheckPublicEndpoint implements backend.EndpointNamer. The name is of use if one of the backends can send
+// to it.
+func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
+	err := backend.CheckPublicEndpoint(b.parts[present].be, b.parts[present].side.Type, e)
+	if err != nil {
+		err = backend.CheckPublicEndpoint(b.parts[next].be, b.parts[next].side.Type, e)
+	}
+	return err
+}
 
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {

@@ -3,11 +3,14 @@
 package wireguard
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"github.com/flanneld/flanneld/pkg/endpoint"
 )
 
 // leaseData is a lease's backend data for one family: the JSON object of flannel's
@@ -18,6 +21,8 @@ type leaseData struct {
 	Port      int
 	// The rest is unknown to flannel, which ignores it.
 
+	// PublicEndpoint is a name of the host, with an optional port. See endpoint.Named.
+	PublicEndpoint string `json:",omitempty"`
 	// PeerEndpoints has the endpoints at which the host sees peers behind NAT, by public key. See
 	// sharedEndpoints.
 	PeerEndpoints json.RawMessage `json:",omitempty"`
@@ -31,6 +36,25 @@ func encodeData(d leaseData) (json.RawMessage, error) {
 	}
 	return raw, nil
 }
+
+// decodeNamed returns the name in backend data, or none if there is none that can be used.
+func decodeNamed(raw json.RawMessage) endpoint.Named {
+	if !bytes.Contains(raw, []byte(namedField)) { // nearly all leases
+		return endpoint.Named{}
+	}
+	var d struct{ PublicEndpoint string }
+	if json.Unmarshal(raw, &d) != nil {
+		return endpoint.Named{}
+	}
+	n, err := endpoint.Parse(d.PublicEndpoint)
+	if err != nil {
+		return endpoint.Named{}
+	}
+	return n
+}
+
+// namedField is the name of the field of leaseData.
+const namedField = "PublicEndpoint"
 
 // decodeData returns key and port of a lease's backend data. Port 0 means that it
 // contains none.

@@ -4,6 +4,8 @@ package wireguard
 
 import (
 	"context"
+	"maps"
+	"net"
 	"net/netip"
 	"slices"
 	"time"
@@ -37,6 +39,8 @@ type nat struct {
 	readBy    time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 }
 
+// newNAT returns the state at the start. The endpoints in the own lease stay until they turn out to be
+// wrong.
 func (n *network) newNAT(own subnet.Lease) nat {
 	now := n.now().steady
 	published := n.shares(own.Claim())
@@ -100,9 +104,48 @@ func (n *network) readingDue(now time.Duration) bool { return n.nat.readBy != 0 
 // serves reports whether the device sends to addresses of family f.
 func (d *device) serves(f prefix.Family) bool { return slices.Contains(d.outer, f) }
 
-// candidates returns the endpoints to try for a peer of d without a session.
+// candidates returns the endpoints to try for a peer of d without a session: those of its name, then
+// those that other hosts share.
 func (n *network) candidates(d *device, p peer) []netip.AddrPort {
-	return n.nat.shared.candidates(p.key, d.outer)
+	var all []netip.AddrPort
+	if !p.named.IsZero() {
+		for _, a := range n.names.addrs(p.named.Host) {
+			if d.serves(prefix.FamilyOf(a)) && n.reachable(a) {
+				all = append(all, netip.AddrPortFrom(a, p.named.Port))
+			}
+		}
+	}
+	for _, shared := range n.nat.shared.candidates(p.key, d.outer) {
+		if !slices.Contains(all, shared) {
+			all = append(all, shared)
+		}
+	}
+	return all
+}
+
+// noteNames takes over the names of the wanted peers in c. It resolves those of peers that are new on the
+// device, because they have no session yet.
+func (n *network) noteNames(d *device, c diff) {
+	fresh := map[string]bool{} // hosts by name
+	for _, p := range c.want {
+		if !p.named.IsZero() {
+			d.named[p.named.Host], fresh[p.named.Host] = true, true
+		}
+	}
+	if len(fresh) == 0 {
+		return
+	}
+	for _, h := range c.have.Peers {
+		delete(fresh, c.want[h.PublicKey].named.Host)
+	}
+	for host := range fresh {
+		n.names.addrs(host)
+	}
+}
+
+// resolve returns the addresses of a host by its name, or the address that is its name.
+func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
+	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
 
 // worthSharing reports whether other hosts may reach a peer at endpoint.
@@ -111,47 +154,54 @@ func (n *network) worthSharing(endpoint netip.AddrPort) bool {
 	return n.reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
-// share decides after a pass without an error whether the own lease has to be written, and when to read
-// the devices again. wrote is set if the pass has changed a peer.
-func (n *network) share(ctx context.Context, p pass, wrote bool) {
-	s, now := &n.nat.sharer, p.now.steady
-	if s.interval == 0 {
-		return
+// share publishes the own lease if this host should share other endpoints. It must follow a pass that has
+// read all devices. It returns the time after which to ask again; zero if there is nothing to publish.
+func (n *network) share(ctx context.Context, p pass) (again time.Duration) {
+	s := &n.nat.sharer
+	if s.interval == 0 || !p.set.Complete {
+		return 0
 	}
-	by := n.nat.readBy
+	var seen []observations
+	for _, d := range n.devices {
+		seen = append(seen, d.seen)
+	}
+	write, again := s.due(p.now.steady, len(p.set.Leases), seen, &n.nat.shared)
+	if write {
+		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(s.published))
+		published := s.published
+		n.Backend.shared.Store(&published)
+		n.nat.republish.Send()
+	}
+	return again
+}
+
+// followPeers does after a pass without an error what peers behind NAT need, and decides when to read the
+// devices again. wrote is set if the pass has changed a peer.
+func (n *network) followPeers(ctx context.Context, p pass, wrote bool) {
+	by, now := n.nat.readBy, p.now.steady
 	within := func(pause time.Duration) {
-		if at := now + pause; by == 0 || at < by {
+		if at := now + pause; pause > 0 && (by == 0 || at < by) {
 			by = at
 		}
 	}
-	pause := min(mostReadPause, s.pause(len(p.set.Leases))/2)
-	read, needed := true, wrote
-	var seen []observations
+	read, needed, named := true, wrote && n.nat.sharer.interval != 0, map[string]bool{}
 	for _, d := range n.devices {
 		read = read && d.read == now
-		needed = needed || len(d.seen) > 0
-		seen = append(seen, d.seen)
+		needed = needed || len(d.seen) > 0 || len(d.named) > 0
+		maps.Copy(named, d.named)
 	}
 	if read {
 		by, n.nat.news = 0, false
 		needed = needed || !n.nat.shared.empty()
+		n.names.retain(func(host string) bool { return named[host] })
+		within(n.share(ctx, p))
 		for _, d := range n.devices {
-			if left := d.trials.pause(now); left > 0 {
-				within(left)
-			}
+			within(d.trials.pause(now))
 		}
 	}
-	if read && p.set.Complete {
-		write, again := s.due(now, len(p.set.Leases), seen, &n.nat.shared)
-		if again > 0 {
-			within(again)
-		}
-		if write {
-			klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(s.published))
-			published := s.published
-			n.Backend.shared.Store(&published)
-			n.nat.republish.Send()
-		}
+	pause := mostReadPause
+	if n.nat.sharer.interval != 0 {
+		pause = min(pause, n.nat.sharer.pause(len(p.set.Leases))/2)
 	}
 	if n.nat.news {
 		within(min(newsPause, pause))

@@ -32,6 +32,7 @@ type network struct {
 	implementation string // kernel or userspace
 	secret         secret
 	nat            nat
+	names          *resolver
 	failed         bool // the last pass failed, and its changes are not announced again
 	now            func() instant
 }
@@ -67,13 +68,14 @@ type device struct {
 	waiting         int              // number of peers that still have another preshared key
 
 	handshakes handshakes
-	seen       observations  // peers behind NAT
-	trials     trials        // searches for endpoints of peers without a session
-	read       time.Duration // when it was read, on the steady clock
+	seen       observations    // peers behind NAT
+	trials     trials          // searches for endpoints of peers without a session
+	named      map[string]bool // names of peers
+	read       time.Duration   // when it was read, on the steady clock
 }
 
 func newDevice(t tunnel) *device {
-	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}}
+	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, named: map[string]bool{}}
 }
 
 // pass is what one pass is about.
@@ -155,7 +157,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		return repaired, err
 	}
 	n.secret.setWaiting(ctx, waiting, set.Complete)
-	n.share(ctx, p, wrote)
+	n.followPeers(ctx, p, wrote)
 	return repaired, nil
 }
 
@@ -215,12 +217,12 @@ func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map
 	for key, l := range p.set.Leases {
 		n.addWanted(d, key, *l, next, c.want)
 	}
-	if n.nat.sharer.interval != 0 {
-		if p.set.Complete {
-			d.seen.note(p.now.steady, c, n.worthSharing)
-		}
-		c.try = d.trials.next(p.now.steady, c, func(p peer) []netip.AddrPort { return n.candidates(d, p) })
+	if p.set.Complete && n.nat.sharer.interval != 0 {
+		d.seen.note(p.now.steady, c, n.worthSharing)
 	}
+	clear(d.named)
+	n.noteNames(d, c)
+	c.try = d.trials.next(p.now.steady, c, func(p peer) []netip.AddrPort { return n.candidates(d, p) })
 	d.read = p.now.steady
 	return c, next, nil
 }
@@ -239,6 +241,7 @@ func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, m
 			n.addWanted(d, key, *l, next, c.want)
 		}
 	}
+	n.noteNames(d, c)
 	return c, next
 }
 

@@ -3,6 +3,7 @@
 package wireguard
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -131,7 +132,10 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 		t.Fatal(err)
 	}
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
-	n := &network{Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, Notifier: backend.NewNotifier(t.Context()), Programmer: &backend.Programmer{Reconciler: rec}}
+	n := &network{
+		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, Notifier: backend.NewNotifier(t.Context()), Programmer: &backend.Programmer{Reconciler: rec},
+		names: newResolver(func(context.Context, string) ([]netip.Addr, error) { return nil, nil }, func() {}),
+	}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
 	for _, l := range n.Base.Links { // the links exist already
 		if err := k.Append(l); err != nil {

@@ -11,6 +11,7 @@ import (
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -19,6 +20,7 @@ import (
 type peer struct {
 	key      wgtypes.Key
 	endpoint netip.AddrPort
+	named    endpoint.Named // the host by name; the port is set if there is a name
 	allowed  []netip.Prefix
 }
 
@@ -45,6 +47,9 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 		return peer{}, false
 	}
 	p.endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, outer)))
+	if p.named = decodeNamed(outer.Data); !p.named.IsZero() && p.named.Port == 0 {
+		p.named.Port = p.endpoint.Port()
+	}
 	return p, true
 }
 
@@ -182,12 +187,12 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	}
 	before, known := d.known[w.key]
 	moved := known && before.endpoint != w.endpoint
-	endpoint := w.endpoint
+	to := w.endpoint
 	if tried, ok := d.try[w.key]; ok && !moved {
-		endpoint = tried
+		to = tried
 	}
-	if endpointOf(h) != endpoint && (moved || d.ages[h.PublicKey] > sessionLife) {
-		p.Endpoint, differs = net.UDPAddrFromAddrPort(endpoint), true
+	if endpointOf(h) != to && (moved || d.ages[h.PublicKey] > sessionLife) {
+		p.Endpoint, differs = net.UDPAddrFromAddrPort(to), true
 	}
 	if !sameNetworks(h.AllowedIPs, w.allowed) {
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true

@@ -13,6 +13,7 @@
 //     preshared key.
 //   - nat.go finds endpoints of peers behind NAT: sharer.go decides which ones this host shares with
 //     others, shared.go has them in the form of leases, and trials.go tries those of others.
+//     names.go resolves the names of peers.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process, and initiator.go starts its sessions.
 //   - host.go is the Host, which outlives networks: it contains the devices in this process.
@@ -34,6 +35,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
@@ -95,13 +97,21 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 			if !slices.Contains(t.families, f) {
 				continue
 			}
-			d := leaseData{PublicKey: key.PublicKey().String(), Port: t.port, PeerEndpoints: peers}
+			d := leaseData{PublicKey: key.PublicKey().String(), Port: t.port, PublicEndpoint: b.env.PublicEndpoint.String(), PeerEndpoints: peers}
 			if claim.Endpoints[i].Data, err = encodeData(d); err != nil {
 				return subnet.Claim{}, err
 			}
 		}
 	}
 	return claim, nil
+}
+
+// CheckPublicEndpoint implements backend.EndpointNamer.
+func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
+	if e.Port != 0 && len(b.tunnels()) > 1 {
+		return fmt.Errorf("it has a port, but the network has a device with a port of its own for each family: expected a name alone, or another Backend.Mode than %q", modeSeparate)
+	}
+	return nil
 }
 
 // key returns the private key.
@@ -135,6 +145,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Programmer: &backend.Programmer{Reconciler: reconciler},
 	}
 	n.Forward(reconciler.Changed())
+	n.names = newResolver(resolve, n.Notify)
+	n.Go(n.names.run)
 	if b.config.PSKFile != "" {
 		n.Go(n.watchPSKFile)
 	}

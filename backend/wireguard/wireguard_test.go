@@ -355,7 +355,7 @@ func TestPeer(t *testing.T) {
 func TestDiff(t *testing.T) {
 	now := time.Unix(1_000_000, 0)
 	s := settings{key: key(1), port: 51820, psk: key(5), keepalive: 25 * time.Second}
-	p := peer{key(2), netip.MustParseAddrPort("192.168.77.2:51820"), []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
+	p := peer{key: key(2), endpoint: netip.MustParseAddrPort("192.168.77.2:51820"), allowed: []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
 	moved := p
 	moved.endpoint = netip.MustParseAddrPort("192.168.77.3:51820")
 	learnt := asWritten(moved, s)

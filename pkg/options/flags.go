@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
@@ -218,6 +219,11 @@ func interfaceSettings() []setting {
 			name: "public-ipv6", arg: "IP",
 			usage:   "The same for IPv6.",
 			binding: to(func(o *Options) *netip.Addr { return &o.PublicIPv6 }, unicast(false)),
+		}, {
+			name: "public-endpoint", arg: "NAME[:PORT]",
+			usage: "DNS name of this host, with wireguard only: peers resolve it when they have no session with this host. " +
+				"With a port that a NAT forwards, if it is not ListenPort.",
+			binding: to(func(o *Options) *endpoint.Named { return &o.PublicEndpoint }, publicEndpoint),
 		},
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
@@ -86,6 +87,8 @@ type Options struct {
 	IfaceWait time.Duration
 	// PublicIP and PublicIPv6 are the addresses that peers send to; zero if not given.
 	PublicIP, PublicIPv6 netip.Addr
+	// PublicEndpoint is the name that peers send to; zero if not given.
+	PublicEndpoint endpoint.Named
 
 	// IPMasq masquerades packets that leave the network, with random ports unless
 	// IPMasqFullyRandomDisable is set.

@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
@@ -262,6 +263,21 @@ func unicast(v4 bool) func(string) (netip.Addr, error) {
 	}
 }
 
+// publicEndpoint parses the name of this host, with an optional port. Empty text is none.
+func publicEndpoint(s string) (endpoint.Named, error) {
+	if s == "" {
+		return endpoint.Named{}, nil
+	}
+	e, err := endpoint.Parse(s)
+	if err != nil {
+		return e, err
+	}
+	if a, err := netip.ParseAddr(e.Host); err == nil && !subnet.IsHost(a) {
+		return endpoint.Named{}, errors.New("expected a name or address that peers can reach")
+	}
+	return e, nil
+}
+
 // endpoints parses a comma separated list of etcd endpoints. They must have the same
 // scheme, because the client uses that of the first for all. Errors contain the number of
 // an endpoint and not its text, which may contain a password.
@@ -271,7 +287,7 @@ func endpoints(s string) ([]string, error) {
 		e = strings.TrimSpace(e)
 		list = append(list, e)
 		n := len(list)
-		if err := endpoint(e); err != nil {
+		if err := etcdEndpoint(e); err != nil {
 			return nil, fmt.Errorf("endpoint %d: %w", n, err)
 		}
 		if first, this := scheme(list[0]), scheme(e); this != first {
@@ -282,8 +298,8 @@ func endpoints(s string) ([]string, error) {
 	return list, nil
 }
 
-// endpoint validates an etcd endpoint.
-func endpoint(e string) error {
+// etcdEndpoint validates an etcd endpoint.
+func etcdEndpoint(e string) error {
 	malformed := errors.New("expected host:port, or http:// or https:// with host:port")
 	host := e
 	switch scheme(e) {
@@ -333,9 +349,9 @@ func isHost(s string) bool {
 	return err != nil && len(s) <= 254
 }
 
-// scheme returns the part of an endpoint before "://", or "" if there is none.
-func scheme(endpoint string) string {
-	if s, _, ok := strings.Cut(endpoint, "://"); ok {
+// scheme returns the part of the etcd endpoint e before "://", or "" if there is none.
+func scheme(e string) string {
+	if s, _, ok := strings.Cut(e, "://"); ok {
 		return strings.ToLower(s)
 	}
 	return ""

@@ -178,7 +178,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 			return nil, err
 		}
 	}
-	if c.be, c.warns, err = r.catalog.New(r.env(c.iface, cfg)); err != nil {
+	if c.be, c.warns, err = r.newBackend(r.env(c.iface, cfg)); err != nil {
 		return nil, err
 	}
 	if err := r.devices.TakeAll(c.be.Scope()); err != nil {

@@ -84,9 +84,22 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	}
 	return backend.Env{
 		PathLimit: p.host.PathMTUs, Warn: warn,
-		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
+		PublicEndpoint: p.opts.PublicEndpoint,
+		Used:           used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}
+}
+
+// newBackend returns the backend of a configuration that the network is about to use.
+func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []string, err error) {
+	be, warnings, err = p.catalog.New(env)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := backend.CheckPublicEndpoint(be, env.Config.BackendType, env.PublicEndpoint); err != nil {
+		return nil, nil, fmt.Errorf("--public-endpoint %s cannot be used: %w", env.PublicEndpoint, err)
+	}
+	return be, warnings, nil
 }
 
 // hold tells what the network has on this host from now on. See Config.Holds.

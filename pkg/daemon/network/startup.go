@@ -116,7 +116,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	s.resumed.endTries() // otherwise two sessions could run a backend's commands
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := s.env(iface, cfg)
-	be, warnings, err := s.catalog.New(env)
+	be, warnings, err := s.newBackend(env)
 	if err != nil {
 		return nil, last, err
 	}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+const (
+	lookupTimeout = 5 * time.Second
+	// A name is resolved again at the earliest after leastLookupPause while there is no session, and
+	// after up to mostLookupPause if that has not helped.
+	leastLookupPause = 30 * time.Second
+	mostLookupPause  = 10 * time.Minute
+	// lookupRate and lookups limit the load of all names together.
+	lookupRate = 10 // per second
+	lookups    = 4  // at the same time
+	// maxAddresses is the number of addresses of a name that are used.
+	maxAddresses = 4
+)
+
+// resolver finds the addresses of names in the background. It never makes a pass wait.
+type resolver struct {
+	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
+	found  func() // called when a name has other addresses than before
+	wake   wait.Signal
+	limit  *rate.Limiter
+
+	mu    sync.Mutex
+	names map[string]*name
+	queue []string // names to resolve
+}
+
+// name is a name with its addresses.
+type name struct {
+	addrs   []netip.Addr // sorted; the last good answer
+	queued  bool
+	next    time.Time // when it may be resolved again
+	backoff wait.Backoff
+}
+
+func newResolver(lookup func(ctx context.Context, host string) ([]netip.Addr, error), found func()) *resolver {
+	return &resolver{lookup: lookup, found: found, wake: wait.NewSignal(), limit: rate.NewLimiter(lookupRate, lookups), names: map[string]*name{}}
+}
+
+// addrs returns the known addresses of host, and resolves it again soon if it was not resolved for a
+// while. The caller has no session with the host, so they may be out of date.
+func (r *resolver) addrs(host string) []netip.Addr {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := r.names[host]
+	if n == nil {
+		n = &name{backoff: wait.Backoff{Least: leastLookupPause, Most: mostLookupPause}}
+		r.names[host] = n
+	}
+	if now := time.Now(); !n.queued && now.After(n.next) {
+		if now.Sub(n.next) > mostLookupPause { // there was a session meanwhile
+			n.backoff.Reset()
+		}
+		n.queued = true
+		r.queue = append(r.queue, host)
+		r.wake.Send()
+	}
+	return n.addrs
+}
+
+// retain forgets the names for which keep returns false.
+func (r *resolver) retain(keep func(host string) bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for host := range r.names {
+		if !keep(host) {
+			delete(r.names, host)
+		}
+	}
+	r.queue = slices.DeleteFunc(r.queue, func(host string) bool { return !keep(host) })
+}
+
+// run resolves names until ctx ends.
+func (r *resolver) run(ctx context.Context) {
+	var running sync.WaitGroup
+	defer running.Wait()
+	slots := make(chan struct{}, lookups)
+	for {
+		host, ok := r.pop()
+		if !ok {
+			select {
+			case <-r.wake:
+				continue
+			case <-ctx.Done():
+				return
+			}
+		}
+		if r.limit.Wait(ctx) != nil {
+			return
+		}
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
+		running.Go(func() {
+			defer func() { <-slots }()
+			r.resolve(ctx, host)
+		})
+	}
+}
+
+// pop returns the next name to resolve.
+func (r *resolver) pop() (host string, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.queue) == 0 {
+		return "", false
+	}
+	host, r.queue = r.queue[0], r.queue[1:]
+	return host, true
+}
+
+// resolve resolves one name. If that fails, the former addresses stay.
+func (r *resolver) resolve(ctx context.Context, host string) {
+	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
+	defer cancel()
+	addrs, err := r.lookup(ctx, host)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := r.names[host]
+	if n == nil { // it is not needed any more
+		return
+	}
+	n.queued, n.next = false, time.Now().Add(n.backoff.Next())
+	if err != nil || len(addrs) == 0 {
+		return
+	}
+	for i := range addrs {
+		addrs[i] = addrs[i].Unmap()
+	}
+	slices.SortFunc(addrs, netip.Addr.Compare) // servers return them in turn
+	addrs = slices.Compact(addrs)
+	addrs = addrs[:min(len(addrs), maxAddresses)]
+	if !slices.Equal(addrs, n.addrs) {
+		n.addrs = addrs
+		r.found()
+	}
+}
