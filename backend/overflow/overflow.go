@@ -31,7 +31,7 @@ type Backend struct {
 	tunnel backend.Backend
 	side   backend.Side // of the tunnel
 
-	present atomic.Pointer[map[prefix.Family]data] // what the running network knows of this host; nil before
+	present atomic.Pointer[map[prefix.Family]data] // data of this host in the running network; nil before
 }
 
 // New returns the backend for a cloud and the tunnel that its Overflow describes. See backend.Combine.
