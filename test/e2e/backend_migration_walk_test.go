@@ -87,14 +87,16 @@ func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMBackendMigrationWalk(t *testing.T) {
 	const rate = 20 // the CPU is emulated
-	for name, walk := range map[string][]string{
-		"tunnels of the kernel": allPairs("vxlan", "ipip", "wireguard"),
-		"host-gw":               {"host-gw", "ipip", "host-gw", "wireguard", "host-gw"},
-		"udp":                   {"udp", "ipip", "udp", "wireguard", "udp"},
+	loadFOU(t)
+	for name, walk := range map[string]migrationWalk{
+		"tunnels of the kernel": {families: v4, walk: allPairs("vxlan", "ipip", "wireguard")},
+		"host-gw":               {families: dual, walk: []string{"host-gw", "ipip", "host-gw", "wireguard", "host-gw"}},
+		"udp":                   {families: v4, walk: []string{"udp", "ipip", "udp", "wireguard", udpKernel, "host-gw", udpKernel, "vxlan", "udp"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel() // each waits for a minute until the last devices may go
-			migrationWalk{hosts: 3, families: v4, rate: rate, walk: walk}.test(t)
+			walk.hosts, walk.rate = 3, rate
+			walk.test(t)
 		})
 	}
 }
@@ -154,14 +156,14 @@ func eventuallyFinished(t *testing.T, l *lab.Lab, backend string) {
 
 // leftBy returns texts that kernels show as long as they have objects of backends other than last.
 func leftBy(backends []string, last string) []string {
+	texts := map[string]string{
+		"vxlan": "flannel.1:", vni7: "flannel.7:", "host-gw": ".0/24 via 192.168.77", "udp": "flannel0", udpKernel: "flannel0",
+		userspace: "flannel-wg", "wireguard": "flannel-wg", "ipip": "flannel.ipip",
+	}
 	var all []string
 	for _, b := range backends {
-		text := map[string]string{
-			"vxlan": "flannel.1:", vni7: "flannel.7:", "host-gw": ".0/24 via 192.168.77", "udp": "flannel0", userspace: "flannel-wg",
-			"wireguard": "flannel-wg", "ipip": "flannel.ipip",
-		}[b]
-		if b != last {
-			all = append(all, text)
+		if texts[b] != texts[last] {
+			all = append(all, texts[b])
 		}
 	}
 	return all

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -28,6 +29,9 @@ func getStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body s
 	}
 	r.Header.Set("Accept", accept)
 	answer, err := status.Client(h.Path(socket)).Do(r)
+	for emulated() && errors.Is(err, io.EOF) { // the daemon has ended an answer that took too long
+		answer, err = status.Client(h.Path(socket)).Do(r)
+	}
 	if err != nil {
 		t.Fatal(err)
 	}
