@@ -14,6 +14,10 @@ import (
 // an endpoint lasts for firstTrial, and in each later round twice as long, up to lastTrial. After
 // trialRounds rounds without a handshake, the peer keeps the endpoint of its lease for trialRest.
 //
+// If a trial ends and the device has sent nothing, either there was no packet for the peer, or the host has
+// no route to the endpoint. The first packet should go to the first candidate, so the peer keeps that for
+// idleTrials trials. Then the next endpoint has its turn. Otherwise one without a route would stay forever.
+//
 // Both hosts behind NAT must try each other within the same half minute, because the first packet only
 // makes the own NAT let in those of the other host. As each of them tries the endpoint for the same
 // part of the time, they meet soon.
@@ -21,6 +25,7 @@ const (
 	firstTrial  = 15 * time.Second
 	lastTrial   = 2 * time.Minute
 	trialRounds = 6
+	idleTrials  = 8
 	trialRest   = 30 * time.Minute
 )
 
@@ -29,8 +34,11 @@ type trial struct {
 	endpoints []netip.AddrPort // that of the lease, then the candidates
 	at        int              // index of the present one
 	round     int              // number of finished rounds
-	until     time.Duration    // end of the present trial, on the steady clock
+	began     time.Duration    // begin of the present trial, on the steady clock
+	until     time.Duration    // its end
 	sent      int64            // bytes that the device had sent to the peer when it began
+	idle      int              // number of times that it was prolonged because nothing was sent
+	tried     bool             // something was sent in this round
 }
 
 // trials contains the searches of a device, by the public key of the peer.
@@ -57,10 +65,12 @@ func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.A
 		}
 		had[w.key] = true
 		t := ts[w.key]
-		if t == nil || !slices.Equal(t.endpoints, endpoints) {
-			// The device has tried the endpoint of the lease, or the last one, until now.
-			t = &trial{endpoints: endpoints, at: 1, until: now + firstTrial, sent: h.TransmitBytes}
+		switch {
+		case t == nil: // the device has had the endpoint of the lease, or the last one, until now
+			t = &trial{endpoints: endpoints, at: 1, began: now, until: now + firstTrial, sent: h.TransmitBytes}
 			ts[w.key] = t
+		case !slices.Equal(t.endpoints, endpoints):
+			t.replace(now, endpoints)
 		}
 		t.advance(now, h.TransmitBytes)
 		try[w.key] = t.endpoints[t.at]
@@ -73,23 +83,42 @@ func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.A
 	return try
 }
 
+// replace replaces the endpoints. The trial at the present place in their order goes on for what is left of
+// it, so that a host that often changes what it shares does not prevent trials of the others.
+func (t *trial) replace(now time.Duration, endpoints []netip.AddrPort) {
+	t.endpoints, t.round = endpoints, 0
+	switch {
+	case t.at == 0: // that of the lease, also if it is another one now
+		t.until = min(t.until, t.began+firstTrial)
+	case t.at < len(endpoints):
+		t.until = min(t.until, now+firstTrial)
+	default: // advance goes on
+		t.at, t.idle, t.until = len(endpoints)-1, idleTrials, now
+	}
+}
+
 // advance goes on to the next endpoint if the present trial has ended. sent is the number of bytes that
-// the device has sent to the peer. Without any, nothing was tried.
+// the device has sent to the peer.
 func (t *trial) advance(now time.Duration, sent int64) {
 	if now < t.until {
 		return
 	}
-	if sent == t.sent {
+	if sent == t.sent && t.at == 1 && t.idle < idleTrials {
+		t.idle++
 		t.until = now + firstTrial
 		return
 	}
-	t.sent = sent
+	t.tried = t.tried || sent != t.sent
+	t.began, t.sent, t.idle = now, sent, 0
 	if t.round == trialRounds { // the rest is over
 		t.round = 0
 	}
 	if t.at++; t.at == len(t.endpoints) {
 		t.at = 0
-		t.round++
+		if t.tried {
+			t.round++
+		}
+		t.tried = false
 	}
 	t.until = now + min(firstTrial<<t.round, lastTrial)
 	if t.round == trialRounds {

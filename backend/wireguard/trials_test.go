@@ -38,21 +38,31 @@ func TestTrials(t *testing.T) {
 	expect(44*time.Second, lease)
 	expect(45*time.Second, one)
 	candidates = []netip.AddrPort{lease, two, one} // that of the lease is not tried twice
-	expect(50*time.Second, two)
-	expect(65*time.Second, one)
-	if got := ts.pause(70 * time.Second); got != 10*time.Second {
+	expect(50*time.Second, two)                    // for the rest of the trial
+	if got := ts.pause(55 * time.Second); got != 10*time.Second {
 		t.Errorf("pause of %s, want 10s", got)
 	}
-	expect(80*time.Second, lease)
+	expect(65*time.Second, one)
+	candidates = []netip.AddrPort{two}
+	expect(70*time.Second, lease) // there is no second candidate any more
+	candidates = []netip.AddrPort{one}
+	expect(75*time.Second, lease) // the new candidate has to wait for 15 s
+	expect(85*time.Second, one)
+	candidates = []netip.AddrPort{two, one}
+	expect(95*time.Second, two)
+	expect(100*time.Second, one)
+	expect(115*time.Second, lease)
+	expect(145*time.Second, two)
 
-	// Without packets nothing is tried.
-	expect(110*time.Second, two)
-	if got := try(140 * time.Second); got != two {
-		t.Errorf("without packets the endpoint is %s, want still %s", got, two)
+	// Without packets the first candidate stays for longer.
+	for now := 160 * time.Second; now < 175*time.Second+idleTrials*firstTrial; now += firstTrial {
+		if got := try(now); got != two {
+			t.Errorf("without packets the endpoint at %s is %s, want still %s", now, got, two)
+		}
 	}
 
 	// After some rounds the endpoint of the lease has a rest.
-	now := 140 * time.Second
+	now := 5 * time.Minute
 	var tried []netip.AddrPort
 	for range 100 {
 		now += ts.pause(now)
@@ -66,7 +76,7 @@ func TestTrials(t *testing.T) {
 		}
 		tried = append(tried, got)
 	}
-	if n := len(tried); n < 10 || n > 20 || !slices.Contains(tried, one) || !slices.Contains(tried, two) || now > 30*time.Minute {
+	if n := len(tried); n < 10 || n > 20 || !slices.Contains(tried, one) || !slices.Contains(tried, two) || now > 35*time.Minute {
 		t.Errorf("%d trials until %s: %v, want at most 20 within 30m", n, now, tried)
 	}
 	expect(now+trialRest, two)
@@ -81,5 +91,36 @@ func TestTrials(t *testing.T) {
 	candidates = nil
 	if got := try(now + trialRest); got.IsValid() || len(ts) > 0 {
 		t.Errorf("without candidates the endpoint %s is tried", got)
+	}
+}
+
+// TestTrialsReachTheEndpointOfTheLease has candidates that must not keep a host from the endpoint of the
+// lease, which is the right one.
+func TestTrialsReachTheEndpointOfTheLease(t *testing.T) {
+	lease := netip.MustParseAddrPort("192.168.77.2:51820")
+	at := func(port uint16) netip.AddrPort { return netip.AddrPortFrom(lease.Addr(), port) }
+	for name, candidates := range map[string]func(pass int) []netip.AddrPort{
+		"the host has no route to one":     func(int) []netip.AddrPort { return []netip.AddrPort{at(1)} },
+		"another host changes one often":   func(pass int) []netip.AddrPort { return []netip.AddrPort{at(uint16(1 + pass))} },
+		"another host adds and removes it": func(pass int) []netip.AddrPort { return []netip.AddrPort{at(1), at(2)}[:1+pass%2] },
+		"the order of two changes":         func(pass int) []netip.AddrPort { return []netip.AddrPort{at(1), at(2), at(1)}[pass%2:][:2] },
+	} {
+		t.Run(name, func(t *testing.T) {
+			ts := trials{}
+			d := diff{
+				have: &wgtypes.Device{Peers: []wgtypes.Peer{{PublicKey: key(2), TransmitBytes: 148}}},
+				want: map[wgtypes.Key]peer{key(2): {key: key(2), endpoint: lease}},
+				ages: map[wgtypes.Key]time.Duration{key(2): never},
+			}
+			for pass := 0; ; pass++ {
+				now := time.Duration(pass) * 5 * time.Second
+				if now > 3*time.Minute {
+					t.Fatalf("the endpoint of the lease has not been tried for %s", now)
+				}
+				if ts.next(now, d, func(peer) []netip.AddrPort { return candidates(pass) })[key(2)] == lease {
+					return
+				}
+			}
+		})
 	}
 }
