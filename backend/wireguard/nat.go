@@ -19,8 +19,9 @@ import (
 )
 
 const (
-	// leastReadPause is the shortest one.
-	leastReadPause = 100 * time.Millisecond
+	// leastReadPause is the shortest one. The trials of many peers end at different times, and each reading
+	// costs as much as all peers do.
+	leastReadPause = time.Second
 	// mostReadPause is the longest time between two readings of a device while there are peers behind
 	// NAT. The kernel announces neither sessions nor endpoints.
 	mostReadPause = time.Minute
@@ -85,7 +86,7 @@ func (n *network) noteShared(set backend.Set) {
 		}
 		n.nat.news = n.nat.shared.set(key, now) || n.nat.news
 	}
-	if !set.All {
+	if !set.All && !n.failed { // a pass that fails may not have come here
 		for _, key := range set.Changed {
 			note(key)
 		}

@@ -232,4 +232,14 @@ func TestSharedEndpointsAreTriedSoon(t *testing.T) {
 	}
 }
 
+// TestNothingSharedIsLost expects that the pass after a failed one takes over what that has not.
+func TestNothingSharedIsLost(t *testing.T) {
+	h := newNATHost(t, host(t, 1, 1))
+	h.failed = true
+	h.noteShared(set([]string{"host2"}, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002")))
+	if h.nat.shared.empty() {
+		t.Error("nothing is tried of what a host has begun to share during a failed pass")
+	}
+}
+
 var _ backend.Publisher = (*network)(nil)
