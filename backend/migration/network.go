@@ -47,6 +47,7 @@ type network struct {
 	compared    time.Time // when backends were last free to compare all peers with the kernel
 
 	claimable  wait.Signal  // see backend.Reclaimer
+	republish  wait.Signal  // see backend.Publisher
 	notStarted error        // why the next backend does not run
 	again      wait.Backoff // for starting it
 	nextStart  time.Time    // when to start it again
@@ -79,19 +80,45 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
 		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
 		leases: [sides]map[string]*subnet.Lease{{}, {}}, onlyNext: map[string]struct{}{},
-		claimable: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
+		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 	n.Forward(reconciler.Changed())
 	if n.running[present], err = b.parts[present].be.Start(ctx, ownOf(b.parts[present].side, own)); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
-	n.Forward(n.running[present].Changed())
-	n.noteSizer(present)
+	n.follow(present)
 	n.startNext(ctx)
 	n.prober = newProber(n.Notify)
 	n.Go(n.prober.run)
 	return n, nil
 }
+
+// follow passes on what the network of one backend announces.
+func (n *network) follow(side int) {
+	n.Forward(n.running[side].Changed())
+	n.noteSizer(side)
+	p, ok := n.running[side].(backend.Publisher)
+	if !ok {
+		return
+	}
+	n.Go(func(ctx context.Context) {
+		for {
+			select {
+			case <-p.Republish():
+				n.republish.Send()
+			case <-ctx.Done():
+				return
+			}
+		}
+	})
+}
+
+// Republish implements backend.Publisher.
+func (n *network) Republish() <-chan struct{} { return n.republish }
+
+// Published implements backend.Publisher. Only wireguard can migrate and is a Publisher, and it does
+// nothing then.
+func (*network) Published(subnet.Claim) {}
 
 // errNoData means that the own lease has no data for a backend.
 var errNoData = errors.New("the own lease has no data for it")
@@ -135,8 +162,7 @@ func (n *network) startNext(ctx context.Context) {
 		n.notStarted, n.nextStart = err, time.Now().Add(n.again.Next())
 		return
 	}
-	n.Forward(n.running[next].Changed())
-	n.noteSizer(next)
+	n.follow(next)
 	n.notStarted = nil
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }

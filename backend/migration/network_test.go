@@ -31,6 +31,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -440,6 +441,56 @@ func TestNextBackendGetsItsPort(t *testing.T) {
 		n := started.(*network)
 		if runs := n.running[next] != nil; runs != (left == 7) {
 			t.Errorf("with a tunnel left on port %d the next backend runs: %v, because of %v", left, runs, n.notStarted)
+		}
+	}
+}
+
+// publishing is a backend whose network wants to publish other data when asked receives.
+type publishing struct {
+	backend.Backend
+	asked wait.Signal
+}
+
+// Start implements backend.Backend.
+func (p publishing) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	n, err := p.Backend.Start(ctx, own)
+	return publisher{n, p.asked}, err
+}
+
+// publisher implements backend.Publisher.
+type publisher struct {
+	backend.Network
+	asked wait.Signal
+}
+
+func (p publisher) Republish() <-chan struct{} { return p.asked }
+
+func (publisher) Published(subnet.Claim) {}
+
+// TestBothBackendsPublish expects that the data of each of the backends can change during a migration.
+func TestBothBackendsPublish(t *testing.T) {
+	for side := range sides {
+		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
+		if err != nil {
+			t.Fatal(err)
+		}
+		claim, err := b.Claim(t.Context(), subnet.Claim{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		claim.Endpoints[0].Subnet = subnetOf(1)
+		p := publishing{b.(*Backend).parts[side].be, wait.NewSignal()}
+		b.(*Backend).parts[side].be = p
+		n, err := b.Start(t.Context(), subnet.Lease{Key: "host1", BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer n.Close()
+		p.asked.Send()
+		select {
+		case <-n.(backend.Publisher).Republish():
+		case <-time.After(time.Minute):
+			t.Errorf("backend %d of the migration cannot publish other data", side)
 		}
 	}
 }

@@ -126,8 +126,11 @@ func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session) er
 	if err != nil {
 		return err
 	}
+	if claim.NextType != now.Own.NextType { // s runs for what the lease has; see backend.Reclaimer
+		return fmt.Errorf("the next backend would be %q instead of %q", claim.NextType, now.Own.NextType)
+	}
 	if !reflect.DeepEqual(claim, now.Own.Claim()) {
-		now.Own.NextType, now.Own.Endpoints = claim.NextType, claim.Endpoints
+		now.Own.Endpoints = claim.Endpoints
 		got, err := m.Acquire(ctx, now.Config, claim)
 		if err == nil {
 			err = lostTo(now.Own, got)
@@ -136,7 +139,7 @@ func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session) er
 			return err
 		}
 		s.begin.Store(&now)
-		r.state.Update(func(to *lastknown.State) { to.Own.NextType, to.Own.Endpoints = claim.NextType, claim.Endpoints })
+		r.state.Update(func(to *lastknown.State) { to.Own.Endpoints = claim.Endpoints })
 		klog.FromContext(ctx).Info("own lease is up to date", "lease", now.Own.Key)
 	}
 	s.publisher.Published(claim)

@@ -23,13 +23,14 @@ import (
 type changing struct {
 	starter
 	data      atomic.Pointer[string]
+	next      string
 	asked     wait.Signal
 	published []string
 }
 
 func (c *changing) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	prev.Endpoints = []subnet.Endpoint{prev.Endpoints[0]}
-	prev.Endpoints[0].Data = json.RawMessage(*c.data.Load())
+	prev.Endpoints[0].Data, prev.NextType = json.RawMessage(*c.data.Load()), c.next
 	return prev, nil
 }
 
@@ -116,4 +117,22 @@ func TestRepublish(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestRepublishKeepsTheBackends has a migration whose next backend can be used only now. Peers must not hear
+// of it before it runs.
+func TestRepublishKeepsTheBackends(t *testing.T) {
+	be := &changing{starter: starter{close: func() {}}, next: "wireguard"}
+	be.data.Store(new("2"))
+	n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+	now := *s.begin.Load()
+	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
+	s.begin.Store(&now)
+	s.be, s.publisher = be, be
+	store := &recorder{key: "own"}
+	err := n.republish(t.Context(), store, s)
+	if err == nil || len(store.written) > 0 || len(be.published) > 0 {
+		t.Errorf("republish returned %v and wrote %q, want an error and nothing written", err, store.written)
+	}
+	n.stopServing()
 }
