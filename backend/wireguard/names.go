@@ -23,7 +23,7 @@ const (
 	// lookupRate and lookups limit the load of all names together.
 	lookupRate = 10 // per second
 	lookups    = 4  // at the same time
-	// maxAddresses is the number of addresses of a name that are used.
+	// maxAddresses is the number of addresses of each family of a name that are used.
 	maxAddresses = 4
 )
 
@@ -145,7 +145,11 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	}
 	slices.SortFunc(addrs, netip.Addr.Compare) // servers return them in turn
 	addrs = slices.Compact(addrs)
-	addrs = addrs[:min(len(addrs), maxAddresses)]
+	six := slices.IndexFunc(addrs, netip.Addr.Is6) // after all of IPv4
+	if six < 0 {
+		six = len(addrs)
+	}
+	addrs = slices.Concat(addrs[:min(six, maxAddresses)], addrs[six:min(six+maxAddresses, len(addrs))])
 	if !slices.Equal(addrs, n.addrs) {
 		n.addrs = addrs
 		r.found()

@@ -123,6 +123,12 @@ func TestResolver(t *testing.T) {
 		wait(leastLookupPause * 3 / 2)
 		expect(4, "203.0.113.4")
 
+		// Many addresses of one family leave room for the other.
+		s.set("node", "10.0.0.5 10.0.0.4 10.0.0.3 10.0.0.2 10.0.0.1 2001:db8::5 2001:db8::4 2001:db8::3 2001:db8::2 2001:db8::1")
+		<-time.After(time.Hour)
+		r.addrs("node")
+		expect(5, "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "2001:db8::1", "2001:db8::2", "2001:db8::3", "2001:db8::4")
+
 		r.retain(func(string) bool { return false })
 		if len(r.names) != 0 {
 			t.Errorf("names %v remain, want none", slices.Collect(maps.Keys(r.names)))
