@@ -20,6 +20,7 @@ import (
 type peer struct {
 	key      wgtypes.Key
 	endpoint netip.AddrPort
+	other    netip.AddrPort // in the lease, of the other family; only if the device sends to both
 	named    endpoint.Named // the host by name; the port is set if there is a name
 	allowed  []netip.Prefix
 }
@@ -47,6 +48,11 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 		return peer{}, false
 	}
 	p.endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, outer)))
+	for _, e := range l.Endpoints {
+		if len(t.outer) > 1 && e.PublicIP != outer.PublicIP {
+			p.other = netip.AddrPortFrom(e.PublicIP, p.endpoint.Port())
+		}
+	}
 	if p.named = decodeNamed(outer.Data); !p.named.IsZero() && p.named.Port == 0 {
 		p.named.Port = p.endpoint.Port()
 	}

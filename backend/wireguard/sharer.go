@@ -46,7 +46,7 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 		if wanted && d.ages[h.PublicKey] > sessionLife {
 			continue // for a while the endpoint may still be right
 		}
-		if !wanted || endpoint == w.endpoint || !worth(endpoint) {
+		if !wanted || endpoint == w.endpoint || endpoint == w.other || !worth(endpoint) {
 			delete(o, h.PublicKey)
 			continue
 		}

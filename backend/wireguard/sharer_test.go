@@ -11,7 +11,8 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// view is what a device has of a peer whose lease has the endpoint 192.168.77.2:51820.
+// view is what a device has of a peer whose lease has the endpoints 192.168.77.2:51820 and
+// [2001:db8::2]:51820.
 type view struct {
 	endpoint string
 	age      time.Duration
@@ -20,7 +21,7 @@ type view struct {
 
 func (v view) diff(t *testing.T) diff {
 	t.Helper()
-	p := peer{key: key(2), endpoint: netip.MustParseAddrPort("192.168.77.2:51820")}
+	p := peer{key: key(2), endpoint: netip.MustParseAddrPort("192.168.77.2:51820"), other: netip.MustParseAddrPort("[2001:db8::2]:51820")}
 	seen := p
 	seen.endpoint = netip.MustParseAddrPort(v.endpoint)
 	d := newDiff(settings{}, &wgtypes.Device{Peers: []wgtypes.Peer{asWritten(seen, settings{})}})
@@ -41,9 +42,10 @@ func TestSharer(t *testing.T) {
 		want string // the endpoint that should be shared after a write; "" if none
 	}
 	for name, steps := range map[string][]step{
-		"a peer at the endpoint of its lease": {{0, view{endpoint: "192.168.77.2:51820"}, ""}, {interval, view{endpoint: "192.168.77.2:51820"}, ""}},
-		"a peer behind NAT":                   {{0, view{endpoint: one}, ""}, {interval - 1, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one}},
-		"a port that changes all the time":    {{0, view{endpoint: one}, ""}, {interval - 1, view{endpoint: two}, ""}, {interval, view{endpoint: one}, ""}, {2 * interval, view{endpoint: two}, ""}},
+		"a peer at the endpoint of its lease":       {{0, view{endpoint: "192.168.77.2:51820"}, ""}, {interval, view{endpoint: "192.168.77.2:51820"}, ""}},
+		"a peer at the other endpoint of its lease": {{0, view{endpoint: "[2001:db8::2]:51820"}, ""}, {interval, view{endpoint: "[2001:db8::2]:51820"}, ""}},
+		"a peer behind NAT":                         {{0, view{endpoint: one}, ""}, {interval - 1, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one}},
+		"a port that changes all the time":          {{0, view{endpoint: one}, ""}, {interval - 1, view{endpoint: two}, ""}, {interval, view{endpoint: one}, ""}, {2 * interval, view{endpoint: two}, ""}},
 		"a changed port is replaced in one write": {
 			{0, view{endpoint: one}, ""}, {interval, view{endpoint: one}, one},
 			{interval + 1, view{endpoint: two}, one}, {2*interval + 1, view{endpoint: two}, two},

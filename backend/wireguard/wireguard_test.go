@@ -324,10 +324,10 @@ func TestPeer(t *testing.T) {
 		{"ipv6, the known flannel's port", dual, modeIPv6, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51821), []string{"[fd00:77::2]:51820" + both}},
 		{"ipv6, the known flannel's port alone", backendtest.Env(1500, prefix.IPv6), modeIPv6, lease(t, "", "fd00:77::2", 0, 51821), []string{"[fd00:77::2]:51820 [fd00:10:5:2::/64]"}},
 		{"ipv6, peer without", dual, modeIPv6, lease(t, "192.168.77.2", "", 51820, 0), []string{""}},
-		{"auto, private", dual, modeAuto, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
-		{"auto, public IPv4", dual, modeAuto, lease(t, "203.0.113.2", "2001:db8::2", 51820, 51820), []string{"203.0.113.2:51820" + both}},
-		{"auto, peer global, own not", dual, modeAuto, lease(t, "192.168.77.2", "2001:db8::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
-		{"auto, both global", global, modeAuto, lease(t, "192.168.77.2", "2001:db8::2", 51820, 51820), []string{"[2001:db8::2]:51820" + both}},
+		{"auto, private", dual, modeAuto, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"192.168.77.2:51820" + both + " or [fd00:77::2]:51820"}},
+		{"auto, public IPv4", dual, modeAuto, lease(t, "203.0.113.2", "2001:db8::2", 51820, 51820), []string{"203.0.113.2:51820" + both + " or [2001:db8::2]:51820"}},
+		{"auto, peer global, own not", dual, modeAuto, lease(t, "192.168.77.2", "2001:db8::2", 51820, 51820), []string{"192.168.77.2:51820" + both + " or [2001:db8::2]:51820"}},
+		{"auto, both global", global, modeAuto, lease(t, "192.168.77.2", "2001:db8::2", 51820, 51820), []string{"[2001:db8::2]:51820" + both + " or 192.168.77.2:51820"}},
 		{"auto, IPv4 only", global, modeAuto, lease(t, "192.168.77.2", "", 51820, 0), []string{"192.168.77.2:51820 [10.5.2.0/24]"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -343,6 +343,9 @@ func TestPeer(t *testing.T) {
 					continue
 				}
 				_, line, _ := strings.Cut(p.String(), " endpoint ")
+				if p.other.IsValid() {
+					line += " or " + p.other.String()
+				}
 				got = append(got, strings.Replace(line, " allowed ips", "", 1))
 			}
 			if diff := cmp.Diff(tt.want, got); diff != "" {
