@@ -23,6 +23,8 @@ const (
 	// lookupRate and lookups limit the load of all names together.
 	lookupRate = 10 // per second
 	lookups    = 4  // at the same time
+	// foundPause is the shortest time between two calls of found. Each costs a reading of the devices.
+	foundPause = time.Second
 	// maxAddresses is the number of addresses of each family of a name that are used.
 	maxAddresses = 4
 )
@@ -30,13 +32,14 @@ const (
 // resolver finds the addresses of names in the background. It never makes a pass wait.
 type resolver struct {
 	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
-	found  func() // called when a name has other addresses than before
+	found  func() // called when names have other addresses than before
 	wake   wait.Signal
 	limit  *rate.Limiter
 
 	mu    sync.Mutex
 	names map[string]*name
-	queue []string // names to resolve
+	queue []string  // names to resolve
+	told  time.Time // when found was called, or will be
 }
 
 // name is a name with its addresses.
@@ -152,6 +155,20 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	addrs = slices.Concat(addrs[:min(six, maxAddresses)], addrs[six:min(six+maxAddresses, len(addrs))])
 	if !slices.Equal(addrs, n.addrs) {
 		n.addrs = addrs
-		r.found()
+		r.tell()
 	}
+}
+
+// tell calls found, or lets that happen soon. The caller holds the lock.
+func (r *resolver) tell() {
+	now := time.Now()
+	if r.told.After(now) { // it will be called
+		return
+	}
+	if r.told = r.told.Add(foundPause); r.told.After(now) {
+		time.AfterFunc(r.told.Sub(now), r.found)
+		return
+	}
+	r.told = now
+	r.found()
 }

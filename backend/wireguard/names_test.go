@@ -136,6 +136,33 @@ func TestResolver(t *testing.T) {
 	})
 }
 
+// TestFoundTogether finds the addresses of many names one after the other. That must not cause a reading of
+// the devices for each.
+func TestFoundTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &nameServer{addrs: map[string]string{}}
+		var found atomic.Int32
+		r := newResolver(s.lookup, func() { found.Add(1) })
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		defer running.Wait()
+		defer cancel()
+		for i := range 100 {
+			s.set(fmt.Sprint("node", i), "203.0.113.1")
+			r.addrs(fmt.Sprint("node", i))
+		}
+		running.Go(func() { r.run(ctx) })
+		<-time.After(100*time.Second/lookupRate + foundPause)
+		synctest.Wait()
+		if n := found.Load(); n < 2 || n > 12 {
+			t.Errorf("%d readings for 100 names, want one each second", n)
+		}
+		if a := r.addrs("node99"); len(a) != 1 {
+			t.Errorf("addresses %v, want one", a)
+		}
+	})
+}
+
 // TestManyNames resolves many names at once, by a server that does not answer. The number of lookups at the
 // same time is limited, and each ends.
 func TestManyNames(t *testing.T) {
