@@ -74,6 +74,7 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 			return
 		case <-time.After(retryPause):
 		}
+		peers = i.withoutSession(peers) // nearly all have one
 		var left []wgdevice.NoisePublicKey
 		for few := range slices.Chunk(peers, 1+len(peers)/stateReads) {
 			// A session may have begun a moment ago, and already have traffic. Another handshake would
