@@ -346,7 +346,8 @@ func testPublicEndpoint(t *testing.T, first string) {
 		return nil
 	})
 	setHosts(t, open, nat.outside.String()+" node2.example.org")
-	eventually(t, "the open host reaches the hidden one", func() error { return reaches(t, open, hidden) })
+	// The name is resolved again with the next trial after half a minute.
+	within(t, 3*time.Minute, "the open host reaches the hidden one", func() error { return reaches(t, open, hidden) })
 	if err := reaches(t, hidden, open); err != nil {
 		t.Error(err)
 	}
