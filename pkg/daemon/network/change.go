@@ -60,6 +60,9 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 	var stored <-chan struct{} // published, if other data is to be published after that; nil never receives
 	var due <-chan time.Time   // for publishing it; nil never receives
 	failed := false            // the last attempt; the failure is logged once
+	if s.behind {
+		stored = published
+	}
 	for ctx.Err() == nil {
 		cfg, changed := r.config.next()
 		var again <-chan time.Time // nil never receives
@@ -91,7 +94,10 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 				return nil
 			}
 		case <-s.republish:
-			stored = published // two goroutines must not write the own lease
+			s.behind = true
+			if due == nil { // otherwise a store that is away would get a call for each change
+				stored = published // two goroutines must not write the own lease
+			}
 		case <-stored:
 			stored, due = nil, time.After(s.turn())
 		case <-due:
@@ -103,7 +109,8 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			if err != nil && ctx.Err() == nil && !failed {
 				klog.FromContext(ctx).Error(err, "cannot publish the own lease as it is now")
 			}
-			if failed = err != nil; failed {
+			failed = err != nil
+			if s.behind = failed; failed {
 				due = time.After(wait.Vary(refusedPause, 0.5))
 			}
 		}

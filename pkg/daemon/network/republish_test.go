@@ -8,6 +8,7 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
+	"strconv"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -79,16 +80,7 @@ func TestRepublish(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 				defer cancel()
-				be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
-				be.data.Store(new("1"))
-				n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
-				now := *s.begin.Load()
-				now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
-					{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
-				}}
-				s.begin.Store(&now)
-				n.state.Set(now)
-				s.be, s.publisher, s.republish = be, be, be.asked
+				n, s, be := publishing(t)
 				be.asked.Send() // with the same data
 				time.AfterFunc(time.Second, func() {
 					be.data.Store(new("2"))
@@ -135,4 +127,65 @@ func TestRepublishKeepsTheBackends(t *testing.T) {
 		t.Errorf("republish returned %v and wrote %q, want an error and nothing written", err, store.written)
 	}
 	n.stopServing()
+}
+
+// TestRepublishGoesOn has a session that is attended again, which a change of the traffic rules causes,
+// before its changed data was published. The store must get the data all the same.
+func TestRepublishGoesOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, s, be := publishing(t)
+		store := recorder{key: "own", failures: 1}
+		be.data.Store(new("2"))
+		be.asked.Send()
+		for range 2 {
+			ctx, cancel := context.WithTimeout(t.Context(), refusedPause/4) // less than the pause after a failure
+			if _, next, err := n.work(ctx, ctx, &store, s, nil); next != nil || err != nil {
+				t.Errorf("work returned %v, %v", next, err)
+			}
+			cancel()
+		}
+		if want := []string{"2"}; !slices.Equal(store.written, want) || !slices.Equal(be.published, want) {
+			t.Errorf("the store got %q, and the network was told %q, want the changed data once", store.written, be.published)
+		}
+		n.stopServing()
+	})
+}
+
+// TestRepublishPause changes the data while the store is away. Each change must not cause a call.
+func TestRepublishPause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const calls = 1000
+		n, s, be := publishing(t)
+		store := recorder{key: "own", failures: calls}
+		ctx, cancel := context.WithTimeout(t.Context(), 2*refusedPause)
+		defer cancel()
+		go func() {
+			for i := 2; wait.For(ctx, time.Second) == nil; i++ {
+				be.data.Store(new(strconv.Itoa(i)))
+				be.asked.Send()
+			}
+		}()
+		if _, next, err := n.work(ctx, ctx, &store, s, nil); next != nil || err != nil {
+			t.Errorf("work returned %v, %v", next, err)
+		}
+		if made := calls - store.failures; made < 2 || made > 5 {
+			t.Errorf("the store got %d calls in %v, want one after each pause", made, 2*refusedPause)
+		}
+		n.stopServing()
+	})
+}
+
+// publishing returns a session whose store has the data 1 of the backend.
+func publishing(t *testing.T) (*runner, *session, *changing) {
+	be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
+	be.data.Store(new("1"))
+	n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+	now := *s.begin.Load()
+	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
+		{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
+	}}
+	s.begin.Store(&now)
+	n.state.Set(now)
+	s.be, s.publisher, s.republish = be, be, be.asked
+	return n, s, be
 }

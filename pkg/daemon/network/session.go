@@ -37,6 +37,7 @@ type session struct {
 	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
 	publisher   backend.Publisher                  // nil if the network is none
 	republish   <-chan struct{}                    // see backend.Publisher; nil never receives
+	behind      bool                               // republish has received, and that data is not published yet
 	rules       wait.Signal                        // sent when begin, or the end of the retirement, may need other traffic rules
 	prober      *paths.Prober                      // nil without --probe
 	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
