@@ -102,8 +102,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	keys := set.Changed
 	if set.All || changed {
 		keys = slices.Collect(maps.Keys(set.Leases))
-		for key := range n.peers { // that have gone
-			if set.Leases[key] == nil {
+		for _, key := range slices.AppendSeq(slices.Collect(maps.Keys(n.peers)), maps.Keys(n.refused)) {
+			if set.Leases[key] == nil { // it has gone
 				keys = append(keys, key)
 			}
 		}
@@ -130,8 +130,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 }
 
 // refresh updates the data of this host by the last comparison of the routes. If it has changed, refresh
-// asks for its publication. first is set after the first comparison.
-func (n *network) refresh() (repaired int, first bool, err error) {
+// asks for its publication. anew is set if that may change how peers are served.
+func (n *network) refresh() (repaired int, anew bool, err error) {
 	repaired, compared, failed := n.Last()
 	if !compared {
 		return 0, false, nil
@@ -156,7 +156,7 @@ func (n *network) refresh() (repaired int, first bool, err error) {
 		n.present.Store(&present)
 		n.republish.Send()
 	}
-	return repaired, first, nil
+	return repaired, first || changed, nil
 }
 
 // Republish implements backend.Publisher.
@@ -178,6 +178,9 @@ func (n *network) choose(key string, l *subnet.Lease) {
 	if l != nil {
 		n.serve(key, l)
 	}
+	if n.refused[key] != "" { // neither of the two carries the packets
+		delete(n.peers, key)
+	}
 	if n.peers[key] != before {
 		n.log.changed = true
 	}
@@ -190,12 +193,13 @@ func (n *network) serve(key string, l *subnet.Lease) {
 	for _, e := range l.Endpoints {
 		d, known, _ := decode(e.Data) // Check has refused data that cannot be read
 		own := n.published[e.Family()]
-		if !known { // it is sent to by the cloud, if at all
+		if !known { // it is sent to by the cloud, if at all, and does not read what this host publishes
+			own = n.data[e.Family()]
 			d = data{Table: own.Table, Routed: []string{own.Table}}
 		}
 		why := obstacle(own, d)
 		switch {
-		case why == "" || !known && !n.compared:
+		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil): // a route that was just put is seen later
 		case d.Overflow == nil:
 			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
 		default:

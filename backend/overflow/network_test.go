@@ -187,6 +187,7 @@ func TestChoice(t *testing.T) {
 		"host2": {Backend: "aws-vpc"},
 		"host3": {Backend: "vxlan", Waiting: `table "rtb-1" has no route to it: the quota of routes is used up`},
 		"host4": {Backend: "vxlan", Waiting: `table "rtb-1" has no route to it`},
+		"host5": {}, // refused
 		"host6": {Backend: "aws-vpc"},
 		"host9": {},
 	} {
@@ -222,7 +223,7 @@ func TestChoice(t *testing.T) {
 	b.expectByTunnel("a higher quota, and the store is away", "host2", "host3", "host4")
 	b.expectClaim("a higher quota", inside.without())
 	b.expectByTunnel("a higher quota", "host3", "host4")
-	if r := b.net.Overflow(); r.Problem != "" || r.ByTunnel != 2 || r.ByCloud != 3 {
+	if r := b.net.Overflow(); r.Problem != "" || r.ByTunnel != 2 || r.ByCloud != 2 {
 		t.Errorf("report %+v, want nothing wrong", r)
 	}
 }
@@ -267,6 +268,38 @@ func TestOutside(t *testing.T) {
 	b.expectByTunnel("without a cloud", "host2")
 	if len(b.warned) != 1 || !strings.Contains(b.warned[0], "vxlan carries the packets of this host: find this host in the cloud: the cloud does not answer") {
 		t.Errorf("warned of %q, want the reason", b.warned)
+	}
+}
+
+// TestPeersWithoutData starts a new host among hosts with flannel. Its route is there, so it must not refuse
+// them because it is not seen or published yet. It must refuse them if it cannot be put.
+func TestPeersWithoutData(t *testing.T) {
+	b := newBed(t)
+	b.leases["host6"] = lease(t, 6, data{})
+	b.leases["host6"].Endpoints[0].Data = nil
+	b.env.Resync = time.Hour // the route is seen after 5 seconds
+	b.start(subnet.Claim{})
+	for !b.net.compared {
+		<-b.net.Changed()
+		if out := b.sync(); len(out.Refused) > 0 {
+			t.Errorf("refused %v although there is a route", out.Refused)
+		}
+	}
+
+	b.Do(func() {
+		b.Tabs[0].Routes, b.Quota = []cloud.Route{{Table: "rtb-1", Dst: subnetOf(9), Target: "eni-1", ByCall: true}}, 1
+	})
+	b.start(subnet.Claim{})
+	for !b.net.compared {
+		<-b.net.Changed()
+		b.sync()
+	}
+	if out := b.sync(); len(out.Refused) != 1 || !strings.Contains(out.Refused[0].Reason, "it publishes no data for vxlan") {
+		t.Errorf("refused %v, want host6 because the table is full", out.Refused)
+	}
+	b.leases = map[string]*subnet.Lease{}
+	if out := b.sync(); len(out.Refused) > 0 {
+		t.Errorf("refused %v, which has gone", out.Refused)
 	}
 }
 
