@@ -4,7 +4,6 @@ package overflow
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -92,7 +91,7 @@ func reasons() map[string]string {
 // before, because the routers may not follow it yet.
 func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 	next := data{Table: d.Table, Routed: d.Routed, Overflow: d.Overflow}
-	if _, dropped := errors.AsType[*cloud.DroppedError](err); dropped {
+	if r.Dropped { // also if the last comparison has failed for another reason
 		r, next.Table, next.Routed = cloud.Report{}, "", nil
 	}
 	if len(r.Tables) > 0 {

@@ -58,6 +58,8 @@ func TestAfter(t *testing.T) {
 	route := func(table string, present, seen bool) cloud.RouteReport {
 		return cloud.RouteReport{Route: cloud.Route{Table: table, Dst: dst}, Present: present, Seen: seen}
 	}
+	dropped := tables(route("a", true, true), route("b", true, true))
+	dropped.Dropped = true
 	quota := &cloud.QuotaError{Table: "a", Limit: 2}
 	both := data{Table: "rtb-a", Routed: []string{"rtb-a", "rtb-b"}}
 	for name, tt := range map[string]struct {
@@ -76,7 +78,8 @@ func TestAfter(t *testing.T) {
 		"the cloud does not answer":                    {both, cloud.Report{}, cloud.ErrUnavailable, both},
 		"a new host, the cloud does not answer":        {data{}, cloud.Report{}, cloud.ErrUnavailable, data{Why: "unavailable"}},
 		"the table is full, the cloud does not answer": {data{"rtb-a", nil, "quota", nil}, cloud.Report{}, cloud.ErrThrottled, data{"rtb-a", nil, "quota", nil}},
-		"the cloud drops the packets":                  {both, tables(route("a", true, true), route("b", true, true)), &cloud.DroppedError{Err: errors.New("canIpForward is off")}, data{Why: "failed"}},
+		"the cloud drops the packets":                  {both, dropped, &cloud.DroppedError{Err: errors.New("canIpForward is off")}, data{Why: "failed"}},
+		"the cloud drops them, and does not answer":    {data{Why: "failed"}, dropped, cloud.ErrUnavailable, data{Why: "failed"}},
 		"a right is missing":                           {data{}, tables(route("a", false, false), route("b", false, false)), &cloud.MissingError{Permissions: []string{"x"}}, data{"rtb-a", nil, "denied", nil}},
 		"another error":                                {data{Why: "quota"}, cloud.Report{}, errors.New("no interface"), data{Why: "failed"}},
 		"a route of another family":                    {data{}, tables(cloud.RouteReport{Route: cloud.Route{Table: "a", Dst: netip.MustParsePrefix("fd00::/64")}, Present: true, Seen: true}), nil, data{Table: "rtb-a"}},

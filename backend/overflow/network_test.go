@@ -4,6 +4,7 @@ package overflow
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -256,6 +257,28 @@ func TestRestart(t *testing.T) {
 	if r := b.net.Overflow(); !strings.Contains(r.Problem, "go on to carry the packets of this host") || !strings.Contains(r.Problem, "the cloud does not answer") {
 		t.Errorf("report %+v, want the reason", r)
 	}
+}
+
+// TestDropped has a cloud that begins to drop packets of the host, and then does not answer. The host must
+// not believe the routes that it has read before.
+func TestDropped(t *testing.T) {
+	b := newBed(t)
+	b.start(subnet.Claim{})
+	b.expectClaim("a new host", data{Table: "rtb-1", Routed: []string{"rtb-1"}})
+	b.Do(func() { b.Fails = &cloud.DroppedError{Err: errors.New("canIpForward is off")} })
+	b.expectClaim("the cloud drops packets", data{Why: "failed"})
+	for _, err := range []error{cloud.ErrUnavailable, errors.New("the answer is no XML")} {
+		b.Do(func() { b.Fails = err })
+		for !errors.Is(b.net.failed, err) {
+			<-b.net.Changed()
+			b.sync()
+		}
+		if d := b.net.data[prefix.IPv4]; d.Table != "" || len(d.Routed) > 0 {
+			t.Errorf("after %v, the host has the data %+v, want no route", err, d)
+		}
+	}
+	b.Do(func() { b.Fails = nil })
+	b.expectClaim("the cloud passes packets", data{Table: "rtb-1", Routed: []string{"rtb-1"}})
 }
 
 // TestOutside starts a host that has no cloud. It must take a lease, and use the tunnel for all peers.

@@ -123,6 +123,7 @@ func NewKeeper(c KeeperConfig) *Keeper {
 		}
 		k.mu.Lock()
 		k.err = err
+		k.report.Dropped = k.report.Dropped || dropped(err)
 		k.mu.Unlock()
 		done()
 		k.Compared()

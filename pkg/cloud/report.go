@@ -18,6 +18,9 @@ type Report struct {
 	Tables []TableReport
 	Good   time.Time // the last comparison after which everything was right; zero if there was none
 	Calls  []CallCount
+	// Dropped is set if the cloud has dropped packets of this host since the tables were read: see
+	// DroppedError.
+	Dropped bool
 }
 
 // RouteReport is a wanted route, and whether the table has it.
