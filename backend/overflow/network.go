@@ -148,7 +148,8 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 			return repaired, false, err
 		}
 		n.data[e.Family()], own.Endpoints[i].Data = d, raw
-		changed = changed || string(raw) != string(e.Data)
+		soon := n.published[e.Family()].Table == "" && d.Table != "" && !d.routed() && failed == nil // the next comparison sees its first route
+		changed = changed || string(raw) != string(e.Data) && !soon
 	}
 	if changed {
 		n.own = own

@@ -34,6 +34,7 @@ type bed struct {
 	net    *network
 	leases map[string]*subnet.Lease
 	warned []string
+	claims int // that were published
 }
 
 func subnetOf(n int) netip.Prefix {
@@ -122,6 +123,7 @@ func (b *bed) expectClaim(what string, want data) {
 			if err != nil {
 				b.Fatal(err)
 			}
+			b.claims++
 			b.net.Published(claim)
 			b.sync()
 			d, known, err := decode(claim.Endpoints[0].Data)
@@ -183,6 +185,9 @@ func TestChoice(t *testing.T) {
 		t.Errorf("MTU %d, want that of the tunnel", mtu)
 	}
 	b.expectClaim("a new host", inside.without())
+	if b.claims != 1 {
+		t.Errorf("a new host has published its data %d times, want once", b.claims)
+	}
 	b.expectByTunnel("with a route", "host3", "host4")
 	for key, want := range map[string]backend.Choice{
 		"host2": {Backend: "aws-vpc"},
