@@ -55,22 +55,21 @@ func (d data) routed() bool { return d.Table != "" && slices.Contains(d.Routed, 
 // both, and the reverse path filter of the external interface may be strict. Both hosts come to the same
 // result, because both know both leases.
 func obstacle(own, peer data) string {
-	lacks := func(table, what string, d data) string {
-		s := fmt.Sprintf("table %q%s", subnet.Shorten(table), what)
+	because := func(what string, d data) string {
 		if why := reasons()[d.Why]; why != "" {
-			s += ": " + why
+			what += ": " + why
 		}
-		return s
+		return what
 	}
 	switch {
 	case own.Table == "":
-		return "this host has found no route table that its packets follow"
+		return because("this host has found no route table that its packets follow", own)
 	case !slices.Contains(peer.Routed, own.Table):
-		return lacks(own.Table, " has no route to it", peer)
+		return because(fmt.Sprintf("table %q has no route to it", subnet.Shorten(own.Table)), peer)
 	case peer.Table == "":
-		return "it has found no route table that its packets follow"
+		return because("it has found no route table that its packets follow", peer)
 	case !slices.Contains(own.Routed, peer.Table):
-		return lacks(peer.Table, ", which its packets follow, has no route to this host", own)
+		return because(fmt.Sprintf("table %q, which its packets follow, has no route to this host", subnet.Shorten(peer.Table)), own)
 	}
 	return ""
 }
@@ -82,7 +81,7 @@ func reasons() map[string]string {
 		"denied":      "permissions are missing",
 		"throttled":   "the cloud refuses calls because there are too many",
 		"unavailable": "the cloud does not answer",
-		"failed":      "the cloud has refused a call",
+		"failed":      "another error",
 	}
 }
 

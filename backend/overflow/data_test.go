@@ -32,12 +32,13 @@ func TestObstacle(t *testing.T) {
 		"a reason of a later version":              {inside, data{Table: "rtb-1", Why: "moon"}, `table "rtb-1" has no route to it`},
 		"the peer is in another VPC":               {inside, data{Table: "rtb-9", Routed: []string{"rtb-9"}}, `table "rtb-1" has no route to it`},
 		"the peer is outside of the cloud":         {inside, data{Why: "unavailable"}, `table "rtb-1" has no route to it: the cloud does not answer`},
-		"this host is outside of the cloud":        {data{Why: "unavailable"}, inside, "this host has found no route table"},
+		"this host is outside of the cloud":        {data{Why: "unavailable"}, inside, "this host has found no route table that its packets follow: the cloud does not answer"},
+		"the cloud drops packets of this host":     {data{Why: "failed"}, inside, "this host has found no route table that its packets follow: another error"},
 		"both are outside of the cloud":            {data{}, data{}, "this host has found no route table"},
 		"two tables that both have both routes":    {data{"rtb-1", []string{"rtb-1", "rtb-2"}, "", nil}, data{"rtb-2", []string{"rtb-1", "rtb-2"}, "", nil}, ""},
 		"two tables, one is full for the peer":     {data{"rtb-1", []string{"rtb-1", "rtb-2"}, "", nil}, data{"rtb-2", []string{"rtb-2"}, "quota", nil}, `table "rtb-1" has no route to it`},
 		"two tables, one is full for this host":    {data{"rtb-1", []string{"rtb-1"}, "", nil}, data{"rtb-2", []string{"rtb-1", "rtb-2"}, "", nil}, `table "rtb-2", which its packets follow, has no route to this host`},
-		"packets of the peer follow another table": {inside, data{Routed: []string{"rtb-1"}}, "it has found no route table"},
+		"packets of the peer follow another table": {inside, data{Routed: []string{"rtb-1"}, Why: "denied"}, "it has found no route table that its packets follow: permissions are missing"},
 	} {
 		there, back := obstacle(tt.own, tt.peer), obstacle(tt.peer, tt.own)
 		if tt.want == "" && there != "" || !strings.Contains(there, tt.want) {
