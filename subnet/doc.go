@@ -14,7 +14,8 @@
 //   - pool.go: the Pool of subnets that a Network gives to hosts, and how to pick one
 //   - allocate.go: takes a subnet of each family from the pools; usage.go counts them
 //   - manager.go: the Manager, which acquires and keeps the own lease in a store, and publishes
-//     Updates with those of other nodes; optional.go: interfaces that not every manager implements
+//     Updates with those of other nodes; optional.go: interfaces that not every manager implements,
+//     such as the Elector of a leader
 //   - ledger.go: the Ledger, the daemon's cache of the leases of other nodes; it decides when one
 //     is gone. heldpeers.go indexes the peers whose lease the store has lost.
 //   - arbiter.go: the Arbiter, which refuses leases that contradict the configuration, this node

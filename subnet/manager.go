@@ -20,6 +20,8 @@ var (
 	ErrUnfit = errors.New("subnet does not fit the configuration")
 	// ErrInvalidConfig means that the store holds a configuration that cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")
+	// ErrLed means that another node is the leader for a task.
+	ErrLed = errors.New("another node is the leader")
 )
 
 // StoreID identifies a store, and one state of it.

@@ -4,6 +4,7 @@ package subnet
 
 import (
 	"context"
+	"encoding/json"
 	"net/netip"
 )
 
@@ -56,4 +57,27 @@ type Releaser interface {
 	// Release deletes a lease of this node from the store, unless it is a reservation, or another
 	// node has taken its subnets since. The manager has no lease after that.
 	Release(ctx context.Context, own Lease) error
+}
+
+// Leader is the node that does a task for all nodes of a network.
+type Leader struct {
+	Name string `json:"name"` // Node or public address; empty if there is no leader
+	// Announced is what the leader has announced last, as JSON; nil if it has announced nothing yet.
+	Announced json.RawMessage `json:"announced,omitempty"`
+}
+
+// Announce publishes what Elector.Leader returns to all nodes. It returns an error if this node is
+// not the leader any more, or the store does not answer.
+type Announce func(ctx context.Context, text json.RawMessage) error
+
+// Elector is a Manager that can elect one node of the network for a task. A task is a name like that
+// of a DNS label.
+type Elector interface {
+	// Lead tries once to make this node the leader. If it succeeds, it runs lead, whose context ends
+	// with the term, and returns nil after it. A term ends when the store cannot be reached for 20
+	// seconds, or shows another leader, which can be the case 10 seconds later. own is the lease of this
+	// node. Lead returns ErrLed, wrapped, if there is another leader.
+	Lead(ctx context.Context, task string, own Lease, lead func(term context.Context, announce Announce)) error
+	// Leader tries once to read the present leader.
+	Leader(ctx context.Context, task string) (Leader, error)
 }

@@ -14,6 +14,7 @@
 //   - Watch: watch.go, on the leasecache.go. graceperiod.go retains leases that the store has deleted
 //     after an outage. restore.go continues from the last known state, and audit.go compares that
 //     state with a list later. config.go reports changes of the configuration.
+//   - Lead and Leader: leader.go
 //
 // Below them, stream.go watches keys and finds out whether the server is behind, client.go owns the
 // connection and login.go its login, and errors.go explains errors. The Admin, for operators, is in
@@ -110,6 +111,7 @@ var (
 	_ subnet.Resumer  = (*Manager)(nil)
 	_ subnet.Releaser = (*Manager)(nil)
 	_ subnet.Sighter  = (*Manager)(nil)
+	_ subnet.Elector  = (*Manager)(nil)
 )
 
 // timing contains the intervals that tests shorten.
@@ -128,6 +130,7 @@ type timing struct {
 	catchUp, catchUpLate     time.Duration // for the events since the last known state, if the server says when all have come, and otherwise
 	audit, auditPage         time.Duration // within which time a restored cache is compared, and the pause between its pages
 	trustListing             time.Duration // how long a host without a subnet trusts the listing that it follows
+	leader                   time.Duration // after which the store deletes the key of a leader that does not renew it
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -168,6 +171,7 @@ func newManager(cfg Config) *Manager {
 		// A store that all hosts ask at once sends late, and lists would make it later.
 		catchUp: 2 * time.Second, catchUpLate: time.Minute,
 		audit: time.Hour, auditPage: time.Second,
+		leader: 30 * time.Second,
 	}
 	return m
 }

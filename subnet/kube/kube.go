@@ -16,6 +16,7 @@
 //   - Watch: watch.go, on the nodecache.go. fetch.go requests new Nodes, and probe.go finds out
 //     whether the watch is stale. restore.go continues from the last known state, and audit.go
 //     compares that state with a list later.
+//   - Lead and Leader: leader.go
 //
 // Below them, annotations.go converts between annotations and leases, stream.go lists and watches,
 // client.go sends requests, and package wire decodes Nodes. Functions for operators are in admin.go.
@@ -92,6 +93,8 @@ type Manager struct {
 	lastKnown atomic.Pointer[lastKnown]
 	cache     atomic.Pointer[nodeCache]
 
+	leases leaseTimes // of leaders
+
 	writing      sync.Mutex  // locked while the own Node is written
 	policiesSeen atomic.Bool // warnPolicies has ended
 
@@ -105,6 +108,7 @@ var (
 	_ subnet.Warner         = (*Manager)(nil)
 	_ subnet.PublicIPSource = (*Manager)(nil)
 	_ subnet.ConfigWatcher  = (*Manager)(nil)
+	_ subnet.Elector        = (*Manager)(nil)
 )
 
 // timing contains the intervals that tests shorten.
@@ -120,6 +124,7 @@ type timing struct {
 	event                time.Duration // for each node, over which the same Event of all is spread
 	poll                 time.Duration // of the configuration file
 	audit, auditPage     time.Duration // within which time a restored cache is compared, and the pause between its pages
+	leader               time.Duration // after which another node may become the leader if the present one does not renew its Lease
 }
 
 // The activities that talk to the API server.
@@ -160,6 +165,7 @@ func New(cfg Config) (*Manager, error) {
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
 			requestPause: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
 			event: 10 * time.Millisecond, poll: 10 * time.Second, audit: time.Hour, auditPage: time.Second,
+			leader: 30 * time.Second,
 		},
 	}
 	m.lastKnown.Store(&lastKnown{cfg.Own, cfg.Known})

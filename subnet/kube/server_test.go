@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -376,7 +377,8 @@ func newFixture(t *testing.T, s *server) *fixture {
 }
 
 // grant gives the daemon the permissions of flannel's first manifests, which are fewer than those
-// of later ones. If events is true, the daemon may also create Events.
+// of later ones, and those for the Lease of a leader in one namespace. If events is true, the daemon may
+// also create Events.
 func (f *fixture) grant(t *testing.T, events bool) {
 	t.Helper()
 	rules := []map[string]any{
@@ -396,11 +398,22 @@ func (f *fixture) grant(t *testing.T, events bool) {
 		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "flannel"},
 		"subjects": []map[string]any{{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "system:serviceaccount:kube-flannel:flannel"}},
 	}
-	for path, body := range map[string]any{"clusterroles": role, "clusterrolebindings": binding} {
+	leases := map[string]any{
+		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": map[string]any{"name": "flannel"},
+		"rules": []map[string]any{
+			{"apiGroups": []string{"coordination.k8s.io"}, "resources": []string{"leases"}, "verbs": []string{"create"}},
+			{"apiGroups": []string{"coordination.k8s.io"}, "resources": []string{"leases"}, "verbs": []string{"get", "patch"}, "resourceNames": []string{"flanneld-test-task", "flanneld-test-task-2"}},
+		},
+	}
+	leasesBinding := maps.Clone(binding)
+	leasesBinding["kind"], leasesBinding["roleRef"] = "RoleBinding", map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "flannel"}
+	namespaced := "namespaces/" + defaultNamespace + "/"
+	for path, body := range map[string]any{"clusterroles": role, "clusterrolebindings": binding, namespaced + "roles": leases, namespaced + "rolebindings": leasesBinding} {
 		if status, _, err := f.try(http.MethodPost, rbac+path, body); err == nil && status == http.StatusConflict {
 			f.do(t, http.MethodPut, rbac+path+"/flannel", body)
 		}
 	}
+	f.do(t, http.MethodDelete, "/apis/coordination.k8s.io/v1/"+namespaced+"leases", nil)
 }
 
 // kubeconfig writes a kubeconfig with that token file, and returns its path.
@@ -441,6 +454,7 @@ func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *M
 		t.Fatal(err)
 	}
 	m.timing.restoreMin, m.timing.backoffMin, m.timing.backoff = 10*time.Millisecond, 10*time.Millisecond, 200*time.Millisecond
+	m.timing.leader = 3 * time.Second
 	t.Cleanup(func() { m.Close() })
 	return m
 }

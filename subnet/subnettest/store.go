@@ -6,6 +6,8 @@ package subnettest
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -24,7 +26,8 @@ type Store struct {
 	revision int64
 	config   string
 	leases   map[string]storedLease
-	changed  chan struct{} // closed and replaced at every change
+	leaders  map[string]subnet.Leader // by task
+	changed  chan struct{}            // closed and replaced at every change
 }
 
 type storedLease struct {
@@ -34,7 +37,7 @@ type storedLease struct {
 
 // NewStore returns an empty store without a configuration.
 func NewStore() *Store {
-	return &Store{id: 1, leases: map[string]storedLease{}, changed: make(chan struct{})}
+	return &Store{id: 1, leases: map[string]storedLease{}, leaders: map[string]subnet.Leader{}, changed: make(chan struct{})}
 }
 
 // change runs f with the store locked, at a new revision.
@@ -117,7 +120,10 @@ type Manager struct {
 	own string
 }
 
-var _ subnet.Manager = (*Manager)(nil)
+var (
+	_ subnet.Manager = (*Manager)(nil)
+	_ subnet.Elector = (*Manager)(nil)
+)
 
 // Config returns the store's configuration. See subnet.Manager.
 func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
@@ -302,6 +308,38 @@ func (m *Manager) ensure(own subnet.Lease) error {
 		return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, own.Key, found.lease.Endpoints[0].PublicIP)
 	}
 	return nil
+}
+
+// Leader implements subnet.Elector.
+func (m *Manager) Leader(ctx context.Context, task string) (subnet.Leader, error) {
+	m.store.mu.Lock()
+	defer m.store.mu.Unlock()
+	return m.store.leaders[task], ctx.Err()
+}
+
+// Lead implements subnet.Elector. A term lasts until ctx ends.
+func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead func(context.Context, subnet.Announce)) error {
+	if !m.setLeader(task, "", subnet.Leader{Name: own.Key}) {
+		return subnet.ErrLed
+	}
+	defer m.setLeader(task, own.Key, subnet.Leader{})
+	lead(ctx, func(_ context.Context, text json.RawMessage) error {
+		if !m.setLeader(task, own.Key, subnet.Leader{Name: own.Key, Announced: text}) {
+			return errors.New("this node is not the leader any more")
+		}
+		return nil
+	})
+	return nil
+}
+
+// setLeader replaces the leader for a task, and reports whether it had that name.
+func (m *Manager) setLeader(task, name string, now subnet.Leader) (done bool) {
+	m.store.change(func() {
+		if done = m.store.leaders[task].Name == name; done {
+			m.store.leaders[task] = now
+		}
+	})
+	return done
 }
 
 // Pointers returns pointers to the given leases, without copying them, in the form that

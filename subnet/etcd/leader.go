@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// The key <prefix>/leaders/<task> names the leader for a task. It has an etcd lease, with which the
+// store deletes it when the leader does not renew it any more.
+
+// term is the time in which this node is the leader.
+type term struct {
+	*Manager
+	key, name string
+	lease     clientv3.LeaseID
+}
+
+// leaderKey is the key of a leader as it was read.
+type leaderKey struct {
+	leader   subnet.Leader
+	lease    int64 // of etcd
+	revision int64 // of the last change; 0 if the key does not exist
+}
+
+// errTermOver means that this node is not the leader any more.
+var errTermOver = errors.New("this node is not the leader any more")
+
+func (m *Manager) keyOfLeader(task string) string { return path.Join(m.cfg.Prefix, "leaders", task) }
+
+// Leader implements subnet.Elector.
+func (m *Manager) Leader(ctx context.Context, task string) (subnet.Leader, error) {
+	found, err := m.readLeader(ctx, m.keyOfLeader(task))
+	return found.leader, err
+}
+
+// Lead implements subnet.Elector. A daemon that was restarted continues as the leader.
+func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead func(context.Context, subnet.Announce)) error {
+	t := &term{Manager: m, key: m.keyOfLeader(task), name: identity(own.Claim()).String()}
+	found, err := m.readLeader(ctx, t.key)
+	if err != nil {
+		return err
+	}
+	if by := found.leader.Name; by != "" && by != t.name {
+		return fmt.Errorf("%w: %s", subnet.ErrLed, by)
+	}
+	began := time.Now()
+	defer t.end(ctx)
+	if err := t.begin(ctx, found.revision); err != nil {
+		return err
+	}
+	wait.Renewal{TTL: m.timing.leader, Renew: t.renewOnce}.Hold(ctx, began, func(ctx context.Context) { lead(ctx, t.announce) })
+	return nil
+}
+
+// readLeader reads the key of a leader. A key without an etcd lease names no leader: nothing would
+// delete it.
+func (m *Manager) readLeader(ctx context.Context, key string) (found leaderKey, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, key)
+		if err != nil || len(resp.Kvs) == 0 {
+			return err
+		}
+		kv := resp.Kvs[0]
+		found.lease, found.revision = kv.Lease, kv.ModRevision
+		if kv.Lease != 0 && json.Unmarshal(kv.Value, &found.leader) != nil {
+			found.leader.Name = "a node that has written an unreadable value"
+		}
+		return nil
+	})
+	if err != nil {
+		return leaderKey{}, fmt.Errorf("read the leader from etcd key %s: %w", key, err)
+	}
+	return found, nil
+}
+
+// begin creates the key, or replaces it if it is still at revision.
+func (t *term) begin(ctx context.Context, revision int64) error {
+	taken := false
+	err := t.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Grant(ctx, int64(t.timing.leader.Seconds()))
+		if err != nil {
+			return err
+		}
+		t.lease = resp.ID
+		taken, err = t.put(ctx, c, nil, clientv3.Compare(clientv3.ModRevision(t.key), "=", revision))
+		return err
+	})
+	switch {
+	case err != nil:
+		return fmt.Errorf("become the leader by etcd key %s: %w", t.key, err)
+	case !taken:
+		return fmt.Errorf("%w: it was faster", subnet.ErrLed)
+	}
+	return nil
+}
+
+// put writes the key if the condition is true.
+func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMessage, condition clientv3.Cmp) (done bool, err error) {
+	value, err := json.Marshal(subnet.Leader{Name: t.name, Announced: announced})
+	if err != nil {
+		return false, err
+	}
+	resp, err := c.Txn(ctx).If(condition).Then(clientv3.OpPut(t.key, string(value), clientv3.WithLease(t.lease))).Commit()
+	return err == nil && resp.Succeeded, err
+}
+
+// renewOnce implements wait.Renewal. It also notices that an operator has deleted the key.
+func (t *term) renewOnce(ctx context.Context) (lost bool, err error) {
+	found, err := t.readLeader(ctx, t.key)
+	if err != nil {
+		return false, err
+	}
+	if found.lease != int64(t.lease) {
+		return true, errTermOver
+	}
+	_, err = t.renew(ctx, t.lease)
+	return errors.Is(err, errNoGrant), err
+}
+
+// announce implements subnet.Announce.
+func (t *term) announce(ctx context.Context, text json.RawMessage) error {
+	done := false
+	err := t.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		done, err = t.put(ctx, c, text, clientv3.Compare(clientv3.LeaseValue(t.key), "=", t.lease))
+		return err
+	})
+	switch {
+	case err != nil:
+		return fmt.Errorf("write etcd key %s: %w", t.key, err)
+	case !done:
+		return errTermOver
+	}
+	return nil
+}
+
+// end deletes the key with its etcd lease, even if ctx has ended. If that fails, the store does it
+// when the lease expires.
+func (t *term) end(ctx context.Context) {
+	if t.lease == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	_ = t.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		_, err := c.Revoke(ctx, t.lease)
+		if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+			return nil
+		}
+		return err
+	})
+}

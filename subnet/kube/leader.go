@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// The Lease flanneld-<task> names the leader for a task, like those of the control plane. Nodes do
+// not compare its times with their clocks: a leader is gone if its Lease does not change for the time
+// that it names.
+
+const (
+	leaseGroup = "coordination.k8s.io"
+	sendMerge  = "application/merge-patch+json"
+	// announcedAnnotation is the key of the annotation with what a leader has announced.
+	announcedAnnotation = "flanneld/announced"
+	// defaultNamespace has the Lease if this daemon runs outside of a pod.
+	defaultNamespace  = "kube-system"
+	serviceAccountDir = "/var/run/secrets/kubernetes.io/serviceaccount"
+	microTime         = "2006-01-02T15:04:05.000000Z07:00"
+)
+
+// errTermOver means that this node is not the leader any more.
+var errTermOver = errors.New("this node is not the leader any more")
+
+// leaderLease is a Lease of the API. Its Version is empty if it does not exist.
+type leaderLease struct {
+	Metadata struct {
+		Version     string            `json:"resourceVersion"`
+		Annotations map[string]string `json:"annotations"`
+	} `json:"metadata"`
+	Spec struct {
+		Holder      string `json:"holderIdentity"`
+		Seconds     int    `json:"leaseDurationSeconds"`
+		Transitions int    `json:"leaseTransitions"`
+	} `json:"spec"`
+}
+
+func (l leaderLease) leader() subnet.Leader {
+	found := subnet.Leader{Name: l.Spec.Holder}
+	if text := l.Metadata.Annotations[announcedAnnotation]; found.Name != "" && text != "" {
+		found.Announced = json.RawMessage(text)
+	}
+	return found
+}
+
+// leaseTimes are when this process has first seen the present versions of Leases, by their name. The
+// zero leaseTimes is usable.
+type leaseTimes struct {
+	mu   sync.Mutex
+	seen map[string]seenLease
+}
+
+type seenLease struct {
+	version string
+	at      time.Time
+}
+
+// expired reports whether a Lease has not changed for so long that its holder is gone.
+func (s *leaseTimes) expired(name string, l leaderLease, ttl time.Duration) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	if s.seen == nil {
+		s.seen = map[string]seenLease{}
+	}
+	if s.seen[name].version != l.Metadata.Version {
+		s.seen[name] = seenLease{l.Metadata.Version, now}
+	}
+	if l.Spec.Seconds > 0 {
+		ttl = time.Duration(l.Spec.Seconds) * time.Second
+	}
+	return now.Sub(s.seen[name].at) > ttl
+}
+
+// leaderTerm is the time in which this node is the leader.
+type leaderTerm struct {
+	*Manager
+	path, object, node string
+
+	mu   sync.Mutex // locked during a request
+	now  leaderLease
+	over bool
+}
+
+// Leader implements subnet.Elector.
+func (m *Manager) Leader(ctx context.Context, task string) (subnet.Leader, error) {
+	l, err := m.term(task, "").read(ctx)
+	return l.leader(), err
+}
+
+// Lead implements subnet.Elector. A daemon that was restarted continues as the leader.
+func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead func(context.Context, subnet.Announce)) error {
+	t := m.term(task, own.Key)
+	found, err := t.read(ctx)
+	if err != nil {
+		return err
+	}
+	if by := found.Spec.Holder; by != "" && by != own.Key {
+		return fmt.Errorf("%w: %s", subnet.ErrLed, by)
+	}
+	began := time.Now()
+	if err := t.begin(ctx, found); err != nil {
+		return err
+	}
+	defer t.end(ctx)
+	wait.Renewal{TTL: m.timing.leader, Renew: t.renewOnce}.Hold(ctx, began, func(ctx context.Context) { lead(ctx, t.announce) })
+	return nil
+}
+
+func (m *Manager) term(task, node string) *leaderTerm {
+	name := "flanneld-" + task
+	return &leaderTerm{Manager: m, node: node, object: name, path: "namespaces/" + url.PathEscape(m.namespace()) + "/leases"}
+}
+
+// namespace returns the namespace of the Lease: that of the pod.
+func (m *Manager) namespace() string {
+	own, _ := os.ReadFile(serviceAccountDir + "/namespace") // it does not exist outside of a pod
+	return cmp.Or(m.cfg.PodNamespace, strings.TrimSpace(string(own)), defaultNamespace)
+}
+
+// read reads the Lease. One that has expired has no holder.
+func (t *leaderTerm) read(ctx context.Context) (l leaderLease, err error) {
+	l, err = t.send(ctx, request{path: t.path + "/" + url.PathEscape(t.object)})
+	if hasCode(err, http.StatusNotFound) {
+		return leaderLease{}, nil
+	}
+	if err != nil {
+		return leaderLease{}, fmt.Errorf("read the leader from the Lease %s: %w", t.object, err)
+	}
+	if t.leases.expired(t.object, l, t.timing.leader) {
+		l.Spec.Holder = ""
+	}
+	return l, nil
+}
+
+// begin creates the Lease, or takes it if it is still as found.
+func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
+	if found.Metadata.Version != "" {
+		err = t.patch(ctx, found, "", t.spec(found.Spec.Transitions+1, true))
+	} else {
+		t.now, err = t.send(ctx, request{method: http.MethodPost, path: t.path, content: sendJSON}, map[string]any{
+			"apiVersion": leaseGroup + "/v1", "kind": "Lease", "metadata": map[string]any{"name": t.object}, "spec": t.spec(0, true),
+		})
+	}
+	if hasCode(err, http.StatusConflict) {
+		return fmt.Errorf("%w: it was faster", subnet.ErrLed)
+	}
+	if err != nil {
+		return fmt.Errorf("become the leader by the Lease %s: %w", t.object, err)
+	}
+	return nil
+}
+
+// spec returns the spec of a Lease that this node has. taken is set at the begin of a term.
+func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
+	now := time.Now().UTC().Format(microTime)
+	spec := map[string]any{
+		"holderIdentity": t.node, "leaseDurationSeconds": int(t.timing.leader.Seconds()), "leaseTransitions": transitions, "renewTime": now,
+	}
+	if taken {
+		spec["acquireTime"] = now
+	}
+	return spec
+}
+
+// patch changes the Lease if it is still as found. announced may be empty.
+func (t *leaderTerm) patch(ctx context.Context, found leaderLease, announced string, spec map[string]any) (err error) {
+	annotations := map[string]any{announcedAnnotation: announced}
+	if announced == "" {
+		annotations[announcedAnnotation] = nil
+	}
+	t.now, err = t.send(ctx, request{method: http.MethodPatch, path: t.path + "/" + url.PathEscape(t.object), content: sendMerge}, map[string]any{
+		"metadata": map[string]any{"resourceVersion": found.Metadata.Version, "annotations": annotations}, "spec": spec,
+	})
+	return err
+}
+
+// send sends a request with a body of at most one object, and returns the Lease in the answer.
+func (t *leaderTerm) send(ctx context.Context, r request, object ...any) (l leaderLease, err error) {
+	r.group, r.accept = leaseGroup, acceptJSON
+	for _, o := range object {
+		if r.body, err = json.Marshal(o); err != nil {
+			return l, err
+		}
+	}
+	body, err := t.client.call(ctx, t.timing.request, r)
+	if err == nil {
+		err = json.Unmarshal(body, &l)
+	}
+	return l, err
+}
+
+// renewOnce implements wait.Renewal.
+func (t *leaderTerm) renewOnce(ctx context.Context) (lost bool, err error) {
+	err = t.update(ctx, nil)
+	return errors.Is(err, errTermOver), err
+}
+
+// announce implements subnet.Announce.
+func (t *leaderTerm) announce(ctx context.Context, text json.RawMessage) error {
+	return t.update(ctx, text)
+}
+
+// update renews the Lease. It changes what is announced unless text is nil. Another program may have
+// changed the Lease, for example its labels.
+func (t *leaderTerm) update(ctx context.Context, text json.RawMessage) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.over {
+		return errTermOver
+	}
+	found := t.now
+	for again := true; ; again = false {
+		announced := found.Metadata.Annotations[announcedAnnotation]
+		if text != nil {
+			announced = string(text)
+		}
+		err := t.patch(ctx, found, announced, t.spec(found.Spec.Transitions, false))
+		if err == nil {
+			return nil
+		}
+		t.now = found
+		if !hasCode(err, http.StatusConflict) && !hasCode(err, http.StatusNotFound) || !again {
+			return fmt.Errorf("renew the Lease %s: %w", t.object, err)
+		}
+		if found, err = t.read(ctx); err != nil {
+			return err
+		}
+		if found.Spec.Holder != t.node {
+			return errTermOver
+		}
+	}
+}
+
+// end gives the Lease back, even if ctx has ended. If that fails, it expires.
+func (t *leaderTerm) end(ctx context.Context) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.over = true
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	_ = t.patch(ctx, t.now, t.now.Metadata.Annotations[announcedAnnotation], map[string]any{"holderIdentity": "", "leaseDurationSeconds": 1})
+}
