@@ -4,6 +4,7 @@ package alivpc
 
 import (
 	"net/netip"
+	"slices"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
@@ -75,6 +76,7 @@ type instance struct {
 	} `json:"EipAddress"`
 	Interfaces struct {
 		All []struct {
+			Type string // Primary, Secondary or Trunk
 			IPv4 struct {
 				All []struct {
 					Address string `json:"PrivateIpAddress"`
@@ -98,9 +100,20 @@ func (i instance) runs() bool { return i.Status != "Stopped" && i.Status != "Sto
 
 // addresses returns all addresses of the instance.
 func (i instance) addresses() []netip.Addr {
+	return i.addressesOf("Primary", "Secondary", "Trunk", "")
+}
+
+// primary returns the addresses of the primary network interface.
+func (i instance) primary() []netip.Addr { return i.addressesOf("Primary") }
+
+// addressesOf returns the addresses of the instance itself, and of its network interfaces of these types.
+func (i instance) addressesOf(types ...string) []netip.Addr {
 	texts := append([]string{i.EIP.Address}, i.Attributes.Private.All...)
 	texts = append(texts, i.Public.All...)
 	for _, n := range i.Interfaces.All {
+		if !slices.Contains(types, n.Type) {
+			continue
+		}
 		for _, a := range n.IPv4.All {
 			texts = append(texts, a.Address)
 		}

@@ -31,6 +31,7 @@ type vpc struct {
 
 	api   *client // nil before the first connection
 	table string  // id; of the last Join or Check
+	id    string  // of the VPC; of the last Join or Check
 }
 
 // find finds the table of the vSwitch of the external interface.
@@ -50,6 +51,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 		return nil, fmt.Errorf("the external interface is not the primary network interface of %s, to which routes to an instance lead: choose that one by --iface", v.api.instance)
 	}
 	var answer struct {
+		VPC   string `json:"VpcId"`
 		Table struct {
 			ID string `json:"RouteTableId"`
 		} `json:"RouteTable"`
@@ -60,7 +62,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if answer.Table.ID == "" {
 		return nil, fmt.Errorf("Alibaba Cloud knows no route table of vSwitch %s", id)
 	}
-	v.table = answer.Table.ID
+	v.table, v.id = answer.Table.ID, answer.VPC
 	return v.api, nil
 }
 
@@ -71,6 +73,31 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 		return "", err
 	}
 	return api.instance, nil
+}
+
+// Find implements cloud.Cloud. Routes lead to the primary network interface of an instance.
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+	all := map[string]instance{}
+	if err := v.describe(ctx, url.Values{"VpcId": {v.id}}, all); err != nil {
+		return nil, err
+	}
+	at := map[netip.Addr]string{}
+	for id, i := range all {
+		for _, a := range i.primary() {
+			at[a] = id
+		}
+	}
+	found := make([]cloud.Found, len(hosts))
+	for n, h := range hosts {
+		found[n] = cloud.NotFound(h)
+		for _, a := range h.Addresses {
+			if id, ok := at[a]; ok {
+				found[n] = cloud.Found{Target: id}
+				break
+			}
+		}
+	}
+	return found, nil
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check. Routes say nothing about
@@ -135,26 +162,33 @@ func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance,
 		if err != nil {
 			return nil, err
 		}
-		params := url.Values{"InstanceIds": {string(list)}, "MaxResults": {strconv.Itoa(pageSize)}}
-		for more := true; more; {
-			var answer struct {
-				Instances struct {
-					All []instance `json:"Instance"`
-				} `json:"Instances"`
-				NextToken string
-			}
-			if err := v.api.call(ctx, v.api.ecs, "DescribeInstances", params, &answer); err != nil {
-				return nil, err
-			}
-			for _, i := range answer.Instances.All {
-				all[i.ID] = i
-			}
-			if more, err = transport.TurnPage(params, "NextToken", answer.NextToken); err != nil {
-				return nil, err
-			}
+		if err := v.describe(ctx, url.Values{"InstanceIds": {string(list)}}, all); err != nil {
+			return nil, err
 		}
 	}
 	return all, nil
+}
+
+// describe adds the instances that params choose to all, by id, from all pages.
+func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]instance) error {
+	params.Set("MaxResults", strconv.Itoa(pageSize))
+	for {
+		var answer struct {
+			Instances struct {
+				All []instance `json:"Instance"`
+			} `json:"Instances"`
+			NextToken string
+		}
+		if err := v.api.call(ctx, v.api.ecs, "DescribeInstances", params, &answer); err != nil {
+			return err
+		}
+		for _, i := range answer.Instances.All {
+			all[i.ID] = i
+		}
+		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
+			return err
+		}
+	}
 }
 
 // duplicate reports whether err says that there is a route to the same destination.

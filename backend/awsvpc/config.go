@@ -17,13 +17,14 @@ import (
 // config is the Backend object of the network configuration.
 type config struct {
 	RouteTableID     tableIDs         // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
+	Writer           string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
 	RouteTableFilter []string         // filters of EC2 that choose the tables of the VPC, such as "tag:cluster=blue"; several values of one name are alternatives
 	Overflow         backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return config{} }
+func Defaults() any { return config{Writer: cloud.WriterHost} }
 
 // tableIDs is a string or an array of strings.
 type tableIDs []string
@@ -51,13 +52,16 @@ func (t *tableIDs) UnmarshalJSON(raw []byte) error {
 }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
-	var c config
+	c := config{Writer: cloud.WriterHost}
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
 		return c, nil, err
 	}
 	if len(c.RouteTableID) > 0 && len(c.RouteTableFilter) > 0 {
 		return c, nil, errors.New("Backend.RouteTableID and Backend.RouteTableFilter exclude each other: remove one of them")
+	}
+	if err := cloud.CheckWriter(c.Writer); err != nil {
+		return c, nil, err
 	}
 	if slices.Contains(c.RouteTableID, "") {
 		return c, nil, errors.New(`Backend.RouteTableID contains an empty string: want ids such as "rtb-0123456789abcdef0"`)

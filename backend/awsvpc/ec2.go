@@ -145,15 +145,86 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 		return "", err
 	}
 	if v.own.SourceDestCheck {
-		if err := api.call(ctx, "ModifyNetworkInterfaceAttribute", v.checkOff(), nil); err != nil {
+		if err := api.call(ctx, "ModifyNetworkInterfaceAttribute", checkOff(v.own), nil); err != nil {
 			return "", &cloud.DroppedError{Err: fmt.Errorf("switch off the source/dest check of %s: %w", v.own.ID, err)}
 		}
 	}
 	return v.own.ID, nil
 }
 
-func (v *vpc) checkOff() url.Values {
-	return url.Values{"NetworkInterfaceId": {v.own.ID}, "SourceDestCheck.Value": {"false"}}
+func checkOff(n networkInterface) url.Values {
+	return url.Values{"NetworkInterfaceId": {n.ID}, "SourceDestCheck.Value": {"false"}}
+}
+
+// Find implements cloud.Cloud. It switches the source/dest check of the network interfaces off.
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+	interfaces := map[netip.Addr]networkInterface{}
+	for _, by := range []struct {
+		filter string
+		is4    bool
+	}{{"addresses.private-ip-address", true}, {"addresses.association.public-ip", true}, {"ipv6-addresses.ipv6-address", false}} {
+		var texts []string
+		for _, h := range hosts {
+			if _, known := interfaceOf(interfaces, h); known {
+				continue
+			}
+			for _, a := range h.Addresses {
+				if a.Is4() == by.is4 {
+					texts = append(texts, a.String())
+				}
+			}
+		}
+		for some := range slices.Chunk(texts, maxTargets) {
+			params := filterParams(map[string][]string{"network-interface." + by.filter: some, "vpc-id": {v.own.VPC}})
+			instances, err := describeInstances(ctx, v.api, params)
+			if err != nil {
+				return nil, err
+			}
+			for _, i := range instances {
+				for _, n := range i.Interfaces {
+					for _, a := range n.addresses() {
+						interfaces[a] = n
+					}
+				}
+			}
+		}
+	}
+	found := make([]cloud.Found, len(hosts))
+	var missing error
+	for i, h := range hosts {
+		n, known := interfaceOf(interfaces, h)
+		if found[i].Target = n.ID; !known {
+			found[i] = cloud.NotFound(h)
+			continue
+		}
+		if !n.SourceDestCheck {
+			continue
+		}
+		err := missing
+		if err == nil {
+			err = v.api.call(ctx, "ModifyNetworkInterfaceAttribute", checkOff(n), nil)
+		}
+		if cloud.Transient(err) {
+			return nil, err
+		}
+		if err != nil {
+			found[i].Err = &cloud.DroppedError{Err: fmt.Errorf("switch off the source/dest check of %s: %w", n.ID, err)}
+		}
+		if cloud.Hopeless(err) {
+			missing = err
+		}
+	}
+	return found, nil
+}
+
+// interfaceOf returns the network interface with the address of a host.
+func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n networkInterface, known bool) {
+	for _, a := range h.Addresses {
+		if n, known = interfaces[a]; known {
+			return n, true
+		}
+	}
+	return networkInterface{}, false
 }
 
 // describeInstances returns the instances of all pages.
@@ -387,8 +458,8 @@ func (v *vpc) Check(ctx context.Context) error {
 		return err
 	}
 	var rights cloud.Rights
-	if v.own.SourceDestCheck {
-		if err := rights.Note(api.try(ctx, "ModifyNetworkInterfaceAttribute", v.checkOff())); err != nil {
+	if v.own.SourceDestCheck || v.config.Writer == cloud.WriterLeader {
+		if err := rights.Note(api.try(ctx, "ModifyNetworkInterfaceAttribute", checkOff(v.own))); err != nil {
 			return err
 		}
 	}

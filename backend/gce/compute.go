@@ -27,6 +27,7 @@ const pageSize = 500 // routes in one answer, which is the most that the API all
 // vpc implements cloud.Cloud for the VPC network of this host. Its table is that network.
 type vpc struct {
 	cluster   string
+	finds     bool // other hosts, so it needs the right to list instances
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
@@ -67,8 +68,11 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 
 // instance is an instance of the Compute API.
 type instance struct {
-	CanIPForward bool `json:"canIpForward"`
+	Name         string `json:"name"`
+	Zone         string `json:"zone"` // URL
+	CanIPForward bool   `json:"canIpForward"`
 	Interfaces   []struct {
+		Network string         `json:"network"` // URL
 		IPv4    string         `json:"networkIP"`
 		IPv6    string         `json:"ipv6Address"`
 		Access  []accessConfig `json:"accessConfigs"`
@@ -82,10 +86,13 @@ type accessConfig struct {
 	IPv6 string `json:"externalIpv6"`
 }
 
-// addresses returns all addresses of the instance.
-func (i instance) addresses() []netip.Addr {
+// addresses returns all addresses of the instance, or those in a VPC network if its name is not empty.
+func (i instance) addresses(network string) []netip.Addr {
 	var texts []string
 	for _, n := range i.Interfaces {
+		if network != "" && path.Base(n.Network) != network {
+			continue
+		}
 		texts = append(texts, n.IPv4, n.IPv6)
 		for _, access := range slices.Concat(n.Access, n.Access6) {
 			texts = append(texts, access.IPv4, access.IPv6)
@@ -112,10 +119,55 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if !me.CanIPForward {
-		return "", &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", v.own, page)}
+	return v.own, me.checkForward(v.own)
+}
+
+// checkForward returns an error if the instance, to which target leads, cannot forward packets of pods.
+func (i instance) checkForward(target string) error {
+	if i.CanIPForward {
+		return nil
 	}
-	return v.own, nil
+	return &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", target, page)}
+}
+
+// Find implements cloud.Cloud. The API does not filter by several addresses.
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+	at := map[netip.Addr]instance{}
+	query := url.Values{"maxResults": {strconv.Itoa(pageSize)}}
+	for more := true; more; {
+		var answer struct {
+			Items map[string]struct {
+				Instances []instance `json:"instances"`
+			} `json:"items"` // by zone
+			Next string `json:"nextPageToken"`
+		}
+		err := v.api.call(ctx, v.api.at("instances.aggregatedList", http.MethodGet, "aggregated/instances?"+query.Encode(), nil), &answer)
+		if err != nil {
+			return nil, err
+		}
+		for _, zone := range answer.Items {
+			for _, i := range zone.Instances {
+				for _, a := range i.addresses(v.table) {
+					at[a] = i
+				}
+			}
+		}
+		if more, err = transport.TurnPage(query, "pageToken", answer.Next); err != nil {
+			return nil, fmt.Errorf("instances.aggregatedList: %w", err)
+		}
+	}
+	found := make([]cloud.Found, len(hosts))
+	for n, h := range hosts {
+		found[n] = cloud.NotFound(h)
+		for _, a := range h.Addresses {
+			if i, ok := at[a]; ok {
+				target := targetOf(path.Base(i.Zone), i.Name)
+				found[n] = cloud.Found{Target: target, Err: i.checkForward(target)}
+				break
+			}
+		}
+	}
+	return found, nil
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.
@@ -347,7 +399,7 @@ func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]net
 		i, err := v.api.get(ctx, zone, name)
 		switch {
 		case err == nil:
-			hosts[t] = i.addresses()
+			hosts[t] = i.addresses("")
 		case !isStatus(err, http.StatusNotFound):
 			return nil, err
 		}
@@ -386,8 +438,11 @@ func (v *vpc) checkPermissions(ctx context.Context) error {
 		return err
 	}
 	project := strings.TrimSuffix(v.api.manager, "/") + "/v3/projects/" + v.api.project + ":testIamPermissions"
-	more, err := v.api.lacks(ctx, "projects.testIamPermissions", project,
-		"compute.routes.list", "compute.routes.create", "compute.routes.delete", "compute.networks.updatePolicy", "compute.globalOperations.get")
+	needed := []string{"compute.routes.list", "compute.routes.create", "compute.routes.delete", "compute.networks.updatePolicy", "compute.globalOperations.get"}
+	if v.finds {
+		needed = append(needed, "compute.instances.list")
+	}
+	more, err := v.api.lacks(ctx, "projects.testIamPermissions", project, needed...)
 	if err != nil {
 		klog.FromContext(ctx).Info("cannot check the permissions in the project: a call will name a missing one", "reason", err.Error())
 	}

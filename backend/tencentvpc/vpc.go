@@ -45,6 +45,34 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return own.address.String(), nil
 }
 
+// Find implements cloud.Cloud. The API does not filter by many addresses.
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+	instances, err := v.instances(ctx)
+	if err != nil {
+		return nil, err
+	}
+	targets := map[netip.Addr]netip.Addr{} // private addresses, by all addresses
+	for private, i := range instances {
+		for _, a := range transport.Addresses(i.Public...) {
+			targets[a] = private
+		}
+	}
+	for private := range instances {
+		targets[private] = private
+	}
+	found := make([]cloud.Found, len(hosts))
+	for n, h := range hosts {
+		found[n] = cloud.NotFound(h)
+		for _, a := range h.Addresses {
+			if target, ok := targets[a]; ok {
+				found[n] = cloud.Found{Target: target.String()}
+				break
+			}
+		}
+	}
+	return found, nil
+}
+
 // Tables implements cloud.Cloud. It must be called after Join or Check. Routes say nothing about their
 // targets, so it asks for the instances if there are routes that may belong to another host.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {

@@ -20,23 +20,49 @@ type change struct {
 // replaces reports whether the change replaces a route in place.
 func (c change) replaces() bool { return c.was.Dst.IsValid() }
 
-// changes returns the calls after which each table has a route to each subnet by target. It
-// leaves a route that is right as it is, and never names a route to another destination. An
-// interrupted call may have left a wrong route beside the right one.
-func changes(tables []Table, subnets []netip.Prefix, target string) []change {
+// want is a route that each table should have.
+type want struct {
+	Dst    netip.Prefix
+	Target string
+	// Other is set if the target is another host. If the route to it leads to nowhere, that host does
+	// not run, and a new route would lead to nowhere too.
+	Other bool
+}
+
+// in returns the wanted route of a table.
+func (w want) in(table string) Route {
+	return Route{Table: table, Dst: w.Dst, Target: w.Target, ByCall: true}
+}
+
+// fulfils reports whether r needs no change for w.
+func (r Route) fulfils(w want) bool {
+	if w.Other {
+		r.Lost = false
+	}
+	return r == w.in(r.Table)
+}
+
+// changes returns the calls after which each table has the wanted routes. It leaves a route that is right
+// as it is, and never names a route to another destination. An interrupted call may have left a wrong
+// route beside the right one.
+func changes(tables []Table, wanted []want) []change {
 	var calls []change
 	for _, t := range tables {
-		for _, dst := range subnets {
-			c := change{Route: Route{Table: t.ID, Dst: dst, Target: target, ByCall: true}}
-			wrong := func(r Route) bool { return r.Dst == dst && r.replaceable() && r != c.Route }
-			i := slices.IndexFunc(t.Routes, func(r Route) bool { return wrong(r) && r.serves(target) })
+		present := map[netip.Prefix][]Route{}
+		for _, r := range t.Routes {
+			present[r.Dst] = append(present[r.Dst], r)
+		}
+		for _, w := range wanted {
+			c, have := change{Route: w.in(t.ID)}, present[w.Dst]
+			wrong := func(r Route) bool { return r.replaceable() && !r.fulfils(w) }
+			i := slices.IndexFunc(have, func(r Route) bool { return wrong(r) && r.serves(w.Target) })
 			if i < 0 {
-				i = slices.IndexFunc(t.Routes, wrong)
+				i = slices.IndexFunc(have, wrong)
 			}
 			if i >= 0 {
-				c.was = t.Routes[i]
+				c.was = have[i]
 			}
-			if i >= 0 || !slices.Contains(t.Routes, c.Route) {
+			if i >= 0 || !slices.ContainsFunc(have, func(r Route) bool { return r.fulfils(w) }) {
 				calls = append(calls, c)
 			}
 		}
@@ -47,9 +73,9 @@ func changes(tables []Table, subnets []netip.Prefix, target string) []change {
 // replaceable reports whether flanneld may replace and remove r, judging by r alone.
 func (r Route) replaceable() bool { return r.ByCall && !r.Foreign }
 
-// serves reports whether r leads to another host than that with the own target, as far as the cloud
+// serves reports whether r leads to another host than that with the wanted target, as far as the cloud
 // knows.
-func (r Route) serves(own string) bool { return r.Target != own && !r.Lost }
+func (r Route) serves(wanted string) bool { return r.Target != wanted && !r.Lost }
 
 // Overlap returns the first of networks that overlaps a route of the cloud itself, and that route. own
 // reports whether a route is one of the cloud itself.

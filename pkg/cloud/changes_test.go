@@ -54,12 +54,12 @@ func TestChanges(t *testing.T) {
 		"other destinations are left":      {[]Route{wanted, byCall("10.5.2.0/24", "me"), byCall("0.0.0.0/0", "gateway"), byCall("10.5.1.0/25", "x")}, nil},
 		"a larger destination is no match": {[]Route{byCall("10.5.0.0/16", "me")}, []change{{Route: wanted}}},
 	} {
-		got := changes([]Table{{ID: "t1", Routes: test.have}}, prefixes("10.5.1.0/24"), "me")
+		got := changes([]Table{{ID: "t1", Routes: test.have}}, []want{{Dst: netip.MustParsePrefix("10.5.1.0/24"), Target: "me"}})
 		if diff := cmp.Diff(test.want, got, values()); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", name, diff)
 		}
 	}
-	two := changes([]Table{{ID: "t1"}, {ID: "t2"}}, prefixes("10.5.1.0/24", "fd00:10:5:1::/64"), "me")
+	two := changes([]Table{{ID: "t1"}, {ID: "t2"}}, []want{{Dst: netip.MustParsePrefix("10.5.1.0/24"), Target: "me"}, {Dst: netip.MustParsePrefix("fd00:10:5:1::/64"), Target: "me"}})
 	if len(two) != 4 {
 		t.Errorf("%d calls for two subnets in two tables, want 4: %v", len(two), two)
 	}

@@ -6,8 +6,10 @@
 //   - cloud.go is the contract: the Cloud interface with its errors, which each cloud
 //     implements. The suite in cloudtest checks the implementations.
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
-//   - keeper.go is the loop that reads the tables and makes the calls. report.go is what it
-//     reports.
+//   - keeper.go is the loop that reads the tables and makes the calls. targets.go finds where routes to
+//     other hosts lead. report.go is what the loop reports.
+//   - elected.go makes one host write the routes to all hosts, and announcement.go is what it tells the
+//     others. writer.go is the choice between that and a keeper on each host.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
 //   - rights.go collects what calls of an implementation say about missing rights.
 package cloud
@@ -84,6 +86,10 @@ type Cloud interface {
 	// addresses, if it does not do that yet. It returns the target of routes to this host, and a
 	// DroppedError if the cloud does not pass it such packets.
 	Join(ctx context.Context) (target string, err error)
+	// Find finds other hosts by their addresses, and makes the cloud pass them packets with foreign
+	// addresses, as Join does for this host. It returns the results in the order of hosts. It must be
+	// called after Join.
+	Find(ctx context.Context, hosts []Host) ([]Found, error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
 	// Put makes r exist, and no other route to the same destination that may be replaced. If
@@ -100,6 +106,27 @@ type Cloud interface {
 	// Check returns an error if this host cannot use the cloud: a MissingError if rights
 	// are missing. It changes nothing.
 	Check(ctx context.Context) error
+}
+
+// Host is a host of the network, as its lease describes it.
+type Host struct {
+	Subnets   []netip.Prefix
+	Addresses []netip.Addr
+	// Refused is set if this host does not accept the lease, for example because it contradicts an
+	// older one. Routes to its subnets stay, and are not put.
+	Refused bool
+}
+
+// Found is a host of the cloud. If Err is not nil, routes to the host are of no use, and Err gives the
+// reason.
+type Found struct {
+	Target string
+	Err    error
+}
+
+// NotFound returns the Found of a host that the cloud does not have.
+func NotFound(h Host) Found {
+	return Found{Err: fmt.Errorf("the cloud has no instance here with an address of %v", h.Addresses)}
 }
 
 // ErrExists means that a route was not put because there is another one to the same destination.
@@ -170,6 +197,13 @@ func (e *MissingError) Error() string {
 // or refuses calls because there are too many.
 func Transient(err error) bool {
 	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable)
+}
+
+// Hopeless reports whether err means that the cloud does not permit this host what it has to do, so that
+// another host may have to do it.
+func Hopeless(err error) bool {
+	_, missing := errors.AsType[*MissingError](err)
+	return missing || errors.Is(err, ErrKeys)
 }
 
 // SecretKeys returns a warning for each key of a Backend object that may contain a secret. Every

@@ -47,6 +47,9 @@ const (
 // target, and such routes may stay for years.
 const mostLook = 6 * time.Hour
 
+// leastRest is the shortest pause between two comparisons of the routes to all hosts.
+const leastRest = 2 * time.Second
+
 // leastLasting is the first pause after an error that needs an operator. The pause doubles up to
 // the resync period, because each host may have the same error.
 const leastLasting = time.Second
@@ -54,12 +57,6 @@ const leastLasting = time.Second
 // errUnanswered means that a route leads to another host, which may be right: the store may have
 // given the subnet to it.
 var errUnanswered = errors.New("the datastore has not answered, and may have given the subnet to another host")
-
-// Host is a host of the network, as its lease describes it.
-type Host struct {
-	Subnets   []netip.Prefix
-	Addresses []netip.Addr
-}
 
 // Peers are the other hosts that have a lease.
 type Peers struct {
@@ -69,10 +66,11 @@ type Peers struct {
 	Unreadable bool
 }
 
-// KeeperConfig configures a Keeper. All fields are required.
+// KeeperConfig configures a Keeper. All fields but All are required.
 type KeeperConfig struct {
 	Cloud    Cloud
 	Own      Host
+	All      bool           // the keeper writes the routes to all hosts, and not only to this one
 	Networks []netip.Prefix // removals are limited to routes in them
 	Resync   time.Duration  // time between two comparisons if nothing happens
 	// Connected returns the time since which the store is connected; zero if it is not.
@@ -81,8 +79,8 @@ type KeeperConfig struct {
 	Compared func()
 }
 
-// Keeper makes the tables of a cloud have the routes to the own subnets, and removes the routes
-// of hosts that are gone.
+// Keeper makes the tables of a cloud have the routes to the own subnets, or to those of all hosts, and
+// removes the routes of hosts that are gone.
 type Keeper struct {
 	KeeperConfig
 	loop    *loop.Loop
@@ -91,10 +89,12 @@ type Keeper struct {
 	confirm wait.Backoff
 	lasting wait.Backoff    // after errors that are not transient
 	idle    map[Route]*idle // routes that no lease needs
-	right   map[Route]bool  // routes to the own subnets that the last reading has shown
+	right   map[Route]bool  // wanted routes that the last reading has shown
+	targets targets         // of other hosts
 
 	mu       sync.Mutex
 	peers    Peers
+	read     bool      // a comparison has used peers
 	whole    time.Time // since when peers has all hosts that the store knows; zero if it does not
 	report   Report
 	repaired int
@@ -112,24 +112,33 @@ type idle struct {
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
 	k := &Keeper{KeeperConfig: c, first: make(chan struct{}), factor: 1 + 2*rand.Float64()}
-	k.report.Writer = WriterHost
+	k.report.Writer = k.writer()
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
 	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
 	k.loop = loop.New(c.Resync, func(ctx context.Context) error {
-		again, err := k.compare(ctx)
+		again, own, all := k.compare(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
 		k.mu.Lock()
-		k.err = err
-		k.report.Dropped = k.report.Dropped || dropped(err)
+		k.err = own
+		k.report.Dropped = k.report.Dropped || dropped(own)
 		k.mu.Unlock()
 		done()
 		k.Compared()
-		return k.next(err, again)
+		k.rest(ctx)
+		return k.next(all, again)
 	})
 	return k
+}
+
+// rest is a pause between comparisons of the routes to all hosts, so that hosts which start together
+// cause a few comparisons.
+func (k *Keeper) rest(ctx context.Context) {
+	if k.All {
+		_ = wait.For(ctx, leastRest) // the end of ctx ends the loop
+	}
 }
 
 // next returns what makes the loop compare again after a comparison that ended with err.
@@ -157,6 +166,10 @@ func (k *Keeper) SetPeers(p Peers) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.peers = p
+	if k.read {
+		k.read = false
+		k.loop.Wake()
+	}
 	switch {
 	case !p.Complete || p.Unreadable:
 		k.whole = time.Time{}
@@ -214,25 +227,32 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 }
 
 // compare makes one comparison and the calls that it needs. It returns after which time there
-// should be another one.
-func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
+// should be another one. own is what keeps the routes to this host from being in order, and all is that of
+// all hosts.
+func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all error) {
 	target, err := k.Cloud.Join(ctx)
 	if err != nil {
-		return 0, fmt.Errorf("find this host in the cloud: %w", err)
+		err = fmt.Errorf("find this host in the cloud: %w", err)
+		return 0, err, err
 	}
 	tables, err := k.Cloud.Tables(ctx)
 	if err != nil {
-		return 0, fmt.Errorf("read the route tables: %w", err)
+		err = fmt.Errorf("read the route tables: %w", err)
+		return 0, err, err
 	}
-	wrote, failed := k.put(ctx, tables, target)
-	after, err := k.sweep(ctx, tables)
-	err = oneline.Join(failed, err)
-	k.note(tables, target, err)
+	wanted, problems, unknown := k.wanted(ctx, tables, target)
+	wrote, more, stopped := k.put(ctx, tables, wanted)
+	problems = append(problems, more...)
+	after, swept := k.sweep(ctx, tables)
+	general := oneline.Join(unknown, stopped, swept)
+	own = oneline.Join(problems.of(k.Own.Subnets), general)
+	k.note(tables, wanted, problems, own)
+	all = oneline.Join(problems.of(nil), general)
 	if wrote == 0 {
 		k.confirm.Reset()
-		return after, err
+		return after, own, all
 	}
-	return earlier(k.confirm.Next(), after), err
+	return earlier(k.confirm.Next(), after), own, all
 }
 
 // earlier returns the earlier one of two times to wait, of which 0 means never.
@@ -243,21 +263,35 @@ func earlier(a, b time.Duration) time.Duration {
 	return a
 }
 
-// put makes the calls for the own subnets. It updates tables. A table that refuses a route does
-// not affect the others.
-func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote int, err error) {
-	var errs []error
+// progress is the number of routes to other hosts after which the report is renewed: the calls for all
+// of them may take minutes.
+const progress = 20
+
+// put makes the calls for the wanted routes. It updates tables. A table that refuses a route does not
+// affect the others. err is the error after which put has made no further calls, if it is not about
+// the own routes.
+func (k *Keeper) put(ctx context.Context, tables []Table, wanted []want) (wrote int, problems problems, err error) {
 	before := k.right
-	k.right = k.present(tables, target)
-	for _, c := range changes(tables, k.Own.Subnets, target) {
-		if c.replaces() && c.was.serves(target) && !k.answered() {
-			errs = append(errs, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
+	k.right = present(tables, wanted)
+	full := map[string]error{} // by table and family
+	for _, c := range changes(tables, wanted) {
+		if c.replaces() && c.was.serves(c.Target) && !k.answered() {
+			problems.add(c.Dst, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
 			continue
 		}
-		if err := k.call(ctx, c); err != nil {
-			errs = append(errs, fmt.Errorf("put route %s: %w", c.Route, explainQuota(err, c.Route, tables)))
-			if Transient(err) {
-				break // the next call would fail as well
+		place := c.Table + " " + prefix.FamilyOf(c.Dst.Addr()).String()
+		err := full[place]
+		if err == nil || c.replaces() {
+			err = explainQuota(k.call(ctx, c), c.Route, tables)
+		}
+		if err != nil {
+			if quota, ok := errors.AsType[*QuotaError](err); ok && !c.replaces() {
+				full[place] = quota
+			}
+			err = fmt.Errorf("put route %s: %w", c.Route, err)
+			problems.add(c.Dst, err)
+			if Transient(err) || k.All && Hopeless(err) {
+				return wrote, problems, k.unlessOwn(c.Dst, err) // the next call would fail as well
 			}
 			continue
 		}
@@ -273,8 +307,20 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 		} else {
 			log.Info("added a route to the cloud", "route", c.Route.String())
 		}
+		if k.All && wrote%progress == 0 {
+			k.note(tables, wanted, problems, errors.New("the comparison is in progress"))
+			k.Compared()
+		}
 	}
-	return wrote, oneline.Join(errs...)
+	return wrote, problems, nil
+}
+
+// unlessOwn returns err unless dst is an own subnet, whose problems count anyway.
+func (k *Keeper) unlessOwn(dst netip.Prefix, err error) error {
+	if slices.Contains(k.Own.Subnets, dst) {
+		return nil
+	}
+	return err
 }
 
 // call makes the call for c. If there is a route that the tables did not show, it may lead to
@@ -290,12 +336,16 @@ func (k *Keeper) call(ctx context.Context, c change) error {
 	return k.Cloud.Put(ctx, c.Route, true)
 }
 
-// present returns the routes to the own subnets that are right.
-func (k *Keeper) present(tables []Table, target string) map[Route]bool {
+// present returns the wanted routes that the tables have.
+func present(tables []Table, wanted []want) map[Route]bool {
 	right := map[Route]bool{}
 	for _, t := range tables {
+		all := map[Route]bool{}
+		for _, w := range wanted {
+			all[w.in(t.ID)] = true
+		}
 		for _, r := range t.Routes {
-			if r.Target == target && r.replaceable() && !r.Lost && slices.Contains(k.Own.Subnets, r.Dst) {
+			if all[r] {
 				right[r] = true
 			}
 		}

@@ -24,6 +24,7 @@ type bed struct {
 	*cloudtest.Memory
 	keeper    *cloud.Keeper
 	connected time.Time // of the store; used in Do
+	configure func(*cloud.KeeperConfig)
 }
 
 func address(n int) netip.Addr { return netip.MustParseAddr(fmt.Sprintf("192.168.77.%d", n)) }
@@ -44,12 +45,18 @@ func routeTo(n, host int) cloud.Route {
 // these routes.
 func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
 	t.Helper()
+	runWith(t, func(*cloud.KeeperConfig) {}, test, routes...)
+}
+
+// runWith is like run, with changes of the configuration of the keeper.
+func runWith(t *testing.T, configure func(*cloud.KeeperConfig), test func(*bed), routes ...cloud.Route) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		m := &cloudtest.Memory{Self: target(1), Hosts: map[string][]netip.Addr{}, Tabs: []cloud.Table{{ID: "table-1", Routes: routes}}}
 		for n := 1; n <= 3; n++ {
 			m.Hosts[target(n)] = []netip.Addr{address(n)}
 		}
-		b := &bed{T: t, Memory: m, connected: time.Now()}
+		b := &bed{T: t, Memory: m, connected: time.Now(), configure: configure}
 		b.restart()
 		test(b)
 	})
@@ -57,10 +64,12 @@ func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
 
 // restart starts a keeper, which ends with the test. The earlier one does nothing any more.
 func (b *bed) restart() {
-	b.keeper = cloud.NewKeeper(cloud.KeeperConfig{
+	c := cloud.KeeperConfig{
 		Cloud: b.Memory, Own: lease(1), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() {},
 		Connected: func() (since time.Time) { b.Do(func() { since = b.connected }); return since },
-	})
+	}
+	b.configure(&c)
+	b.keeper = cloud.NewKeeper(c)
 	ctx, cancel := context.WithCancel(b.Context())
 	done := make(chan struct{})
 	go func() { defer close(done); b.keeper.Run(ctx) }()

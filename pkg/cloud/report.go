@@ -4,6 +4,8 @@ package cloud
 
 import (
 	"errors"
+	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -13,14 +15,26 @@ import (
 // Report is the state of the routes to this host at the last comparison. Its slices are
 // read-only.
 type Report struct {
-	Writer string // the host or hosts that write the routes to this host: WriterHost
-	Routes []RouteReport
-	Tables []TableReport
-	Good   time.Time // the last comparison after which everything was right; zero if there was none
-	Calls  []CallCount
+	Writer  string // the host or hosts that write the routes to this host: WriterHost or WriterLeader
+	Leader  string // name of the leader; empty if there is none, or with WriterHost
+	Leading bool   // this host is the leader
+	Routes  []RouteReport
+	Tables  []TableReport
+	Good    time.Time // the last comparison after which everything was right; zero if there was none
+	Calls   []CallCount
+	// Routed contains the destinations of other hosts and of this one that are in order, and Unrouted the
+	// others with the reasons. Both are empty unless this host is the leader.
+	Routed   []netip.Prefix
+	Unrouted []Unrouted
 	// Dropped is set if the cloud has dropped packets of this host since the tables were read: see
 	// DroppedError.
 	Dropped bool
+}
+
+// Unrouted is a destination to which no right route leads.
+type Unrouted struct {
+	Dst    netip.Prefix
+	Reason string
 }
 
 // RouteReport is a wanted route, and whether the table has it.
@@ -41,25 +55,38 @@ type TableReport struct {
 	Quota int // 0 if it is not known
 }
 
-// WriterHost is the Writer with which each host writes the routes to its own subnets.
-const WriterHost = "host"
+// writer returns the Writer of the keeper's routes.
+func (k *Keeper) writer() string {
+	if k.All {
+		return WriterLeader
+	}
+	return WriterHost
+}
 
-// note stores the state of the tables after a comparison that ended with err.
-func (k *Keeper) note(tables []Table, target string, err error) {
-	now := Report{Writer: WriterHost}
+// note stores the state of the tables after a comparison. err is what keeps the own routes from being in
+// order.
+func (k *Keeper) note(tables []Table, wanted []want, problems problems, err error) {
+	now := Report{Writer: k.writer(), Leading: k.All}
+	right := present(tables, wanted)
 	for _, t := range tables {
-		for _, dst := range k.Own.Subnets {
-			want := Route{Table: t.ID, Dst: dst, Target: target, ByCall: true}
-			now.Routes = append(now.Routes, RouteReport{want, slices.Contains(t.Routes, want), k.right[want]})
+		for _, w := range wanted {
+			if want := w.in(t.ID); !w.Other {
+				now.Routes = append(now.Routes, RouteReport{want, right[want], k.right[want]})
+			}
 		}
 		table := TableReport{
 			ID: t.ID, Name: t.Name(), Own: t.Own,
 			Used: map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
 		}
-		if quota, ok := errors.AsType[*QuotaError](err); ok && quota.Table == t.ID {
-			table.Quota = quota.Limit
+		for _, p := range problems {
+			if quota, ok := errors.AsType[*QuotaError](p.err); ok && quota.Table == t.ID {
+				table.Quota = quota.Limit
+			}
 		}
 		now.Tables = append(now.Tables, table)
+	}
+	if k.All {
+		now.Routed, now.Unrouted = k.routed(tables, wanted, problems)
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -70,6 +97,24 @@ func (k *Keeper) note(tables []Table, target string, err error) {
 		now.Good = time.Now()
 	}
 	k.report = now
+}
+
+// routed returns the destinations to which a right route leads in each table, and the others.
+func (k *Keeper) routed(tables []Table, wanted []want, problems problems) (routed []netip.Prefix, unrouted []Unrouted) {
+	right := present(tables, wanted)
+	for _, w := range wanted {
+		if !slices.ContainsFunc(tables, func(t Table) bool { return !right[w.in(t.ID)] }) {
+			routed = append(routed, w.Dst)
+		} else if problems.of([]netip.Prefix{w.Dst}) == nil && slices.ContainsFunc(tables, func(t Table) bool {
+			return slices.ContainsFunc(t.Routes, func(r Route) bool { return r.Lost && r.fulfils(w) })
+		}) {
+			unrouted = append(unrouted, Unrouted{w.Dst, fmt.Sprintf("%s does not run, says the cloud", w.Target)})
+		}
+	}
+	for _, p := range problems {
+		unrouted = append(unrouted, Unrouted{p.dst, p.err.Error()})
+	}
+	return routed, unrouted
 }
 
 // recall sets the quota to that of an earlier report. A table with more routes has a new quota.

@@ -196,15 +196,23 @@ func hopType(target string) string {
 
 func instances(v *vpctest.View, params url.Values) (any, error) {
 	var ids []string
+	if params.Has("VpcId") {
+		return describeAll(v, params, func(vpctest.Instance) bool { return params.Get("VpcId") == vpctest.VPC })
+	}
 	if err := json.Unmarshal([]byte(params.Get("InstanceIds")), &ids); err != nil || len(ids) == 0 || len(ids) > 100 {
 		return nil, errors.New("the specified InstanceIds are not valid")
 	}
 	if slices.ContainsFunc(ids, func(id string) bool { return !isInstance(id) }) {
 		return nil, errMalformed
 	}
+	return describeAll(v, params, func(i vpctest.Instance) bool { return slices.Contains(ids, i.ID) })
+}
+
+// describeAll describes the instances that are wanted.
+func describeAll(v *vpctest.View, params url.Values, wanted func(vpctest.Instance) bool) (any, error) {
 	all := []object{}
 	for _, i := range v.Instances() {
-		if slices.Contains(ids, i.ID) {
+		if wanted(i) {
 			all = append(all, describe(i))
 		}
 	}
@@ -229,6 +237,6 @@ func describe(i vpctest.Instance) object {
 		"InstanceId": i.ID, "Status": status,
 		"VpcAttributes":   object{"VpcId": vpctest.VPC, "VSwitchId": i.Subnet, "PrivateIpAddress": object{"IpAddress": []string{i.IPv4().String()}}},
 		"PublicIpAddress": object{"IpAddress": []string{}}, "EipAddress": object{"IpAddress": ""},
-		"NetworkInterfaces": object{"NetworkInterface": []object{{"PrivateIpSets": object{"PrivateIpSet": private}, "Ipv6Sets": object{"Ipv6Set": six}}}},
+		"NetworkInterfaces": object{"NetworkInterface": []object{{"Type": "Primary", "PrivateIpSets": object{"PrivateIpSet": private}, "Ipv6Sets": object{"Ipv6Set": six}}}},
 	}
 }

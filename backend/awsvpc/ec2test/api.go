@@ -194,10 +194,11 @@ func describeInstances(v *vpctest.View, form url.Values) (any, error) {
 		known[i.ID] = true
 		wanted := len(ids) == 0 || slices.Contains(ids, i.ID)
 		for name, values := range chosen {
-			if name != "network-interface.network-interface-id" {
+			ok, known := matchesInstance(i, name, values)
+			if !known || len(values) > 200 {
 				return nil, errFilter
 			}
-			wanted = wanted && slices.Contains(values, Interface(i))
+			wanted = wanted && ok
 		}
 		if wanted {
 			all = append(all, item(i))
@@ -209,6 +210,27 @@ func describeInstances(v *vpctest.View, form url.Values) (any, error) {
 	var a instanceAnswer
 	a.Instances, a.NextToken = cut(v, form, all)
 	return a, nil
+}
+
+// matchesInstance reports whether an instance matches a filter, and whether the filter is known. No instance
+// has a public address.
+func matchesInstance(i vpctest.Instance, name string, values []string) (ok, known bool) {
+	has := func(is4 bool) bool {
+		return slices.ContainsFunc(i.Addresses, func(a netip.Addr) bool { return a.Is4() == is4 && slices.Contains(values, a.String()) })
+	}
+	switch name {
+	case "vpc-id":
+		return slices.Contains(values, vpctest.VPC), true
+	case "network-interface.network-interface-id":
+		return slices.Contains(values, Interface(i)), true
+	case "network-interface.addresses.private-ip-address":
+		return has(true), true
+	case "network-interface.ipv6-addresses.ipv6-address":
+		return has(false), true
+	case "network-interface.addresses.association.public-ip":
+		return false, true
+	}
+	return false, false
 }
 
 func item(i vpctest.Instance) instanceItem {

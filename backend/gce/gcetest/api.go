@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/netip"
 	"path"
@@ -70,6 +71,8 @@ func nameOf(r *http.Request) (name string, parts []string) {
 	switch {
 	case in(http.MethodGet, "zones", Zone, "instances", "*"):
 		name = "instances.get"
+	case in(http.MethodGet, "aggregated", "instances"):
+		name = "instances.aggregatedList"
 	case in(http.MethodPost, "zones", Zone, "instances", "*", "testIamPermissions"):
 		name = "instances.testIamPermissions"
 	case in(http.MethodGet, "global", "routes"):
@@ -87,11 +90,12 @@ func nameOf(r *http.Request) (name string, parts []string) {
 // permissions returns those that a call needs.
 func permissions(name string) []string {
 	return map[string][]string{
-		"instances.get":        {"compute.instances.get"},
-		"routes.list":          {"compute.routes.list"},
-		"routes.insert":        {"compute.routes.create", "compute.networks.updatePolicy", "compute.instances.use"},
-		"routes.delete":        {"compute.routes.delete", "compute.networks.updatePolicy"},
-		"globalOperations.get": {"compute.globalOperations.get"},
+		"instances.get":            {"compute.instances.get"},
+		"instances.aggregatedList": {"compute.instances.list"},
+		"routes.list":              {"compute.routes.list"},
+		"routes.insert":            {"compute.routes.create", "compute.networks.updatePolicy", "compute.instances.use"},
+		"routes.delete":            {"compute.routes.delete", "compute.networks.updatePolicy"},
+		"globalOperations.get":     {"compute.globalOperations.get"},
 	}[name]
 }
 
@@ -143,6 +147,8 @@ func (s *Server) answer(r *http.Request, name string, parts []string) (any, *fai
 		return s.testPermissions(r)
 	case "instances.get":
 		return s.getInstance(last)
+	case "instances.aggregatedList":
+		return s.listInstances(r)
 	case "routes.list":
 		return s.listRoutes(r)
 	case "routes.insert":
@@ -170,12 +176,49 @@ func (s *Server) getInstance(name string) (any, *failure) {
 	if !ok {
 		return nil, failed(http.StatusNotFound, "notFound", "The resource '%s' was not found", Instance{Name: name}.url())
 	}
+	return i.describe(), nil
+}
+
+// describe returns the instance in the form of the API.
+func (i Instance) describe() map[string]any {
 	n := map[string]any{"name": "nic0", "network": root + NetworkURL(i.Network)}
 	for _, a := range i.Addresses {
 		n[map[bool]string{true: "networkIP", false: "ipv6Address"}[a.Is4()]] = a.String()
 	}
 	status := map[bool]string{true: "TERMINATED", false: "RUNNING"}[i.Stopped]
-	return map[string]any{"name": name, "status": status, "canIpForward": i.CanIPForward, "networkInterfaces": []any{n}}, nil
+	return map[string]any{
+		"name": i.Name, "zone": root + "projects/" + Project + "/zones/" + Zone, "status": status, "canIpForward": i.CanIPForward, "networkInterfaces": []any{n},
+	}
+}
+
+// listInstances returns the instances of all zones. One zone has none, which is a warning.
+func (s *Server) listInstances(r *http.Request) (any, *failure) {
+	var all []any
+	for _, name := range slices.Sorted(maps.Keys(s.instances)) {
+		all = append(all, s.instances[name].describe())
+	}
+	page, next, f := s.cut(r, all)
+	answer := map[string]any{"kind": "compute#instanceAggregatedList", "items": map[string]any{
+		"zones/" + Zone: map[string]any{"instances": page}, "zones/zone-b": map[string]any{"warning": Warning{"NO_RESULTS_ON_PAGE"}},
+	}}
+	if next != "" {
+		answer["nextPageToken"] = next
+	}
+	return answer, f
+}
+
+// cut returns a page of items, and the token of the next one.
+func (s *Server) cut(r *http.Request, items []any) (page []any, next string, f *failure) {
+	begin, _ := strconv.Atoi(r.FormValue("pageToken"))
+	size, err := strconv.Atoi(cmp.Or(r.FormValue("maxResults"), "500"))
+	if err != nil || size > 500 {
+		return nil, "", failed(http.StatusBadRequest, "invalid", "Invalid value for field 'maxResults'.")
+	}
+	end := min(begin+min(size, s.pageSize), len(items))
+	if end < len(items) {
+		next = strconv.Itoa(end)
+	}
+	return items[min(begin, end):end], next, nil
 }
 
 // filter is the syntax of filters for routes.
@@ -196,7 +239,7 @@ func spelled(dst string) string {
 }
 
 func (s *Server) listRoutes(r *http.Request) (any, *failure) {
-	var matching []Route
+	matching := []any{}
 	text := r.FormValue("filter")
 	f := filter().FindStringSubmatch(text)
 	if f == nil {
@@ -221,17 +264,12 @@ func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 		}
 		matching = append(matching, route)
 	}
-	begin, _ := strconv.Atoi(r.FormValue("pageToken"))
-	size, err := strconv.Atoi(cmp.Or(r.FormValue("maxResults"), "500"))
-	if err != nil || size > 500 {
-		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'maxResults'.")
+	page, next, failure := s.cut(r, matching)
+	answer := map[string]any{"kind": "compute#routeList", "items": page}
+	if next != "" {
+		answer["nextPageToken"] = next
 	}
-	end := min(begin+min(size, s.pageSize), len(matching))
-	answer := map[string]any{"kind": "compute#routeList", "items": matching[min(begin, end):end]}
-	if end < len(matching) {
-		answer["nextPageToken"] = strconv.Itoa(end)
-	}
-	return answer, nil
+	return answer, failure
 }
 
 func (s *Server) insert(r *http.Request) (any, *failure) {

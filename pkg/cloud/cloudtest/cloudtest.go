@@ -56,6 +56,7 @@ func Run(t *testing.T, open func(t *testing.T) Fixture) {
 		{"only the route that was meant is removed", testRemoveOther},
 		{"a route to a host that has ended is lost", testLost},
 		{"only hosts have addresses", testAddresses},
+		{"other hosts are found by their addresses", testFind},
 		{"the quota is named", testQuota},
 		{"a missing right is named before it is needed", testDenied},
 		{"a throttled call is repeated", testThrottled},
@@ -208,6 +209,30 @@ func testAddresses(t *testing.T, f Fixture) {
 	}
 	if !slices.Contains(known[f.Peer], f.PeerAddress) || slices.Contains(known[self], f.PeerAddress) || len(known[self]) == 0 || known["gateway-1"] != nil {
 		t.Errorf("addresses are %v, want those of the two hosts", known)
+	}
+}
+
+// testFind finds the hosts as a leader does, and puts a route to another one.
+func testFind(t *testing.T, f Fixture) {
+	self := join(t, f)
+	known, err := f.Cloud.Addresses(t.Context(), []string{self})
+	if err != nil || len(known[self]) == 0 {
+		t.Fatalf("addresses %v, error %v", known, err)
+	}
+	found, err := f.Cloud.Find(t.Context(), []cloud.Host{
+		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.250"), netip.MustParseAddr("fd00:77::fa")}}, {Addresses: []netip.Addr{f.PeerAddress}}, {Addresses: known[self]},
+	})
+	if err != nil || len(found) != 3 {
+		t.Fatalf("found %v, error %v", found, err)
+	}
+	if found[0].Err == nil || !strings.Contains(found[0].Err.Error(), "192.168.77.250") || found[1] != (cloud.Found{Target: f.Peer}) || found[2] != (cloud.Found{Target: self}) {
+		t.Errorf("found %v, want an error that names the address, and the two hosts", found)
+	}
+	dst, _ := subnets()
+	put(t, f, dst, found[1].Target, false)
+	none, err := f.Cloud.Find(t.Context(), nil)
+	if err != nil || len(none) > 0 {
+		t.Errorf("found %v, error %v without hosts", none, err)
 	}
 }
 

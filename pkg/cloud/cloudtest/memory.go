@@ -30,6 +30,10 @@ type Memory struct {
 	Writes    []string                // the calls that have changed something
 	Compared  int                     // calls of Tables
 	Looks     int                     // targets that were asked for by Addresses
+	Sought    int                     // hosts that were asked for by Find
+	Stopped   map[string]bool         // targets of hosts that do not run
+	Refused   int                     // calls of Put that the quota has refused
+	Unfit     map[string]error        // targets that are found with an error
 	Slow      time.Duration           // that Remove takes
 	Appears   func()                  // called by Put before it looks at the table; may be nil
 	Removed   func(left int)          // called by Remove with the number of routes in the table; may be nil
@@ -85,7 +89,7 @@ func (m *Memory) Tables(context.Context) ([]cloud.Table, error) {
 		t.Routes = slices.Clone(t.Routes)
 		for i := range t.Routes {
 			_, exists := m.Hosts[t.Routes[i].Target]
-			t.Routes[i].Lost = t.Routes[i].ByCall && !exists
+			t.Routes[i].Lost = t.Routes[i].ByCall && (!exists || m.Stopped[t.Routes[i].Target])
 		}
 		tables = append(tables, t)
 	}
@@ -108,6 +112,7 @@ func (m *Memory) Put(_ context.Context, r cloud.Route, replace bool) error {
 		return cloud.ErrExists
 	}
 	if !exists && m.Quota > 0 && t.Count(prefix.FamilyOf(r.Dst.Addr())) >= m.Quota {
+		m.Refused++
 		return &cloud.QuotaError{Table: r.Table}
 	}
 	m.DeleteByHand(r.Table, r.Dst)
@@ -152,6 +157,27 @@ func (m *Memory) Addresses(_ context.Context, targets []string) (map[string][]ne
 		}
 	}
 	return known, nil
+}
+
+// Find implements cloud.Cloud.
+func (m *Memory) Find(_ context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.Sought += len(hosts)
+	if err := m.fail("read"); err != nil {
+		return nil, err
+	}
+	var found []cloud.Found
+	for _, h := range hosts {
+		one := cloud.NotFound(h)
+		for target, addresses := range m.Hosts {
+			if slices.ContainsFunc(addresses, func(a netip.Addr) bool { return slices.Contains(h.Addresses, a) }) {
+				one = cloud.Found{Target: target, Err: m.Unfit[target]}
+			}
+		}
+		found = append(found, one)
+	}
+	return found, nil
 }
 
 // Check implements cloud.Cloud.

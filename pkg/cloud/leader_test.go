@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud_test
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// runAll runs test with the keeper of a leader on host 1.
+func runAll(t *testing.T, test func(*bed), routes ...cloud.Route) {
+	t.Helper()
+	runWith(t, func(c *cloud.KeeperConfig) { c.All = true }, test, routes...)
+}
+
+// expectUnrouted expects that the report names exactly these hosts, with a reason that contains text.
+func (b *bed) expectUnrouted(what, text string, hosts ...int) {
+	b.Helper()
+	all := b.keeper.Report().Unrouted
+	for _, n := range hosts {
+		if !slices.ContainsFunc(all, func(u cloud.Unrouted) bool { return u.Dst == subnet(n) && strings.Contains(u.Reason, text) }) {
+			b.Errorf("%s: %v, want host %d with %q", what, all, n, text)
+		}
+	}
+	if len(all) != len(hosts) {
+		b.Errorf("%s: %v, want the hosts %v", what, all, hosts)
+	}
+}
+
+func TestLeaderWritesAllRoutes(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.answer(2, 3)
+		b.after(5 * time.Second)
+		b.expectRoutes("after the leases have come", routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
+		b.Do(func() { b.Hosts[target(4)] = []netip.Addr{address(4)} })
+		b.answer(2, 3, 4)
+		b.after(5 * time.Second)
+		b.expectRoutes("after a host has come", routeTo(1, 1), routeTo(2, 2), routeTo(3, 3), routeTo(4, 4))
+		b.expectUnrouted("with all routes in place", "")
+		if r := b.keeper.Report(); r.Writer != cloud.WriterLeader || !r.Leading || len(r.Routes) != 1 || len(r.Routed) != 4 {
+			t.Errorf("report %+v, want the own route, and four that are in order", r)
+		}
+		writes, sought := len(b.writes()), 0
+		b.Do(func() { sought = b.Sought })
+		b.hour()
+		b.expectWrites("at rest", writes)
+		b.Do(func() { sought = b.Sought - sought })
+		if sought > 3*13 {
+			t.Errorf("%d hosts were asked for in an hour, want each once in a resync period", sought)
+		}
+		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
+		b.comparison()
+		b.expectResult("a route that was deleted by hand", "", 1)
+	})
+}
+
+// TestLeaderFollowsLeases has a subnet that goes to another host, a host with another instance, and
+// a host that goes.
+func TestLeaderFollowsLeases(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.keeper.SetPeers(cloud.Peers{Complete: true, Hosts: []cloud.Host{
+			{Subnets: []netip.Prefix{subnet(2)}, Addresses: []netip.Addr{address(3)}}, lease(4),
+		}})
+		b.after(5 * time.Second)
+		b.expectRoutes("a subnet of another host", routeTo(1, 1), routeTo(2, 3), routeTo(4, 4))
+		b.Do(func() {
+			delete(b.Hosts, target(4))
+			b.Hosts[target(5)] = []netip.Addr{address(4)}
+		})
+		b.comparison()
+		b.expectRoutes("another instance", routeTo(1, 1), routeTo(2, 3), routeTo(4, 5))
+		b.answer(2)
+		b.after(14 * time.Minute)
+		b.expectRoutes("within the grace period", routeTo(1, 1), routeTo(2, 2), routeTo(4, 5))
+		b.hour()
+		b.expectRoutes("a host that is gone", routeTo(1, 1), routeTo(2, 2))
+	}, routeTo(1, 1), routeTo(2, 2), routeTo(4, 4))
+}
+
+// TestLeaderNamesHosts has hosts to which no route can lead. They do not affect the others.
+func TestLeaderNamesHosts(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.Do(func() {
+			b.Unfit = map[string]error{target(3): errors.New("it forwards no packets")}
+			b.Hosts[target(3)] = []netip.Addr{address(3)}
+		})
+		b.answer(2, 3, 9)
+		before := b.compared()
+		b.hour()
+		b.expectRoutes("two hosts", routeTo(1, 1), routeTo(2, 2))
+		b.expectResult("on the leader", "", 0)
+		if n := b.compared() - before; n > 40 {
+			t.Errorf("%d comparisons in an hour, want growing pauses", n)
+		}
+		all := b.keeper.Report().Unrouted
+		if text := fmt.Sprint(all); len(all) != 2 || !strings.Contains(text, "it forwards no packets") || !strings.Contains(text, "the cloud has no instance here with an address of [192.168.77.9]") {
+			t.Errorf("unrouted %v, want hosts 3 and 9", all)
+		}
+		b.Do(func() { b.Unfit = nil })
+		b.comparison()
+		b.expectRoutes("a host that was repaired", routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
+	})
+}
+
+// TestLeaderLeavesRoutesToStoppedHosts has a host that does not run. A new route would lead to nowhere too.
+func TestLeaderLeavesRoutesToStoppedHosts(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.Do(func() { b.Stopped = map[string]bool{target(2): true} })
+		b.answer(2)
+		b.hour()
+		b.expectWrites("with a host that does not run", 0)
+		b.expectUnrouted("with a host that does not run", "host-2 does not run", 2)
+	}, routeTo(1, 1), routeTo(2, 2))
+}
+
+// TestLeaderIgnoresRefusedLeases has a lease that the host does not accept. Its route stays.
+func TestLeaderIgnoresRefusedLeases(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.keeper.SetPeers(cloud.Peers{Complete: true, Hosts: []cloud.Host{
+			{Subnets: []netip.Prefix{subnet(2)}, Addresses: []netip.Addr{address(2)}, Refused: true},
+			{Subnets: []netip.Prefix{subnet(3)}, Addresses: []netip.Addr{address(3)}, Refused: true},
+		}})
+		b.hour()
+		b.expectRoutes("refused leases", routeTo(1, 1), routeTo(2, 9))
+	}, routeTo(1, 1), routeTo(2, 9))
+}
+
+// TestLeaderWithAFullTable expects one call that the quota refuses in each comparison.
+func TestLeaderWithAFullTable(t *testing.T) {
+	runAll(t, func(b *bed) {
+		peers := []int{}
+		b.Do(func() {
+			b.Quota = 3
+			for n := 2; n < 100; n++ {
+				b.Hosts[target(n)] = []netip.Addr{address(n)}
+				peers = append(peers, n)
+			}
+		})
+		b.answer(peers...)
+		b.hour()
+		b.Do(func() {
+			if len(b.Tabs[0].Routes) != 3 || b.Refused > b.Compared {
+				t.Errorf("%d routes, %d calls refused in %d comparisons", len(b.Tabs[0].Routes), b.Refused, b.Compared)
+			}
+		})
+		if r := b.keeper.Report(); len(r.Routed) != 3 || len(r.Unrouted) != 96 || !strings.Contains(r.Unrouted[50].Reason, "limit of 3 routes") || r.Tables[0].Quota != 3 {
+			t.Errorf("%d routes are in order, %d are not: %v", len(r.Routed), len(r.Unrouted), r.Unrouted)
+		}
+		b.expectResult("on the leader, which has a route", "", 0)
+	})
+}
+
+// TestLeaderWithoutTheStore loses the store. Nothing is put for other hosts, replaced or removed.
+func TestLeaderWithoutTheStore(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.answer(2)
+		b.comparison()
+		b.setConnected(false)
+		b.Do(func() {
+			b.DeleteByHand("table-1", subnet(2))
+			b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(2, 3), routeTo(3, 3), routeTo(8, 8))
+		})
+		b.hour()
+		b.expectRoutes("without the store", routeTo(1, 1), routeTo(2, 3), routeTo(3, 3), routeTo(8, 8))
+	}, routeTo(1, 1), routeTo(2, 2))
+}
+
+// TestManyHostsStart has hosts that start one after the other. The leader must not read the tables for
+// each of them.
+func TestManyHostsStart(t *testing.T) {
+	runAll(t, func(b *bed) {
+		before := b.compared()
+		var peers []int
+		for n := 2; n < 102; n++ {
+			b.Do(func() { b.Hosts[target(n)] = []netip.Addr{address(n)} })
+			peers = append(peers, n)
+			b.answer(peers...)
+			b.after(100 * time.Millisecond)
+		}
+		b.after(5 * time.Second)
+		b.Do(func() {
+			if len(b.Tabs[0].Routes) != 101 {
+				t.Errorf("%d routes, want 101", len(b.Tabs[0].Routes))
+			}
+		})
+		if n := b.compared() - before; n > 10 {
+			t.Errorf("%d comparisons in 15 seconds, want few", n)
+		}
+	})
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
+)
+
+// targets remembers where routes to other hosts lead. The zero targets is usable.
+type targets struct {
+	known map[string]string // target by the addresses of the host
+	asked time.Time         // when all hosts were looked for
+}
+
+// name identifies a host by its addresses.
+func (h Host) name() string { return fmt.Sprint(h.Addresses) }
+
+// find returns the results for hosts in their order. It asks the cloud only for those that it does
+// not remember, and for all of them once in a resync period. It forgets targets in lost first.
+func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool) ([]Found, error) {
+	if time.Since(t.asked) >= resync {
+		t.known, t.asked = map[string]string{}, time.Now()
+	}
+	found, missing := make([]Found, len(hosts)), []int(nil)
+	ask := []Host(nil)
+	for i, h := range hosts {
+		target, ok := t.known[h.name()]
+		if found[i].Target = target; !ok || lost[target] {
+			missing, ask = append(missing, i), append(ask, h)
+		}
+	}
+	if len(ask) == 0 {
+		return found, nil
+	}
+	answers, err := c.Find(ctx, ask)
+	if err != nil {
+		return nil, fmt.Errorf("find the hosts of leases in the cloud: %w", err)
+	}
+	for n, i := range missing {
+		found[i] = answers[n]
+		delete(t.known, hosts[i].name())
+		if answers[n].Err == nil {
+			t.known[hosts[i].name()] = answers[n].Target
+		}
+	}
+	return found, nil
+}
+
+// wanted returns the wanted routes. problems tells why there are none to some hosts.
+func (k *Keeper) wanted(ctx context.Context, tables []Table, own string) (wanted []want, problems problems, err error) {
+	for _, dst := range k.Own.Subnets {
+		wanted = append(wanted, want{Dst: dst, Target: own})
+	}
+	if !k.All {
+		return wanted, nil, nil
+	}
+	hosts := k.others()
+	if !k.answered() {
+		return wanted, nil, nil
+	}
+	found, err := k.targets.find(ctx, k.Cloud, hosts, k.Resync, lostTargets(tables))
+	if err != nil {
+		return wanted, nil, err
+	}
+	for i, h := range hosts {
+		for _, dst := range h.Subnets {
+			if found[i].Err != nil {
+				problems.add(dst, found[i].Err)
+			} else {
+				wanted = append(wanted, want{Dst: dst, Target: found[i].Target, Other: true})
+			}
+		}
+	}
+	return wanted, problems, nil
+}
+
+// others returns the hosts whose leases this host accepts. A later change of them causes a comparison.
+func (k *Keeper) others() []Host {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.read = true
+	return slices.DeleteFunc(slices.Clone(k.peers.Hosts), func(h Host) bool { return h.Refused })
+}
+
+// lostTargets returns the targets of routes that lead to nowhere.
+func lostTargets(tables []Table) map[string]bool {
+	lost := map[string]bool{}
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			if r.Lost {
+				lost[r.Target] = true
+			}
+		}
+	}
+	return lost
+}
+
+// problems is what keeps routes from being in order.
+type problems []problem
+
+type problem struct {
+	dst netip.Prefix
+	err error
+}
+
+func (p *problems) add(dst netip.Prefix, err error) { *p = append(*p, problem{dst, err}) }
+
+// of returns the problems with these destinations, or all of them if there are none.
+func (p problems) of(dsts []netip.Prefix) error {
+	var errs []error
+	for _, one := range p {
+		if len(dsts) == 0 || slices.Contains(dsts, one.dst) {
+			errs = append(errs, one.err)
+		}
+	}
+	return oneline.Join(errs...)
+}
