@@ -59,6 +59,8 @@ type Env struct {
 	// PathLimit is what all probers of path MTUs on this host may send together. Nil means a limit for
 	// this network alone.
 	PathLimit *rate.Limiter
+	// Elector elects one host of the network for a task.
+	Elector subnet.Elector
 	// Warn reports something to operators beside the log, for example as an Event. It may be nil.
 	Warn func(reason, message string)
 	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.

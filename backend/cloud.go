@@ -20,10 +20,12 @@ import (
 // CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. All fields
 // but Overflow are required.
 type CloudBackend struct {
-	Type     string // in the configuration; leases contain no type, like those of flannel
-	Env      Env
-	Cloud    cloud.Cloud
-	Calls    *cloud.Calls // of Cloud
+	Type  string // in the configuration; leases contain no type, like those of flannel
+	Env   Env
+	Cloud cloud.Cloud
+	Calls *cloud.Calls // of Cloud
+	// Writer is cloud.WriterHost or cloud.WriterLeader.
+	Writer   string
 	Overflow Overflow
 }
 
@@ -63,10 +65,14 @@ func (*CloudBackend) LeaseType() string { return "" }
 func (b *CloudBackend) Scope() dataplane.Scope { return b.Env.Scope() }
 
 // Claim implements Backend. A host that begins to use the backend must be able to use the
-// cloud first. A host that has a lease of this backend keeps it without a call, because its pods
-// are running and its routes may be in place: the keeper reports what is wrong.
+// cloud first, unless a leader writes the routes. A host that has a lease of this backend keeps it
+// without a call, because its pods are running and its routes may be in place: the keeper reports what is
+// wrong.
 func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.Env.Claim("", prev)
+	if b.Writer == cloud.WriterLeader {
+		return claim, nil
+	}
 	leased := slices.ContainsFunc(claim.Endpoints, func(e subnet.Endpoint) bool { return e.Subnet.IsValid() })
 	if leased && (len(b.Env.Used) == 0 && prev.BackendType == "" || slices.Contains(b.Env.Used, b.Type)) {
 		return claim, nil
@@ -94,17 +100,21 @@ func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, er
 func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
-	keeper := cloud.NewKeeper(cloud.KeeperConfig{
+	keeper := cloud.KeeperConfig{
 		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, Connected: b.Env.Connected, Compared: n.Notify,
-	})
-	n.Go(keeper.Run)
-	return &RouteKeeper{keeper: keeper, calls: b.Calls}
+	}
+	r := &RouteKeeper{routes: cloud.NewKeeper(keeper), calls: b.Calls}
+	if b.Writer == cloud.WriterLeader {
+		r.routes = cloud.NewElected(cloud.ElectedConfig{KeeperConfig: keeper, Election: election{b.Env.Elector, own}})
+	}
+	n.Go(r.routes.Run)
+	return r
 }
 
 // RouteKeeper is the part of a network that keeps the routes of a cloud to this host right, and
 // implements CloudRouter. It compares them on a goroutine of its own, because a call may take long.
 type RouteKeeper struct {
-	keeper     *cloud.Keeper
+	routes     cloudRoutes
 	calls      *cloud.Calls
 	complete   bool // of the last set
 	unreadable bool // of the last set
@@ -114,18 +124,51 @@ type RouteKeeper struct {
 func (r *RouteKeeper) SetPeers(peers Set) {
 	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
 		r.complete, r.unreadable = peers.Complete, peers.Unreadable
-		r.keeper.SetPeers(cloud.Peers{Hosts: cloudHosts(peers), Complete: r.complete, Unreadable: r.unreadable})
+		r.routes.SetPeers(cloud.Peers{Hosts: cloudHosts(peers), Complete: r.complete, Unreadable: r.unreadable})
 	}
 }
 
-// Last is Last of a cloud.Keeper.
-func (r *RouteKeeper) Last() (repaired int, compared bool, err error) { return r.keeper.Last() }
+// Last is Last of a cloud.Keeper, or of a cloud.Elected.
+func (r *RouteKeeper) Last() (repaired int, compared bool, err error) { return r.routes.Last() }
 
 // CloudRoutes implements CloudRouter.
 func (r *RouteKeeper) CloudRoutes() cloud.Report {
-	report := r.keeper.Report()
+	report := r.routes.Report()
 	report.Calls = r.calls.Counts()
 	return report
+}
+
+// cloudRoutes keeps routes of a cloud right: a cloud.Keeper, or a cloud.Elected.
+type cloudRoutes interface {
+	Run(ctx context.Context)
+	SetPeers(p cloud.Peers)
+	Result(ctx context.Context) (repaired int, err error)
+	Last() (repaired int, compared bool, err error)
+	Report() cloud.Report
+}
+
+// cloudTask is the name of the task of the leader.
+const cloudTask = "cloud-routes"
+
+// election implements cloud.Election by the store.
+type election struct {
+	subnet.Elector
+	own subnet.Lease
+}
+
+// Lead implements cloud.Election.
+func (e election) Lead(ctx context.Context, lead func(context.Context, func(context.Context, json.RawMessage) error)) error {
+	err := e.Elector.Lead(ctx, cloudTask, e.own, func(term context.Context, announce subnet.Announce) { lead(term, announce) })
+	if errors.Is(err, subnet.ErrLed) {
+		return fmt.Errorf("%w: %w", cloud.ErrLed, err)
+	}
+	return err
+}
+
+// Leader implements cloud.Election.
+func (e election) Leader(ctx context.Context) (string, json.RawMessage, error) {
+	l, err := e.Elector.Leader(ctx, cloudTask)
+	return l.Name, l.Announced, err
 }
 
 // cloudNetwork implements Network and CloudRouter.
@@ -151,9 +194,9 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	n.SetPeers(peers)
 	ctx, cancel := context.WithTimeout(ctx, firstComparison)
 	defer cancel()
-	repaired, err := n.keeper.Result(ctx)
+	repaired, err := n.routes.Result(ctx)
 	o.Repaired += repaired
-	if _, full := errors.AsType[*cloud.QuotaError](err); full {
+	if _, full := errors.AsType[*cloud.QuotaError](err); full && n.Writer != cloud.WriterLeader {
 		err = fmt.Errorf("%w; or set Backend.Overflow, with which other hosts reach this one by a tunnel", err)
 	}
 	return o, oneline.Join(failed, err)
@@ -168,7 +211,9 @@ func cloudHosts(peers Set) []cloud.Host {
 	}
 	if peers.Refused != nil {
 		for _, l := range peers.Refused() {
-			all = append(all, cloudHost(l))
+			h := cloudHost(l)
+			h.Refused = true
+			all = append(all, h)
 		}
 	}
 	return all

@@ -82,6 +82,8 @@ func TestRouteThatModifyDoesNotSee(t *testing.T) {
 	}
 }
 
+func TestLeader(t *testing.T) { bed().Leader(t, 11) }
+
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 // TestSeveralNextHops expects that a route of an operator with several next hops is not replaced.
@@ -254,6 +256,8 @@ func TestSecretsAreNeverShown(t *testing.T) { bed().KeyLeaks(t, "ecs:DescribeIns
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Complaint{
+		`{"Writer":"leader"}`:                                 {},
+		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"ali-vpc"}`:                                  {},
 		`{"AccessKeyID":7}`:                                   {Err: "AccessKeyID: want a string, have number"},
 		`{"AccessKeySecret":["very-secret"]}`:                 {Err: "AccessKeySecret: want a string, have array"},

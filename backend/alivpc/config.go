@@ -6,12 +6,14 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // config is the Backend object of the network configuration.
 type config struct {
+	Writer          string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
 	AccessKeyID     string           // id of an access key, which everything that reads the store can see; better give the instance a role
 	AccessKeySecret string           // secret of that access key
 	Overflow        backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
@@ -19,15 +21,18 @@ type config struct {
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return config{} }
+func Defaults() any { return config{Writer: cloud.WriterHost} }
 
 // keys returns the configured keys.
 func (c config) keys() access.Keys { return access.Keys{ID: c.AccessKeyID, Secret: c.AccessKeySecret} }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
-	var c config
+	c := config{Writer: cloud.WriterHost}
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
+		return c, nil, err
+	}
+	if err := cloud.CheckWriter(c.Writer); err != nil {
 		return c, nil, err
 	}
 	more, err := access.Warnings(raw, c.keys())

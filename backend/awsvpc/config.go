@@ -16,8 +16,8 @@ import (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	RouteTableID     tableIDs         // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
 	Writer           string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
+	RouteTableID     tableIDs         // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
 	RouteTableFilter []string         // filters of EC2 that choose the tables of the VPC, such as "tag:cluster=blue"; several values of one name are alternatives
 	Overflow         backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
 }

@@ -106,6 +106,59 @@ func TestSourceDestCheck(t *testing.T) {
 	}
 }
 
+// TestLeaderSwitchesTheCheckOff expects that a leader switches the source/dest check of other hosts off, or
+// names the hosts for which it cannot.
+func TestLeaderSwitchesTheCheckOff(t *testing.T) {
+	s := open(t)
+	for n := range 3 {
+		s.AddInstance(3+n, "subnet-2", netip.AddrFrom4([4]byte{192, 168, 77, byte(3 + n)}), netip.MustParseAddr(fmt.Sprintf("fd00:77::%d", 3+n)))
+	}
+	hosts := []cloud.Host{
+		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.3")}},
+		{Addresses: []netip.Addr{netip.MustParseAddr("fd00:77::4")}}, // a network without IPv4
+		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.5")}},
+	}
+	b := bed().Backend(t, `{"Writer":"leader"}`)
+	if _, err := b.Cloud.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	find := func(some []cloud.Host) []cloud.Found {
+		t.Helper()
+		found, err := b.Cloud.Find(t.Context(), some)
+		if err != nil || len(found) != len(some) {
+			t.Fatalf("found %v, error %v", found, err)
+		}
+		return found
+	}
+	writes := s.Writes()
+	for range 2 {
+		if f := find(hosts[:1]); f[0] != (cloud.Found{Target: "eni-3"}) {
+			t.Errorf("found %v", f)
+		}
+	}
+	if s.Instance("i-3").Restricted || s.Writes() != writes+1 {
+		t.Errorf("the check is %v after %d writes, want it off after one", s.Instance("i-3").Restricted, s.Writes()-writes)
+	}
+	s.Deny("ModifyNetworkInterfaceAttribute", true)
+	calls := len(s.Calls())
+	for i, f := range find(hosts) {
+		named := f.Err != nil && strings.Contains(f.Err.Error(), fmt.Sprintf("switch off the source/dest check of eni-%d: ", 3+i)) && strings.Contains(f.Err.Error(), "ec2:ModifyNetworkInterfaceAttribute is missing")
+		if named != (i > 0) || f.Target != fmt.Sprintf("eni-%d", 3+i) {
+			t.Errorf("host %d is %+v", i, f)
+		}
+	}
+	denied := 0
+	for _, c := range s.Calls()[calls:] {
+		if c.Name == "ModifyNetworkInterfaceAttribute" {
+			denied++
+		}
+	}
+	if denied != 1 {
+		t.Errorf("%d calls were denied, want 1", denied)
+	}
+	cloudtest.Lacks(t, "a leader", b.Cloud, "ec2:ModifyNetworkInterfaceAttribute")
+}
+
 func TestChoiceOfTables(t *testing.T) {
 	for name, test := range map[string]struct {
 		raw   string
@@ -153,6 +206,8 @@ func TestChoiceOfTables(t *testing.T) {
 }
 
 func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
+
+func TestLeader(t *testing.T) { bed().Leader(t, 10) }
 
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
@@ -311,6 +366,8 @@ func TestTokensGoOnlyToAgents(t *testing.T) {
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Complaint{
+		`{"Writer":"leader"}`:                                      {},
+		`{"Writer":"me"}`:                                          {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"aws-vpc"}`:                                       {},
 		`{"RouteTableID":"rtb-1"}`:                                 {},
 		`{"RouteTableID":["rtb-1","rtb-2"]}`:                       {},

@@ -385,3 +385,37 @@ func (v VPC) KeyLeaks(t *testing.T, right string) {
 		Fault[*vpctest.State]{`{"AccessKeyID":"id","AccessKeySecret":"` + vpctest.Secret + `-wrong"}`, func(*vpctest.State) {}},
 	)
 }
+
+// Leader finds a thousand hosts, as a leader does, with at most that number of calls. A host of a network
+// with a leader takes its lease without a call.
+func (v VPC) Leader(t *testing.T, most int) {
+	t.Helper()
+	s, _ := v.Open(t)
+	var hosts []cloud.Host
+	for n := range 1000 {
+		i := s.AddInstance(100+n, "subnet-9", netip.AddrFrom4([4]byte{192, 168, byte(80 + n/250), byte(n % 250)}))
+		hosts = append(hosts, cloud.Host{Addresses: i.Addresses})
+	}
+	b := v.Backend(t, `{"Writer":"leader"}`)
+	s.SetAway(true)
+	if claim, err := b.Claim(t.Context(), subnet.Claim{}); err != nil || len(claim.Endpoints) == 0 || len(s.Calls()) > 0 {
+		t.Errorf("claim %+v, error %v, calls %v, want a claim without calls", claim, err, s.Calls())
+	}
+	s.SetAway(false)
+	if _, err := b.Cloud.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	before := len(s.Calls())
+	found, err := b.Cloud.Find(t.Context(), hosts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n, f := range found {
+		if want := s.TargetOf(s.Instance(fmt.Sprintf("i-%d", 100+n))); f != (cloud.Found{Target: want}) {
+			t.Fatalf("host %d is %+v, want %s", n, f, want)
+		}
+	}
+	if calls := len(s.Calls()) - before; calls > most {
+		t.Errorf("%d calls to find 1,000 hosts, want at most %d", calls, most)
+	}
+}

@@ -14,18 +14,22 @@ import (
 
 // config is the Backend object of the network configuration.
 type config struct {
+	Writer   string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
 	Cluster  string           // name of the cluster in the descriptions of its routes, such as "blue"; hosts replace and remove only routes of their own cluster
 	Overflow backend.Overflow // tunnel to hosts that the routes of the VPC network do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return config{} }
+func Defaults() any { return config{Writer: cloud.WriterHost} }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
-	var c config
+	c := config{Writer: cloud.WriterHost}
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
+		return c, nil, err
+	}
+	if err := cloud.CheckWriter(c.Writer); err != nil {
 		return c, nil, err
 	}
 	if c.Cluster != "" && !regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(c.Cluster) {

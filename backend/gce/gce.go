@@ -33,8 +33,8 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	}
 	calls := &cloud.Calls{}
 	v := &vpc{
-		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
+		cluster: c.Cluster, finds: c.Writer == cloud.WriterLeader, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, at, calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil
 }

@@ -28,6 +28,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 var (
@@ -441,6 +442,53 @@ func TestInstanceThatCannotForward(t *testing.T) {
 
 // TestAdoption expects that a route that leads to this host stays, even if another program has made
 // it.
+// TestLeader finds other hosts, as a leader does. It needs a right of its own for that. Instances of
+// other VPC networks may have the same addresses.
+func TestLeader(t *testing.T) {
+	s := open(t)
+	s.SetScopes("host-1", "cloud-platform")
+	var hosts []cloud.Host
+	for n := range 1000 {
+		a := netip.AddrFrom4([4]byte{192, 168, byte(80 + n/250), byte(n % 250)})
+		s.AddInstance(100+n, a)
+		hosts = append(hosts, cloud.Host{Addresses: []netip.Addr{a}})
+	}
+	s.SetInstance(gcetest.Instance{Name: "z-other", Network: "network-b", Addresses: hosts[5].Addresses, CanIPForward: true})
+	s.SetForward("host-107", false)
+	b := newBackend(t, `{"Writer":"leader"}`)
+	if claim, err := b.Claim(t.Context(), subnet.Claim{}); err != nil || len(claim.Endpoints) != 2 || len(s.Calls()) > 0 {
+		t.Errorf("claim %+v, error %v, calls %v, want a claim without calls", claim, err, s.Calls())
+	}
+	if _, err := b.Cloud.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	before := len(s.Calls())
+	found, err := b.Cloud.Find(t.Context(), hosts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n, f := range found {
+		if f.Target != fmt.Sprintf("%s/host-%d", gcetest.Zone, 100+n) || (f.Err != nil) != (n == 7) {
+			t.Errorf("host %d is %+v", n, f)
+		}
+	}
+	if text := fmt.Sprint(found[7].Err); !strings.Contains(text, "instance zone-a/host-107 cannot forward packets of pods") {
+		t.Errorf("error %s, want the instance named", text)
+	}
+	if calls := len(s.Calls()) - before; calls > 3 {
+		t.Errorf("%d calls to find 1,000 hosts, want at most 3", calls)
+	}
+	s.Deny("compute.instances.list", true)
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
+		t.Errorf("a host that writes its own route needs another right: %v", err)
+	}
+	cloudtest.Lacks(t, "without the list", b.Cloud, "compute.instances.list")
+	_, err = b.Cloud.Find(t.Context(), hosts)
+	if missing, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(missing.Permissions, []string{"compute.instances.list"}) {
+		t.Errorf("error %v, want the permission named", err)
+	}
+}
+
 func TestAdoption(t *testing.T) {
 	for _, r := range []gcetest.Route{to("flannel-10-5-1-0-24", "", 1, 1000), to("by-hand", "made by an operator", 1, 700)} {
 		s := open(t)
@@ -764,6 +812,8 @@ func TestSecretsAreNeverShown(t *testing.T) {
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Complaint{
+		`{"Writer":"leader"}`:           {},
+		`{"Writer":"me"}`:               {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"gce"}`:                {},
 		`{"Cluster":"blue-1"}`:          {},
 		`{"Cluster":"Blue"}`:            {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},

@@ -84,6 +84,8 @@ func TestOldAnswers(t *testing.T) {
 	}
 }
 
+func TestLeader(t *testing.T) { bed().Leader(t, 11) }
+
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 // TestWrongRoutes replaces routes that flannel did not see, or deleted first. Those that carry no packets
@@ -258,6 +260,8 @@ func TestSecretsAreNeverShown(t *testing.T) { bed().KeyLeaks(t, "cvm:DescribeIns
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Complaint{
+		`{"Writer":"leader"}`:                                 {},
+		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"tencent-vpc"}`:                              {},
 		`{"AccessKeyID":7}`:                                   {Err: "AccessKeyID: want a string, have number"},
 		`{"AccessKeySecret":["very-secret"]}`:                 {Err: "AccessKeySecret: want a string, have array"},

@@ -149,9 +149,12 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
 	}
 	if c := r.Network.Cloud; c != nil {
-		row("cloud", "written by each", c.Writer+";", goodCloud(*c))
+		row("cloud", "written by", c.WrittenBy()+";", goodCloud(*c))
 		for _, route := range c.Routes {
-			row("", fmt.Sprintf("%s to %s in table %s%s", route.Destination, route.Target, route.Table, map[bool]string{false: "  MISSING"}[route.Present]))
+			row("", route.String()+map[bool]string{false: "  MISSING"}[route.Present])
+		}
+		for _, u := range c.Unrouted {
+			row("", fmt.Sprintf("no route to %s: %s", u.Destination, u.Reason))
 		}
 		if c.Overflow != nil {
 			printOverflow(row, *c.Overflow, r.Peers, all)

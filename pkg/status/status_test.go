@@ -114,6 +114,23 @@ func TestPageOfTheCloud(t *testing.T) {
 	}
 }
 
+func TestPageOfTheLeader(t *testing.T) {
+	route := []status.CloudRoute{{Destination: netip.MustParsePrefix("10.5.1.0/24"), Present: true}}
+	for want, c := range map[string]status.Cloud{
+		"written by 192.0.2.1, for all hosts":                               {Writer: "leader", Leader: "192.0.2.1"},
+		"written by no host, because there is no leader":                    {Writer: "leader"},
+		"<span>10.5.1.0/24</span>":                                          {Writer: "leader", Leader: "192.0.2.1", Routes: route},
+		"written by this host, for all hosts":                               {Writer: "leader", Leader: "192.0.2.1", Leading: true},
+		`<span class="bad">no route to 10.5.2.0/24: it does not run</span>`: {Writer: "leader", Leading: true, Unrouted: []status.Unrouted{{Destination: netip.MustParsePrefix("10.5.2.0/24"), Reason: "it does not run"}}},
+	} {
+		r := status.Report{Network: status.Network{Cloud: &c}}
+		w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
+		if !strings.Contains(w.Body.String(), want) {
+			t.Errorf("no %q in\n%s", want, w.Body)
+		}
+	}
+}
+
 func TestPageOfTheFirewall(t *testing.T) {
 	for want, f := range map[string]status.Firewall{
 		"<dd>no rules configured</dd>": {},

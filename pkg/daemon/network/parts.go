@@ -82,8 +82,9 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	if w, ok := p.store.(subnet.Warner); ok {
 		warn = w.Warn
 	}
+	elector, _ := p.store.(subnet.Elector) // every store is one
 	return backend.Env{
-		PathLimit: p.host.PathMTUs, Warn: warn,
+		Elector: elector, PathLimit: p.host.PathMTUs, Warn: warn,
 		PublicEndpoint: p.opts.PublicEndpoint,
 		Used:           used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
