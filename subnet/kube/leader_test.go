@@ -6,9 +6,12 @@ import (
 	"context"
 	"encoding/json"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
+
+	"sigs.k8s.io/yaml"
 
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -109,5 +112,46 @@ func TestLeaderWithoutPermission(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), "the Lease flanneld-test-task") || !strings.Contains(err.Error(), `cannot get resource "leases"`) {
 			t.Errorf("error %v, want one that names the Lease and the permission", err)
 		}
+	}
+}
+
+// TestRoleOfTheChart leads with the permissions of the chart's Role, and no others for Leases.
+func TestRoleOfTheChart(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	text, err := os.ReadFile("../../dist/kubernetes/testdata/leader.golden.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const namespace = "kube-flannel"
+	if status, _, err := f.try(http.MethodPost, "/api/v1/namespaces", map[string]any{"metadata": map[string]any{"name": namespace}}); err != nil || status >= 300 && status != http.StatusConflict {
+		t.Fatalf("create a namespace: %d, %v", status, err)
+	}
+	made := 0
+	for part := range strings.SplitSeq(string(text), "\n---\n") {
+		var o map[string]any
+		if err := yaml.Unmarshal([]byte(part), &o); err != nil {
+			t.Fatal(err)
+		}
+		metadata, _ := o["metadata"].(map[string]any)
+		plural := map[any]string{"Role": "roles", "RoleBinding": "rolebindings"}[o["kind"]]
+		if plural != "" && metadata["namespace"] == namespace {
+			path := "/apis/rbac.authorization.k8s.io/v1/namespaces/" + namespace + "/" + plural
+			f.do(t, http.MethodPost, path, o)
+			t.Cleanup(func() { f.do(t, http.MethodDelete, path, nil) })
+			made++
+		}
+	}
+	if made != 2 {
+		t.Fatalf("%d objects in %s, want a Role and its binding", made, namespace)
+	}
+	m := f.manager(t, "node1", func(c *Config) { c.PodNamespace = namespace })
+	const cloudRoutes = "cloud-routes"
+	term := subnettest.Lead(t, m, cloudRoutes, subnet.Lease{Key: "node1"})
+	if err := term.Announce(t.Context(), json.RawMessage(`{}`)); err != nil {
+		t.Error(err)
+	}
+	subnettest.ExpectLeader(t, m, cloudRoutes, subnet.Leader{Name: "node1", Announced: json.RawMessage(`{}`)})
+	if _, err := m.Leader(t.Context(), task); err == nil {
+		t.Error("the Role permits another Lease")
 	}
 }
