@@ -46,6 +46,7 @@ func measures() []measure {
 		{"migration", (*runner).measureMigration},
 		{"probes", (*runner).measureProbes},
 		{"growth", (*runner).measureGrowth},
+		{"cloud", (*runner).measureCloud},
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},
 		{"udp", (*runner).measureUDP},

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/alivpc"
+	"github.com/flanneld/flanneld/backend/alivpc/alitest"
+	"github.com/flanneld/flanneld/backend/awsvpc"
+	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
+	"github.com/flanneld/flanneld/backend/gce"
+	"github.com/flanneld/flanneld/backend/gce/gcetest"
+	"github.com/flanneld/flanneld/backend/tencentvpc"
+	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// cloudServer is the test server of a cloud.
+type cloudServer struct {
+	http.Handler
+	backend  string
+	factory  backend.Factory
+	metadata func(n int, a netip.Addr) http.Handler // adds host n, and returns its metadata service
+	calls    func() int
+	env      func(api, metadata string) map[string]string
+	// slow adds the routes to hosts without calls. Calls that make them take long in this cloud. nil
+	// means that calls are quick.
+	slow func(n int, dst netip.Prefix)
+}
+
+const (
+	cloudResync  = 5 * time.Minute // the default of --resync
+	cloudQuota   = 5000
+	slowestStart = 100 // hosts whose routes are made by calls in a slow cloud
+)
+
+func cloudNetworkPrefix() netip.Prefix { return netip.MustParsePrefix("10.16.0.0/12") }
+
+// cloudServers returns an empty server of each cloud.
+func cloudServers() []*cloudServer {
+	ec2, ali, tencent, google := ec2test.New(), alitest.New(), tencenttest.New(), gcetest.New()
+	ec2.SetQuota(cloudQuota)
+	ali.SetQuota(cloudQuota)
+	tencent.SetQuota(cloudQuota)
+	google.SetQuota(cloudQuota, false)
+	subnetOf := func(n int) string { return fmt.Sprintf("subnet-%d", n) }
+	return []*cloudServer{
+		{
+			Handler: ec2, backend: awsvpc.Type, factory: awsvpc.New, calls: func() int { return len(ec2.Calls()) },
+			metadata: func(n int, a netip.Addr) http.Handler { return ec2test.Metadata(ec2.AddInstance(n, subnetOf(n), a)) },
+			env: func(api, metadata string) map[string]string {
+				return map[string]string{"AWS_ENDPOINT_URL_EC2": api, "AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata}
+			},
+		},
+		{
+			Handler: google, backend: gce.Type, factory: gce.New, calls: func() int { return len(google.Calls()) },
+			metadata: func(n int, a netip.Addr) http.Handler {
+				name := google.AddInstance(n, a).Name
+				google.SetScopes(name, "cloud-platform")
+				return google.Metadata(name)
+			},
+			env: func(api, metadata string) map[string]string {
+				return map[string]string{
+					"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": api + "/compute/v1/", "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER": api,
+					"GCE_METADATA_HOST": metadata[len("http://"):],
+				}
+			},
+			slow: func(n int, dst netip.Prefix) {
+				google.AddRoute(gcetest.Route{
+					Name: fmt.Sprintf("host-%d", n), Description: "flanneld cluster= network=" + cloudNetworkPrefix().String(), Network: gcetest.NetworkURL(gcetest.Network),
+					DestRange: dst.String(), Priority: 1000, Instance: fmt.Sprintf("projects/%s/zones/%s/instances/host-%d", gcetest.Project, gcetest.Zone, n),
+				})
+			},
+		},
+		{
+			Handler: ali, backend: alivpc.Type, factory: alivpc.New, calls: func() int { return len(ali.Calls()) },
+			metadata: func(n int, a netip.Addr) http.Handler { return alitest.Metadata(ali.AddInstance(n, subnetOf(n), a)) },
+			env: func(api, metadata string) map[string]string {
+				return map[string]string{"ALIBABA_CLOUD_VPC_ENDPOINT": api, "ALIBABA_CLOUD_ECS_ENDPOINT": api, "ALIBABA_CLOUD_METADATA_ENDPOINT": metadata}
+			},
+		},
+		{
+			Handler: tencent, backend: tencentvpc.Type, factory: tencentvpc.New, calls: func() int { return len(tencent.Calls()) },
+			metadata: func(n int, a netip.Addr) http.Handler {
+				return tencenttest.Metadata(tencent.AddInstance(n, subnetOf(n), a))
+			},
+			env: func(api, metadata string) map[string]string {
+				return map[string]string{"TENCENTCLOUD_VPC_ENDPOINT": api, "TENCENTCLOUD_CVM_ENDPOINT": api, "TENCENTCLOUD_METADATA_ENDPOINT": metadata}
+			},
+		},
+	}
+}
+
+// cloudHost returns host n as its lease describes it.
+func cloudHost(n int) cloud.Host {
+	return cloud.Host{
+		Subnets:   []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(16 + n/256), byte(n % 256), 0}), 24)},
+		Addresses: []netip.Addr{netip.AddrFrom4([4]byte{192, 168, byte(n / 250), byte(1 + n%250)})},
+	}
+}
+
+// measureCloud counts the calls of the APIs of clouds, with both choices of Backend.Writer. The keepers
+// are those of the daemon, in this process.
+func (r *runner) measureCloud(ctx context.Context) error {
+	ctx = klog.NewContext(ctx, klog.Logger{}) // without a line for each route
+	for _, hosts := range []int{10, 100, 1000} {
+		for _, s := range cloudServers() {
+			if err := r.cloudRound(ctx, s, hosts); err != nil {
+				return fmt.Errorf("%s with %d hosts: %w", s.backend, hosts, err)
+			}
+		}
+	}
+	return nil
+}
+
+// cloudRound counts the calls of one cloud in a network with that number of hosts.
+func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) error {
+	api, end, err := serveHTTP(ctx, s)
+	if err != nil {
+		return err
+	}
+	defer end()
+	b := &cloudBench{cloudServer: s, api: api, metadata: map[int]http.Handler{}}
+	for n := 1; n <= hosts; n++ {
+		b.metadata[n] = s.metadata(n, cloudHost(n).Addresses[0])
+		if s.slow != nil && hosts > slowestStart {
+			s.slow(n, cloudHost(n).Subnets[0])
+		}
+	}
+	group := s.backend + ", calls of the API"
+	add := func(what string, n int) { r.report.add(group, what, hosts, "calls", float64(n)) }
+
+	leader, start, err := b.lead(ctx, hosts)
+	if err != nil {
+		return fmt.Errorf("start a leader: %w", err)
+	}
+	defer leader.end()
+	// A host that joins makes the calls alone, or a leader does.
+	b.metadata[hosts+1] = s.metadata(hosts+1, cloudHost(hosts + 1).Addresses[0])
+	led, err := leader.join(ctx, hosts+1)
+	if err != nil {
+		return fmt.Errorf("a host joins a network with a leader: %w", err)
+	}
+	leader.end()
+	b.metadata[hosts+2] = s.metadata(hosts+2, cloudHost(hosts + 2).Addresses[0])
+	alone, err := b.count(func() error { return b.start(ctx, hosts+2, hosts+1) })
+	if err != nil {
+		return fmt.Errorf("a host joins: %w", err)
+	}
+	restLeader, err := b.rest(ctx, 1, hosts, true)
+	if err != nil {
+		return fmt.Errorf("a leader at rest: %w", err)
+	}
+	restHost, err := b.rest(ctx, 2, hosts, false)
+	if err != nil {
+		return fmt.Errorf("a host at rest: %w", err)
+	}
+	day := int(24 * time.Hour / cloudResync)
+	add("all hosts start, each writes its route", hosts*alone)
+	if s.slow == nil || hosts <= slowestStart {
+		add("all hosts start, a leader writes", start)
+	}
+	add("a day at rest, each writes its route", day*hosts*restHost)
+	add("a day at rest, a leader writes", day*restLeader)
+	add("a host joins, it writes its route", alone)
+	add("a host joins, a leader writes", led)
+	return nil
+}
+
+// cloudBench is one server with its hosts.
+type cloudBench struct {
+	*cloudServer
+	api      string
+	metadata map[int]http.Handler // by number of the host
+}
+
+// host returns the backend of a host, as its daemon creates it, and a function that ends its metadata
+// service. It must have connected before another host is created.
+func (b *cloudBench) host(ctx context.Context, n int, writer string) (*backend.CloudBackend, func(), error) {
+	metadata, end, err := serveHTTP(ctx, b.metadata[n])
+	if err != nil {
+		return nil, nil, err
+	}
+	for name, value := range b.env(b.api, metadata) {
+		if err := os.Setenv(name, value); err != nil {
+			end()
+			return nil, nil, err
+		}
+	}
+	a := cloudHost(n).Addresses[0]
+	env := backend.Env{
+		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: a, Public: a}}},
+		Config:   subnet.Config{Networks: []subnet.Network{{Prefix: cloudNetworkPrefix()}}},
+	}
+	be, _, err := b.factory([]byte(`{"Writer":"`+writer+`"}`), env)
+	if err != nil {
+		end()
+		return nil, nil, err
+	}
+	return be.(*backend.CloudBackend), end, nil
+}
+
+// count returns the number of calls that f makes.
+func (b *cloudBench) count(f func() error) (int, error) {
+	before := b.calls()
+	err := f()
+	return b.calls() - before, err
+}
+
+// cloudPeers returns the peers of host n in a network with that number of hosts.
+func cloudPeers(n, hosts int) cloud.Peers {
+	p := cloud.Peers{Complete: true}
+	for other := 1; other <= hosts; other++ {
+		if other != n {
+			p.Hosts = append(p.Hosts, cloudHost(other))
+		}
+	}
+	return p
+}
+
+// runningKeeper is a keeper that runs until end.
+type runningKeeper struct {
+	*cloud.Keeper
+	*cloudBench
+	own      int
+	compared *atomic.Int64
+	end      func()
+}
+
+func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts int, all bool) runningKeeper {
+	ctx, cancel := context.WithCancel(ctx)
+	compared := &atomic.Int64{}
+	k := cloud.NewKeeper(cloud.KeeperConfig{
+		Cloud: c, Own: cloudHost(n), All: all, Networks: []netip.Prefix{cloudNetworkPrefix()}, Resync: cloudResync,
+		Connected: func() time.Time { return time.Unix(1, 0) }, Compared: func() { compared.Add(1) },
+	})
+	k.SetPeers(cloudPeers(n, hosts))
+	done := make(chan struct{})
+	go func() { defer close(done); k.Run(ctx) }()
+	return runningKeeper{k, b, n, compared, func() { cancel(); <-done }}
+}
+
+// await waits until the keeper has compared that often.
+func (k runningKeeper) await(ctx context.Context, comparisons int64) error {
+	for k.compared.Load() < comparisons {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+	_, err := k.Result(ctx)
+	return err
+}
+
+// join lets host n join, and counts the calls until its route is confirmed.
+func (k runningKeeper) join(ctx context.Context, n int) (int, error) {
+	return k.count(func() error {
+		before := k.compared.Load()
+		k.SetPeers(cloudPeers(k.own, n))
+		if err := k.await(ctx, before+2); err != nil {
+			return err
+		}
+		return k.expectRoutes(n)
+	})
+}
+
+// expectRoutes returns an error unless all routes are in order.
+func (k runningKeeper) expectRoutes(hosts int) error {
+	if report := k.Report(); len(report.Routed) != hosts {
+		return fmt.Errorf("%d routes are in order, want %d: %v", len(report.Routed), hosts, report.Unrouted)
+	}
+	return nil
+}
+
+// lead starts host 1 as the leader of a network, and counts the calls until the routes to all hosts are
+// confirmed.
+func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, calls int, err error) {
+	calls, err = b.count(func() error {
+		be, end, err := b.host(ctx, 1, cloud.WriterLeader)
+		if err != nil {
+			return err
+		}
+		if err := be.Cloud.Check(ctx); err != nil {
+			end()
+			return err
+		}
+		k = b.keep(ctx, be.Cloud, 1, hosts, true)
+		stop := k.end
+		k.end = func() { stop(); end() }
+		if _, err := k.Result(ctx); err != nil { // the first comparison reports its progress
+			return err
+		}
+		if b.slow == nil || hosts <= slowestStart { // it has put routes, and confirms them
+			if err := k.await(ctx, k.compared.Load()+1); err != nil {
+				return err
+			}
+		}
+		return k.expectRoutes(hosts)
+	})
+	return k, calls, err
+}
+
+// start starts host n, which writes its own route, until the route is confirmed.
+func (b *cloudBench) start(ctx context.Context, n, hosts int) error {
+	be, end, err := b.host(ctx, n, cloud.WriterHost)
+	if err != nil {
+		return err
+	}
+	defer end()
+	if _, err := be.Claim(ctx, subnet.Claim{}); err != nil {
+		return err
+	}
+	k := b.keep(ctx, be.Cloud, n, hosts, false)
+	defer k.end()
+	return k.await(ctx, 2)
+}
+
+// rest counts the calls of one comparison that finds everything in order.
+func (b *cloudBench) rest(ctx context.Context, n, hosts int, all bool) (int, error) {
+	return b.count(func() error {
+		be, end, err := b.host(ctx, n, cloud.WriterHost)
+		if err != nil {
+			return err
+		}
+		defer end()
+		k := b.keep(ctx, be.Cloud, n, hosts, all)
+		defer k.end()
+		return k.await(ctx, 1)
+	})
+}
+
+// serveHTTP serves h on loopback, and returns its URL.
+func serveHTTP(ctx context.Context, h http.Handler) (url string, end func(), err error) {
+	var config net.ListenConfig
+	l, err := config.Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", nil, err
+	}
+	server := &http.Server{Handler: h, ReadHeaderTimeout: patience}
+	go func() { _ = server.Serve(l) }()
+	return "http://" + l.Addr().String(), func() { _ = server.Close() }, nil
+}
