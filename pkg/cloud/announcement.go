@@ -11,7 +11,7 @@ import (
 
 // announcement is what the leader tells the other hosts about their routes.
 type announcement struct {
-	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order
+	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if the leader does not know them yet
 	Unrouted []unrouted     `json:"unrouted,omitempty"` // others, by the reason
 	Error    string         `json:"error,omitempty"`    // the error of the leader's last comparison
 }

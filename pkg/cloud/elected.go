@@ -306,6 +306,9 @@ func (e *Elected) read(leader string, announced json.RawMessage) error {
 	if err := json.Unmarshal(announced, &a); err != nil {
 		return fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
 	}
+	if a.Routed == nil && e.inOrder { // the routes stay in an outage of the cloud or of the store
+		return nil
+	}
 	e.report.Routes = nil
 	for _, dst := range e.Own.Subnets {
 		e.report.Routes = append(e.report.Routes, RouteReport{Route: Route{Dst: dst, ByCall: true}, Present: slices.Contains(a.Routed, dst)})

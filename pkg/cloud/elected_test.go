@@ -313,6 +313,47 @@ func TestElectionWithoutTheStore(t *testing.T) {
 	})
 }
 
+// TestNewLeaderWithoutTheCloud has a leader that cannot read the tables. Hosts whose routes were in order
+// stay ready.
+func TestNewLeaderWithoutTheCloud(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.views[3].lacks = true
+		n.start(1)
+		n.start(2, 3)
+		n.Do(func() { n.Fails = cloud.ErrUnavailable })
+		n.stops[1]()
+		n.hosts[1] = nil
+		n.after(2 * resync)
+		n.expectLeader("in an outage of the cloud", 2)
+		n.expect("the leader in an outage of the cloud", 2, "the cloud does not answer")
+		n.expect("a host with a route", 3, "")
+		n.start(1)
+		n.expect("a host that has just started", 1, "because the leader host-2 cannot write: read the route tables: ")
+		n.Do(func() { n.Fails = nil })
+		n.after(2 * resync)
+		for i := 1; i <= 3; i++ {
+			n.expect("after the outage", i, "")
+		}
+	})
+}
+
+// TestLeaderWithoutLeases has a leader whose store has not told the leases yet. It must not tell hosts with
+// routes that they have none.
+func TestLeaderWithoutLeases(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.views[3].lacks = true
+		n.start(1)
+		n.start(2, 3)
+		n.hosts[2].SetPeers(cloud.Peers{})
+		n.stops[1]()
+		n.hosts[1] = nil
+		n.after(2 * resync)
+		n.expectLeader("without leases", 2)
+		n.expect("a host with a route", 3, "")
+		n.expect("the leader", 2, "")
+	})
+}
+
 // TestLeaderTellsTheReason expects that a host says why it has no route, and its leader is in order.
 func TestLeaderTellsTheReason(t *testing.T) {
 	runNetwork(t, func(n *network) {

@@ -112,7 +112,7 @@ type idle struct {
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
 	k := &Keeper{KeeperConfig: c, first: make(chan struct{}), factor: 1 + 2*rand.Float64()}
-	k.report.Writer = k.writer()
+	k.report.Writer, k.report.Leading = k.writer(), k.All
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
 	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
@@ -240,14 +240,13 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 		err = fmt.Errorf("read the route tables: %w", err)
 		return 0, err, err
 	}
-	wanted, problems, unknown := k.wanted(ctx, tables, target)
-	wrote, more, stopped := k.put(ctx, tables, wanted)
-	problems = append(problems, more...)
+	p, unknown := k.plan(ctx, tables, target)
+	wrote, stopped := k.put(ctx, tables, p)
 	after, swept := k.sweep(ctx, tables)
 	general := oneline.Join(unknown, stopped, swept)
-	own = oneline.Join(problems.of(k.Own.Subnets), general)
-	k.note(tables, wanted, problems, own)
-	all = oneline.Join(problems.of(nil), general)
+	own = oneline.Join(p.problems.of(k.Own.Subnets), general)
+	k.note(tables, p, own)
+	all = oneline.Join(p.problems.of(nil), general)
 	if wrote == 0 {
 		k.confirm.Reset()
 		return after, own, all
@@ -267,16 +266,16 @@ func earlier(a, b time.Duration) time.Duration {
 // of them may take minutes.
 const progress = 20
 
-// put makes the calls for the wanted routes. It updates tables. A table that refuses a route does not
-// affect the others. err is the error after which put has made no further calls, if it is not about
-// the own routes.
-func (k *Keeper) put(ctx context.Context, tables []Table, wanted []want) (wrote int, problems problems, err error) {
+// put makes the calls for the wanted routes. It updates tables, and adds the problems of p. A table that
+// refuses a route does not affect the others. err is the error after which put has made no further
+// calls, if it is not about the own routes.
+func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, err error) {
 	before := k.right
-	k.right = present(tables, wanted)
+	k.right = present(tables, p.wanted)
 	full := map[string]error{} // by table and family
-	for _, c := range changes(tables, wanted) {
+	for _, c := range changes(tables, p.wanted) {
 		if c.replaces() && c.was.serves(c.Target) && !k.answered() {
-			problems.add(c.Dst, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
+			p.problems.add(c.Dst, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
 			continue
 		}
 		place := c.Table + " " + prefix.FamilyOf(c.Dst.Addr()).String()
@@ -289,9 +288,9 @@ func (k *Keeper) put(ctx context.Context, tables []Table, wanted []want) (wrote 
 				full[place] = quota
 			}
 			err = fmt.Errorf("put route %s: %w", c.Route, err)
-			problems.add(c.Dst, err)
+			p.problems.add(c.Dst, err)
 			if Transient(err) || k.All && Hopeless(err) {
-				return wrote, problems, k.unlessOwn(c.Dst, err) // the next call would fail as well
+				return wrote, k.unlessOwn(c.Dst, err) // the next call would fail as well
 			}
 			continue
 		}
@@ -308,11 +307,11 @@ func (k *Keeper) put(ctx context.Context, tables []Table, wanted []want) (wrote 
 			log.Info("added a route to the cloud", "route", c.Route.String())
 		}
 		if k.All && wrote%progress == 0 {
-			k.note(tables, wanted, problems, errors.New("the comparison is in progress"))
+			k.note(tables, p, errors.New("the comparison is in progress"))
 			k.Compared()
 		}
 	}
-	return wrote, problems, nil
+	return wrote, nil
 }
 
 // unlessOwn returns err unless dst is an own subnet, whose problems count anyway.

@@ -169,6 +169,9 @@ func TestLeaderWithoutTheStore(t *testing.T) {
 		})
 		b.hour()
 		b.expectRoutes("without the store", routeTo(1, 1), routeTo(2, 3), routeTo(3, 3), routeTo(8, 8))
+		if r := b.keeper.Report(); len(r.Routed) != 2 {
+			t.Errorf("%v are in order, want what the last comparison with the store has found", r.Routed)
+		}
 	}, routeTo(1, 1), routeTo(2, 2))
 }
 

@@ -23,7 +23,8 @@ type Report struct {
 	Good    time.Time // the last comparison after which everything was right; zero if there was none
 	Calls   []CallCount
 	// Routed contains the destinations of other hosts and of this one that are in order, and Unrouted the
-	// others with the reasons. Both are empty unless this host is the leader.
+	// others with the reasons, at the last comparison that knew all hosts. Both are nil before it, and
+	// unless this host is the leader.
 	Routed   []netip.Prefix
 	Unrouted []Unrouted
 	// Dropped is set if the cloud has dropped packets of this host since the tables were read: see
@@ -65,11 +66,11 @@ func (k *Keeper) writer() string {
 
 // note stores the state of the tables after a comparison. err is what keeps the own routes from being in
 // order.
-func (k *Keeper) note(tables []Table, wanted []want, problems problems, err error) {
+func (k *Keeper) note(tables []Table, p *plan, err error) {
 	now := Report{Writer: k.writer(), Leading: k.All}
-	right := present(tables, wanted)
+	right := present(tables, p.wanted)
 	for _, t := range tables {
-		for _, w := range wanted {
+		for _, w := range p.wanted {
 			if want := w.in(t.ID); !w.Other {
 				now.Routes = append(now.Routes, RouteReport{want, right[want], k.right[want]})
 			}
@@ -78,18 +79,18 @@ func (k *Keeper) note(tables []Table, wanted []want, problems problems, err erro
 			ID: t.ID, Name: t.Name(), Own: t.Own,
 			Used: map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
 		}
-		for _, p := range problems {
-			if quota, ok := errors.AsType[*QuotaError](p.err); ok && quota.Table == t.ID {
+		for _, one := range p.problems {
+			if quota, ok := errors.AsType[*QuotaError](one.err); ok && quota.Table == t.ID {
 				table.Quota = quota.Limit
 			}
 		}
 		now.Tables = append(now.Tables, table)
 	}
-	if k.All {
-		now.Routed, now.Unrouted = k.routed(tables, wanted, problems)
-	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	if now.Routed, now.Unrouted = k.report.Routed, k.report.Unrouted; p.all {
+		now.Routed, now.Unrouted = p.routed(tables)
+	}
 	for i := range now.Tables {
 		now.Tables[i].recall(k.report.Tables)
 	}
@@ -100,19 +101,23 @@ func (k *Keeper) note(tables []Table, wanted []want, problems problems, err erro
 }
 
 // routed returns the destinations to which a right route leads in each table, and the others.
-func (k *Keeper) routed(tables []Table, wanted []want, problems problems) (routed []netip.Prefix, unrouted []Unrouted) {
-	right := present(tables, wanted)
-	for _, w := range wanted {
+// routed is not nil.
+func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unrouted) {
+	routed = []netip.Prefix{}
+	right := present(tables, p.wanted)
+	for _, w := range p.wanted {
 		if !slices.ContainsFunc(tables, func(t Table) bool { return !right[w.in(t.ID)] }) {
 			routed = append(routed, w.Dst)
-		} else if problems.of([]netip.Prefix{w.Dst}) == nil && slices.ContainsFunc(tables, func(t Table) bool {
+		} else if p.problems.of([]netip.Prefix{w.Dst}) == nil && slices.ContainsFunc(tables, func(t Table) bool {
 			return slices.ContainsFunc(t.Routes, func(r Route) bool { return r.Lost && r.fulfils(w) })
 		}) {
 			unrouted = append(unrouted, Unrouted{w.Dst, fmt.Sprintf("%s does not run, says the cloud", w.Target)})
 		}
 	}
-	for _, p := range problems {
-		unrouted = append(unrouted, Unrouted{p.dst, p.err.Error()})
+	for _, one := range p.problems {
+		if !slices.ContainsFunc(unrouted, func(u Unrouted) bool { return u.Dst == one.dst }) { // of several tables
+			unrouted = append(unrouted, Unrouted{one.dst, one.err.Error()})
+		}
 	}
 	return routed, unrouted
 }

@@ -52,32 +52,42 @@ func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.D
 	return found, nil
 }
 
-// wanted returns the wanted routes. problems tells why there are none to some hosts.
-func (k *Keeper) wanted(ctx context.Context, tables []Table, own string) (wanted []want, problems problems, err error) {
+// plan is what a comparison wants.
+type plan struct {
+	wanted   []want
+	problems problems // why there are no right routes to some destinations
+	// all is set if wanted has the routes to all hosts: the store and the cloud have told where they lead.
+	all bool
+}
+
+// plan returns the wanted routes. If err is not nil, they are only those to this host.
+func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan, err error) {
+	p = &plan{}
 	for _, dst := range k.Own.Subnets {
-		wanted = append(wanted, want{Dst: dst, Target: own})
+		p.wanted = append(p.wanted, want{Dst: dst, Target: own})
 	}
 	if !k.All {
-		return wanted, nil, nil
+		return p, nil
 	}
 	hosts := k.others()
 	if !k.answered() {
-		return wanted, nil, nil
+		return p, nil
 	}
 	found, err := k.targets.find(ctx, k.Cloud, hosts, k.Resync, lostTargets(tables))
 	if err != nil {
-		return wanted, nil, err
+		return p, err
 	}
+	p.all = true
 	for i, h := range hosts {
 		for _, dst := range h.Subnets {
 			if found[i].Err != nil {
-				problems.add(dst, found[i].Err)
+				p.problems.add(dst, found[i].Err)
 			} else {
-				wanted = append(wanted, want{Dst: dst, Target: found[i].Target, Other: true})
+				p.wanted = append(p.wanted, want{Dst: dst, Target: found[i].Target, Other: true})
 			}
 		}
 	}
-	return wanted, problems, nil
+	return p, nil
 }
 
 // others returns the hosts whose leases this host accepts. A later change of them causes a comparison.
