@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
+	"unicode"
 )
 
 // announcement is what the leader tells the other hosts about their routes.
@@ -21,30 +23,51 @@ type unrouted struct {
 	Subnets []netip.Prefix `json:"subnets"`
 }
 
-// mostReason limits a reason, in bytes: all hosts read the announcement.
-const mostReason = 300
+// All hosts read the announcement, and an annotation of Kubernetes has at most 256 KiB.
+const (
+	mostReason  = 300 // bytes of a reason
+	mostReasons = 100 // different reasons
+	otherReason = "the reason is in the status of the leader"
+)
 
 // announce returns the announcement after a comparison of the leader that ended with err, as JSON. Equal
 // states give equal texts.
 func announce(r Report, err error) (json.RawMessage, error) {
 	a := announcement{Routed: slices.Clone(r.Routed)}
 	slices.SortFunc(a.Routed, comparePrefixes)
-	for _, u := range r.Unrouted {
-		reason := u.Reason[:min(len(u.Reason), mostReason)]
-		i := slices.IndexFunc(a.Unrouted, func(have unrouted) bool { return have.Reason == reason })
-		if i < 0 {
-			i, a.Unrouted = len(a.Unrouted), append(a.Unrouted, unrouted{Reason: reason})
-		}
-		a.Unrouted[i].Subnets = append(a.Unrouted[i].Subnets, u.Dst)
+	all := slices.Clone(r.Unrouted)
+	slices.SortFunc(all, func(a, b Unrouted) int { return a.Dst.Compare(b.Dst) })
+	for _, u := range all {
+		a.add(u.Dst, clean(u.Reason))
 	}
 	if err != nil {
-		text := err.Error()
-		a.Error = text[:min(len(text), mostReason)]
+		a.Error = clean(err.Error())
 	}
 	return json.Marshal(a)
 }
 
+// add adds a destination that is not in order.
+func (a *announcement) add(dst netip.Prefix, reason string) {
+	find := func() int { return slices.IndexFunc(a.Unrouted, func(u unrouted) bool { return u.Reason == reason }) }
+	i := find()
+	if i < 0 && len(a.Unrouted) >= mostReasons {
+		reason = otherReason
+		i = find()
+	}
+	if i < 0 {
+		i, a.Unrouted = len(a.Unrouted), append(a.Unrouted, unrouted{Reason: reason})
+	}
+	a.Unrouted[i].Subnets = append(a.Unrouted[i].Subnets, dst)
+}
+
 func comparePrefixes(a, b netip.Prefix) int { return a.Compare(b) }
+
+// clean returns a text as one line of limited length. A text from the store may come from any program that
+// can write there.
+func clean(text string) string {
+	text = strings.ToValidUTF8(text[:min(len(text), mostReason)], "")
+	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
+}
 
 // check returns an error unless the routes to all of these subnets are in order. leader is the name of
 // the leader, for the error.
@@ -55,11 +78,11 @@ func (a announcement) check(subnets []netip.Prefix, leader string) error {
 		}
 		for _, u := range a.Unrouted {
 			if slices.Contains(u.Subnets, dst) {
-				return fmt.Errorf("no route to %s, says the leader %s: %s", dst, leader, u.Reason)
+				return fmt.Errorf("no route to %s, says the leader %s: %s", dst, leader, clean(u.Reason))
 			}
 		}
 		if a.Error != "" {
-			return fmt.Errorf("no route to %s, because the leader %s cannot write: %s", dst, leader, a.Error)
+			return fmt.Errorf("no route to %s, because the leader %s cannot write: %s", dst, leader, clean(a.Error))
 		}
 		return fmt.Errorf("waiting for the leader %s, which has not put the route to %s yet", leader, dst)
 	}

@@ -243,6 +243,7 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 
 // follow applies what the store has answered about the leader.
 func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
+	leader = clean(leader)
 	e.mu.Lock()
 	before, was := errorText(e.err), e.inOrder
 	switch {

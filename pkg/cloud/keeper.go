@@ -275,7 +275,7 @@ func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, e
 	full := map[string]error{} // by table and family
 	for _, c := range changes(tables, p.wanted) {
 		if c.replaces() && c.was.serves(c.Target) && !k.answered() {
-			p.problems.add(c.Dst, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
+			p.problems.add(c.Dst, "leave route "+c.was.String(), errUnanswered)
 			continue
 		}
 		place := c.Table + " " + prefix.FamilyOf(c.Dst.Addr()).String()
@@ -287,10 +287,9 @@ func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, e
 			if quota, ok := errors.AsType[*QuotaError](err); ok && !c.replaces() {
 				full[place] = quota
 			}
-			err = fmt.Errorf("put route %s: %w", c.Route, err)
-			p.problems.add(c.Dst, err)
+			p.problems.add(c.Dst, "put route "+c.Route.String(), err)
 			if Transient(err) || k.All && Hopeless(err) {
-				return wrote, k.unlessOwn(c.Dst, err) // the next call would fail as well
+				return wrote, k.unlessOwn(c.Dst, fmt.Errorf("put route %s: %w", c.Route, err)) // the next call would fail as well
 			}
 			continue
 		}

@@ -154,6 +154,9 @@ func TestLeaderWithAFullTable(t *testing.T) {
 			t.Errorf("%d routes are in order, %d are not: %v", len(r.Routed), len(r.Unrouted), r.Unrouted)
 		}
 		b.expectResult("on the leader, which has a route", "", 0)
+		if all := b.keeper.Report().Unrouted; all[50].Reason != all[51].Reason {
+			t.Errorf("the reasons %q and %q, want one for all routes that the quota refuses", all[50].Reason, all[51].Reason)
+		}
 	})
 }
 

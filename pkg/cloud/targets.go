@@ -81,7 +81,7 @@ func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan,
 	for i, h := range hosts {
 		for _, dst := range h.Subnets {
 			if found[i].Err != nil {
-				p.problems.add(dst, found[i].Err)
+				p.problems.add(dst, "", found[i].Err)
 			} else {
 				p.wanted = append(p.wanted, want{Dst: dst, Target: found[i].Target, Other: true})
 			}
@@ -115,18 +115,29 @@ func lostTargets(tables []Table) map[string]bool {
 type problems []problem
 
 type problem struct {
-	dst netip.Prefix
-	err error
+	dst    netip.Prefix
+	action string // that has failed, which names the route; empty if it was none
+	err    error  // the same for all routes with the same problem, so that an announcement is short
 }
 
-func (p *problems) add(dst netip.Prefix, err error) { *p = append(*p, problem{dst, err}) }
+func (p *problems) add(dst netip.Prefix, action string, err error) {
+	*p = append(*p, problem{dst, action, err})
+}
+
+// full returns the error with the action.
+func (p problem) full() error {
+	if p.action == "" {
+		return p.err
+	}
+	return fmt.Errorf("%s: %w", p.action, p.err)
+}
 
 // of returns the problems with these destinations, or all of them if there are none.
 func (p problems) of(dsts []netip.Prefix) error {
 	var errs []error
 	for _, one := range p {
 		if len(dsts) == 0 || slices.Contains(dsts, one.dst) {
-			errs = append(errs, one.err)
+			errs = append(errs, one.full())
 		}
 	}
 	return oneline.Join(errs...)
