@@ -158,7 +158,7 @@ func (e *Elected) pause(fit bool) time.Duration {
 	return min(pause, e.reads.Next())
 }
 
-// lead writes the routes to all hosts until term ends, or this host turns out not to have the rights.
+// lead writes the routes to all hosts until term ends, or this host turns out not to be able to.
 func (e *Elected) lead(term context.Context, announce func(context.Context, json.RawMessage) error) {
 	term, resign := context.WithCancel(term)
 	defer resign()
@@ -187,7 +187,7 @@ func (e *Elected) lead(term context.Context, announce func(context.Context, json
 }
 
 // tell announces the result of each comparison of k until term ends. It returns if this host lacks
-// rights.
+// rights, or cannot join the cloud, which another host may have and can.
 func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, publish func(context.Context, json.RawMessage) error) {
 	name, _, _ := e.Election.Leader(term) // only for reports
 	e.mu.Lock()
@@ -217,7 +217,7 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 			told = string(text)
 			retry.Reset()
 		}
-		if Hopeless(err) {
+		if _, alone := errors.AsType[*joinError](err); Hopeless(err) || alone && !Transient(err) {
 			e.note(term, err)
 			return
 		}

@@ -84,13 +84,20 @@ func (v voter) Lead(ctx context.Context, lead func(context.Context, func(context
 // view is the cloud as a host sees it, which may lack rights.
 type view struct {
 	*cloudtest.Memory
-	self  string
-	lacks bool // used in Do
+	self     string
+	lacks    bool  // used in Do
+	unjoined error // used in Do; of Join
 }
 
-func (v *view) Join(context.Context) (string, error) { return v.self, nil }
+func (v *view) Join(context.Context) (target string, err error) {
+	v.Do(func() { target, err = v.self, v.unjoined })
+	return target, err
+}
 
 func (v *view) Check(ctx context.Context) error {
+	if _, err := v.Join(ctx); err != nil {
+		return err
+	}
 	if err := v.denied(); err != nil {
 		return err
 	}
@@ -286,6 +293,29 @@ func TestLeaderLosesItsRights(t *testing.T) {
 		n.expectLeader("after the rights are gone", 2)
 		n.expectWrites("after the rights are gone", 4)
 		n.expect("after the rights are gone", 1, "")
+	})
+}
+
+// TestLeaderCannotJoin expects that a leader which the cloud does not know any more makes way for another
+// host.
+func TestLeaderCannotJoin(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.start(1)
+		n.start(2)
+		n.Do(func() {
+			n.views[1].unjoined = errors.New("no network interface has an address of this host")
+			n.DeleteByHand("table-1", subnet(3))
+		})
+		n.after(2 * resync)
+		n.expectLeader("a leader that the cloud does not know", 2)
+		n.expectWrites("a leader that the cloud does not know", 4)
+		n.stops[2]()
+		n.hosts[2] = nil
+		n.after(time.Hour)
+		n.expect("without another host", 1, "no host writes the routes of the cloud, and this one cannot: ")
+		n.Do(func() { n.views[1].unjoined = nil })
+		n.after(time.Hour)
+		n.expectLeader("a host that was repaired", 1)
 	})
 }
 

@@ -58,6 +58,11 @@ const leastLasting = time.Second
 // given the subnet to it.
 var errUnanswered = errors.New("the datastore has not answered, and may have given the subnet to another host")
 
+// joinError is an error of Cloud.Join. Without that call a host cannot write any route.
+type joinError struct{ error }
+
+func (e *joinError) Unwrap() error { return e.error }
+
 // Peers are the other hosts that have a lease.
 type Peers struct {
 	Hosts    []Host
@@ -232,7 +237,7 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all error) {
 	target, err := k.Cloud.Join(ctx)
 	if err != nil {
-		err = fmt.Errorf("find this host in the cloud: %w", err)
+		err = &joinError{fmt.Errorf("find this host in the cloud: %w", err)}
 		return 0, err, err
 	}
 	tables, err := k.Cloud.Tables(ctx)
