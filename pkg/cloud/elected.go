@@ -103,6 +103,9 @@ func NewElected(c ElectedConfig) *Elected {
 func (e *Elected) Run(ctx context.Context) {
 	for first := true; ctx.Err() == nil; first = false {
 		leader, announced, err := e.Election.Leader(ctx)
+		if err == nil && leader != "" {
+			e.follow(leader, announced, nil) // the check of the rights may take long
+		}
 		fit := e.fit(ctx, first || err == nil && leader == "") == nil
 		// A daemon that was restarted may be the leader.
 		if fit && err == nil && (first || leader == "") {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // store is the store of a network whose hosts elect a leader. A term ends 20 seconds after the store has
@@ -85,8 +86,9 @@ func (v voter) Lead(ctx context.Context, lead func(context.Context, func(context
 type view struct {
 	*cloudtest.Memory
 	self     string
-	lacks    bool  // used in Do
-	unjoined error // used in Do; of Join
+	lacks    bool          // used in Do
+	unjoined error         // used in Do; of Join
+	checks   time.Duration // how long Check takes
 }
 
 func (v *view) Join(context.Context) (target string, err error) {
@@ -95,6 +97,9 @@ func (v *view) Join(context.Context) (target string, err error) {
 }
 
 func (v *view) Check(ctx context.Context) error {
+	if v.checks > 0 {
+		_ = wait.For(ctx, v.checks) // the end of ctx ends the check
+	}
 	if _, err := v.Join(ctx); err != nil {
 		return err
 	}
@@ -316,6 +321,21 @@ func TestLeaderCannotJoin(t *testing.T) {
 		n.Do(func() { n.views[1].unjoined = nil })
 		n.after(time.Hour)
 		n.expectLeader("a host that was repaired", 1)
+	})
+}
+
+// TestSlowCheck has a host that does not reach the API of the cloud. It is ready as soon as it knows its
+// route.
+func TestSlowCheck(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.start(1)
+		n.views[2].checks = time.Minute
+		n.start(2)
+		ctx, cancel := context.WithTimeout(n.Context(), time.Second)
+		defer cancel()
+		if _, err := n.hosts[2].Result(ctx); err != nil {
+			t.Error(err)
+		}
 	})
 }
 
