@@ -458,7 +458,7 @@ func (v *vpc) Check(ctx context.Context) error {
 		return err
 	}
 	var rights cloud.Rights
-	if v.own.SourceDestCheck || v.config.Writer == cloud.WriterLeader {
+	if v.own.SourceDestCheck {
 		if err := rights.Note(api.try(ctx, "ModifyNetworkInterfaceAttribute", checkOff(v.own))); err != nil {
 			return err
 		}
