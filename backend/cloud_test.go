@@ -10,7 +10,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestRefusedLeasesCount expects that a refused lease protects its route like any other.
+// TestRefusedLeasesCount expects that a refused lease protects its route like any other, and that a leader
+// can tell it from the others: it must not make routes for it, for example to all addresses.
 func TestRefusedLeasesCount(t *testing.T) {
 	address := netip.MustParseAddr("192.168.77.1")
 	l := &subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: address}}}
@@ -18,7 +19,7 @@ func TestRefusedLeasesCount(t *testing.T) {
 		{Leases: map[string]*subnet.Lease{"a": l}},
 		{Refused: func() []*subnet.Lease { return []*subnet.Lease{l} }},
 	} {
-		if got := cloudHosts(set); len(got) != 1 || !slices.Equal(got[0].Subnets, l.Subnets()) || !slices.Contains(got[0].Addresses, address) {
+		if got := cloudHosts(set); len(got) != 1 || got[0].Refused != (set.Refused != nil) || !slices.Equal(got[0].Subnets, l.Subnets()) || !slices.Contains(got[0].Addresses, address) {
 			t.Errorf("hosts %v, want the one with the lease", got)
 		}
 	}
