@@ -142,22 +142,6 @@ func TestGCELeader(t *testing.T) {
 	v.testLeader()
 }
 
-// TestAliVPCLeader is TestAWSVPCLeader with another cloud.
-//
-//stages:rest TestAWSVPCLeader shows the same with another cloud
-func TestAliVPCLeader(t *testing.T) {
-	t.Parallel()
-	newAli(t, 3, dual).testLeader()
-}
-
-// TestTencentVPCLeader is TestAWSVPCLeader with another cloud.
-//
-//stages:rest TestAWSVPCLeader shows the same with another cloud
-func TestTencentVPCLeader(t *testing.T) {
-	t.Parallel()
-	newTencent(t, 3).testLeader()
-}
-
 // TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. Nothing is lost
 // and nothing is removed. A host without rights says so while no other host leads.
 //

@@ -152,22 +152,6 @@ func TestGCEOverflow(t *testing.T) {
 	newOverflowBed(t, "gce", newGoogle()).testOverflow()
 }
 
-// TestAliVPCOverflow does the same in Alibaba Cloud.
-//
-//stages:rest TestAWSVPCOverflow shows the same with another cloud
-func TestAliVPCOverflow(t *testing.T) {
-	t.Parallel()
-	newOverflowBed(t, "ali-vpc", newAlibaba()).testOverflow()
-}
-
-// TestTencentVPCOverflow does the same in Tencent Cloud.
-//
-//stages:rest TestAWSVPCOverflow shows the same with another cloud
-func TestTencentVPCOverflow(t *testing.T) {
-	t.Parallel()
-	newOverflowBed(t, "tencent-vpc", newTencentCloud()).testOverflow()
-}
-
 // TestOverflowOutside has two hosts in a VPC, one in another VPC, and one outside of the cloud. The
 // routers know only the routes of the first VPC.
 func TestOverflowOutside(t *testing.T) {
