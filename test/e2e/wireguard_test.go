@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -385,11 +386,14 @@ func TestVMWireGuardClockStep(t *testing.T) {
 				t.Fatal(err)
 			}
 			pods := firstPods(l)
-			eventually(t, "the host behind the NAT reaches the other", func() error {
+			eventually(t, "the host behind the NAT reaches the other, which learns its port", func() error {
 				_, err := pods[1].Ping(testContext(t), pods[0].Addr(prefix.IPv4), ping.Options{})
+				if err == nil && !behindNAT(learnedEndpoint(t, open)) {
+					err = errors.New("the daemon has written the endpoint of the lease meanwhile: the next packet corrects it")
+				}
 				return err
 			})
-			learnt := expectLearnedEndpoint(t, open)
+			learnt := learnedEndpoint(t, open)
 			pause(t, 3*time.Second) // the daemon reads the device in this time
 			stepMachineClock(t, time.Hour)
 			defer stepMachineClock(t, -time.Hour)
@@ -426,16 +430,26 @@ func addNAT(t *testing.T, h *lab.Host) {
 		}`)
 }
 
-// expectLearnedEndpoint returns the endpoints of h, and fails the test unless one has a port of
-// the NAT.
-func expectLearnedEndpoint(t *testing.T, h *lab.Host) string {
+// expectLearnedEndpoint waits until h sends to a port of the NAT. Packets from behind it must be arriving.
+func expectLearnedEndpoint(t *testing.T, h *lab.Host) (learnt string) {
 	t.Helper()
-	learnt := wg(t, h, "show", "flannel-wg", "endpoints")
-	if !strings.Contains(learnt, ":40") {
-		t.Fatalf("%s sends to %q, want a port of the NAT", h.Name(), learnt)
-	}
+	eventually(t, h.Name()+" sends to a port of the NAT", func() error {
+		if learnt = learnedEndpoint(t, h); !behindNAT(learnt) {
+			return fmt.Errorf("it sends to %q", learnt)
+		}
+		return nil
+	})
 	return learnt
 }
+
+// learnedEndpoint returns the endpoint of the only peer of h.
+func learnedEndpoint(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	return wg(t, h, "show", "flannel-wg", "endpoints")
+}
+
+// behindNAT reports whether an endpoint has a port of addNAT.
+func behindNAT(endpoint string) bool { return strings.Contains(endpoint, ":40") }
 
 // TestUserspaceWireGuardPortInUse checks that the daemon exits with the reason if another
 // program listens on its UDP port.
