@@ -70,7 +70,7 @@ func testPSKRotation(t *testing.T, implementation string) {
 	give(one, oldPSK)
 	give(two, oldPSK)
 	startAll(t, l, lab.FlanneldOptions{})
-	flows := startFlows(t, l, 100)
+	flows := startFlows(t, l, 50)
 
 	give(one, newPSK)
 	expectLog(t, one.Daemon(), "the preshared key has changed")
@@ -113,7 +113,7 @@ func TestVMWireGuardInlinePSK(t *testing.T) {
 	}
 	l := newLab(t, lab.Config{Hosts: 2}, config(oldPSK))
 	startAll(t, l, lab.FlanneldOptions{})
-	flows := startFlows(t, l, 100)
+	flows := startFlows(t, l, 50)
 	for _, h := range l.Hosts() {
 		shell(t, h.Namespace, `ip neigh | sed -n 's/\(.* lladdr [^ ]*\) .*/ip neigh replace \1 nud permanent/p' | sh -e`)
 	}

@@ -352,7 +352,7 @@ func testWireGuardBehindNAT(t *testing.T, backend string) {
 	open, hidden := l.Host(1), l.Host(2)
 	addNAT(t, hidden)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
-	flows := startFlows(t, l, 100)
+	flows := startFlows(t, l, 50)
 	learnt := expectLearnedEndpoint(t, open)
 	// Other leases change meanwhile, so that the daemon checks all peers again.
 	c := etcdClient(t, l)

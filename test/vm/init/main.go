@@ -50,8 +50,8 @@ func run() error {
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
 		// An emulated CPU may stop for a second or two. The kernel drops the packets that come meanwhile if
-		// this queue, which has 1000 places by default, is full.
-		{"sysctl", "-qw", "net.core.netdev_max_backlog=100000"},
+		// this queue, which has 1000 places by default, is full. With 100,000 places the guest locked up.
+		{"sysctl", "-qw", "net.core.netdev_max_backlog=2000"},
 		{"modprobe", "tun"}, // not loaded on demand, because the device file exists only after loading
 	} {
 		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
