@@ -49,9 +49,11 @@ func run() error {
 	defer port.Close()
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
-		// An emulated CPU may stop for a second or two. The kernel drops the packets that come meanwhile if
-		// this queue, which has 1000 places by default, is full. With 100,000 places the guest locked up.
-		{"sysctl", "-qw", "net.core.netdev_max_backlog=2000"},
+		// An emulated CPU may stop for seconds. The kernel then takes a neighbour for dead, and drops packets
+		// to it, because three requests have no answer. New devices, also those of other network namespaces,
+		// get these values.
+		{"sysctl", "-qw", "net.ipv4.neigh.default.ucast_solicit=60", "net.ipv4.neigh.default.mcast_solicit=60",
+			"net.ipv6.neigh.default.ucast_solicit=60", "net.ipv6.neigh.default.mcast_solicit=60"},
 		{"modprobe", "tun"}, // not loaded on demand, because the device file exists only after loading
 	} {
 		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
