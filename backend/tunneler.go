@@ -21,6 +21,19 @@ type Tunneler interface {
 	Tunnel(f prefix.Family) firewall.Payload
 }
 
+// IPIPHolder is implemented by backends that may have a device of type ipip from the host's address to
+// any other. The kernel allows one such device for each address.
+type IPIPHolder interface {
+	// HoldsIPIP reports whether the backend has the device. It is pure.
+	HoldsIPIP() bool
+}
+
+// HoldsIPIP reports whether b has a device of type ipip from the host's address to any other.
+func HoldsIPIP(b Backend) bool {
+	h, ok := b.(IPIPHolder)
+	return ok && h.HoldsIPIP()
+}
+
 // Tunnels returns the tunnel packets of b that hosts accept without authenticating the
 // sender.
 func Tunnels(b Backend, f prefix.Family) []firewall.Payload {

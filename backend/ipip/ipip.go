@@ -81,6 +81,9 @@ func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: kinds[f].protocol}
 }
 
+// HoldsIPIP implements backend.IPIPHolder.
+func (*Backend) HoldsIPIP() bool { return true }
+
 // probeDevice is the name of a temporary device.
 const probeDevice = "flannel-try"
 

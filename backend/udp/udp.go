@@ -62,6 +62,9 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
+// HoldsIPIP implements backend.IPIPHolder. Mode auto uses user space if another device is there.
+func (b *Backend) HoldsIPIP() bool { return b.config.Mode == modeKernel }
+
 // LeaseType implements backend.LeaseTyper.
 func (*Backend) LeaseType() string { return "" }
 
