@@ -157,6 +157,17 @@ func runNetwork(t *testing.T, test func(*network)) {
 	})
 }
 
+// runLed runs test with a network that host 1 leads. Host 3 lacks rights. The other hosts have started too.
+func runLed(t *testing.T, others []int, test func(*network)) {
+	t.Helper()
+	runNetwork(t, func(n *network) {
+		n.views[3].lacks = true
+		n.start(1)
+		n.start(others...)
+		test(n)
+	})
+}
+
 // start starts hosts. Each knows the leases of all of them.
 func (n *network) start(hosts ...int) {
 	for _, i := range hosts {
@@ -217,10 +228,7 @@ func (n *network) expectLeader(what string, want int) {
 
 // TestOneHostWrites lets the leader end. The next one finds all routes in order.
 func TestOneHostWrites(t *testing.T) {
-	runNetwork(t, func(n *network) {
-		n.views[3].lacks = true
-		n.start(1)
-		n.start(2, 3)
+	runLed(t, []int{2, 3}, func(n *network) {
 		n.expectWrites("at the start", 3)
 		n.expectLeader("at the start", 1)
 		for i := 1; i <= 3; i++ {
@@ -287,9 +295,7 @@ func TestHostsWithoutRights(t *testing.T) {
 
 // TestLeaderLosesItsRights expects that a leader which lacks rights makes way for another host.
 func TestLeaderLosesItsRights(t *testing.T) {
-	runNetwork(t, func(n *network) {
-		n.start(1)
-		n.start(2)
+	runLed(t, []int{2}, func(n *network) {
 		n.Do(func() {
 			n.views[1].lacks = true
 			n.DeleteByHand("table-1", subnet(3))
@@ -304,9 +310,7 @@ func TestLeaderLosesItsRights(t *testing.T) {
 // TestLeaderCannotJoin expects that a leader which the cloud does not know any more makes way for another
 // host.
 func TestLeaderCannotJoin(t *testing.T) {
-	runNetwork(t, func(n *network) {
-		n.start(1)
-		n.start(2)
+	runLed(t, []int{2}, func(n *network) {
 		n.Do(func() {
 			n.views[1].unjoined = errors.New("no network interface has an address of this host")
 			n.DeleteByHand("table-1", subnet(3))
@@ -366,10 +370,7 @@ func TestElectionWithoutTheStore(t *testing.T) {
 // TestNewLeaderWithoutTheCloud has a leader that cannot read the tables. Hosts whose routes were in order
 // stay ready.
 func TestNewLeaderWithoutTheCloud(t *testing.T) {
-	runNetwork(t, func(n *network) {
-		n.views[3].lacks = true
-		n.start(1)
-		n.start(2, 3)
+	runLed(t, []int{2, 3}, func(n *network) {
 		n.Do(func() { n.Fails = cloud.ErrUnavailable })
 		n.stops[1]()
 		n.hosts[1] = nil
@@ -390,10 +391,7 @@ func TestNewLeaderWithoutTheCloud(t *testing.T) {
 // TestLeaderWithoutLeases has a leader whose store has not told the leases yet. It must not tell hosts with
 // routes that they have none.
 func TestLeaderWithoutLeases(t *testing.T) {
-	runNetwork(t, func(n *network) {
-		n.views[3].lacks = true
-		n.start(1)
-		n.start(2, 3)
+	runLed(t, []int{2, 3}, func(n *network) {
 		n.hosts[2].SetPeers(cloud.Peers{})
 		n.stops[1]()
 		n.hosts[1] = nil

@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
-	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -24,17 +23,6 @@ func leaseOf(n byte) subnet.Lease {
 	return subnet.Lease{Key: "10.5.1.0-24", Endpoints: []subnet.Endpoint{{PublicIP: netip.AddrFrom4([4]byte{192, 0, 2, n})}}}
 }
 
-// expectOver waits for the end of a term, and returns when that was.
-func expectOver(t *testing.T, term subnettest.Term) time.Time {
-	t.Helper()
-	select {
-	case <-term.Over:
-	case <-time.After(patience):
-		t.Fatal("the term does not end")
-	}
-	return time.Now()
-}
-
 // TestLeaderLosesTheStore cuts the leader off from the store. Its term must end before another node
 // becomes the leader, which must not take long.
 func TestLeaderLosesTheStore(t *testing.T) {
@@ -44,20 +32,7 @@ func TestLeaderLosesTheStore(t *testing.T) {
 	first := f.manager(t, func(c *Config) { c.Endpoints = []string{p.url()} })
 	term := subnettest.Lead(t, first, task, leaseOf(1))
 	p.stall()
-	start := time.Now()
-	over := make(chan time.Time, 1)
-	go func() { <-term.Over; over <- time.Now() }()
-	subnettest.Lead(t, f.manager(t), task, leaseOf(2))
-	took := time.Since(start)
-	select {
-	case ended := <-over:
-		t.Logf("the term has ended after %v, and the next one has begun after %v", ended.Sub(start), took)
-	default:
-		t.Error("two nodes are the leader")
-	}
-	if most := 2 * first.timing.leader; took > most {
-		t.Errorf("the next term has begun after %v, want at most %v", took, most)
-	}
+	term.ExpectTakeover(t, f.manager(t), leaseOf(2), 2*first.timing.leader)
 	p.cut() // so that the first manager does not wait for an answer
 }
 
@@ -82,7 +57,7 @@ func TestLeaderIsRestarted(t *testing.T) {
 	if err != nil || leader.Name != "192.0.2.1" || string(leader.Announced) != `{"of":"the next process"}` {
 		t.Errorf("error %v, want the next process to lead at once", err)
 	}
-	expectOver(t, killed)
+	killed.ExpectOver(t)
 }
 
 // TestLeaderKey expects that an operator can end a term by deleting the key, and that a key without an
@@ -98,7 +73,7 @@ func TestLeaderKey(t *testing.T) {
 		t.Errorf("the key is %s with the lease %x", value, lease)
 	}
 	f.delete(t, "leaders/"+task)
-	expectOver(t, term)
+	term.ExpectOver(t)
 	f.put(t, "leaders/"+task, "nonsense", f.grant(t, 60))
 	subnettest.ExpectLeader(t, m, task, subnet.Leader{Name: "a node that has written an unreadable value"})
 }

@@ -9,7 +9,6 @@ import (
 	"os"
 	"strings"
 	"testing"
-	"time"
 
 	"sigs.k8s.io/yaml"
 
@@ -33,20 +32,7 @@ func TestLeaderLosesTheAPI(t *testing.T) {
 		w.WriteHeader(http.StatusServiceUnavailable)
 		return true
 	})
-	start := time.Now()
-	over := make(chan time.Time, 1)
-	go func() { <-term.Over; over <- time.Now() }()
-	subnettest.Lead(t, f.manager(t, "node2"), task, subnet.Lease{Key: "node2"})
-	took := time.Since(start)
-	select {
-	case ended := <-over:
-		t.Logf("the term has ended after %v, and the next one has begun after %v", ended.Sub(start), took)
-	default:
-		t.Error("two nodes are the leader")
-	}
-	if most := 2 * first.timing.leader; took > most {
-		t.Errorf("the next term has begun after %v, want at most %v", took, most)
-	}
+	term.ExpectTakeover(t, f.manager(t, "node2"), subnet.Lease{Key: "node2"}, 2*first.timing.leader)
 }
 
 // TestLeaseOfTheLeader expects that a term survives a change of the Lease by another program, and ends
@@ -66,14 +52,6 @@ func TestLeaseOfTheLeader(t *testing.T) {
 		t.Helper()
 		f.do(t, http.MethodPatch, leasePath+"/flanneld-"+task, patch, sendMerge)
 	}
-	expectOver := func(term subnettest.Term) {
-		t.Helper()
-		select {
-		case <-term.Over:
-		case <-time.After(patience):
-			t.Fatal("the term does not end")
-		}
-	}
 
 	term := subnettest.Lead(t, m, task, own)
 	change(map[string]any{"metadata": map[string]any{"labels": map[string]string{"by": "operator"}}})
@@ -88,18 +66,18 @@ func TestLeaseOfTheLeader(t *testing.T) {
 	if err != nil || !begun {
 		t.Errorf("error %v, want the next process to lead at once", err)
 	}
-	expectOver(term)
+	term.ExpectOver(t)
 
 	term = subnettest.Lead(t, m, task, own)
 	change(map[string]any{"spec": map[string]string{"holderIdentity": "node9"}})
-	expectOver(term)
+	term.ExpectOver(t)
 	if l := read(); l.Spec.Holder != "node9" {
 		t.Errorf("the Lease is %+v, want it left to the other node", l)
 	}
 	f.do(t, http.MethodDelete, leasePath+"/flanneld-"+task, nil)
 	term = subnettest.Lead(t, m, task, own)
 	f.do(t, http.MethodDelete, leasePath+"/flanneld-"+task, nil)
-	expectOver(term)
+	term.ExpectOver(t)
 }
 
 // TestLeaderWithoutPermission expects errors that name the Lease and the cause.

@@ -20,6 +20,37 @@ type Term struct {
 	Announce subnet.Announce
 	Over     <-chan struct{} // closed when the store has ended the term
 	End      func()          // ends the term and waits for that
+	task     string
+}
+
+// ExpectOver waits until the store has ended the term.
+func (term Term) ExpectOver(t *testing.T) {
+	t.Helper()
+	select {
+	case <-term.Over:
+	case <-time.After(patience):
+		t.Fatal("the term does not end")
+	}
+}
+
+// ExpectTakeover makes next the leader after the node of the term has lost the store. The term must end
+// before next leads, which must take at most the time most.
+func (term Term) ExpectTakeover(t *testing.T, next subnet.Elector, own subnet.Lease, most time.Duration) {
+	t.Helper()
+	start := time.Now()
+	over := make(chan time.Time, 1)
+	go func() { <-term.Over; over <- time.Now() }()
+	Lead(t, next, term.task, own)
+	took := time.Since(start)
+	select {
+	case ended := <-over:
+		t.Logf("the term has ended after %v, and the next one has begun after %v", ended.Sub(start), took)
+	default:
+		t.Error("two nodes are the leader")
+	}
+	if took > most {
+		t.Errorf("the next term has begun after %v, want at most %v", took, most)
+	}
 }
 
 // Lead makes a node the leader, and waits up to the patience of the suite for that. The term ends with
@@ -48,7 +79,7 @@ func Lead(t *testing.T, m subnet.Elector, task string, own subnet.Lease) Term {
 	select {
 	case announce := <-begun:
 		t.Cleanup(end)
-		return Term{announce, over, func() {
+		return Term{Announce: announce, Over: over, task: task, End: func() {
 			end()
 			if err := <-done; err != nil {
 				t.Errorf("the term of node %s has ended with the error %v", own.Key, err)
