@@ -18,12 +18,14 @@ import (
 )
 
 // CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. All fields
-// but Overflow are required.
+// but AtOnce and Overflow are required.
 type CloudBackend struct {
 	Type  string // in the configuration; leases contain no type, like those of flannel
 	Env   Env
 	Cloud cloud.Cloud
 	Calls *cloud.Calls // of Cloud
+	// AtOnce is the most calls of Cloud.Put at the same time; 0 means 1.
+	AtOnce int
 	// Writer is cloud.WriterHost or cloud.WriterLeader.
 	Writer   string
 	Overflow Overflow
@@ -101,7 +103,8 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
 	keeper := cloud.KeeperConfig{
-		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, Connected: b.Env.Connected, Compared: n.Notify,
+		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, AtOnce: b.AtOnce,
+		Connected: b.Env.Connected, Compared: n.Notify,
 	}
 	r := &RouteKeeper{routes: cloud.NewKeeper(keeper), calls: b.Calls}
 	if b.Writer == cloud.WriterLeader {

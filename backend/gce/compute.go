@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"k8s.io/klog/v2"
 
@@ -36,6 +37,9 @@ type vpc struct {
 	table   string  // name of the VPC network; of the last Join or Check
 	network string  // the same with its project
 	own     string  // target of routes to this host; of the last Join or Check
+
+	// places is locked while one route makes place for another, so that no third one takes that place.
+	places sync.RWMutex
 }
 
 // find finds the VPC network of the external interface.
@@ -272,7 +276,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 		return fmt.Errorf("a route to %s in %s has the priority 0, which no other route can precede: remove it", want.Dst, v.table)
 	}
 	r := v.wanted(want, priority)
-	err = v.insert(ctx, r)
+	err = v.add(ctx, r)
 	if quota, full := errors.AsType[*cloud.QuotaError](err); full && !over(quota, all) {
 		old, err = v.exchange(ctx, old, r, err)
 	}
@@ -308,6 +312,13 @@ func over(quota *cloud.QuotaError, all []route) bool {
 	return quota.Limit > 0 && n > quota.Limit
 }
 
+// add inserts r, but not while another route makes place for one.
+func (v *vpc) add(ctx context.Context, r route) error {
+	v.places.RLock()
+	defer v.places.RUnlock()
+	return v.insert(ctx, r)
+}
+
 // exchange inserts r after a quota had no place for it: it deletes one of the old routes first. It chooses
 // one that leads to nowhere, or else to another target, so it never deletes the only route that is useful.
 // If the insertion fails nevertheless, it inserts the old one again. It returns the old routes that are
@@ -321,6 +332,8 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 		return old, full
 	}
 	former := old[i]
+	v.places.Lock()
+	defer v.places.Unlock()
 	deleted := v.delete(ctx, []route{former})
 	if deleted != nil && !cloud.Transient(deleted) {
 		return old, deleted

@@ -21,6 +21,10 @@ import (
 // Type is the backend's name in the configuration.
 const Type = "gce"
 
+// atOnce is the number of routes that a leader puts at once. A route takes more than a second. So the calls
+// stay below 1,500 a minute of each kind, which is the limit of a project, and leave some to others.
+const atOnce = 8
+
 // New is the backend's factory.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 	c, warnings, err := parseConfig(raw)
@@ -36,5 +40,5 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		cluster: c.Cluster, finds: c.Writer == cloud.WriterLeader, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, at, calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, AtOnce: atOnce, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil
 }

@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -199,13 +200,11 @@ func TestReplaceInAFullNetwork(t *testing.T) {
 // failing makes the nth call with that method of routes fail, after which the others pass again.
 func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) http.Handler {
 	return func(api http.Handler) http.Handler {
-		n := 0
+		var n atomic.Int64
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if r.Method == method && strings.Contains(r.URL.Path, "/global/routes") {
-				if n++; n == nth {
-					fail(w, r)
-					return
-				}
+			if r.Method == method && strings.Contains(r.URL.Path, "/global/routes") && n.Add(1) == int64(nth) {
+				fail(w, r)
+				return
 			}
 			api.ServeHTTP(w, r)
 		})
@@ -440,8 +439,6 @@ func TestInstanceThatCannotForward(t *testing.T) {
 	}
 }
 
-// TestAdoption expects that a route that leads to this host stays, even if another program has made
-// it.
 // TestLeader finds other hosts, as a leader does. It needs a right of its own for that. Instances of
 // other VPC networks may have the same addresses.
 func TestLeader(t *testing.T) {
@@ -489,6 +486,98 @@ func TestLeader(t *testing.T) {
 	}
 }
 
+// TestLeaderPutsManyRoutes has a leader that puts the routes of many hosts, several at once. One call may
+// fail in the middle, and then the next comparison puts what is missing.
+func TestLeaderPutsManyRoutes(t *testing.T) {
+	const hosts = 60
+	answer := func(status int, reason string) http.HandlerFunc {
+		return func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, `{"error":{"message":"No.","errors":[{"reason":"`+reason+`"}]}}`, status)
+		}
+	}
+	var s *gcetest.Server
+	for name, fail := range map[string]http.HandlerFunc{
+		"all calls succeed":         nil,
+		"a route is refused":        answer(http.StatusBadRequest, "resourceInUse"),
+		"the cloud does not answer": answer(http.StatusServiceUnavailable, "backendError"),
+		"too many calls":            answer(http.StatusForbidden, "rateLimitExceeded"),
+		"a permission is missing":   answer(http.StatusForbidden, "forbidden"),
+		"the token is not valid":    answer(http.StatusUnauthorized, "authError"),
+		"the answer does not arrive": func(_ http.ResponseWriter, r *http.Request) {
+			s.ServeHTTP(httptest.NewRecorder(), r)
+			panic(http.ErrAbortHandler)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			between := func(api http.Handler) http.Handler { return api }
+			if fail != nil {
+				between = failing(http.MethodPost, hosts/2, fail)
+			}
+			s = openBehind(t, between)
+			s.SetDelay(100 * time.Millisecond)
+			b := newBackend(t, `{"Writer":"leader"}`)
+			own := cloud.Host{Subnets: []netip.Prefix{dst}, Addresses: []netip.Addr{own4}}
+			peers := cloud.Peers{Complete: true}
+			for n := range hosts - 1 {
+				a := netip.AddrFrom4([4]byte{192, 168, 80, byte(n)})
+				s.AddInstance(100+n, a)
+				peers.Hosts = append(peers.Hosts, cloud.Host{Subnets: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(2 + n), 0}), 24)}, Addresses: []netip.Addr{a}})
+			}
+			connected := time.Now()
+			k := cloud.NewKeeper(cloud.KeeperConfig{
+				Cloud: b.Cloud, Own: own, All: true, AtOnce: b.AtOnce, Networks: b.Env.Config.Prefixes(), Resync: time.Minute,
+				Connected: func() time.Time { return connected }, Compared: func() {},
+			})
+			k.SetPeers(peers)
+			ctx, cancel := context.WithCancel(t.Context())
+			done := make(chan struct{})
+			go func() { defer close(done); k.Run(ctx) }()
+			defer func() { cancel(); <-done }()
+			waittest.Eventually(t, 20*time.Second, "routes", func() error {
+				if n := len(s.Forwarding(gcetest.Network)); n != hosts {
+					return fmt.Errorf("there are %d, want %d", n, hosts)
+				}
+				return nil
+			})
+			if n := s.Writes(); n != hosts {
+				t.Errorf("%d calls have written %d routes, want one call for each", n, hosts)
+			}
+			if n := s.Busiest(); n < 2 || n > atOnce {
+				t.Errorf("%d operations at the same time, want 2 to %d", n, atOnce)
+			}
+		})
+	}
+}
+
+// TestPlacesAreNotTaken replaces a route in a full network, while the routes of other hosts wait for a
+// place. None of them may take the place that the replacement makes.
+func TestPlacesAreNotTaken(t *testing.T) {
+	s := open(t)
+	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
+	s.SetQuota(1, false)
+	s.SetDelay(100 * time.Millisecond)
+	c := joined(t, `{"Writer":"leader"}`)
+	var wg sync.WaitGroup
+	for n := range 7 {
+		wg.Go(func() {
+			r := routeTo(self)
+			r.Dst = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(2 + n), 0}), 24)
+			for range 5 {
+				if err := c.Put(t.Context(), r, false); err == nil {
+					t.Errorf("%s has got a place", r)
+				}
+			}
+		})
+	}
+	if err := c.Put(t.Context(), routeTo(self), true); err != nil {
+		t.Error(err)
+	}
+	wg.Wait()
+	expectOnly(t, s, 1)
+}
+
+// TestAdoption expects that a route that leads to this host stays, even if another program has made
+// it.
 func TestAdoption(t *testing.T) {
 	for _, r := range []gcetest.Route{to("flannel-10-5-1-0-24", "", 1, 1000), to("by-hand", "made by an operator", 1, 700)} {
 		s := open(t)

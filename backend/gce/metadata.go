@@ -14,6 +14,7 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"cloud.google.com/go/compute/metadata"
@@ -61,7 +62,7 @@ func confidential(text string) bool {
 // connect returns a client for the instance of this host.
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
 	c := &client{
-		endpoints: at, http: transport.NewClient(), calls: calls,
+		identity: identity{service: newService()}, endpoints: at, http: transport.NewClient(), calls: calls,
 		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
 	}
 	for _, value := range []struct {
@@ -78,19 +79,23 @@ func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, er
 	return c, nil
 }
 
-// identity is what the metadata service knows about this host. The zero identity is usable.
+// identity is what the metadata service knows about this host. It is safe for concurrent use.
 type identity struct {
 	service *metadata.Client
-	token   string
-	until   time.Time // of token
+
+	mu    sync.Mutex // locked while a token is read
+	token string
+	until time.Time // of token
+}
+
+// newService returns a client of the metadata service, without a proxy. A connection that is kept would
+// outlive the client, and be used once in a resync period.
+func newService() *metadata.Client {
+	return metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 }
 
 // read returns a value of the metadata service.
 func (i *identity) read(ctx context.Context, name string) (string, error) {
-	if i.service == nil {
-		// Without a proxy. A connection that is kept would outlive this client, and be used once in a resync period.
-		i.service = metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
-	}
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
 	text, err := i.service.GetWithContext(ctx, name)
@@ -111,6 +116,8 @@ const account = "instance/service-accounts/default/"
 
 // bearer returns a token of the service account of the instance.
 func (i *identity) bearer(ctx context.Context) (string, error) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
 	if i.token != "" && time.Now().Before(i.until) {
 		return i.token, nil
 	}
@@ -128,6 +135,13 @@ func (i *identity) bearer(ctx context.Context) (string, error) {
 	// The metadata service replaces a token some minutes before it expires.
 	i.token, i.until = answer.Token, time.Now().Add(time.Duration(answer.Seconds)*time.Second-tokenReserve)
 	return i.token, nil
+}
+
+// forget makes bearer ask for a new token.
+func (i *identity) forget() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.token = ""
 }
 
 // withoutAccount explains the error about metadata of the service account that do not exist.

@@ -66,7 +66,7 @@ func (c *client) call(ctx context.Context, r request, answer any) error {
 	return c.calls.Make(ctx, r.name, r.name, func() error {
 		err := c.once(ctx, r, answer)
 		if isStatus(err, http.StatusUnauthorized) {
-			c.token = ""
+			c.forget()
 			err = c.once(ctx, r, answer)
 		}
 		if isStatus(err, http.StatusUnauthorized) {

@@ -6,8 +6,8 @@
 //   - cloud.go is the contract: the Cloud interface with its errors, which each cloud
 //     implements. The suite in cloudtest checks the implementations.
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
-//   - keeper.go is the loop that reads the tables and makes the calls. targets.go finds where routes to
-//     other hosts lead. report.go is what the loop reports.
+//   - keeper.go is the loop that reads the tables and removes routes, and put.go puts them. targets.go
+//     finds where routes to other hosts lead. report.go is what the loop reports.
 //   - elected.go makes one host write the routes to all hosts, and announcement.go is what it tells the
 //     others. writer.go is the choice between that and a keeper on each host.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
@@ -78,8 +78,9 @@ func (t Table) Count(f prefix.Family) (n int) {
 	return n
 }
 
-// Cloud is the API of a cloud, seen by one host and for the tables of one network. Its methods
-// are called from one goroutine. Their errors wrap those of this package where they apply, and
+// Cloud is the API of a cloud, seen by one host and for the tables of one network. One method is
+// called at a time, but Put several times at once with different routes if KeeperConfig.AtOnce
+// permits that. Their errors wrap those of this package where they apply, and
 // never contain secrets.
 type Cloud interface {
 	// Join finds this host in the cloud and makes the cloud pass it packets with foreign

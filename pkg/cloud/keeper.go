@@ -16,7 +16,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -71,13 +70,14 @@ type Peers struct {
 	Unreadable bool
 }
 
-// KeeperConfig configures a Keeper. All fields but All are required.
+// KeeperConfig configures a Keeper. All fields but All and AtOnce are required.
 type KeeperConfig struct {
 	Cloud    Cloud
 	Own      Host
 	All      bool           // the keeper writes the routes to all hosts, and not only to this one
 	Networks []netip.Prefix // removals are limited to routes in them
 	Resync   time.Duration  // time between two comparisons if nothing happens
+	AtOnce   int            // most calls of Cloud.Put at the same time; 0 means 1
 	// Connected returns the time since which the store is connected; zero if it is not.
 	Connected func() time.Time
 	// Compared is called after each comparison, and must not block.
@@ -265,122 +265,6 @@ func earlier(a, b time.Duration) time.Duration {
 		return b
 	}
 	return a
-}
-
-// progress is the number of routes to other hosts after which the report is renewed: the calls for all
-// of them may take minutes.
-const progress = 20
-
-// put makes the calls for the wanted routes. It updates tables, and adds the problems of p. A table that
-// refuses a route does not affect the others. err is the error after which put has made no further
-// calls, if it is not about the own routes.
-func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, err error) {
-	before := k.right
-	k.right = present(tables, p.wanted)
-	full := map[string]error{} // by table and family
-	for _, c := range changes(tables, p.wanted) {
-		if c.replaces() && c.was.serves(c.Target) && !k.answered() {
-			p.problems.add(c.Dst, "leave route "+c.was.String(), errUnanswered)
-			continue
-		}
-		place := c.Table + " " + prefix.FamilyOf(c.Dst.Addr()).String()
-		err := full[place]
-		if err == nil || c.replaces() {
-			err = explainQuota(k.call(ctx, c), c.Route, tables)
-		}
-		if err != nil {
-			if quota, ok := errors.AsType[*QuotaError](err); ok && !c.replaces() {
-				full[place] = quota
-			}
-			p.problems.add(c.Dst, "put route "+c.Route.String(), err)
-			if Transient(err) || k.All && Hopeless(err) {
-				return wrote, k.unlessOwn(c.Dst, fmt.Errorf("put route %s: %w", c.Route, err)) // the next call would fail as well
-			}
-			continue
-		}
-		wrote++
-		if before[c.Route] {
-			k.mu.Lock()
-			k.repaired++
-			k.mu.Unlock()
-		}
-		update(tables, c)
-		if log := klog.FromContext(ctx); c.replaces() {
-			log.Info("replaced a route of the cloud", "route", c.Route.String(), "was", c.was.String())
-		} else {
-			log.Info("added a route to the cloud", "route", c.Route.String())
-		}
-		if k.All && wrote%progress == 0 {
-			k.note(tables, p, errors.New("the comparison is in progress"))
-			k.Compared()
-		}
-	}
-	return wrote, nil
-}
-
-// unlessOwn returns err unless dst is an own subnet, whose problems count anyway.
-func (k *Keeper) unlessOwn(dst netip.Prefix, err error) error {
-	if slices.Contains(k.Own.Subnets, dst) {
-		return nil
-	}
-	return err
-}
-
-// call makes the call for c. If there is a route that the tables did not show, it may lead to
-// another host, like one that they showed.
-func (k *Keeper) call(ctx context.Context, c change) error {
-	err := k.Cloud.Put(ctx, c.Route, c.replaces())
-	switch {
-	case !errors.Is(err, ErrExists):
-		return err
-	case !k.answered():
-		return fmt.Errorf("%w: %w", err, errUnanswered)
-	}
-	return k.Cloud.Put(ctx, c.Route, true)
-}
-
-// present returns the wanted routes that the tables have.
-func present(tables []Table, wanted []want) map[Route]bool {
-	right := map[Route]bool{}
-	for _, t := range tables {
-		all := map[Route]bool{}
-		for _, w := range wanted {
-			all[w.in(t.ID)] = true
-		}
-		for _, r := range t.Routes {
-			if all[r] {
-				right[r] = true
-			}
-		}
-	}
-	return right
-}
-
-// explainQuota adds the number of routes that the table has in the family of r to an error about
-// its quota.
-func explainQuota(err error, r Route, tables []Table) error {
-	quota, ok := errors.AsType[*QuotaError](err)
-	if !ok || quota.Limit > 0 {
-		return err
-	}
-	for _, t := range tables {
-		if t.ID == quota.Table {
-			return &QuotaError{Table: t.ID, Limit: t.Count(prefix.FamilyOf(r.Dst.Addr())), Quota: quota.Quota}
-		}
-	}
-	return err
-}
-
-// update makes a change in the copy of the tables.
-func update(tables []Table, c change) {
-	for i := range tables {
-		t := &tables[i]
-		if t.ID != c.Table {
-			continue
-		}
-		t.Routes = slices.DeleteFunc(t.Routes, func(r Route) bool { return r.Dst == c.Dst && r.replaceable() })
-		t.Routes = append(t.Routes, c.Route)
-	}
 }
 
 // sweep removes the routes of hosts that are gone. A route must be without a lease for the grace

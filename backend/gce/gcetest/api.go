@@ -347,6 +347,13 @@ func (s *Server) changing(route string) bool {
 func (s *Server) begin(route string, apply func() *failure) any {
 	op := &operation{name: fmt.Sprintf("operation-%d", len(s.operations)+1), route: route, apply: apply, at: time.Now().Add(s.delay)}
 	s.operations = append(s.operations, op)
+	running := 0
+	for _, op := range s.operations {
+		if op.apply != nil {
+			running++
+		}
+	}
+	s.busiest = max(s.busiest, running)
 	return map[string]any{"kind": "compute#operation", "name": op.name, "status": "PENDING"}
 }
 

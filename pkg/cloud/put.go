@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// progress is the number of routes to other hosts after which the report is renewed: the calls for all
+// of them may take minutes.
+const progress = 20
+
+// puts makes the calls of one comparison for the wanted routes. Several calls may be in progress, but
+// only one goroutine uses the fields.
+type puts struct {
+	*Keeper
+	tables  []Table
+	planned *plan
+	before  map[Route]bool   // wanted routes that the reading before this one has shown
+	full    map[string]error // by table and family
+	results chan putResult
+	running int // calls in progress
+	wrote   int
+	stopped bool  // further calls would fail as well
+	reason  error // for that; nil if it is about the own routes
+}
+
+// putResult is the result of the call for a change.
+type putResult struct {
+	change
+	err error
+}
+
+// put makes the calls for the wanted routes. It updates tables, and adds the problems of p. A table that
+// refuses a route does not affect the others. err is the error after which put has begun no further
+// calls, if it is not about the own routes.
+func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, err error) {
+	s := &puts{Keeper: k, tables: tables, planned: p, before: k.right, full: map[string]error{}, results: make(chan putResult)}
+	k.right = present(tables, p.wanted)
+	for _, c := range changes(tables, p.wanted) {
+		if s.running == max(k.AtOnce, 1) {
+			s.finish(ctx)
+		}
+		if s.stopped {
+			break
+		}
+		s.begin(ctx, c)
+	}
+	for s.running > 0 {
+		s.finish(ctx)
+	}
+	return s.wrote, s.reason
+}
+
+// place returns the table and family of a route, which have a quota.
+func place(r Route) string { return r.Table + " " + prefix.FamilyOf(r.Dst.Addr()).String() }
+
+// begin begins the call for a change, unless the change may not be made or there is no place for it.
+func (s *puts) begin(ctx context.Context, c change) {
+	if c.replaces() && c.was.serves(c.Target) && !s.answered() {
+		s.planned.problems.add(c.Dst, "leave route "+c.was.String(), errUnanswered)
+		return
+	}
+	if full := s.full[place(c.Route)]; full != nil && !c.replaces() {
+		s.planned.problems.add(c.Dst, "put route "+c.Route.String(), full)
+		return
+	}
+	s.running++
+	go func() { s.results <- putResult{c, s.call(ctx, c)} }()
+}
+
+// finish waits for the end of a call, and records its result.
+func (s *puts) finish(ctx context.Context) {
+	r := <-s.results
+	s.running--
+	if r.err != nil {
+		s.fail(r.change, explainQuota(r.err, r.Route, s.tables))
+		return
+	}
+	s.wrote++
+	if s.before[r.Route] {
+		s.mu.Lock()
+		s.repaired++
+		s.mu.Unlock()
+	}
+	update(s.tables, r.change)
+	if log := klog.FromContext(ctx); r.replaces() {
+		log.Info("replaced a route of the cloud", "route", r.Route.String(), "was", r.was.String())
+	} else {
+		log.Info("added a route to the cloud", "route", r.Route.String())
+	}
+	if s.All && s.wrote%progress == 0 {
+		s.note(s.tables, s.planned, errors.New("the comparison is in progress"))
+		s.Compared()
+	}
+}
+
+// fail records the error of the call for a change.
+func (s *puts) fail(c change, err error) {
+	if quota, ok := errors.AsType[*QuotaError](err); ok && !c.replaces() {
+		s.full[place(c.Route)] = quota
+	}
+	s.planned.problems.add(c.Dst, "put route "+c.Route.String(), err)
+	if !Transient(err) && (!s.All || !Hopeless(err)) {
+		return
+	}
+	s.stopped = true
+	if s.reason == nil && !slices.Contains(s.Own.Subnets, c.Dst) { // the problems of own subnets count anyway
+		s.reason = fmt.Errorf("put route %s: %w", c.Route, err)
+	}
+}
+
+// call makes the call for c. If there is a route that the tables did not show, it may lead to
+// another host, like one that they showed.
+func (k *Keeper) call(ctx context.Context, c change) error {
+	err := k.Cloud.Put(ctx, c.Route, c.replaces())
+	switch {
+	case !errors.Is(err, ErrExists):
+		return err
+	case !k.answered():
+		return fmt.Errorf("%w: %w", err, errUnanswered)
+	}
+	return k.Cloud.Put(ctx, c.Route, true)
+}
+
+// present returns the wanted routes that the tables have.
+func present(tables []Table, wanted []want) map[Route]bool {
+	right := map[Route]bool{}
+	for _, t := range tables {
+		all := map[Route]bool{}
+		for _, w := range wanted {
+			all[w.in(t.ID)] = true
+		}
+		for _, r := range t.Routes {
+			if all[r] {
+				right[r] = true
+			}
+		}
+	}
+	return right
+}
+
+// explainQuota adds the number of routes that the table has in the family of r to an error about
+// its quota.
+func explainQuota(err error, r Route, tables []Table) error {
+	quota, ok := errors.AsType[*QuotaError](err)
+	if !ok || quota.Limit > 0 {
+		return err
+	}
+	for _, t := range tables {
+		if t.ID == quota.Table {
+			return &QuotaError{Table: t.ID, Limit: t.Count(prefix.FamilyOf(r.Dst.Addr())), Quota: quota.Quota}
+		}
+	}
+	return err
+}
+
+// update makes a change in the copy of the tables.
+func update(tables []Table, c change) {
+	for i := range tables {
+		t := &tables[i]
+		if t.ID != c.Table {
+			continue
+		}
+		t.Routes = slices.DeleteFunc(t.Routes, func(r Route) bool { return r.Dst == c.Dst && r.replaceable() })
+		t.Routes = append(t.Routes, c.Route)
+	}
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud_test
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// slow is a cloud in memory in which each call of Put takes a second. Tests use its fields in Do.
+type slow struct {
+	*cloudtest.Memory
+	fails         error // result of the 41st call of Put
+	puts          []int // calls of Put, by the number of the comparison
+	routes        []int // in the table at the begin of each comparison
+	running, most int   // calls of Put at the same time, and the highest number of those
+}
+
+func (s *slow) Tables(ctx context.Context) ([]cloud.Table, error) {
+	s.Do(func() { s.puts, s.routes = append(s.puts, 0), append(s.routes, len(s.Tabs[0].Routes)) })
+	return s.Memory.Tables(ctx)
+}
+
+func (s *slow) Put(ctx context.Context, r cloud.Route, replace bool) (err error) {
+	s.Do(func() {
+		s.puts[len(s.puts)-1]++
+		all := 0
+		for _, n := range s.puts {
+			all += n
+		}
+		if all == 41 {
+			err = s.fails
+		}
+		s.running++
+		s.most = max(s.most, s.running)
+	})
+	defer s.Do(func() { s.running-- })
+	if wait.For(ctx, time.Second) != nil {
+		return cloud.ErrUnavailable
+	}
+	if err != nil {
+		return err
+	}
+	return s.Memory.Put(ctx, r, replace)
+}
+
+// TestSeveralRoutesAtOnce has a leader that puts the routes of 99 other hosts. The 40th call for them may
+// fail. Calls that have begun by then are not lost.
+func TestSeveralRoutesAtOnce(t *testing.T) {
+	missing := &cloud.MissingError{Permissions: []string{"memory:put"}, Page: "page.md"}
+	for name, test := range map[string]struct {
+		atOnce        int
+		fails         error
+		quota         int
+		least, most   int // calls of the comparison with the other hosts
+		routes, later int // after that comparison, and an hour later
+	}{
+		"one at a time":                  {0, nil, 0, 99, 99, 100, 100},
+		"one at a time, no answer":       {0, cloud.ErrUnavailable, 0, 40, 40, 40, 100},
+		"one at a time, a quota":         {0, nil, 40, 40, 40, 40, 40},
+		"eight":                          {8, nil, 0, 99, 99, 100, 100},
+		"eight, a route is refused":      {8, errors.New("the route is not valid"), 0, 99, 99, 99, 100},
+		"eight, no answer":               {8, cloud.ErrUnavailable, 0, 40, 47, 40, 100},
+		"eight, too many calls":          {8, cloud.ErrThrottled, 0, 40, 47, 40, 100},
+		"eight, a permission is missing": {8, missing, 0, 40, 47, 40, 100},
+		"eight, a quota":                 {8, nil, 40, 40, 47, 40, 40},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var s *slow
+			configure := func(c *cloud.KeeperConfig) {
+				s = &slow{Memory: c.Cloud.(*cloudtest.Memory), fails: test.fails}
+				c.Cloud, c.All, c.AtOnce = s, true, test.atOnce
+			}
+			runWith(t, configure, func(b *bed) {
+				p := cloud.Peers{Complete: true}
+				b.Do(func() {
+					b.Quota = test.quota
+					for n := 2; n <= 100; n++ {
+						b.Hosts[target(n)] = []netip.Addr{address(n)}
+						p.Hosts = append(p.Hosts, lease(n))
+					}
+				})
+				b.keeper.SetPeers(p) // during the first comparison, which is about the own route
+				b.hour()
+				b.Do(func() {
+					if n := s.puts[1]; n < test.least || n > test.most {
+						t.Errorf("%d calls, want %d to %d", n, test.least, test.most)
+					}
+					if n := s.routes[2]; n < test.routes {
+						t.Errorf("%d routes after the first comparison with the other hosts, want at least %d", n, test.routes)
+					}
+					if n := len(b.Tabs[0].Routes); n != test.later || len(b.Writes) != test.later {
+						t.Errorf("%d routes by %d writes an hour later, want %d", n, len(b.Writes), test.later)
+					}
+					if want := max(test.atOnce, 1); s.most != want {
+						t.Errorf("up to %d calls at the same time, want %d", s.most, want)
+					}
+				})
+			})
+		})
+	}
+}
