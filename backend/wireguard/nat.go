@@ -155,30 +155,35 @@ func (n *network) worthSharing(endpoint netip.AddrPort) bool {
 	return n.reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
-// share publishes the own lease if this host should share other endpoints. It must follow a pass that has
-// read all devices. It returns the time after which to ask again; zero if there is nothing to publish.
-func (n *network) share(ctx context.Context, p pass) (again time.Duration) {
-	s := &n.nat.sharer
-	if s.interval == 0 || !p.set.Complete {
+// offerShared decides whether this host should share other endpoints. It must follow a pass that has read all
+// devices. It returns the time after which to ask again; zero if there is nothing to publish.
+func (n *network) offerShared(p pass) (again time.Duration) {
+	if n.nat.sharer.interval == 0 || !p.set.Complete {
 		return 0
 	}
 	var seen []observations
 	for _, d := range n.devices {
 		seen = append(seen, d.seen)
 	}
-	write, again := s.due(p.now.steady, len(p.set.Leases), seen, &n.nat.shared)
-	if write {
-		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(s.published))
-		published := s.published
-		n.Backend.shared.Store(&published)
-		n.nat.republish.Send()
+	return n.nat.sharer.offer(p.now.steady, len(p.set.Leases), seen, &n.nat.shared)
+}
+
+// share publishes the own lease if the last reading of all devices has shown that this host should share other
+// endpoints, and what other hosts share by now has not changed that.
+func (n *network) share(ctx context.Context, p pass) {
+	s := &n.nat.sharer
+	if !p.set.Complete || !s.due(p.now.steady, len(p.set.Leases), &n.nat.shared) {
+		return
 	}
-	return again
+	klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(s.published))
+	published := s.published
+	n.Backend.shared.Store(&published)
+	n.nat.republish.Send()
 }
 
 // followPeers does after a pass without an error what peers behind NAT need, and decides when to read the
 // devices again. wrote is set if the pass has changed a peer.
-func (n *network) followPeers(ctx context.Context, p pass, wrote bool) {
+func (n *network) followPeers(p pass, wrote bool) {
 	by, now := n.nat.readBy, p.now.steady
 	within := func(pause time.Duration) {
 		if at := now + pause; pause > 0 && (by == 0 || at < by) {
@@ -195,7 +200,7 @@ func (n *network) followPeers(ctx context.Context, p pass, wrote bool) {
 		by, n.nat.news = 0, false
 		needed = needed || !n.nat.shared.empty()
 		n.names.retain(func(host string) bool { return named[host] })
-		within(n.share(ctx, p))
+		within(n.offerShared(p))
 		for _, d := range n.devices {
 			within(d.trials.pause(now))
 		}

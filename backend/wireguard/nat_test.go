@@ -142,6 +142,39 @@ func TestShareTheEndpointOfAPeer(t *testing.T) {
 	}
 }
 
+// TestSharingIsDecidedAgain lets three other hosts share the endpoint of a peer after the pass in which this
+// host has decided to share it. It must notice that before it writes.
+func TestSharingIsDecidedAgain(t *testing.T) {
+	const seen = "192.168.78.7:40002"
+	for _, others := range []bool{false, true} {
+		h := newNATHost(t, host(t, 1, 1))
+		leases := []*subnet.Lease{host(t, 2, 2), host(t, 3, 3), host(t, 4, 4), host(t, 5, 5)}
+		h.sync(t, time.Second, leases...)
+		for i := 0; h.nat.sharer.offered == nil; i++ {
+			h.session(2, seen)
+			o, err := h.Sync(t.Context(), set([]string{}, leases...))
+			if err != nil || i == 100 {
+				t.Fatalf("after %d passes the host has nothing to share, error %v", i, err)
+			}
+			h.pass(min(o.Again, time.Minute))
+		}
+		if h.asked() {
+			t.Fatal("the host writes its lease before it has decided again")
+		}
+		if others {
+			for i := byte(3); i <= 5; i++ {
+				leases[i-2] = hostThatShares(t, i, "2 "+seen)
+			}
+		}
+		if _, err := h.Sync(t.Context(), set([]string{"host3", "host4", "host5"}, leases...)); err != nil {
+			t.Fatal(err)
+		}
+		if asked, got := h.asked(), h.published(t); asked == others || len(got) > 0 == others {
+			t.Errorf("others share it: %v; the host writes its lease: %v, with %v", others, asked, got)
+		}
+	}
+}
+
 // TestPeersWithoutNATCostNothing expects that the network asks for only one pass after the first, in
 // which it reads its devices.
 func TestPeersWithoutNATCostNothing(t *testing.T) {

@@ -141,6 +141,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	n.noteShared(set)
 	now := n.now()
 	p := pass{set, now, n.readingDue(now.steady)}
+	n.share(ctx, p) // before the devices are read, which may take long
 	waiting, wrote := 0, false
 	var errs []error
 	for _, d := range n.devices {
@@ -157,7 +158,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		return repaired, err
 	}
 	n.secret.setWaiting(ctx, waiting, set.Complete)
-	n.followPeers(ctx, p, wrote)
+	n.followPeers(p, wrote)
 	return repaired, nil
 }
 

@@ -68,8 +68,9 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 type sharer struct {
 	interval  time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
 	published sharedEndpoints
-	allowed   time.Duration // when the lease may be written again, on the steady clock
-	planned   time.Duration // when it will be; zero if there is nothing to write
+	allowed   time.Duration   // when the lease may be written again, on the steady clock
+	planned   time.Duration   // when it will be; zero if there is nothing to write
+	offered   sharedEndpoints // written to the lease next; nil if there is nothing to write yet
 }
 
 // pause returns the minimum time between two writes of a host in a network with that many hosts.
@@ -118,24 +119,43 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 	return want
 }
 
-// due reports whether the lease has to be written at the time now. It then has s.published. again is
-// the time after which to ask again; zero if there is nothing to write. Hosts that see the same peer
-// write at different times, so that the last ones see that there are enough.
-func (s *sharer) due(now time.Duration, hosts int, seen []observations, others *sharedIndex) (write bool, again time.Duration) {
+// offer decides by what the devices have shown at the time now what this host shares, and offers it when it
+// is the turn of this host. again is the time after which to ask again; zero if there is nothing to write.
+// Hosts that see the same peer write at different times, so that the last ones see that there are enough.
+func (s *sharer) offer(now time.Duration, hosts int, seen []observations, others *sharedIndex) (again time.Duration) {
 	want := s.wanted(now, seen, others)
+	s.offered = nil
 	if maps.Equal(want, s.published) {
 		s.planned = 0
-		return false, 0
+		return 0
 	}
-	pause := s.pause(hosts)
 	if s.planned == 0 {
-		s.planned = max(now, s.allowed) + rand.N(pause/2+1)
+		s.planned = max(now, s.allowed) + rand.N(s.pause(hosts)/2+1)
 	}
 	if now < s.planned {
-		return false, s.planned - now
+		return s.planned - now
 	}
-	s.published, s.planned, s.allowed = want, 0, now+pause
-	return true, 0
+	s.offered = want
+	return leastReadPause
+}
+
+// due reports whether the lease has to be written at the time now. It then has s.published. Reading
+// devices with thousands of peers takes time, in which other hosts may have shared the endpoints that were
+// offered. So due decides again, by what others share now, about those that the lease does not have.
+func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
+	if s.offered == nil {
+		return false
+	}
+	want := s.offered
+	s.offered, s.planned = nil, 0
+	maps.DeleteFunc(want, func(of sharedEndpoint, endpoint netip.AddrPort) bool {
+		return s.published[of] != endpoint && others.hosts(of, endpoint) >= enoughHosts
+	})
+	if maps.Equal(want, s.published) {
+		return false
+	}
+	s.published, s.allowed = want, now+s.pause(hosts)
+	return true
 }
 
 // worthSharing reports whether other hosts may reach a peer at endpoint. own is the public address of

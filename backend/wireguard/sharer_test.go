@@ -98,6 +98,50 @@ func TestSharersOfOnePeer(t *testing.T) {
 	}
 }
 
+// TestSharersDecideAgain has hosts that begin to share two endpoints after a host has offered them, and before
+// it writes. It must leave out those that enough others share, and write nothing if none is left.
+func TestSharersDecideAgain(t *testing.T) {
+	both := []string{"2 203.0.113.2:2", "3 203.0.113.3:3"}
+	for name, tt := range map[string]struct {
+		published, others []string // others is what each of three hosts shares
+		want              []string
+		write             bool
+	}{
+		"nobody else":                 {nil, nil, both, true},
+		"others share one of them":    {nil, both[:1], both[1:], true},
+		"others share both":           {nil, both, nil, false},
+		"others share another port":   {nil, []string{"2 203.0.113.2:9"}, both, true},
+		"the lease has one":           {both[:1], both, both[:1], false},
+		"the lease has a former port": {[]string{"2 203.0.113.2:9"}, both, nil, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, others := sharer{interval: time.Minute, published: sharing(t, tt.published...)}, sharedIndex{}
+			offer := func(now time.Duration) (again time.Duration) {
+				device := observations{}
+				for i := byte(2); i <= 3; i++ {
+					device[key(i)] = observation{endpoint: netip.AddrPortFrom(netip.AddrFrom4([4]byte{203, 0, 113, i}), uint16(i)), last: now}
+				}
+				return s.offer(now, 10, []observations{device}, &others)
+			}
+			now := time.Hour
+			offer(now) // now the turn of the host is known
+			now += s.interval
+			if again := offer(now); again != leastReadPause {
+				t.Fatalf("when it is the turn of the host, the next pass is after %s, want %s", again, leastReadPause)
+			}
+			for _, lease := range []string{"a", "b", "c"} {
+				others.set(lease, sharing(t, tt.others...))
+			}
+			if write := s.due(now, 10, &others); write != tt.write || !maps.Equal(s.published, sharing(t, tt.want...)) {
+				t.Errorf("it writes: %v, with %v, want %v, with %v", write, s.published, tt.write, tt.want)
+			}
+			if offer(now) != 0 || s.due(now, 10, &others) {
+				t.Error("it wants to write again")
+			}
+		})
+	}
+}
+
 // TestMostSharedEndpoints expects that a host which sees many peers keeps sharing those that it shares.
 func TestMostSharedEndpoints(t *testing.T) {
 	device := observations{}
@@ -125,7 +169,8 @@ func TestWritesAreLimited(t *testing.T) {
 		var last time.Duration
 		for now < 2*time.Hour {
 			seen := []observations{{key(2): {endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(now/time.Second)), last: now}}}
-			if write, _ := s.due(now, hosts, seen, &sharedIndex{}); write {
+			s.offer(now, hosts, seen, &sharedIndex{})
+			if s.due(now, hosts, &sharedIndex{}) {
 				if last != 0 && now-last < s.pause(hosts) {
 					t.Errorf("two writes within %s, want at least %s between them", now-last, s.pause(hosts))
 				}
