@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -59,6 +60,15 @@ func (o *Overflow) UnmarshalJSON(raw []byte) error {
 
 // errOverflow is the error about a value without a type.
 var errOverflow = errors.New(`Overflow: want "vxlan", or an object with this Type and its keys`)
+
+// CheckCluster returns an error unless name can be the key Cluster of the Backend object of a cloud. It may be
+// empty.
+func CheckCluster(name string) error {
+	if name == "" || regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(name) {
+		return nil
+	}
+	return fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(name))
+}
 
 // LeaseType implements LeaseTyper.
 func (*CloudBackend) LeaseType() string { return "" }

@@ -86,6 +86,8 @@ func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
+func TestClusters(t *testing.T) { bed().Clusters(t) }
+
 // TestSeveralNextHops expects that a route of an operator with several next hops is not replaced.
 func TestSeveralNextHops(t *testing.T) {
 	s := open(t)
@@ -122,7 +124,7 @@ func TestManagedRoute(t *testing.T) {
 		t.Errorf("error %v, %d writes, want none", err, s.Writes())
 	}
 	for origin, foreign := range map[string]bool{"": false, "CustomCreate": false, "RoutePropagation": true} {
-		r, ok := entry{Dst: dst.String(), Type: custom, Origin: origin}.convert("t")
+		r, ok := (&vpc{}).convert(entry{Dst: dst.String(), Type: custom, Origin: origin})
 		if !ok || r.Foreign != foreign {
 			t.Errorf("origin %q: route %+v, want foreign %v", origin, r, foreign)
 		}
@@ -259,6 +261,8 @@ func TestConfig(t *testing.T) {
 		`{"Writer":"leader"}`:                                 {},
 		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"ali-vpc"}`:                                  {},
+		`{"Cluster":"blue-1"}`:                                {},
+		`{"Cluster":"Blue"}`:                                  {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
 		`{"AccessKeyID":7}`:                                   {Err: "AccessKeyID: want a string, have number"},
 		`{"AccessKeySecret":["very-secret"]}`:                 {Err: "AccessKeySecret: want a string, have array"},
 		`{"AccessKeyID":"x"}`:                                 {Warning: "AccessKeyID and AccessKeySecret need each other"},
@@ -276,7 +280,7 @@ func FuzzAnswers(f *testing.F) {
 	f.Fuzz(func(t *testing.T, status int, text []byte) {
 		var e entry
 		if json.Unmarshal(text, &e) == nil {
-			r, ok := e.convert("t")
+			r, ok := (&vpc{}).convert(e)
 			if ok && (!r.Dst.IsValid() || r.Dst != r.Dst.Masked() || r.Target == "") {
 				t.Errorf("%s: route %+v", text, r)
 			}

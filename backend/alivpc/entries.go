@@ -18,6 +18,8 @@ type entry struct {
 	Dst    string `json:"DestinationCidrBlock"` // or the id of a list of prefixes
 	Type   string // Custom, System, or that of a gateway that has learned the route
 	Status string
+	// Description has the mark of a cluster.
+	Description string
 	// Origin and Service tell who has made a custom route and who manages it. They are empty, or
 	// CustomCreate and empty, for the route of a user.
 	Origin  string
@@ -40,23 +42,25 @@ const (
 	deleting    = "Deleting"
 )
 
-// convert returns e as a route of table. It reports false for a route that has no prefix as its
+// convert returns e as a route of v's table. It reports false for a route that has no prefix as its
 // destination, or that is about to go. A route with several targets is that of an operator, and one with
-// another origin or a service is that of a system.
-func (e entry) convert(table string) (cloud.Route, bool) {
+// another origin or a service is that of a system. A route to this host, which no other host needs, is not
+// foreign because of its mark.
+func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	dst, err := netip.ParsePrefix(e.Dst)
 	if err != nil || e.Status == deleting {
 		return cloud.Route{}, false
 	}
-	r := cloud.Route{Table: table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target"}
+	r := cloud.Route{Table: v.table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target"}
 	managed := e.Service != "" || e.Origin != "" && e.Origin != byUser
-	r.Foreign = len(e.Hops.All) > 1 || r.ByCall && managed
 	switch {
 	case e.Type == system:
 		r.Target = localTarget
 	case len(e.Hops.All) > 0 && e.Hops.All[0].ID != "":
 		r.Target = e.Hops.All[0].ID
 	}
+	other := cloud.OfOther(e.Description, v.cluster) && r.Target != v.own
+	r.Foreign = len(e.Hops.All) > 1 || r.ByCall && (managed || other)
 	return r, true
 }
 

@@ -25,6 +25,7 @@ const (
 // vpc implements cloud.Cloud for the VPC of this host. Its table is that of the vSwitch of the
 // external interface.
 type vpc struct {
+	cluster   string
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
@@ -32,6 +33,7 @@ type vpc struct {
 	api   *client // nil before the first connection
 	table string  // id; of the last Join or Check
 	id    string  // of the VPC; of the last Join or Check
+	own   string  // target of routes to this host; of the last Join or Check
 }
 
 // find finds the table of the vSwitch of the external interface.
@@ -62,7 +64,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if answer.Table.ID == "" {
 		return nil, fmt.Errorf("Alibaba Cloud knows no route table of vSwitch %s", id)
 	}
-	v.table, v.id = answer.Table.ID, answer.VPC
+	v.table, v.id, v.own = answer.Table.ID, answer.VPC, v.api.instance
 	return v.api, nil
 }
 
@@ -110,7 +112,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	table := cloud.Table{ID: v.table, Own: true}
 	ids := []string{v.api.instance}
 	for _, e := range entries {
-		r, ok := e.convert(v.table)
+		r, ok := v.convert(e)
 		if !ok {
 			continue
 		}
@@ -208,7 +210,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		if err := v.checkForeign(ctx, r.Dst); err != nil {
 			return err
 		}
-		err := v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", replaceParams(r), nil)
+		err := v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", v.replaceParams(r), nil)
 		if isCode(err, "OperationDenied.NextHopNotChanged") {
 			return nil
 		}
@@ -216,7 +218,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 			return err
 		}
 	}
-	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", createParams(r), nil)
+	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", v.createParams(r), nil)
 	if !duplicate(err) {
 		return err
 	}
@@ -233,7 +235,12 @@ func (v *vpc) checkForeign(ctx context.Context, dst netip.Prefix) error {
 		return err
 	}
 	for _, e := range now {
-		if have, ok := e.convert(v.table); ok && have.Dst == dst && have.Foreign {
+		have, ok := v.convert(e)
+		switch {
+		case !ok || have.Dst != dst || !have.Foreign:
+		case cloud.OfOther(e.Description, v.cluster):
+			return fmt.Errorf("the route to %s by %s in table %s with the description %q belongs to another cluster: remove it, or choose another Network", dst, have.Target, v.table, transport.Clean(e.Description))
+		default:
 			return fmt.Errorf("the route to %s in table %s has several next hops or is managed by the cloud, so it belongs to another program: remove it, or choose another Network", dst, v.table)
 		}
 	}
@@ -244,15 +251,22 @@ func routeParams(r cloud.Route) url.Values {
 	return url.Values{"RouteTableId": {r.Table}, "DestinationCidrBlock": {r.Dst.String()}}
 }
 
-func createParams(r cloud.Route) url.Values {
+// writeParams are the parameters of calls that make a route or replace one.
+func (v *vpc) writeParams(r cloud.Route) url.Values {
 	params := routeParams(r)
+	params.Set("Description", cloud.Describe(v.cluster, v.networks, r.Dst))
+	return params
+}
+
+func (v *vpc) createParams(r cloud.Route) url.Values {
+	params := v.writeParams(r)
 	params.Set("NextHopType", instanceHop)
 	params.Set("NextHopId", r.Target)
 	return params
 }
 
-func replaceParams(r cloud.Route) url.Values {
-	params := routeParams(r)
+func (v *vpc) replaceParams(r cloud.Route) url.Values {
+	params := v.writeParams(r)
 	params.Set("NewNextHopType", instanceHop)
 	params.Set("NewNextHopId", r.Target)
 	return params
@@ -272,8 +286,8 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 		return err
 	}
 	same := func(e entry) bool {
-		have, ok := e.convert(v.table)
-		return ok && have.Dst == r.Dst && have.Target == r.Target && have.ByCall && !have.Foreign
+		have, ok := v.convert(e)
+		return ok && have.Dst == r.Dst && have.Target == r.Target && have.ByCall && !have.Foreign && !cloud.OfOther(e.Description, v.cluster)
 	}
 	if !slices.ContainsFunc(now, same) {
 		return nil
@@ -319,7 +333,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	for _, call := range []struct {
 		action string
 		params url.Values
-	}{{"CreateRouteEntry", createParams(nowhere)}, {"ModifyRouteEntry", replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
+	}{{"CreateRouteEntry", v.createParams(nowhere)}, {"ModifyRouteEntry", v.replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
 		if err := rights.Note(api.try(ctx, call.action, call.params)); err != nil {
 			return err
 		}

@@ -35,7 +35,7 @@ func bed() backendtest.VPC {
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: ec2test.Metadata,
 		Open: func(t *testing.T) (*vpctest.State, http.Handler) { s := open(t); return s.State, s },
 		API:  "AWS_ENDPOINT_URL_EC2", MetadataAPI: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
-		Create: "CreateRoute", Delete: "DeleteRoute", Right: "ec2:CreateRoute", Self: "eni-1", Peer: "eni-2",
+		Create: "CreateRoute", Delete: "DeleteRoute", Right: "ec2:CreateRoute", Self: "eni-1", Peer: "eni-2", Unmarked: true,
 	}
 }
 

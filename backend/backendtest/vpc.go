@@ -38,6 +38,7 @@ type VPC struct {
 	Create, Delete   string // calls that make and delete a route
 	Right            string // that Create needs
 	Self, Peer       string // targets of routes to i-1 and i-2
+	Unmarked         bool   // the routes of the cloud have no mark of their cluster
 }
 
 // Subnet is the destination of routes of these tests.
@@ -70,8 +71,15 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 		s, h := v.Open(t)
 		api, lose := cloudtest.LoseAnswers(h, changes)
 		t.Setenv(v.API, cloudtest.Serve(t, api))
+		addOfOther := func(dst netip.Prefix) {
+			s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: v.Peer, Kind: vpctest.Custom, Description: ofOther})
+		}
+		if v.Unmarked {
+			addOfOther = nil
+		}
 		return cloudtest.Fixture{
-			Cloud: v.Backend(t, `{"Type":"`+v.Type+`"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
+			AddOfOther: addOfOther,
+			Cloud:      v.Backend(t, `{"Type":"`+v.Type+`"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
 			IPv4Only:     !slices.Contains(v.Families, prefix.IPv6),
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(vpctest.MainTable, dst) },
 			EndPeer:      func() { s.Terminate("i-2") },
@@ -148,6 +156,70 @@ func (v VPC) RoutesOfOthers(t *testing.T) {
 	}
 	if after := s.Routes(vpctest.MainTable); s.Writes() > writes || len(after) != len(before) {
 		t.Errorf("%d writes, routes %v", s.Writes()-writes, after)
+	}
+}
+
+// ofOther is the description of a route of another cluster.
+const ofOther = "flanneld cluster=green network=10.5.0.0/16"
+
+// Clusters has routes with the marks of several clusters, and without one, seen by a host of the cluster blue and by
+// one of a cluster without a name. Routes of another cluster stay, also one to this host.
+func (v VPC) Clusters(t *testing.T) {
+	t.Helper()
+	const blue = "flanneld cluster=blue network=10.5.0.0/16"
+	const unnamed = "flanneld cluster= network=10.5.0.0/16"
+	for _, test := range []struct {
+		cluster string
+		present *vpctest.Route // target and description; nil if there is no route
+		err     string         // of Put
+		left    vpctest.Route  // after it
+	}{
+		{"blue", nil, "", vpctest.Route{Target: v.Self, Description: blue}},
+		{"", nil, "", vpctest.Route{Target: v.Self, Description: unnamed}},
+		{"blue", &vpctest.Route{Target: v.Peer}, "", vpctest.Route{Target: v.Self, Description: blue}},
+		{"blue", &vpctest.Route{Target: v.Peer, Description: "flanneld"}, "", vpctest.Route{Target: v.Self, Description: blue}},
+		{"blue", &vpctest.Route{Target: v.Peer, Description: unnamed}, "", vpctest.Route{Target: v.Self, Description: blue}},
+		{"blue", &vpctest.Route{Target: v.Peer, Description: blue}, "", vpctest.Route{Target: v.Self, Description: blue}},
+		{"blue", &vpctest.Route{Target: v.Peer, Description: ofOther}, `"` + ofOther + `" belongs to another cluster`, vpctest.Route{Target: v.Peer, Description: ofOther}},
+		{"", &vpctest.Route{Target: v.Peer, Description: ofOther}, `"` + ofOther + `" belongs to another cluster`, vpctest.Route{Target: v.Peer, Description: ofOther}},
+		{"blue", &vpctest.Route{Target: v.Self, Description: ofOther}, "", vpctest.Route{Target: v.Self, Description: ofOther}},
+	} {
+		s, _ := v.Open(t)
+		name := fmt.Sprintf("cluster %q, present %+v", test.cluster, test.present)
+		if test.present != nil {
+			r := *test.present
+			r.Dst, r.Kind = Subnet(), vpctest.Custom
+			s.AddRoute(vpctest.MainTable, r)
+		}
+		c := v.Backend(t, `{"Cluster":"`+test.cluster+`"}`).Cloud
+		if _, err := c.Join(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		expect := func(when string) {
+			t.Helper()
+			routes := slices.DeleteFunc(s.Routes(vpctest.MainTable), func(r vpctest.Route) bool { return r.Dst != Subnet() })
+			if len(routes) != 1 || routes[0].Target != test.left.Target || routes[0].Description != test.left.Description {
+				t.Errorf("%s: routes %+v %s, want %+v", name, routes, when, test.left)
+			}
+		}
+		if err := c.Put(t.Context(), RouteTo(v.Self), true); test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
+			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+		expect("after Put")
+		for _, r := range cloudtest.Routes(t, c) {
+			if r.Dst == Subnet() && r.Foreign != (test.err != "") {
+				t.Errorf("%s: the route is %+v", name, r)
+			}
+		}
+		if test.left.Description != ofOther {
+			continue
+		}
+		for _, target := range []string{v.Self, v.Peer} {
+			if err := c.Remove(t.Context(), RouteTo(target)); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		expect("after Remove")
 	}
 }
 

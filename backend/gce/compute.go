@@ -20,7 +20,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 const pageSize = 500 // routes in one answer, which is the most that the API allows
@@ -353,16 +352,10 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 
 // wanted returns a route in the form of the API.
 func (v *vpc) wanted(want cloud.Route, priority int) route {
-	inside := v.networks[0]
-	for _, n := range v.networks {
-		if prefix.Contains(n, want.Dst) {
-			inside = n
-		}
-	}
 	zone, name, _ := strings.Cut(want.Target, "/")
 	project := "projects/" + v.api.project + "/"
 	r := route{
-		Description: description(v.cluster, inside), DestRange: want.Dst.String(), Priority: priority,
+		Description: cloud.Describe(v.cluster, v.networks, want.Dst), DestRange: want.Dst.String(), Priority: priority,
 		Network: project + "global/networks/" + v.table, Instance: project + instancePath(zone, name),
 	}
 	r.Name = r.name(v.cluster)

@@ -4,8 +4,6 @@ package gce
 
 import (
 	"encoding/json"
-	"fmt"
-	"regexp"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -32,8 +30,8 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 	if err := cloud.CheckWriter(c.Writer); err != nil {
 		return c, nil, err
 	}
-	if c.Cluster != "" && !regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(c.Cluster) {
-		return c, nil, fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(c.Cluster))
+	if err := backend.CheckCluster(c.Cluster); err != nil {
+		return c, nil, err
 	}
 	secrets, err := cloud.SecretKeys(raw)
 	return c, append(warnings, secrets...), err

@@ -150,6 +150,7 @@ func testSuite(t *testing.T, lateQuota bool) {
 			Throttle:     s.Throttle,
 			SetAway:      s.SetAway,
 			Gaps:         s.Gaps,
+			AddOfOther:   func(netip.Prefix) { s.AddRoute(to("x", "flanneld cluster=other network=10.5.0.0/16", 2, 1000)) },
 		}
 	})
 }
@@ -411,7 +412,7 @@ func TestManyRoutes(t *testing.T) {
 	for i := range 20_000 {
 		dst := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24)
 		r := route{Name: fmt.Sprint(i), Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: 1000, Type: "STATIC", Instance: "projects/p/zones/z/instances/i"}
-		r.Description = description("", netip.MustParsePrefix("10.0.0.0/8"))
+		r.Description = cloud.Describe("", []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, dst)
 		if i%2 == 0 {
 			r.Description = "other"
 		}

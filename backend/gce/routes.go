@@ -82,19 +82,14 @@ func (r route) dst() netip.Prefix {
 	return dst.Masked()
 }
 
-// description returns the description of the routes of a cluster. The range is for people.
-func description(cluster string, network netip.Prefix) string {
-	return "flanneld cluster=" + cluster + " network=" + network.String()
-}
-
 // belongsTo reports whether the route is one of a cluster, or one that flannel has made. Those have
 // no description.
 func (r route) belongsTo(cluster string) bool {
 	if r.Description == "" {
 		return r.Name == flannelName(r.dst())
 	}
-	fields := strings.Fields(r.Description)
-	return len(fields) > 0 && fields[0] == "flanneld" && slices.Contains(fields, "cluster="+cluster)
+	by, marked := cloud.MarkedBy(r.Description)
+	return marked && by == cluster
 }
 
 // flannelName returns the name that flannel gives the route to dst.

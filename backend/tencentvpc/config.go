@@ -14,6 +14,7 @@ import (
 // config is the Backend object of the network configuration.
 type config struct {
 	Writer          string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
+	Cluster         string           // name of the cluster in the descriptions of its routes, such as "blue"; hosts of other clusters do not replace or remove routes with it
 	AccessKeyID     string           // SecretId of a key, which everything that reads the store can see; better give the instance a role
 	AccessKeySecret string           // SecretKey of that key
 	Overflow        backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
@@ -33,6 +34,9 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 		return c, nil, err
 	}
 	if err := cloud.CheckWriter(c.Writer); err != nil {
+		return c, nil, err
+	}
+	if err := backend.CheckCluster(c.Cluster); err != nil {
 		return c, nil, err
 	}
 	more, err := access.Warnings(raw, c.keys())

@@ -77,17 +77,22 @@ func (r route) address() (a netip.Addr, ok bool) {
 func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
 
 // convert returns r as a route of a table. A route that is disabled leads to nowhere. It reports false
-// for a route that has no prefix as its destination.
-func (r route) convert(table string) (cloud.Route, bool) {
+// for a route that has no prefix as its destination. A route to this host, which no other host needs, is not
+// foreign because of its mark.
+func (v *vpc) convert(r route, table string) (cloud.Route, bool) {
 	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
 	c.Lost = r.disabled()
+	c.Foreign = c.ByCall && v.ofOther(r) && c.Target != v.own.address.String()
 	return c, c.Dst.IsValid()
 }
 
+// ofOther reports whether r has the mark of another cluster.
+func (v *vpc) ofOther(r route) bool { return cloud.OfOther(r.Description, v.cluster) }
+
 // write returns a route to an instance in the form of the API.
-func write(r cloud.Route) route {
+func (v *vpc) write(r cloud.Route) route {
 	yes := true
-	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: "flanneld", Enabled: &yes}
+	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: cloud.Describe(v.cluster, v.networks, r.Dst), Enabled: &yes}
 }
 
 // id returns what identifies r in calls.

@@ -88,6 +88,8 @@ func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
+func TestClusters(t *testing.T) { bed().Clusters(t) }
+
 // TestWrongRoutes replaces routes that flannel did not see, or deleted first. Those that carry no packets
 // may be deleted first.
 func TestWrongRoutes(t *testing.T) {
@@ -263,6 +265,8 @@ func TestConfig(t *testing.T) {
 		`{"Writer":"leader"}`:                                 {},
 		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"tencent-vpc"}`:                              {},
+		`{"Cluster":"blue-1"}`:                                {},
+		`{"Cluster":"Blue"}`:                                  {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
 		`{"AccessKeyID":7}`:                                   {Err: "AccessKeyID: want a string, have number"},
 		`{"AccessKeySecret":["very-secret"]}`:                 {Err: "AccessKeySecret: want a string, have array"},
 		`{"AccessKeyID":"x"}`:                                 {Warning: "AccessKeyID and AccessKeySecret need each other"},
@@ -296,7 +300,7 @@ func FuzzAnswers(f *testing.F) {
 		}
 		for _, one := range answer.Tables {
 			for _, r := range one.Routes {
-				if c, ok := r.convert("t"); ok && (!c.Dst.IsValid() || c.Dst != c.Dst.Masked() || c.Target == "") {
+				if c, ok := (&vpc{}).convert(r, "t"); ok && (!c.Dst.IsValid() || c.Dst != c.Dst.Masked() || c.Target == "") {
 					t.Errorf("%s: route %+v", text, c)
 				}
 			}

@@ -20,6 +20,7 @@ const pageSize = 100 // tables or instances in one answer, which is the most tha
 // vpc implements cloud.Cloud for the VPC of this host. Its table is that of the subnet of the external
 // interface. The target of a route to a host is the private IPv4 address of the instance.
 type vpc struct {
+	cluster   string
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
@@ -83,7 +84,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	table := cloud.Table{ID: t.ID, Own: true}
 	hosts := map[int]netip.Addr{} // by index of the route
 	for _, r := range t.Routes {
-		c, ok := r.convert(t.ID)
+		c, ok := v.convert(r, t.ID)
 		if !ok {
 			continue
 		}
@@ -196,13 +197,24 @@ func (v *vpc) change(ctx context.Context, action, table string, routes ...route)
 
 // Put implements cloud.Cloud. Two routes to one destination may share the packets, so Put looks first.
 // It deletes those that are disabled: they carry no packets, and another route that is replaced must not
-// become equal to one of them. Of several others it replaces the first one in place, and deletes the rest.
+// become equal to one of them. Of several others it replaces the first one in place, and deletes the rest. An
+// enabled route of another cluster is in the way.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	t, err := v.table(ctx)
 	if err != nil {
 		return err
 	}
-	present := t.to(r.Dst)
+	var present []route
+	for _, have := range t.to(r.Dst) {
+		c, _ := v.convert(have, r.Table)
+		switch {
+		case v.ofOther(have) && have.disabled(): // it carries no packets
+		case !c.Foreign:
+			present = append(present, have)
+		default:
+			return fmt.Errorf("the route to %s by %s in table %s with the description %q belongs to another cluster: remove it, or choose another Network", r.Dst, c.Target, r.Table, transport.Clean(have.Description))
+		}
+	}
 	if len(present) > 0 && !replace {
 		return cloud.ErrExists
 	}
@@ -217,7 +229,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if len(enabled) > 0 {
 		err = v.replace(ctx, r, enabled)
 	} else {
-		err = v.change(ctx, "CreateRoutes", r.Table, write(r))
+		err = v.change(ctx, "CreateRoutes", r.Table, v.write(r))
 	}
 	if !isCode(err, "InvalidParameterValue.Duplicate") {
 		return err
@@ -231,11 +243,11 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 // replace makes one of the present routes r, unless there is r, and deletes the others.
 func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error {
 	keep := max(slices.IndexFunc(present, func(have route) bool {
-		c, _ := have.convert(r.Table)
+		c, _ := v.convert(have, r.Table)
 		return c == r
 	}), 0)
-	if c, _ := present[keep].convert(r.Table); c != r {
-		now := write(r)
+	if c, _ := v.convert(present[keep], r.Table); c != r {
+		now := v.write(r)
 		now.ID, now.Item = present[keep].ID, present[keep].Item
 		if err := v.change(ctx, "ReplaceRoutes", r.Table, now); err != nil {
 			return err
@@ -266,7 +278,7 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 		return err
 	}
 	for _, have := range t.to(r.Dst) {
-		if c, _ := have.convert(r.Table); c.Target == r.Target {
+		if c, _ := v.convert(have, r.Table); c.Target == r.Target && !v.ofOther(have) {
 			if err := v.delete(ctx, r.Table, have); err != nil {
 				return err
 			}

@@ -11,6 +11,7 @@
 //   - elected.go makes one host write the routes to all hosts, and announcement.go is what it tells the
 //     others. writer.go is the choice between that and a keeper on each host.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
+//   - mark.go is the mark of a cluster in the descriptions of its routes.
 //   - rights.go collects what calls of an implementation say about missing rights.
 package cloud
 

@@ -123,13 +123,13 @@ func answer(v *vpctest.View, version, name string, params url.Values) (any, erro
 		if params.Get("NextHopType") != "Instance" {
 			return nil, vpctest.ErrInvalid
 		}
-		made, err := v.Create(table, dst, target)
+		made, err := v.Create(table, dst, target, params.Get("Description"))
 		return object{"RouteEntryId": entryID(made)}, err
 	case name == "ModifyRouteEntry":
 		if params.Get("NewNextHopType") != "Instance" {
 			return nil, vpctest.ErrInvalid
 		}
-		return object{}, v.Replace(table, params.Get("NewNextHopId"), to)
+		return object{}, v.Replace(table, params.Get("NewNextHopId"), params.Get("Description"), to)
 	case name == "DeleteRouteEntry":
 		return object{}, v.Delete(table, func(r vpctest.Route) bool { return to(r) && r.Target == target })
 	}
@@ -178,7 +178,7 @@ func entries(v *vpctest.View, params url.Values) (any, error) {
 		origin := map[vpctest.Kind]string{vpctest.System: "SystemCreate", vpctest.Custom: "CustomCreate", vpctest.Learned: "RoutePropagation"}[r.Kind]
 		all = append(all, object{
 			"RouteTableId": table, "RouteEntryId": entryID(r), "DestinationCidrBlock": r.Dst.String(), "Type": kind, "Origin": origin, "Status": "Available",
-			"NextHops": object{"NextHop": hops}, "ServiceType": r.Service,
+			"NextHops": object{"NextHop": hops}, "ServiceType": r.Service, "Description": r.Description,
 		})
 	}
 	page, next, err := cut(v, params, "MaxResult", all)

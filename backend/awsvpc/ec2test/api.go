@@ -366,9 +366,9 @@ func changeRoute(v *vpctest.View, action string, form url.Values) error {
 	to := func(r vpctest.Route) bool { return r.Dst == dst }
 	switch action {
 	case "CreateRoute":
-		_, err = v.Create(table, dst, target)
+		_, err = v.Create(table, dst, target, "")
 	case "ReplaceRoute":
-		err = v.Replace(table, target, to)
+		err = v.Replace(table, target, "", to)
 		if errors.Is(err, vpctest.ErrUnchanged) {
 			return nil
 		}

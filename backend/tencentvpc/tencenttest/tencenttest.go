@@ -138,9 +138,9 @@ func changeRoute(v *vpctest.View, name string, body []byte) error {
 		return vpctest.ErrInvalid
 	}
 	if name == "ReplaceRoutes" {
-		return v.Replace(c.Table, r.Target, is)
+		return v.Replace(c.Table, r.Target, r.Description, is)
 	}
-	_, err = v.Create(c.Table, dst, r.Target)
+	_, err = v.Create(c.Table, dst, r.Target, r.Description)
 	return err
 }
 
@@ -210,7 +210,7 @@ func describe(routes []vpctest.Route) []object {
 		}
 		all = append(all, object{
 			"RouteId": r.Number, "RouteItemId": item(r), "DestinationCidrBlock": r.Dst.String(), "DestinationIpv6CidrBlock": "",
-			"GatewayType": gateway, "GatewayId": r.Target, "RouteType": kind, "Enabled": !r.Disabled, "RouteDescription": "",
+			"GatewayType": gateway, "GatewayId": r.Target, "RouteType": kind, "Enabled": !r.Disabled, "RouteDescription": r.Description,
 		})
 	}
 	return all

@@ -38,6 +38,9 @@ type Fixture struct {
 	SetAway func(bool)
 	// LoseAnswer makes the next call that changes a route work, and loses its answer.
 	LoseAnswer func()
+	// AddOfOther adds a route to the other host that another cluster has marked. It is nil if the routes of
+	// the cloud have no mark of their cluster.
+	AddOfOther func(netip.Prefix)
 	// Gaps counts how often the table was without a route that it had before, except by
 	// Remove and DeleteByHand.
 	Gaps func() int
@@ -54,6 +57,7 @@ func Run(t *testing.T, open func(t *testing.T) Fixture) {
 		{"a route is replaced without a gap", testReplace},
 		{"put works although it is out of date", testStale},
 		{"only the route that was meant is removed", testRemoveOther},
+		{"a route of another cluster stays", testOfOther},
 		{"a route to a host that has ended is lost", testLost},
 		{"only hosts have addresses", testAddresses},
 		{"other hosts are found by their addresses", testFind},
@@ -188,6 +192,26 @@ func testRemoveOther(t *testing.T, f Fixture) {
 	}
 	if r, ok := find(t, f, dst); !ok || r.Target != self {
 		t.Errorf("found %v (%v), want the route that another host has put meanwhile", r, ok)
+	}
+}
+
+func testOfOther(t *testing.T, f Fixture) {
+	if f.AddOfOther == nil {
+		t.Skip("the routes of the cloud have no mark of their cluster")
+	}
+	self := join(t, f)
+	dst, _ := subnets()
+	f.AddOfOther(dst)
+	for _, replace := range []bool{false, true} {
+		if err := f.Cloud.Put(t.Context(), route(f, dst, self), replace); err == nil || replace && (cloud.Transient(err) || errors.Is(err, cloud.ErrExists)) {
+			t.Errorf("error %v, want one that needs an operator", err)
+		}
+	}
+	if err := f.Cloud.Remove(t.Context(), route(f, dst, f.Peer)); err != nil {
+		t.Error(err)
+	}
+	if r, ok := find(t, f, dst); !ok || !r.Foreign || r.Target != f.Peer {
+		t.Errorf("found %v (%v), want the route of the other cluster", r, ok)
 	}
 }
 

@@ -3,6 +3,7 @@
 package vpctest
 
 import (
+	"cmp"
 	"errors"
 	"net/netip"
 	"slices"
@@ -124,8 +125,8 @@ func (v *View) PageSize(wanted int) int {
 	return min(wanted, v.s.pageSize)
 }
 
-// Create makes a route.
-func (v *View) Create(id string, dst netip.Prefix, target string) (Route, error) {
+// Create makes a route. The description may be empty.
+func (v *View) Create(id string, dst netip.Prefix, target, description string) (Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
 		return Route{}, ErrNoTable
@@ -151,7 +152,7 @@ func (v *View) Create(id string, dst netip.Prefix, target string) (Route, error)
 	if v.dry {
 		return Route{}, nil
 	}
-	v.s.add(t, Route{Dst: dst, Target: target, Kind: Custom})
+	v.s.add(t, Route{Dst: dst, Target: target, Kind: Custom, Description: description})
 	v.s.remember()
 	return t.routes[len(t.routes)-1], nil
 }
@@ -176,8 +177,9 @@ func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	return &t.routes[i], nil
 }
 
-// Replace changes the target of the route that is. A disabled one stays disabled.
-func (v *View) Replace(id, target string, is func(Route) bool) error {
+// Replace changes the target of the route that is, and the description unless it is empty. A disabled one stays
+// disabled.
+func (v *View) Replace(id, target, description string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil {
 		return err
@@ -194,7 +196,7 @@ func (v *View) Replace(id, target string, is func(Route) bool) error {
 		}
 	}
 	if !v.dry {
-		r.Target, r.More = target, nil
+		r.Target, r.More, r.Description = target, nil, cmp.Or(description, r.Description)
 		v.s.remember()
 	}
 	return nil

@@ -60,8 +60,9 @@ type Route struct {
 	Target string // in the words of the cloud
 	Kind   Kind
 	// More are further targets of a route with several.
-	More     []string
-	Disabled bool // by an operator; it gets no packets
+	More        []string
+	Disabled    bool // by an operator; it gets no packets
+	Description string
 	// Service is the service of the cloud that manages the route; empty if none does.
 	Service string
 }
