@@ -10,6 +10,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -320,6 +321,30 @@ func TestPathMTUOneWay(t *testing.T) {
 			pause(t, 5*time.Second)
 			expectPathMTU(t, a, want)
 			expectPathMTU(t, b, 0)
+		})
+	}
+}
+
+// TestKubePathMTUEvent narrows the path between two hosts. Each Node gets an Event that names the peer, and the
+// size that passes.
+//
+//stages:rest other tests narrow paths with all backends
+func TestKubePathMTUEvent(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 2, Segments: 2, Families: v4}, probing(t, "vxlan"))
+	c.startDaemons()
+	expectConverged(t, c.Lab)
+	narrowRouter(t, c.Lab, 1300)
+	for n := 1; n <= 2; n++ {
+		peer := 3 - n
+		begin := fmt.Sprintf("FlannelPathMTU: %s at %s carries packets of up to 1250 bytes, before ", c.podCIDRs(peer)[0], c.Host(peer).Addr(prefix.IPv4))
+		end := ", of 1450: " + nodeName(peer)
+		eventually(t, "an Event on the Node "+nodeName(n), func() error {
+			all := c.events(n)
+			if !slices.ContainsFunc(all, func(s string) bool { return strings.HasPrefix(s, begin) && strings.HasSuffix(s, end) }) {
+				return fmt.Errorf("the Events are %q, want one that begins with %q and ends with %q", all, begin, end)
+			}
+			return nil
 		})
 	}
 }
