@@ -24,13 +24,13 @@ func TestAnnouncementIsSmall(t *testing.T) {
 		r.Routed = append(r.Routed, subnetOf(n))
 		r.Unrouted = append(r.Unrouted, Unrouted{subnetOf(10000 + n), fmt.Sprintf("%d %s", n, strings.Repeat("é", 500))})
 	}
-	text, err := announce(r, errors.New(strings.Repeat("x", 1000)))
-	if err != nil || len(text) > 200<<10 {
-		t.Fatalf("%d bytes, error %v", len(text), err)
+	text, omitted, err := announce(r, errors.New(strings.Repeat("x", 1000)))
+	if err != nil || len(text) > mostText || omitted != "" {
+		t.Fatalf("%d bytes without %q, error %v", len(text), omitted, err)
 	}
 	slices.Reverse(r.Routed)
 	slices.Reverse(r.Unrouted)
-	if again, _ := announce(r, errors.New(strings.Repeat("x", 1000))); string(again) != string(text) {
+	if again, _, _ := announce(r, errors.New(strings.Repeat("x", 1000))); string(again) != string(text) {
 		t.Error("equal states have different texts")
 	}
 	var a announcement
@@ -44,6 +44,63 @@ func TestAnnouncementIsSmall(t *testing.T) {
 	}
 	if err := a.check([]netip.Prefix{subnetOf(0), subnetOf(1999)}, "one"); err != nil {
 		t.Error(err)
+	}
+}
+
+// hostOf returns the subnets of a dual-stack host, with texts as long as they get.
+func hostOf(n int) []netip.Prefix {
+	v4 := netip.AddrFrom4([4]byte{200, 100 + byte(n>>7), 100 + byte(n&127), 0})
+	v6 := netip.AddrFrom16([16]byte{0xfd, 0xff, 0xff, 0xff, 0xff, 0xff, 0xc0 | byte(n>>8), byte(n)})
+	return []netip.Prefix{netip.PrefixFrom(v4, 24), netip.PrefixFrom(v6, 64)}
+}
+
+// TestLargeAnnouncement has announcements that come near to the limit of an annotation, or exceed it. The text
+// must fit, and hosts must learn what it has place for.
+func TestLargeAnnouncement(t *testing.T) {
+	const (
+		waits         = "has not put the route"
+		reason        = "says the leader one: 1 "
+		toldElsewhere = "says the leader one: " + otherReason
+		tooMany       = "too many subnets"
+	)
+	for name, tt := range map[string]struct {
+		routed, unrouted int    // hosts
+		reason           string // after a number below 100
+		omitted          string // the beginning of it
+		first, second    string // errors of the first host with a route, and the second one without; empty if there is none
+		other            string // that of a host that the leader does not know
+	}{
+		"5,000 hosts with a route":            {5000, 2, " a quota", "", "", reason, waits},
+		"100 long reasons":                    {3000, 200, strings.Repeat("<", 500), "the reasons", "", toldElsewhere, waits}, // JSON has six bytes for <
+		"8,000 hosts with a route":            {8000, 2, " a quota", "the subnets with a route", "", reason, ""},
+		"8,000 with a route, long reasons":    {8000, 2000, strings.Repeat("<", 500), "the reasons, and the subnets with a route", "", toldElsewhere, ""},
+		"8,000 hosts without a route":         {100, 8000, " a quota", "the subnets without a route", "", waits, waits},
+		"8,000 hosts with, and 8,000 without": {8000, 8000, " a quota", "all subnets", tooMany, tooMany, tooMany},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var r Report
+			for n := range tt.routed {
+				r.Routed = append(r.Routed, hostOf(n)...)
+			}
+			for n := range tt.unrouted {
+				for _, dst := range hostOf(tt.routed + n) {
+					r.Unrouted = append(r.Unrouted, Unrouted{dst, fmt.Sprint(n%100) + tt.reason})
+				}
+			}
+			text, omitted, err := announce(r, nil)
+			if err != nil || len(text) > mostText || !strings.HasPrefix(omitted, tt.omitted) || tt.omitted == "" && omitted != "" {
+				t.Fatalf("%d bytes without %q, error %v, want at most %d without %q", len(text), omitted, err, mostText, tt.omitted)
+			}
+			var a announcement
+			if err := json.Unmarshal(text, &a); err != nil {
+				t.Fatal(err)
+			}
+			for n, want := range map[int]string{0: tt.first, tt.routed + 1: tt.second, tt.routed + tt.unrouted: tt.other} {
+				if err := a.check(hostOf(n), "one"); want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+					t.Errorf("host %d: error %v, want %q", n, err, want)
+				}
+			}
+		})
 	}
 }
 

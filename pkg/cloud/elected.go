@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -196,7 +195,7 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 	e.mu.Lock()
 	e.report.Leader = name
 	e.mu.Unlock()
-	var told string
+	var told, omitted, problem string
 	retry := &wait.Backoff{Least: leastRead, Most: mostRead}
 	for again := time.Duration(0); ; {
 		var due <-chan time.Time
@@ -210,10 +209,18 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 		case <-due:
 		}
 		err := e.take(term, k)
-		text, failed := announce(k.Report(), err)
+		text, less, failed := announce(k.Report(), err)
+		if less != omitted && less != "" {
+			klog.FromContext(term).Info("the routes are too many to announce all of them", "most", mostText, "omitted", less)
+		}
+		omitted = less
 		if failed == nil && string(text) != told {
 			failed = publish(term, text)
 		}
+		if now := errorText(failed); now != problem && now != "" && term.Err() == nil {
+			klog.FromContext(term).Error(failed, "cannot announce which routes are in order, trying again", "bytes", len(text))
+		}
+		problem = errorText(failed)
 		if again = 0; failed != nil {
 			again = retry.Next()
 		} else {
@@ -315,7 +322,7 @@ func (e *Elected) read(leader string, announced json.RawMessage) error {
 	}
 	e.report.Routes = nil
 	for _, dst := range e.Own.Subnets {
-		e.report.Routes = append(e.report.Routes, RouteReport{Route: Route{Dst: dst, ByCall: true}, Present: slices.Contains(a.Routed, dst)})
+		e.report.Routes = append(e.report.Routes, RouteReport{Route: Route{Dst: dst, ByCall: true}, Present: a.routed(dst)})
 	}
 	err := a.check(e.Own.Subnets, leader)
 	if err == nil {
