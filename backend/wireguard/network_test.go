@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
 	"syscall"
@@ -29,6 +30,8 @@ type fakeControl struct {
 	peers map[string]map[wgtypes.Key]wgtypes.Peer // peers by device
 	fail  string                                  // name of a device that cannot be written
 	reads int                                     // number of times that a device was read
+	// writes contains the changes of peers
+	writes []wgtypes.PeerConfig
 }
 
 func (*fakeControl) Index(string) (int, error) { return 7, nil }
@@ -48,6 +51,7 @@ func (f *fakeControl) ConfigureDevice(name string, c wgtypes.Config) error {
 		return syscall.ENOBUFS
 	}
 	for _, p := range c.Peers {
+		f.writes = append(f.writes, p)
 		have, there := f.peers[name][p.PublicKey]
 		switch {
 		case p.Remove:
@@ -66,10 +70,19 @@ func (f *fakeControl) ConfigureDevice(name string, c wgtypes.Config) error {
 		if p.ReplaceAllowedIPs {
 			have.AllowedIPs = nil
 		}
-		have.AllowedIPs = append(have.AllowedIPs, p.AllowedIPs...)
 		if f.peers[name] == nil {
 			f.peers[name] = map[wgtypes.Key]wgtypes.Peer{}
 		}
+		for _, n := range p.AllowedIPs { // a network moves from the peer that has it
+			for k, other := range f.peers[name] {
+				same := func(o net.IPNet) bool { return o.String() == n.String() }
+				if k != p.PublicKey && slices.ContainsFunc(other.AllowedIPs, same) {
+					other.AllowedIPs = slices.DeleteFunc(slices.Clone(other.AllowedIPs), same)
+					f.peers[name][k] = other
+				}
+			}
+		}
+		have.AllowedIPs = append(have.AllowedIPs, p.AllowedIPs...)
 		f.peers[name][p.PublicKey] = have
 	}
 	return nil

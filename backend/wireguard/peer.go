@@ -128,6 +128,7 @@ type diff struct {
 	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
 	removeUnwanted bool
 	fromMemory     bool
+	by             map[string]string // relays in use: see relaying
 }
 
 // newDiff returns a diff from have to settings, without any wanted peers.
@@ -200,8 +201,12 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	if endpointOf(h) != to && (moved || d.ages[h.PublicKey] > sessionLife) {
 		p.Endpoint, differs = net.UDPAddrFromAddrPort(to), true
 	}
-	if !sameNetworks(h.AllowedIPs, w.allowed) {
+	missing, surplus := networkChanges(h.AllowedIPs, w.allowed)
+	switch {
+	case d.mustRemove(surplus):
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
+	case len(missing) > 0:
+		p.AllowedIPs, differs = ipNets(missing), true
 	}
 	if moved && d.fromMemory { // the endpoint of one that has not moved is known only to the device
 		return d.add(w), true
@@ -235,16 +240,33 @@ func ipNets(ps []netip.Prefix) []net.IPNet {
 	return nets
 }
 
-func sameNetworks(have []net.IPNet, want []netip.Prefix) bool {
-	if len(have) != len(want) {
-		return false
-	}
+// networkChanges returns the networks that a peer lacks, and those that it should not have.
+func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []netip.Prefix) {
+	missing = slices.Clone(want)
 	for _, n := range have {
 		a, _ := netip.AddrFromSlice(n.IP)
 		bits, _ := n.Mask.Size()
-		if !slices.Contains(want, netip.PrefixFrom(a.Unmap(), bits)) {
-			return false
+		p := netip.PrefixFrom(a.Unmap(), bits)
+		if !slices.Contains(want, p) {
+			surplus = append(surplus, p)
+		}
+		missing = slices.DeleteFunc(missing, func(m netip.Prefix) bool { return m == p })
+	}
+	return missing, surplus
+}
+
+// mustRemove reports whether networks that a peer should not have must be removed from it. There is no need
+// if other peers are wanted with all of them: WireGuard moves a network from the peer that has it to
+// the peer that gets it, so that it is never without one.
+func (d diff) mustRemove(surplus []netip.Prefix) bool {
+	if len(surplus) == 0 {
+		return false
+	}
+	wanted := map[netip.Prefix]bool{}
+	for _, w := range d.want {
+		for _, p := range w.allowed {
+			wanted[p] = true
 		}
 	}
-	return true
+	return slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !wanted[p] })
 }
