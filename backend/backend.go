@@ -54,6 +54,8 @@ type Env struct {
 	// PublicEndpoint is the name of this host to which peers send, in addition to its address; zero if
 	// there is none.
 	PublicEndpoint endpoint.Named
+	// Relay is set if this host carries the packets of hosts that do not reach each other.
+	Relay bool
 	// ProbesMTU is set if Backend.MTU is "probe". The Registry sets it.
 	ProbesMTU bool
 	// PathLimit is what all probers of path MTUs on this host may send together. Nil means a limit for

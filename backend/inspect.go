@@ -79,6 +79,14 @@ type PathSizer interface {
 	PathMTU(subnet netip.Prefix) int
 }
 
+// RelayUser is a Network that reaches some peers by a relay: another host that carries the packets, and sees
+// their plaintext. Its method is called from the goroutine that calls Sync.
+type RelayUser interface {
+	// Relay returns the key of the lease of the relay that carries the packets to the peer with that
+	// key. It is empty if there is none.
+	Relay(key string) string
+}
+
 // ObjectReport is an object that the kernel should have, and whether it has it.
 type ObjectReport struct {
 	Object  string // in the form of ip(8)
@@ -97,6 +105,8 @@ type PeerReport struct {
 	PathMTUs map[netip.Prefix]int
 	// Choice is zero if the network is not a Chooser.
 	Choice Choice
+	// Relay is the key of the lease of the relay that carries the packets; empty if there is none.
+	Relay string
 }
 
 // Inspection is a snapshot of a Syncer.
@@ -127,6 +137,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	inspector, _ := s.Network.(Inspector)
 	chooser, _ := s.Network.(Chooser)
 	sizer, _ := s.Network.(PathSizer)
+	relayUser, _ := s.Network.(RelayUser)
 	if inspector != nil {
 		in.Counts = inspector.Counts()
 	}
@@ -151,6 +162,9 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		}
 		if sizer != nil {
 			p.PathMTUs = pathMTUs(sizer, l)
+		}
+		if relayUser != nil {
+			p.Relay = relayUser.Relay(l.Key)
 		}
 		in.Peers = append(in.Peers, p)
 	}

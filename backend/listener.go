@@ -72,6 +72,25 @@ func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
 	return n.CheckPublicEndpoint(e)
 }
 
+// Relayer is a Backend whose hosts can carry the packets of other hosts that do not reach each other.
+type Relayer interface {
+	// CheckRelay returns an error if no host can use a relay. It is pure.
+	CheckRelay() error
+}
+
+// CheckRelay returns an error if this host should be a relay and other hosts cannot use it. b has type
+// configured in the configuration.
+func CheckRelay(b Backend, configured string, relay bool) error {
+	if !relay {
+		return nil
+	}
+	r, ok := b.(Relayer)
+	if !ok {
+		return fmt.Errorf("the backend %s has no relays: expected wireguard as Backend.Type", configured)
+	}
+	return r.CheckRelay()
+}
+
 // FileOwner is a Backend that needs files for itself.
 type FileOwner interface {
 	// Files returns their paths. No other network of this host may use them.

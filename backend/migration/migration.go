@@ -120,6 +120,15 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return err
 }
 
+// CheckRelay implements backend.Relayer. The relay is of use if one of the backends has relays.
+func (b *Backend) CheckRelay() error {
+	err := backend.CheckRelay(b.parts[present].be, b.parts[present].side.Type, true)
+	if err != nil {
+		err = backend.CheckRelay(b.parts[next].be, b.parts[next].side.Type, true)
+	}
+	return err
+}
+
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
 	s := b.env.Scope()

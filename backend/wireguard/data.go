@@ -26,6 +26,12 @@ type leaseData struct {
 	// PeerEndpoints has the endpoints at which the host sees peers behind NAT, by public key. See
 	// sharedEndpoints.
 	PeerEndpoints json.RawMessage `json:",omitempty"`
+	// Relay is set if the host carries packets of other hosts that do not reach each other.
+	Relay bool `json:",omitempty"`
+	// Unreachable has the public keys of peers that the host does not reach, and Relays those of the relays
+	// that it reaches. See relayLists.
+	Unreachable json.RawMessage `json:",omitempty"`
+	Relays      json.RawMessage `json:",omitempty"`
 }
 
 // encodeData returns the backend data of a host for one family.

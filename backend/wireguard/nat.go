@@ -44,28 +44,38 @@ type nat struct {
 // wrong.
 func (n *network) newNAT(own subnet.Lease) nat {
 	now := n.now().steady
-	published := n.shares(own.Claim())
-	for of, endpoint := range published {
+	before := n.publishes(own.Claim())
+	for of, endpoint := range before.shared {
 		for _, d := range n.devices {
 			if d.serves(of.family) {
 				d.seen[of.peer] = observation{endpoint: endpoint, since: now, last: now}
 			}
 		}
 	}
-	n.Backend.shared.Store(&published)
+	for _, d := range n.devices {
+		d.relaying.published = before.relays[d.families[0]]
+	}
+	n.Backend.published.Store(&before)
 	interval := time.Duration(n.config.EndpointSharingInterval) * time.Second
-	return nat{sharer: sharer{interval: interval, published: published}, republish: wait.NewSignal()}
+	return nat{sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal()}
 }
 
-// shares returns the endpoints that this host shares at present. prev is its last claim.
-func (b *Backend) shares(prev subnet.Claim) sharedEndpoints {
+// publishes returns what this host publishes at present. prev is its last claim.
+func (b *Backend) publishes(prev subnet.Claim) published {
 	if b.config.EndpointSharingInterval == 0 {
-		return nil
+		return published{}
 	}
-	if now := b.shared.Load(); now != nil {
+	if now := b.published.Load(); now != nil {
 		return *now
 	}
-	return b.sharedBy(subnet.Lease{Endpoints: prev.Endpoints})
+	own := subnet.Lease{Endpoints: prev.Endpoints}
+	now := published{shared: b.sharedBy(own), relays: map[prefix.Family]relayLists{}}
+	for _, t := range b.tunnels() {
+		if _, _, lists := relaysIn(t, own); !lists.empty() && b.usesRelays() {
+			now.relays[t.families[0]] = lists
+		}
+	}
+	return now
 }
 
 // Republish implements backend.Publisher.
@@ -74,17 +84,26 @@ func (n *network) Republish() <-chan struct{} { return n.nat.republish }
 // Published implements backend.Publisher. This host does nothing else after a write.
 func (*network) Published(subnet.Claim) {}
 
-// noteShared takes over what other hosts share.
+// noteShared takes over what other hosts share, and what they say about relays.
 func (n *network) noteShared(set backend.Set) {
 	if n.nat.sharer.interval == 0 {
 		return
 	}
+	own := n.key.PublicKey()
 	note := func(key string) {
 		var now sharedEndpoints
-		if l, ok := set.Leases[key]; ok {
+		l, ok := set.Leases[key]
+		if ok {
 			now = n.sharedBy(*l)
 		}
 		n.nat.news = n.nat.shared.set(key, now) || n.nat.news
+		for _, d := range n.devices {
+			var now relayNote
+			if ok && n.usesRelays() {
+				now = newRelayNote(d.tunnel, *l, own)
+			}
+			d.relaying.news = d.relaying.notes.set(key, now) || d.relaying.news
+		}
 	}
 	if !set.All && !n.failed { // a pass that fails may not have come here
 		for _, key := range set.Changed {
@@ -95,8 +114,11 @@ func (n *network) noteShared(set backend.Set) {
 	for key := range set.Leases {
 		note(key)
 	}
-	gone := n.nat.shared.retain(func(key string) bool { return set.Leases[key] != nil })
-	n.nat.news = gone || n.nat.news
+	present := func(key string) bool { return set.Leases[key] != nil }
+	n.nat.news = n.nat.shared.retain(present) || n.nat.news
+	for _, d := range n.devices {
+		d.relaying.news = d.relaying.notes.retain(present) || d.relaying.news
+	}
 }
 
 // readingDue reports whether the devices have to be read because of peers behind NAT.
@@ -155,30 +177,49 @@ func (n *network) worthSharing(endpoint netip.AddrPort) bool {
 	return n.reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
-// offerShared decides whether this host should share other endpoints. It must follow a pass that has read all
+// offer decides whether this host should publish something else. It must follow a pass that has read all
 // devices. It returns the time after which to ask again; zero if there is nothing to publish.
-func (n *network) offerShared(p pass) (again time.Duration) {
-	if n.nat.sharer.interval == 0 || !p.set.Complete {
+func (n *network) offer(p pass) (again time.Duration) {
+	s := &n.nat.sharer
+	if s.interval == 0 || !p.set.Complete {
 		return 0
 	}
 	var seen []observations
+	want := published{relays: map[prefix.Family]relayLists{}}
 	for _, d := range n.devices {
 		seen = append(seen, d.seen)
+		if lists := d.relaying.wanted(p.now.steady, s.interval); !lists.empty() {
+			want.relays[d.families[0]] = lists
+		}
 	}
-	return n.nat.sharer.offer(p.now.steady, len(p.set.Leases), seen, &n.nat.shared)
+	want.shared = s.wanted(p.now.steady, seen, &n.nat.shared)
+	return s.offer(p.now.steady, len(p.set.Leases), want)
 }
 
-// share publishes the own lease if the last reading of all devices has shown that this host should share other
-// endpoints, and what other hosts share by now has not changed that.
-func (n *network) share(ctx context.Context, p pass) {
+// share publishes the own lease if the last reading of all devices has shown that this host should publish
+// something else, and what other hosts share by now has not changed that. It reports whether it has published
+// other lists about relays, from which the choice of relays follows.
+func (n *network) share(ctx context.Context, p pass) (relays bool) {
 	s := &n.nat.sharer
+	before := s.published
 	if !p.set.Complete || !s.due(p.now.steady, len(p.set.Leases), &n.nat.shared) {
-		return
+		return false
 	}
-	klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(s.published))
-	published := s.published
-	n.Backend.shared.Store(&published)
+	now := s.published
+	n.Backend.published.Store(&now)
 	n.nat.republish.Send()
+	log := klog.FromContext(ctx)
+	if !maps.Equal(now.shared, before.shared) {
+		log.Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(now.shared))
+	}
+	for _, d := range n.devices {
+		r := &d.relaying
+		if lists := now.relays[d.families[0]]; !lists.equal(r.published) {
+			r.published, relays = lists, true
+			log.Info("publishing the peers without a session, and relays, in the own lease", "device", d.name, "unreachable", len(lists.unreachable), "relays", len(lists.relays))
+		}
+	}
+	return relays
 }
 
 // followPeers does after a pass without an error what peers behind NAT need, and decides when to read the
@@ -193,21 +234,25 @@ func (n *network) followPeers(p pass, wrote bool) {
 	read, needed, named := true, wrote && n.nat.sharer.interval != 0, map[string]bool{}
 	for _, d := range n.devices {
 		read = read && d.read == now
-		needed = needed || len(d.seen) > 0 || len(d.named) > 0
+		needed = needed || len(d.seen) > 0 || len(d.named) > 0 || d.relaying.active()
 		maps.Copy(named, d.named)
 	}
 	if read {
 		by, n.nat.news = 0, false
 		needed = needed || !n.nat.shared.empty()
 		n.names.retain(func(host string) bool { return named[host] })
-		within(n.offerShared(p))
+		within(n.offer(p))
 		for _, d := range n.devices {
 			within(d.trials.pause(now))
+			within(d.relaying.pause(now, n.nat.sharer.interval))
 		}
 	}
 	pause := mostReadPause
 	if n.nat.sharer.interval != 0 {
 		pause = min(pause, n.nat.sharer.pause(len(p.set.Leases))/2)
+	}
+	if slices.ContainsFunc(n.devices, func(d *device) bool { return !d.relaying.published.empty() }) {
+		pause = min(pause, relayPause(n.nat.sharer.interval))
 	}
 	if n.nat.news {
 		within(min(newsPause, pause))

@@ -25,7 +25,7 @@ func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	n, _, c := start(t)
 	h := &natHost{network: n, device: c, clock: instant{wall: time.Unix(1_000_000, 0), steady: time.Hour}}
 	n.now = func() instant { return h.clock }
-	n.Backend.shared.Store(nil) // start has set it
+	n.Backend.published.Store(nil) // start has set it
 	n.nat = n.newNAT(*own)
 	return h
 }
@@ -59,6 +59,7 @@ func (h *natHost) session(i byte, endpoint string) {
 	for k, p := range h.device.peers["flannel-wg"] {
 		if p.TransmitBytes++; k == key(i) {
 			p.Endpoint, p.LastHandshakeTime = netUDP(endpoint), h.clock.wall
+			p.ReceiveBytes++
 		}
 		h.device.peers["flannel-wg"][k] = p
 	}

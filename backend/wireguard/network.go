@@ -70,12 +70,13 @@ type device struct {
 	handshakes handshakes
 	seen       observations    // peers behind NAT
 	trials     trials          // searches for endpoints of peers without a session
+	relaying   relaying        // the use of relays
 	named      map[string]bool // names of peers
 	read       time.Duration   // when it was read, on the steady clock
 }
 
 func newDevice(t tunnel) *device {
-	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, named: map[string]bool{}}
+	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, relaying: newRelaying(), named: map[string]bool{}}
 }
 
 // pass is what one pass is about.
@@ -140,13 +141,16 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	}
 	n.noteShared(set)
 	now := n.now()
-	p := pass{set, now, n.readingDue(now.steady)}
-	n.share(ctx, p) // before the devices are read, which may take long
+	relays := func(d *device) bool { return d.relaying.news || d.relaying.concerns(set.Changed) }
+	p := pass{set, now, n.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
+	if n.share(ctx, p) { // before the devices are read, which may take long
+		p.read = true
+	}
 	waiting, wrote := 0, false
 	var errs []error
 	for _, d := range n.devices {
 		s := settings{key: n.key, port: d.port, psk: psk, rotating: n.secret.rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
-		changed, r, err := n.syncDevice(d, s, p)
+		changed, r, err := n.syncDevice(ctx, d, s, p)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("configure %s: %w", d.name, err))
 		}
@@ -166,7 +170,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 // it has changed a peer, and the number of peers that another program had changed. It reads the
 // device if any of its peers may differ from the last pass. Otherwise it trusts what it wrote then,
 // because reading thousands of peers costs far more than changing one.
-func (n *network) syncDevice(d *device, s settings, p pass) (wrote bool, repaired int, err error) {
+func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass) (wrote bool, repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
 		return false, 0, err
@@ -193,6 +197,9 @@ func (n *network) syncDevice(d *device, s settings, p pass) (wrote bool, repaire
 			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers)
 		}
 	}
+	if full {
+		d.relaying.setBy(ctx, d.name, change.by)
+	}
 	if full && same && d.unwantedRemoved {
 		repaired = countRepairs(cfg, change)
 	}
@@ -218,6 +225,8 @@ func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map
 	for key, l := range p.set.Leases {
 		n.addWanted(d, key, *l, next, c.want)
 	}
+	d.relaying.observe(p.now.steady, c)
+	c.by = useRelays(d.relaying.choose(p.now.steady, n.nat.sharer.interval, n.key.PublicKey(), c.want), next, c)
 	if p.set.Complete && n.nat.sharer.interval != 0 {
 		d.seen.note(p.now.steady, c, n.worthSharing)
 	}

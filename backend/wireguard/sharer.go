@@ -64,13 +64,20 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 	}
 }
 
+// published is what this host publishes in its lease besides its key and its port.
+type published struct {
+	shared sharedEndpoints
+	relays map[prefix.Family]relayLists // by the first family of the device; only those that are not empty
+}
+
 // sharer decides which endpoints this host shares, and when it writes its lease.
 type sharer struct {
-	interval  time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
-	published sharedEndpoints
-	allowed   time.Duration   // when the lease may be written again, on the steady clock
-	planned   time.Duration   // when it will be; zero if there is nothing to write
-	offered   sharedEndpoints // written to the lease next; nil if there is nothing to write yet
+	interval time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
+	published
+	allowed time.Duration // when the lease may be written again, on the steady clock
+	planned time.Duration // when it will be; zero if there is nothing to write
+	urgent  bool          // the write is planned because of relays
+	offered *published    // written to the lease next; nil if there is nothing to write yet
 }
 
 // pause returns the minimum time between two writes of a host in a network with that many hosts.
@@ -90,7 +97,7 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 	for _, device := range seen {
 		for key, o := range device {
 			c := choice{sharedEndpoint: sharedEndpoint{key, prefix.FamilyOf(o.endpoint.Addr())}, endpoint: o.endpoint}
-			before, had := s.published[c.sharedEndpoint]
+			before, had := s.shared[c.sharedEndpoint]
 			stable := o.last == now && now-o.since >= s.interval
 			c.hosts = others.hosts(c.sharedEndpoint, o.endpoint)
 			switch {
@@ -119,23 +126,28 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 	return want
 }
 
-// offer decides by what the devices have shown at the time now what this host shares, and offers it when it
-// is the turn of this host. again is the time after which to ask again; zero if there is nothing to write.
-// Hosts that see the same peer write at different times, so that the last ones see that there are enough.
-func (s *sharer) offer(now time.Duration, hosts int, seen []observations, others *sharedIndex) (again time.Duration) {
-	want := s.wanted(now, seen, others)
+// offer offers want, which the devices have shown at the time now, when it is the turn of this host to
+// write. again is the time after which to ask again; zero if there is nothing to write. Hosts that see the
+// same peer write at different times, so that the last ones see that there are enough. Pods wait for lists
+// about relays, so these are written as soon as the number of hosts allows.
+func (s *sharer) offer(now time.Duration, hosts int, want published) (again time.Duration) {
 	s.offered = nil
-	if maps.Equal(want, s.published) {
+	urgent := !maps.EqualFunc(want.relays, s.relays, relayLists.equal)
+	if !urgent && maps.Equal(want.shared, s.shared) {
 		s.planned = 0
 		return 0
 	}
-	if s.planned == 0 {
-		s.planned = max(now, s.allowed) + rand.N(s.pause(hosts)/2+1)
+	if s.planned == 0 || urgent && !s.urgent {
+		spread := s.pause(hosts) / 2
+		if urgent {
+			spread = min(spread, time.Duration(hosts)*shareTurn)
+		}
+		s.planned, s.urgent = max(now, s.allowed)+rand.N(spread+1), urgent
 	}
 	if now < s.planned {
 		return s.planned - now
 	}
-	s.offered = want
+	s.offered = &want
 	return leastReadPause
 }
 
@@ -146,12 +158,12 @@ func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	if s.offered == nil {
 		return false
 	}
-	want := s.offered
+	want := *s.offered
 	s.offered, s.planned = nil, 0
-	maps.DeleteFunc(want, func(of sharedEndpoint, endpoint netip.AddrPort) bool {
-		return s.published[of] != endpoint && others.hosts(of, endpoint) >= enoughHosts
+	maps.DeleteFunc(want.shared, func(of sharedEndpoint, endpoint netip.AddrPort) bool {
+		return s.shared[of] != endpoint && others.hosts(of, endpoint) >= enoughHosts
 	})
-	if maps.Equal(want, s.published) {
+	if maps.EqualFunc(want.relays, s.relays, relayLists.equal) && maps.Equal(want.shared, s.shared) {
 		return false
 	}
 	s.published, s.allowed = want, now+s.pause(hosts)

@@ -71,7 +71,7 @@ func TestSharer(t *testing.T) {
 				if got := s.wanted(step.at, []observations{seen}, &sharedIndex{}); !maps.Equal(got, want) {
 					t.Errorf("at %s it wants to share %v, want %v", step.at, got, want)
 				}
-				s.published = want
+				s.shared = want
 			}
 		})
 	}
@@ -83,7 +83,7 @@ func TestSharersOfOnePeer(t *testing.T) {
 	seen := []observations{{key(2): {endpoint: netip.MustParseAddrPort("203.0.113.2:1"), last: time.Hour}}}
 	var others sharedIndex
 	s, late := sharer{interval: time.Minute}, sharer{interval: time.Minute}
-	s.published = s.wanted(time.Hour, seen, &others)
+	s.shared = s.wanted(time.Hour, seen, &others)
 	for i, lease := range []string{"a", "b", "c"} {
 		if got := late.wanted(time.Hour, seen, &others); len(got) != 1 {
 			t.Errorf("with %d others the host shares %v, want one endpoint", i, got)
@@ -115,13 +115,13 @@ func TestSharersDecideAgain(t *testing.T) {
 		"the lease has a former port": {[]string{"2 203.0.113.2:9"}, both, nil, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, others := sharer{interval: time.Minute, published: sharing(t, tt.published...)}, sharedIndex{}
+			s, others := sharer{interval: time.Minute, published: published{shared: sharing(t, tt.published...)}}, sharedIndex{}
 			offer := func(now time.Duration) (again time.Duration) {
 				device := observations{}
 				for i := byte(2); i <= 3; i++ {
 					device[key(i)] = observation{endpoint: netip.AddrPortFrom(netip.AddrFrom4([4]byte{203, 0, 113, i}), uint16(i)), last: now}
 				}
-				return s.offer(now, 10, []observations{device}, &others)
+				return s.offer(now, 10, published{shared: s.wanted(now, []observations{device}, &others)})
 			}
 			now := time.Hour
 			offer(now) // now the turn of the host is known
@@ -132,8 +132,8 @@ func TestSharersDecideAgain(t *testing.T) {
 			for _, lease := range []string{"a", "b", "c"} {
 				others.set(lease, sharing(t, tt.others...))
 			}
-			if write := s.due(now, 10, &others); write != tt.write || !maps.Equal(s.published, sharing(t, tt.want...)) {
-				t.Errorf("it writes: %v, with %v, want %v, with %v", write, s.published, tt.write, tt.want)
+			if write := s.due(now, 10, &others); write != tt.write || !maps.Equal(s.shared, sharing(t, tt.want...)) {
+				t.Errorf("it writes: %v, with %v, want %v, with %v", write, s.shared, tt.write, tt.want)
 			}
 			if offer(now) != 0 || s.due(now, 10, &others) {
 				t.Error("it wants to write again")
@@ -148,7 +148,7 @@ func TestMostSharedEndpoints(t *testing.T) {
 	for i := range byte(100) {
 		device[key(i+1)] = observation{endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(i)+1), last: time.Hour}
 	}
-	s := sharer{interval: time.Minute, published: sharing(t, "90 203.0.113.2:90")}
+	s := sharer{interval: time.Minute, published: published{shared: sharing(t, "90 203.0.113.2:90")}}
 	got := s.wanted(time.Hour, []observations{device}, &sharedIndex{})
 	if len(got) != maxShared || !maps.Equal(sharing(t, "90 203.0.113.2:90"), only(got, 90)) || len(only(got, 1)) != 1 {
 		t.Errorf("it shares %v, want %d endpoints with that of peer 90", got, maxShared)
@@ -169,7 +169,7 @@ func TestWritesAreLimited(t *testing.T) {
 		var last time.Duration
 		for now < 2*time.Hour {
 			seen := []observations{{key(2): {endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(now/time.Second)), last: now}}}
-			s.offer(now, hosts, seen, &sharedIndex{})
+			s.offer(now, hosts, published{shared: s.wanted(now, seen, &sharedIndex{})})
 			if s.due(now, hosts, &sharedIndex{}) {
 				if last != 0 && now-last < s.pause(hosts) {
 					t.Errorf("two writes within %s, want at least %s between them", now-last, s.pause(hosts))

@@ -14,6 +14,8 @@
 //   - nat.go finds endpoints of peers behind NAT: sharer.go decides which ones this host shares with
 //     others, shared.go has them in the form of leases, and trials.go tries those of others.
 //     names.go resolves the names of peers.
+//   - relay.go is what leases say about relays, which carry packets between hosts that do not reach each
+//     other, and relaying.go decides when to use one.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process, and initiator.go starts its sessions.
 //   - host.go is the Host, which outlives networks: it contains the devices in this process.
@@ -49,7 +51,8 @@ type Backend struct {
 	env    backend.Env
 	config config
 	host   *Host
-	shared atomic.Pointer[sharedEndpoints] // endpoints that the started network shares; nil before
+	// published is what the started network publishes; nil before.
+	published atomic.Pointer[published]
 }
 
 func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
@@ -87,17 +90,23 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	claim, shared := b.env.Claim(Type, prev), b.shares(prev)
+	claim, more := b.env.Claim(Type, prev), b.publishes(prev)
 	for i, f := range families(b.env) {
-		peers, err := shared.encode(f)
-		if err != nil {
+		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String(), Relay: b.env.Relay}
+		if d.PeerEndpoints, err = more.shared.encode(f); err != nil {
+			return subnet.Claim{}, err
+		}
+		if d.Unreachable, err = encodeKeys(more.relays[f].unreachable); err != nil {
+			return subnet.Claim{}, err
+		}
+		if d.Relays, err = encodeKeys(more.relays[f].relays); err != nil {
 			return subnet.Claim{}, err
 		}
 		for _, t := range b.tunnels() {
 			if !slices.Contains(t.families, f) {
 				continue
 			}
-			d := leaseData{PublicKey: key.PublicKey().String(), Port: t.port, PublicEndpoint: b.env.PublicEndpoint.String(), PeerEndpoints: peers}
+			d.Port = t.port
 			if claim.Endpoints[i].Data, err = encodeData(d); err != nil {
 				return subnet.Claim{}, err
 			}
@@ -194,6 +203,9 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	n.Base = n.base(own, kind)
 	if err := n.SetUp(ctx); err != nil {
 		return err
+	}
+	if n.env.Relay {
+		klog.FromContext(ctx).Info("this host is a relay: it carries the packets of hosts that do not reach each other, and sees their plaintext")
 	}
 	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
 	client, err := wgctrl.New()

@@ -174,6 +174,7 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
 
 	printNarrow(row, r.Peers)
+	printRelayed(row, r.Peers)
 	if r.Paths != nil {
 		printPaths(w, row, *r.Paths, all)
 	}
@@ -226,6 +227,17 @@ func printNarrow(row func(string, ...any), peers []status.Peer) {
 				row(name, s, "by", list(p.PublicIPs), "mtu", mtu)
 				name = ""
 			}
+		}
+	}
+}
+
+// printRelayed prints the peers to which a relay carries the packets.
+func printRelayed(row func(string, ...any), peers []status.Peer) {
+	name := "relayed"
+	for _, p := range peers {
+		if by := p.ByRelay(); by != "" {
+			row(name, list(p.Subnets), by)
+			name = ""
 		}
 	}
 }

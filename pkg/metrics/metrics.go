@@ -42,6 +42,7 @@ type Values struct {
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
 	Paths          *paths.Outcome    // nil without --probe
 	NarrowPaths    int               // with an MTU smaller than that of the device
+	Relayed        int               // peers to which a relay carries the packets
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
 	CloudPeers     map[string]int    // peers by what carries the packets to them (cloud, tunnel), with Backend.Overflow
@@ -173,6 +174,7 @@ func gauges() map[string]gauge {
 		"paths":    describe(g, "paths", "Paths to other hosts by the result of the last probe, with --probe: ok, or the part that does not work. /statusz and flannelctl status name the hosts.", "result"),
 		"broken":   describe(g, "unreachable_peers", "Paths to other hosts that do not work, with --probe. If it is not 0, flannelctl status names the hosts and what to look at."),
 		"narrow":   describe(g, "narrow_paths", "Paths to other hosts that carry only packets smaller than the MTU of the device, with Backend.MTU \"probe\". Their routes have that MTU. If it is not 0, flannelctl status names the hosts: repair the MTU of the network between the hosts."),
+		"relayed":  describe(g, "relayed_peers", "Other hosts that this host does not reach, so that a relay carries the packets to them and sees their plaintext. If it is not 0, flannelctl status names the hosts and the relays."),
 		"carried":  describe(g, "migration_peers", "Other hosts by the backend that carries the packets to them, present or next, while the network migrates from one backend to another. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
 			"Packets that the udp backend dropped, by reason.", "reason"),
@@ -235,6 +237,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		set("broken", float64(values.Paths.Unreachable()))
 	}
 	set("narrow", float64(values.NarrowPaths))
+	set("relayed", float64(values.Relayed))
 	for backend, n := range values.Carried {
 		set("carried", float64(n), backend)
 	}

@@ -224,6 +224,11 @@ func interfaceSettings() []setting {
 			usage: "DNS name of this host, with wireguard only: peers resolve it when they have no session with this host. " +
 				"With a port that a NAT forwards, if it is not ListenPort.",
 			binding: to(func(o *Options) *endpoint.Named { return &o.PublicEndpoint }, publicEndpoint),
+		}, {
+			name: "relay", def: "false",
+			usage: "Carry the packets of hosts that do not reach each other, with wireguard only. This host then sees " +
+				"the plaintext of these packets.",
+			binding: toToggle(func(o *Options) *bool { return &o.Relay }),
 		},
 	}
 }

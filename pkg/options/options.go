@@ -89,6 +89,8 @@ type Options struct {
 	PublicIP, PublicIPv6 netip.Addr
 	// PublicEndpoint is the name that peers send to; zero if not given.
 	PublicEndpoint endpoint.Named
+	// Relay carries the packets of hosts that do not reach each other.
+	Relay bool
 
 	// IPMasq masquerades packets that leave the network, with random ports unless
 	// IPMasqFullyRandomDisable is set.

@@ -114,6 +114,15 @@ func TestPageOfTheCloud(t *testing.T) {
 	}
 }
 
+func TestPageOfARelay(t *testing.T) {
+	r := status.Report{Peers: []status.Peer{{State: status.InPlace, Relay: "10.5.20.0-24"}, {State: status.InPlace}}}
+	w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
+	const want = " by relay 10.5.20.0-24, which sees the plaintext of the packets</td>"
+	if n := strings.Count(w.Body.String(), "by relay"); n != 1 || !strings.Contains(w.Body.String(), want) {
+		t.Errorf("%d peers by a relay, want one with %q in\n%s", n, want, w.Body)
+	}
+}
+
 func TestPageOfTheLeader(t *testing.T) {
 	route := []status.CloudRoute{{Destination: netip.MustParsePrefix("10.5.1.0/24"), Present: true}}
 	for want, c := range map[string]status.Cloud{

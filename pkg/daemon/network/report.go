@@ -74,6 +74,9 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	}
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
+		if p.Relay != "" {
+			l.Relayed++
+		}
 		switch {
 		case l.Carried == nil || p.Choice.Backend == "":
 		case p.Choice.Waiting == "":
@@ -232,7 +235,7 @@ func statusLease(l subnet.Lease) status.Lease {
 func statusPeer(p backend.PeerReport) status.Peer {
 	peer := status.Peer{
 		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
-		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs,
+		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs, Relay: p.Relay,
 	}
 	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// A lease has at most maxRelayKeys keys in each of its lists about relays, in a JSON array of at most
+// maxRelayKeysSize bytes. A larger array is ignored.
+const (
+	maxRelayKeys     = 32
+	maxRelayKeysSize = 2 << 10
+)
+
+// relayLists is what a host publishes while it does not reach some peers: these peers, and the relays that
+// could carry the packets. Both are sorted.
+type relayLists struct {
+	unreachable []wgtypes.Key
+	relays      []wgtypes.Key
+}
+
+func (r relayLists) empty() bool { return len(r.unreachable) == 0 }
+
+func (r relayLists) equal(to relayLists) bool {
+	return slices.Equal(r.unreachable, to.unreachable) && slices.Equal(r.relays, to.relays)
+}
+
+func compareKeys(a, b wgtypes.Key) int { return bytes.Compare(a[:], b[:]) }
+
+// encodeKeys returns a JSON array of keys, or nil if there are none.
+func encodeKeys(keys []wgtypes.Key) (json.RawMessage, error) {
+	if len(keys) == 0 {
+		return nil, nil
+	}
+	texts := make([]string, 0, len(keys))
+	for _, k := range keys {
+		texts = append(texts, k.String())
+	}
+	raw, err := json.Marshal(texts)
+	if err != nil {
+		return nil, fmt.Errorf("encode keys of peers: %w", err)
+	}
+	return raw, nil
+}
+
+// decodeKeys returns the keys in a JSON array that another host has written, sorted. So it skips an
+// entry that is not in the form that encodeKeys writes, and all of them if there are too many.
+func decodeKeys(raw json.RawMessage) []wgtypes.Key {
+	var texts []string
+	if len(raw) == 0 || len(raw) > maxRelayKeysSize || json.Unmarshal(raw, &texts) != nil || len(texts) > maxRelayKeys {
+		return nil
+	}
+	var keys []wgtypes.Key
+	for _, text := range texts {
+		if key, err := wgtypes.ParseKey(text); err == nil && key != (wgtypes.Key{}) && key.String() == text {
+			keys = append(keys, key)
+		}
+	}
+	slices.SortFunc(keys, compareKeys)
+	return slices.Compact(keys)
+}
+
+// relayField begins the names of the fields Relay and Relays of leaseData.
+const relayField = `"Relay`
+
+// decodeRelays returns whether a host is a relay, and its lists, from its backend data.
+func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
+	if !bytes.Contains(raw, []byte(relayField)) { // nearly all leases
+		return false, relayLists{}
+	}
+	var d struct {
+		Relay               bool
+		Unreachable, Relays json.RawMessage
+	}
+	if json.Unmarshal(raw, &d) != nil {
+		return false, relayLists{}
+	}
+	return d.Relay, relayLists{decodeKeys(d.Unreachable), decodeKeys(d.Relays)}
+}
+
+// relaysIn returns what a lease says to t about relays, with the public key of its host.
+func relaysIn(t tunnel, l subnet.Lease) (key wgtypes.Key, relay bool, lists relayLists) {
+	for _, f := range t.families {
+		if e, ok := l.Endpoint(f); ok {
+			if relay, lists = decodeRelays(e.Data); relay || !lists.empty() {
+				key, _, _ = decodeData(e.Data)
+			}
+			return key, relay, lists
+		}
+	}
+	return key, false, relayLists{}
+}
+
+// relayNote is what the lease of another host says about relays, as far as it matters to this host.
+type relayNote struct {
+	peer   wgtypes.Key   // public key of that host
+	relay  bool          // it is a relay
+	misses bool          // it does not reach this host
+	relays []wgtypes.Key // the relays that it reaches, if it misses this host
+}
+
+func (r relayNote) equal(to relayNote) bool {
+	return r.peer == to.peer && r.relay == to.relay && r.misses == to.misses && slices.Equal(r.relays, to.relays)
+}
+
+// newRelayNote returns the note about a lease for the host with the key own.
+func newRelayNote(t tunnel, l subnet.Lease, own wgtypes.Key) (note relayNote) {
+	key, relay, lists := relaysIn(t, l)
+	misses := slices.Contains(lists.unreachable, own)
+	if !relay && !misses {
+		return relayNote{}
+	}
+	note = relayNote{peer: key, relay: relay, misses: misses}
+	if misses {
+		note.relays = lists.relays
+	}
+	return note
+}
+
+// relayNotes contains the notes about leases, by the key of the lease. Most leases have none.
+type relayNotes map[string]relayNote
+
+// set replaces the note about a lease, and reports whether it differs from the one before.
+func (ns relayNotes) set(lease string, now relayNote) (changed bool) {
+	before, had := ns[lease]
+	switch {
+	case had && before.equal(now), !had && now.equal(relayNote{}):
+		return false
+	case now.equal(relayNote{}):
+		delete(ns, lease)
+	default:
+		ns[lease] = now
+	}
+	return true
+}
+
+// retain removes the notes about leases for which keep returns false.
+func (ns relayNotes) retain(keep func(lease string) bool) (changed bool) {
+	for lease := range ns {
+		if !keep(lease) {
+			delete(ns, lease)
+			changed = true
+		}
+	}
+	return changed
+}
+
+// byPeer returns the notes by the public key of the host.
+func (ns relayNotes) byPeer() map[wgtypes.Key]relayNote {
+	all := make(map[wgtypes.Key]relayNote, len(ns))
+	for _, note := range ns {
+		all[note.peer] = note
+	}
+	return all
+}
+
+// agreedRelay returns the relay for the packets between the host with the key own, which publishes lists,
+// and a peer. Both hosts find the same one from the same leases: each must have published that it does not
+// reach the other, and that it reaches the relay. Both order the relays alike, and differently from other
+// pairs of hosts. ok is false if there is no such relay. usable reports whether a host publishes that it is
+// a relay.
+func agreedRelay(own wgtypes.Key, lists relayLists, peer relayNote, usable func(wgtypes.Key) bool) (relay wgtypes.Key, ok bool) {
+	if !peer.misses || !slices.Contains(lists.unreachable, peer.peer) {
+		return relay, false
+	}
+	var first [sha256.Size]byte
+	for _, r := range lists.relays {
+		if r == own || r == peer.peer || slices.Contains(lists.unreachable, r) || !slices.Contains(peer.relays, r) || !usable(r) {
+			continue
+		}
+		if rank := relayRank(own, peer.peer, r); !ok || bytes.Compare(rank[:], first[:]) < 0 {
+			relay, first, ok = r, rank, true
+		}
+	}
+	return relay, ok
+}
+
+// relayRank returns the place of a relay in the order of two hosts, which does not depend on the order of
+// the hosts.
+func relayRank(a, b, relay wgtypes.Key) [sha256.Size]byte {
+	if compareKeys(a, b) > 0 {
+		a, b = b, a
+	}
+	return sha256.Sum256(slices.Concat(a[:], b[:], relay[:]))
+}
+
+// CheckRelay implements backend.Relayer. Without keepalives, hosts have sessions only while pods send, so
+// none of them knows whether it reaches another. The interval limits the writes of leases.
+func (b *Backend) CheckRelay() error {
+	switch {
+	case b.config.PersistentKeepaliveInterval == 0:
+		return errors.New("Backend.PersistentKeepaliveInterval is 0, so hosts do not know whom they reach: expected 1 or more, such as 25")
+	case b.config.EndpointSharingInterval == 0:
+		return errors.New("Backend.EndpointSharingInterval is 0, so hosts do not publish whom they reach: expected 1 or more, such as 120")
+	}
+	return nil
+}
+
+// usesRelays reports whether this host may have peers that it reaches by a relay.
+func (b *Backend) usesRelays() bool { return b.CheckRelay() == nil }

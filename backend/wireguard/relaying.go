@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"cmp"
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+	"k8s.io/klog/v2"
+)
+
+const (
+	// mostRelayPause is the longest time between two readings of a device while this host publishes that it
+	// does not reach a peer.
+	mostRelayPause = 10 * time.Second
+	// relayPatience is the time for which a relay may not answer. A host that receives data sends something
+	// within 10 s (KEEPALIVE_TIMEOUT of the protocol).
+	relayPatience = 20 * time.Second
+	// relayGrace is the time for which a relay without a session stays published. After a restart the
+	// sessions with WireGuard in user space begin anew.
+	relayGrace = 30 * time.Second
+	// keepaliveSize is the size in bytes of a keepalive, as a device counts it.
+	keepaliveSize = 32
+)
+
+// contact is what a device knows of a peer while there are relays.
+type contact struct {
+	session bool
+	since   time.Duration // since when there is a session, or none, on the steady clock
+
+	read       time.Duration // when the counters were read
+	rx, tx     int64         // bytes from and to the peer
+	unanswered time.Duration // when it was read that the device has sent data without an answer; zero if there is an answer
+}
+
+// answers reports whether the peer answers at the time now.
+func (c contact) answers(now time.Duration) bool {
+	return c.unanswered == 0 || now-c.unanswered < relayPatience
+}
+
+// next returns the contact at the time now, with the state of the peer in the device and the age of its last
+// handshake. keepalive is the interval of keepalives, which need no answer. The zero contact is that before
+// the first reading.
+func (c contact) next(now time.Duration, h wgtypes.Peer, age, keepalive time.Duration) contact {
+	n := contact{session: age <= sessionLife, since: c.since, read: now, rx: h.ReceiveBytes, tx: h.TransmitBytes}
+	first := c.read == 0
+	if first || n.session != c.session {
+		n.since = now
+		if n.session {
+			n.since -= age
+		}
+	}
+	if first || n.rx != c.rx {
+		return n
+	}
+	n.unanswered = c.unanswered
+	if keepalives := int64((now-c.read)/keepalive) + 1; n.unanswered == 0 && n.tx-c.tx > keepalives*keepaliveSize {
+		n.unanswered = now
+	}
+	return n
+}
+
+// relaying is the use of relays by a device.
+type relaying struct {
+	notes     relayNotes // about the leases of other hosts
+	news      bool       // notes differ from when the device was read
+	contacts  map[wgtypes.Key]contact
+	published relayLists        // what this host publishes
+	by        map[string]string // key of the relay's lease, by that of the peer whose packets it carries
+}
+
+func newRelaying() relaying {
+	return relaying{notes: relayNotes{}, contacts: map[wgtypes.Key]contact{}}
+}
+
+// active reports whether the device has to be read because of relays.
+func (r *relaying) active() bool { return len(r.notes) > 0 || !r.published.empty() }
+
+// concerns reports whether a relay carries the packets to one of these leases, or one of these is a relay
+// in use.
+func (r *relaying) concerns(leases []string) bool {
+	if len(r.by) == 0 {
+		return false
+	}
+	relays := slices.Collect(maps.Values(r.by))
+	return slices.ContainsFunc(leases, func(lease string) bool { return r.by[lease] != "" || slices.Contains(relays, lease) })
+}
+
+// observe takes over the state of the device at the time now.
+func (r *relaying) observe(now time.Duration, d diff) {
+	r.news = false
+	if !r.active() {
+		clear(r.contacts)
+		return
+	}
+	have := make(map[wgtypes.Key]wgtypes.Peer, len(d.have.Peers))
+	for _, h := range d.have.Peers {
+		have[h.PublicKey] = h
+	}
+	contacts := make(map[wgtypes.Key]contact, len(d.want))
+	for key := range d.want {
+		h, age := wgtypes.Peer{}, never // a new peer
+		if there, ok := have[key]; ok {
+			h, age = there, d.ages[key]
+		}
+		contacts[key] = r.contacts[key].next(now, h, age, d.keepalive)
+	}
+	r.contacts = contacts
+}
+
+// relayPause returns the time between two readings while a relay may be needed, if interval is
+// the interval of sharing. Both hosts of a pair use a new session after twice this time.
+func relayPause(interval time.Duration) time.Duration {
+	return min(max(interval/2, leastReadPause), mostRelayPause)
+}
+
+// returns reports whether the packets to a peer with this contact leave its relay. Both hosts know when
+// their session began, and both leave the relay at the same moment: each drops packets that come
+// by the other way. By then both have read their device.
+func (c contact) returns(now, interval time.Duration) bool {
+	return c.session && now-c.since >= 2*relayPause(interval)
+}
+
+// wanted returns what this host should publish at the time now. A peer without a session for
+// interval counts as unreachable, or at once if it says the same of this host.
+func (r *relaying) wanted(now, interval time.Duration) relayLists {
+	var want relayLists
+	notes := r.notes.byPeer()
+	had := func(keys []wgtypes.Key, key wgtypes.Key) bool {
+		_, found := slices.BinarySearchFunc(keys, key, compareKeys)
+		return found
+	}
+	for key, c := range r.contacts {
+		age := now - c.since
+		unreachable, relay := had(r.published.unreachable, key), had(r.published.relays, key)
+		switch {
+		case unreachable && !c.returns(now, interval):
+			want.unreachable = append(want.unreachable, key)
+		case notes[key].relay && c.answers(now) && (c.session && (relay || age >= interval) || relay && age < relayGrace):
+			want.relays = append(want.relays, key)
+		case !c.session && (age >= interval || notes[key].misses):
+			want.unreachable = append(want.unreachable, key)
+		}
+	}
+	if len(want.unreachable) == 0 || len(want.relays) == 0 {
+		return relayLists{}
+	}
+	slices.SortFunc(want.relays, compareKeys)
+	slices.SortFunc(want.unreachable, func(a, b wgtypes.Key) int {
+		// First those that can have a relay, then those that others know already.
+		return cmp.Or(trueFirst(notes[a].misses, notes[b].misses),
+			trueFirst(had(r.published.unreachable, a), had(r.published.unreachable, b)), compareKeys(a, b))
+	})
+	want.unreachable = want.unreachable[:min(len(want.unreachable), maxRelayKeys)]
+	want.relays = want.relays[:min(len(want.relays), maxRelayKeys)]
+	slices.SortFunc(want.unreachable, compareKeys)
+	return want
+}
+
+func trueFirst(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return -1
+	}
+	return 1
+}
+
+// choose returns the relays to use at the time now, by the public key of the peer. own is the public
+// key of this host.
+func (r *relaying) choose(now, interval time.Duration, own wgtypes.Key, want map[wgtypes.Key]peer) map[wgtypes.Key]wgtypes.Key {
+	if r.published.empty() {
+		return nil
+	}
+	relays, notes := map[wgtypes.Key]wgtypes.Key{}, r.notes.byPeer()
+	usable := func(key wgtypes.Key) bool {
+		_, wanted := want[key]
+		return wanted && notes[key].relay
+	}
+	for _, key := range r.published.unreachable {
+		if _, wanted := want[key]; !wanted || r.contacts[key].returns(now, interval) {
+			continue
+		}
+		if relay, ok := agreedRelay(own, r.published, notes[key], usable); ok {
+			relays[key] = relay
+		}
+	}
+	return relays
+}
+
+// pause returns the time until a peer leaves its relay; zero if none is about to.
+func (r *relaying) pause(now, interval time.Duration) (pause time.Duration) {
+	for _, key := range r.published.unreachable {
+		if c := r.contacts[key]; c.session && !c.returns(now, interval) {
+			if left := c.since + 2*relayPause(interval) - now; pause == 0 || left < pause {
+				pause = left
+			}
+		}
+	}
+	return pause
+}
+
+// useRelays gives the allowed IPs of peers to their relays: in next, the wanted peers by the key of the lease,
+// and in the peers of c. The peers stay without them, so that the device goes on trying to reach them. It
+// returns the keys of leases for relaying.by.
+func useRelays(relays map[wgtypes.Key]wgtypes.Key, next map[string]peer, c diff) map[string]string {
+	if len(relays) == 0 {
+		return nil
+	}
+	leases, by := map[wgtypes.Key]string{}, map[string]string{}
+	for lease, p := range next {
+		leases[p.key] = lease
+	}
+	for _, lease := range slices.Sorted(maps.Keys(next)) { // so that the order of allowed IPs stays the same
+		p := next[lease]
+		key, ok := relays[p.key]
+		if !ok {
+			continue
+		}
+		relay := next[leases[key]]
+		relay.allowed = slices.Concat(relay.allowed, p.allowed)
+		p.allowed = nil
+		next[lease], next[leases[key]] = p, relay
+		c.want[p.key], c.want[key] = p, relay
+		by[lease] = leases[key]
+	}
+	return by
+}
+
+// setBy records which relays are in use since the last write, and logs the differences.
+func (r *relaying) setBy(ctx context.Context, device string, now map[string]string) {
+	log := klog.FromContext(ctx).WithValues("device", device)
+	for _, lease := range slices.Sorted(maps.Keys(now)) {
+		if relay := now[lease]; r.by[lease] != relay {
+			log.Info("packets to a peer go by a relay, which sees the plaintext of the packets", "peer", lease, "relay", relay)
+		}
+	}
+	for _, lease := range slices.Sorted(maps.Keys(r.by)) {
+		if now[lease] == "" {
+			log.Info("packets to a peer go without a relay again", "peer", lease, "relay", r.by[lease])
+		}
+	}
+	r.by = now
+}
+
+// Relay implements backend.RelayUser.
+func (n *network) Relay(key string) string {
+	for _, d := range n.devices {
+		if relay := d.relaying.by[key]; relay != "" {
+			return relay
+		}
+	}
+	return ""
+}

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"encoding/json"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// relayedHost is the network of host 1, which has sessions with some hosts.
+type relayedHost struct {
+	*natHost
+	sessions []byte // these hosts answer
+}
+
+func newRelayedHost(t *testing.T, own *subnet.Lease) *relayedHost {
+	t.Helper()
+	h := newNATHost(t, own)
+	h.config.PersistentKeepaliveInterval = 25
+	h.Backend.published.Store(nil)
+	h.nat = h.newNAT(*own) // with keepalives, it takes over the lists of its lease
+	return &relayedHost{natHost: h}
+}
+
+// run lets time pass.
+func (h *relayedHost) run(t *testing.T, d time.Duration, leases ...*subnet.Lease) {
+	t.Helper()
+	for end := h.clock.steady + d; h.clock.steady < end; {
+		for _, i := range h.sessions {
+			h.session(i, host(t, i, int(i)).Endpoints[0].PublicIP.String()+":51820")
+		}
+		h.sync(t, min(5*time.Second, end-h.clock.steady), leases...)
+	}
+}
+
+// misses returns the lease of host i, which publishes that it does not reach host 1, and relays.
+func (h *relayedHost) misses(t *testing.T, i byte, relays ...byte) *subnet.Lease {
+	t.Helper()
+	own, err := encodeKeys([]wgtypes.Key{h.key.PublicKey()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return withRelays(t, i, leaseData{Unreachable: own, Relays: array(t, relays...)})
+}
+
+// publishedRelays returns the lists in the lease that the host would publish now.
+func (h *relayedHost) publishedRelays(t *testing.T) relayLists {
+	t.Helper()
+	claim, err := h.Claim(t.Context(), host(t, 1, 1).Claim())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, _, lists := relaysIn(h.devices[0].tunnel, subnet.Lease{Endpoints: claim.Endpoints})
+	return lists
+}
+
+// networks returns the allowed IPs of a peer on the IPv4 device.
+func (h *relayedHost) networks(i byte) (all []string) {
+	for _, n := range h.device.peers["flannel-wg"][key(i)].AllowedIPs {
+		all = append(all, n.String())
+	}
+	return all
+}
+
+// expectBy fails the test unless the packets to host 2 go by host by, which may be host 2.
+func (h *relayedHost) expectBy(t *testing.T, when string, by byte) {
+	t.Helper()
+	want, relay := map[byte][]string{2: nil, 5: {"10.5.5.0/24"}, 6: {"10.5.6.0/24"}}, ""
+	want[by] = append(want[by], "10.5.2.0/24")
+	if by != 2 {
+		relay = host(t, by, int(by)).Key
+	}
+	for i, networks := range want {
+		if diff := cmp.Diff(networks, h.networks(i)); diff != "" {
+			t.Errorf("%s: allowed IPs of host %d (-want +got):\n%s", when, i, diff)
+		}
+	}
+	if got := h.Relay("host2"); got != relay {
+		t.Errorf("%s: the relay is %q, want %q", when, got, relay)
+	}
+	if got := h.device.peers["flannel-wg-v6"][key(2)].AllowedIPs; len(got) != 1 {
+		t.Errorf("%s: on the device for IPv6, host 2 has the allowed IPs %v, want its own", when, got)
+	}
+}
+
+// relayOf returns which of the relays 5 and 6 host 1 and host 2 use first, and the other one.
+func (h *relayedHost) relayOf() (first, second byte) {
+	note := relayNote{peer: key(2), misses: true, relays: keys(5, 6)}
+	relay, _ := agreedRelay(h.key.PublicKey(), relayLists{keys(2), keys(5, 6)}, note, func(wgtypes.Key) bool { return true })
+	if relay == key(5) {
+		return 5, 6
+	}
+	return 6, 5
+}
+
+// TestReachAPeerByARelay follows a host that has sessions with two relays, and none with host 2.
+func TestReachAPeerByARelay(t *testing.T) {
+	h := newRelayedHost(t, host(t, 1, 1))
+	first, second := h.relayOf()
+	two, five, six := host(t, 2, 2), withRelays(t, 5, leaseData{Relay: true}), withRelays(t, 6, leaseData{Relay: true})
+	h.sessions = []byte{5, 6}
+	h.run(t, time.Minute, two, five, six)
+	if lists := h.publishedRelays(t); h.asked() || !lists.empty() {
+		t.Errorf("after a minute without a session it publishes %v, want nothing", lists)
+	}
+	h.run(t, 4*time.Minute, two, five, six)
+	if lists := h.publishedRelays(t); !h.asked() || !lists.equal(relayLists{keys(2), keys(5, 6)}) {
+		t.Errorf("it publishes %v, want that it does not reach host 2, and both relays", lists)
+	}
+	h.expectBy(t, "host 2 has not agreed", 2)
+
+	two = h.misses(t, 2, 5, 6)
+	h.run(t, time.Second, two, five, six)
+	h.expectBy(t, "host 2 has agreed", first)
+	h.run(t, time.Hour, two, five, six)
+	h.expectBy(t, "an hour later", first)
+	if h.asked() {
+		t.Error("it publishes its lease again, although nothing has changed")
+	}
+
+	// A change of the peer or of a relay that has nothing to do with relays keeps the way.
+	s := set([]string{"host2", host(t, first, 1).Key}, two, five, six)
+	if _, err := h.Sync(t.Context(), s); err != nil {
+		t.Fatal(err)
+	}
+	h.expectBy(t, "the leases were written again", first)
+
+	two = h.misses(t, 2, second)
+	h.run(t, time.Second, two, five, six)
+	h.expectBy(t, "host 2 does not reach the first relay any more", second)
+	two = h.misses(t, 2, first, second)
+	h.run(t, time.Second, two, five, six)
+	h.expectBy(t, "host 2 reaches it again", first)
+
+	// The first relay dies. Its session ends three minutes later.
+	h.sessions = []byte{second}
+	h.run(t, sessionLife+relayGrace+30*time.Second, two, five, six)
+	h.expectBy(t, "the first relay is dead", second)
+	if lists := h.publishedRelays(t); !h.asked() || !lists.equal(relayLists{keys(2), keys(second)}) {
+		t.Errorf("it publishes %v, want only the second relay", lists)
+	}
+	h.sessions = []byte{5, 6}
+	h.run(t, 10*time.Minute, two, five, six)
+	h.expectBy(t, "the first relay is back", first)
+	h.asked()
+
+	// A session with the peer begins. Both hosts leave the relay after the same time.
+	h.sessions = []byte{2, 5, 6}
+	h.run(t, 15*time.Second, two, five, six)
+	h.expectBy(t, "a session has begun", first)
+	h.run(t, 10*time.Second, two, five, six)
+	h.expectBy(t, "the session is established", 2)
+	h.run(t, time.Minute, two, five, six)
+	if lists := h.publishedRelays(t); !h.asked() || !lists.empty() {
+		t.Errorf("with a session it publishes %v, want nothing", lists)
+	}
+	h.expectBy(t, "host 2 has not withdrawn yet", 2)
+}
+
+// TestAPeerLeavesTheRelay expects that a host follows a peer that has withdrawn, at once.
+func TestAPeerLeavesTheRelay(t *testing.T) {
+	h := newRelayedHost(t, host(t, 1, 1))
+	five := withRelays(t, 5, leaseData{Relay: true})
+	six := host(t, 6, 6)
+	h.sessions = []byte{5}
+	h.run(t, 5*time.Minute, h.misses(t, 2, 5), five, six)
+	h.expectBy(t, "both have agreed", 5)
+	for when, now := range map[string]func() (two, relay *subnet.Lease){
+		"the peer withdraws":     func() (_, _ *subnet.Lease) { return host(t, 2, 2), five },
+		"the relay is none more": func() (_, _ *subnet.Lease) { return h.misses(t, 2, 5), host(t, 5, 5) },
+		"the peer changes its key": func() (_, _ *subnet.Lease) {
+			two := h.misses(t, 2, 5)
+			two.Endpoints[0].Data = json.RawMessage(`{"PublicKey":"` + text(key(7)) + `"}`)
+			return two, five
+		},
+	} {
+		two, relay := now()
+		if _, err := h.Sync(t.Context(), set([]string{"host2", "host5"}, two, relay, six)); err != nil {
+			t.Fatal(err)
+		}
+		if got := h.networks(5); !slices.Equal(got, []string{"10.5.5.0/24"}) || h.Relay("host2") != "" {
+			t.Errorf("%s: the relay has the networks %v, want its own", when, got)
+		}
+		if _, err := h.Sync(t.Context(), set([]string{"host2", "host5"}, h.misses(t, 2, 5), five, six)); err != nil {
+			t.Fatal(err)
+		}
+		h.expectBy(t, "back after: "+when, 5)
+	}
+	// The lease of the relay goes.
+	if _, err := h.Sync(t.Context(), set([]string{"host5"}, h.misses(t, 2, 5), six)); err != nil {
+		t.Fatal(err)
+	}
+	if got := h.networks(2); !slices.Equal(got, []string{"10.5.2.0/24"}) {
+		t.Errorf("without the lease of the relay the peer has the networks %v, want its own", got)
+	}
+}
+
+// TestARestartKeepsTheRelay expects that a host whose lease has lists goes on with them from its first pass,
+// also while its sessions begin anew.
+func TestARestartKeepsTheRelay(t *testing.T) {
+	five, six := withRelays(t, 5, leaseData{Relay: true}), host(t, 6, 6)
+	h := newRelayedHost(t, withRelays(t, 1, leaseData{Unreachable: array(t, 2), Relays: array(t, 5)}))
+	h.run(t, time.Second, h.misses(t, 2, 5), five, six)
+	h.expectBy(t, "the first pass", 5)
+	h.sessions = []byte{5}
+	h.run(t, 10*time.Minute, h.misses(t, 2, 5), five, six)
+	h.expectBy(t, "10 minutes later", 5)
+	if lists := h.publishedRelays(t); h.asked() || !lists.equal(relayLists{keys(2), keys(5)}) {
+		t.Errorf("after a restart it publishes %v, want the same as before", lists)
+	}
+}
+
+// TestNoNetworkIsEverWithoutAPeer expects that a network moves to another peer in one change, which removes
+// nothing.
+func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
+	h := newRelayedHost(t, host(t, 1, 1))
+	five, six := withRelays(t, 5, leaseData{Relay: true}), host(t, 6, 6)
+	h.sessions = []byte{5}
+	h.run(t, 5*time.Minute, host(t, 2, 2), five, six)
+	for _, two := range []*subnet.Lease{h.misses(t, 2, 5), host(t, 2, 2)} {
+		h.device.writes = nil
+		h.run(t, time.Second, two, five, six)
+		var moved int
+		for _, w := range h.device.writes {
+			if len(w.AllowedIPs) == 1 && w.AllowedIPs[0].String() == "10.5.2.0/24" && !w.ReplaceAllowedIPs {
+				moved++
+			} else if w.Remove || w.ReplaceAllowedIPs {
+				t.Errorf("the write %+v removes networks", w)
+			}
+		}
+		if moved != 1 {
+			t.Errorf("%d writes move the network, want 1", moved)
+		}
+	}
+}
+
+// TestARelayThatDoesNotAnswer expects that a relay counts as dead soon after it gets data and sends nothing.
+func TestARelayThatDoesNotAnswer(t *testing.T) {
+	const step = 10 * time.Second
+	for name, tt := range map[string]struct {
+		sent, received int64 // bytes in each step
+		answers        bool
+	}{
+		"data in both directions":        {1000, 1000, true},
+		"nothing":                        {0, 0, true},
+		"keepalives":                     {keepaliveSize, 0, true},
+		"data without an answer":         {1000, 0, false},
+		"data, answered with keepalives": {1000, keepaliveSize, true},
+	} {
+		h := wgtypes.Peer{}
+		c := contact{}.next(time.Hour, h, 0, 25*time.Second)
+		now := time.Hour
+		for range 5 {
+			now += step
+			h.TransmitBytes, h.ReceiveBytes = h.TransmitBytes+tt.sent, h.ReceiveBytes+tt.received
+			c = c.next(now, h, now-time.Hour, 25*time.Second)
+		}
+		if got := c.answers(now); got != tt.answers {
+			t.Errorf("%s: the relay answers: %v, want %v", name, got, tt.answers)
+		}
+		h.ReceiveBytes++
+		if c = c.next(now+step, h, 0, 25*time.Second); !c.answers(now + step) {
+			t.Errorf("%s: after an answer the relay still counts as dead", name)
+		}
+	}
+}
+
+// TestMostUnreachablePeers expects that a host which does not reach many peers lists first those that
+// agree, then those that it lists already.
+func TestMostUnreachablePeers(t *testing.T) {
+	r := newRelaying()
+	r.notes["relay"] = relayNote{peer: key(200), relay: true}
+	r.notes["agrees"] = relayNote{peer: key(100), misses: true}
+	r.contacts[key(200)] = contact{session: true, read: 1}
+	for i := range byte(100) {
+		r.contacts[key(i+1)] = contact{read: 1}
+	}
+	r.published = relayLists{keys(90), keys(200)}
+	got := r.wanted(time.Hour, time.Minute)
+	if len(got.unreachable) != maxRelayKeys || !slices.IsSortedFunc(got.unreachable, compareKeys) || !slices.Equal(got.relays, keys(200)) {
+		t.Errorf("%d unreachable peers %v, and relays %v, want %d in their order, and the relay", len(got.unreachable), got.unreachable, got.relays, maxRelayKeys)
+	}
+	for _, k := range keys(1, 90, 100) {
+		if !slices.Contains(got.unreachable, k) {
+			t.Errorf("the unreachable peers are %v, want %s among them", got.unreachable, k)
+		}
+	}
+	delete(r.contacts, key(200))
+	if got := r.wanted(time.Hour, time.Minute); !got.empty() || len(got.relays) > 0 {
+		t.Errorf("without a relay it publishes %v, want nothing", got)
+	}
+}
+
+// TestRelaysAreWrittenSoon expects that lists about relays do not wait as long as endpoints, and that
+// the time between two writes stays the same.
+func TestRelaysAreWrittenSoon(t *testing.T) {
+	s := sharer{interval: 2 * time.Minute}
+	want := published{relays: map[prefix.Family]relayLists{prefix.IPv4: {keys(2), keys(5)}}}
+	if again, most := s.offer(time.Hour, 3, want), max(3*shareTurn, leastReadPause); again > most {
+		t.Errorf("the first write is due after %s, want at most %s", again, most)
+	}
+	s.offer(time.Hour+time.Second, 3, want)
+	if !s.due(time.Hour+2*time.Second, 3, &sharedIndex{}) {
+		t.Error("the first write is not due after a second")
+	}
+	if again := s.offer(time.Hour+3*time.Second, 3, published{}); again < s.interval-3*time.Second || again > s.interval+3*shareTurn {
+		t.Errorf("the second write is due after %s, want about %s", again, s.interval)
+	}
+}
+
+// TestNetworksWithoutRelaysCostNothing expects that relays do not matter to hosts that cannot use them, and
+// that a relay alone causes no write.
+func TestNetworksWithoutRelaysCostNothing(t *testing.T) {
+	five := withRelays(t, 5, leaseData{Relay: true})
+	h := newRelayedHost(t, host(t, 1, 1))
+	if passes := h.sync(t, time.Hour, host(t, 2, 2), host(t, 3, 3)); passes != 2 {
+		t.Errorf("without relays %d passes in an hour, want 2", passes)
+	}
+	h.sessions = []byte{2, 5}
+	h.run(t, time.Hour, host(t, 2, 2), five)
+	if lists := h.publishedRelays(t); h.asked() || !lists.empty() {
+		t.Errorf("a host that reaches all publishes %v, want nothing", lists)
+	}
+	h = newRelayedHost(t, host(t, 1, 1))
+	h.config.PersistentKeepaliveInterval = 0
+	h.sync(t, time.Hour, h.misses(t, 2, 5), five)
+	if r := h.devices[0].relaying; h.asked() || r.active() {
+		t.Errorf("without keepalives the host uses relays: %+v", r)
+	}
+}
+
+// TestCheckRelay expects an error if the configuration leaves no host the means to use a relay.
+func TestCheckRelay(t *testing.T) {
+	for raw, want := range map[string]string{
+		`{"PersistentKeepaliveInterval":25}`: "",
+		`{}`:                                 "Backend.PersistentKeepaliveInterval is 0, so hosts do not know whom they reach: expected 1 or more, such as 25",
+		`{"PersistentKeepaliveInterval":25,"EndpointSharingInterval":0}`: "Backend.EndpointSharingInterval is 0, so hosts do not publish whom they reach: expected 1 or more, such as 120",
+	} {
+		b, _, err := NewHost().New(json.RawMessage(raw), backendtest.Env(1500, prefix.IPv4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := ""
+		if err := backend.CheckRelay(b, Type, true); err != nil {
+			got = err.Error()
+		}
+		if got != want {
+			t.Errorf("%s: error %q, want %q", raw, got, want)
+		}
+		if err := backend.CheckRelay(b, Type, false); err != nil {
+			t.Errorf("%s: error %v for a host that is no relay", raw, err)
+		}
+	}
+}
+
+var (
+	_ backend.Relayer   = (*Backend)(nil)
+	_ backend.RelayUser = (*network)(nil)
+)

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// relayed is a pair of hosts that do not reach each other, and the relays of their lab.
+type relayed struct {
+	pair   [2]*lab.Host
+	relays []*lab.Host
+	keys   map[*lab.Host]string // of the leases
+}
+
+// startRelayed starts daemons on all hosts, with --relay on the relays, and a pod on each.
+func startRelayed(t *testing.T, pair [2]*lab.Host, relays ...*lab.Host) relayed {
+	t.Helper()
+	r := relayed{pair, relays, map[*lab.Host]string{}}
+	start := func(hosts []*lab.Host, args ...string) {
+		for _, h := range hosts {
+			startOne(t, h, lab.FlanneldOptions{Args: args})
+			if _, err := h.AddPod(testContext(t), ""); err != nil {
+				t.Fatal(err)
+			}
+			r.keys[h] = statusOf(t, h).Lease.Key
+		}
+	}
+	start(relays, "--relay")
+	start(pair[:])
+	for _, h := range relays {
+		expectLog(t, h.Daemon(), "this host is a relay: it carries the packets of hosts that do not reach each other, and sees their plaintext")
+	}
+	return r
+}
+
+// by returns the relay that carries the packets from a host of the pair to the other one, or nil.
+func (r relayed) by(t *testing.T, from int) *lab.Host {
+	t.Helper()
+	for _, p := range statusOf(t, r.pair[from]).Peers {
+		if p.Key != r.keys[r.pair[1-from]] || p.Relay == "" {
+			continue
+		}
+		for _, h := range r.relays {
+			if r.keys[h] == p.Relay {
+				return h
+			}
+		}
+		t.Fatalf("%s sends to %s by %s, which is no relay", r.pair[from].Name(), p.Key, p.Relay)
+	}
+	return nil
+}
+
+// expectBy waits until both hosts of the pair publish that they reach that many relays, and reach each other by
+// one of these. It returns that.
+func (r relayed) expectBy(t *testing.T, l *lab.Lab, relays int) (relay *lab.Host) {
+	t.Helper()
+	within(t, time.Minute, "both hosts reach each other by a relay", func() error {
+		for i := range r.pair {
+			if got := r.published(t, l, i); len(got) != relays {
+				return fmt.Errorf("%s publishes the relays %q, want %d", r.pair[i].Name(), got, relays)
+			}
+		}
+		relay = r.by(t, 0)
+		if other := r.by(t, 1); relay == nil || other != relay {
+			return errors.New("they do not use the same relay")
+		}
+		for i := range r.pair {
+			if err := reaches(t, r.pair[i], r.pair[1-i]); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return relay
+}
+
+// published returns the relays in the lease of a host of the pair.
+func (r relayed) published(t *testing.T, l *lab.Lab, host int) []string {
+	t.Helper()
+	for _, one := range leases(t, l) {
+		var value struct{ BackendData struct{ Relays []string } }
+		if one.Key == r.keys[r.pair[host]] && json.Unmarshal([]byte(one.Value), &value) == nil {
+			return value.BackendData.Relays
+		}
+	}
+	return nil
+}
+
+// expectReported checks log, status, command and metrics of the pair that reaches each other by a relay.
+func (r relayed) expectReported(t *testing.T, relay *lab.Host) {
+	t.Helper()
+	for i, h := range r.pair {
+		expectLog(t, h.Daemon(), fmt.Sprintf(`"packets to a peer go by a relay, which sees the plaintext of the packets" device="flannel-wg" peer=%q relay=%q`, r.keys[r.pair[1-i]], r.keys[relay]))
+		expectFlannelctl(t, h, []string{"status"}, "relayed", "by relay "+r.keys[relay]+", which sees the plaintext of the packets")
+		if n := metric(t, h, "flannel_relayed_peers"); n != 1 {
+			t.Errorf("flannel_relayed_peers of %s is %v, want 1", h.Name(), n)
+		}
+	}
+}
+
+// TestUserspaceWireGuardRelay checks that two hosts behind symmetric NATs reach each other by a relay, and
+// by another one when that dies.
+func TestUserspaceWireGuardRelay(t *testing.T) { testRelay(t, userspace) }
+
+// TestVMWireGuardRelay is TestUserspaceWireGuardRelay with the WireGuard of the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMWireGuardRelay(t *testing.T) { testRelay(t, "wireguard") }
+
+func testRelay(t *testing.T, backend string) {
+	t.Parallel()
+	l := newNATLab(t, backend, [2]natKind{symmetric, symmetric})
+	r := startRelayed(t, l.hidden, l.open, l.Host(6))
+	first := r.expectBy(t, l.Lab, 2)
+	r.expectReported(t, first)
+	for _, h := range l.hidden {
+		if err := reaches(t, h, l.open); err != nil {
+			t.Error(err)
+		}
+	}
+
+	second := r.relays[0]
+	if second == first {
+		second = r.relays[1]
+	}
+	first.Daemon().Kill()
+	nft(t, first.Namespace, "table ip dead { chain in { type filter hook input priority filter; udp dport 51820 drop; }; }")
+	begin := time.Now()
+	within(t, 2*time.Minute, "the hidden hosts use the other relay", func() error {
+		_ = reaches(t, l.hidden[0], l.hidden[1]) // packets without an answer tell that the relay is dead
+		for i, h := range l.hidden {
+			if r.by(t, i) != second {
+				return fmt.Errorf("%s still uses %s", h.Name(), first.Name())
+			}
+		}
+		return nil
+	})
+	t.Logf("the hidden hosts use the other relay after %v", time.Since(begin))
+	r.expectBy(t, l.Lab, 1)
+}
+
+// TestUserspaceWireGuardRelayIsLeft checks that two hosts use a relay while a firewall lies between them, and
+// leave it with a short pause when the firewall lets their packets through.
+func TestUserspaceWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, userspace) }
+
+// TestVMWireGuardRelayIsLeft is TestUserspaceWireGuardRelayIsLeft with the WireGuard of the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, "wireguard") }
+
+func testRelayIsLeft(t *testing.T, backend string) {
+	t.Parallel()
+	config := strings.TrimSuffix(backendConfig(backend), "}") + `,"PersistentKeepaliveInterval":1,"EndpointSharingInterval":1}`
+	l := newLab(t, lab.Config{Hosts: 3}, config)
+	relay, pair := l.Host(1), [2]*lab.Host{l.Host(2), l.Host(3)}
+	nft(t, pair[0].Namespace, fmt.Sprintf("table ip wall { chain in { type filter hook input priority filter; ip saddr %s udp dport 51820 drop; }; }", pair[1].Addr(prefix.IPv4)))
+	r := startRelayed(t, pair, relay)
+	r.expectReported(t, r.expectBy(t, l, 1))
+	f, err := pair[0].Pods()[0].StartFlow(testContext(t), pair[1].Pods()[0], prefix.IPv4, 100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Stop() })
+
+	nft(t, pair[0].Namespace, "delete table ip wall")
+	within(t, time.Minute, "the hosts leave the relay", func() error {
+		for i, h := range pair {
+			if r.by(t, i) != nil {
+				return fmt.Errorf("%s still uses it", h.Name())
+			}
+		}
+		return nil
+	})
+	nft(t, relay.Namespace, "table ip wall { chain forward { type filter hook forward priority filter; iifname flannel-wg oifname flannel-wg drop; }; }")
+	for i, h := range pair {
+		if err := reaches(t, h, pair[1-i]); err != nil {
+			t.Error(err)
+		}
+		expectLog(t, h.Daemon(), "packets to a peer go without a relay again")
+		if n := metric(t, h, "flannel_relayed_peers"); n != 0 {
+			t.Errorf("flannel_relayed_peers of %s is %v, want 0", h.Name(), n)
+		}
+	}
+	if s := f.Stop(); s.Gap > 3*time.Second {
+		t.Errorf("a gap of %v between the two ways, want at most 3s", s.Gap)
+	} else {
+		t.Logf("a gap of %v between the two ways", s.Gap)
+	}
+	eventually(t, "no lease has lists about relays", func() error {
+		for _, one := range leases(t, l) {
+			if strings.Contains(one.Value, "Unreachable") || strings.Contains(one.Value, "Relays") {
+				return fmt.Errorf("lease %s is %s", one.Key, one.Value)
+			}
+		}
+		return nil
+	})
+}
+
+// TestRelayNeedsWireGuard checks that the daemon says what a relay needs.
+func TestRelayNeedsWireGuard(t *testing.T) {
+	t.Parallel()
+	for backend, why := range map[string]string{
+		`{"Type":"vxlan"}`:       "--relay cannot be used: the backend vxlan has no relays: expected wireguard as Backend.Type",
+		backendConfig(userspace): "--relay cannot be used: Backend.PersistentKeepaliveInterval is 0, so hosts do not know whom they reach: expected 1 or more, such as 25",
+	} {
+		l := newLab(t, lab.Config{Hosts: 1}, backend)
+		expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--relay"}}), why)
+	}
+}
