@@ -212,7 +212,7 @@ func TestARestartKeepsTheRelay(t *testing.T) {
 	h := newRelayedHost(t, withRelays(t, 1, leaseData{Unreachable: array(t, 2), Relays: array(t, 5)}))
 	h.run(t, time.Second, h.misses(t, 2, 5), five, six)
 	h.expectBy(t, "the first pass", 5)
-	h.sessions = []byte{5}
+	h.sessions = []byte{5, 6}
 	h.run(t, 10*time.Minute, h.misses(t, 2, 5), five, six)
 	h.expectBy(t, "10 minutes later", 5)
 	if lists := h.publishedRelays(t); h.asked() || !lists.equal(relayLists{keys(2), keys(5)}) {
