@@ -59,14 +59,14 @@ func (r relayed) by(t *testing.T, from int) *lab.Host {
 	return nil
 }
 
-// expectBy waits until both hosts of the pair publish that they reach that many relays, and reach each other by
-// one of these. It returns that.
+// expectBy waits until both hosts of the pair publish that they reach at least that many relays, and reach each
+// other by one of these. It returns that.
 func (r relayed) expectBy(t *testing.T, l *lab.Lab, relays int) (relay *lab.Host) {
 	t.Helper()
 	within(t, time.Minute, "both hosts reach each other by a relay", func() error {
 		for i := range r.pair {
-			if got := r.published(t, l, i); len(got) != relays {
-				return fmt.Errorf("%s publishes the relays %q, want %d", r.pair[i].Name(), got, relays)
+			if got := r.published(t, l, i); len(got) < relays {
+				return fmt.Errorf("%s publishes the relays %q, want at least %d", r.pair[i].Name(), got, relays)
 			}
 		}
 		relay = r.by(t, 0)
@@ -145,7 +145,10 @@ func testRelay(t *testing.T, backend string) {
 		return nil
 	})
 	t.Logf("the hidden hosts use the other relay after %v", time.Since(begin))
-	r.expectBy(t, l.Lab, 1)
+	// The host that has sent no data to the dead relay may still publish it, until its session ends.
+	if by := r.expectBy(t, l.Lab, 1); by != second {
+		t.Errorf("they reach each other by %s, want %s", by.Name(), second.Name())
+	}
 }
 
 // TestUserspaceWireGuardRelayIsLeft checks that two hosts use a relay while a firewall lies between them, and
