@@ -69,7 +69,7 @@ type relaying struct {
 	notes     relayNotes // about the leases of other hosts
 	news      bool       // notes differ from when the device was read
 	contacts  map[wgtypes.Key]contact
-	published relayLists        // what this host publishes
+	published relayLists        // lists in the own lease
 	by        map[string]string // key of the relay's lease, by that of the peer whose packets it carries
 }
 
