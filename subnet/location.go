@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package subnet
+
+import (
+	"errors"
+	"strings"
+)
+
+// maxLocation is the greatest length of the name of a location.
+const maxLocation = 63
+
+// CheckLocation returns an error if name cannot be the name of a location. Its form is that of the value
+// of a label in Kubernetes.
+func CheckLocation(name string) error {
+	alphanumeric := func(c byte) bool { return '0' <= c && c <= '9' || 'A' <= c && c <= 'Z' || 'a' <= c && c <= 'z' }
+	ok := len(name) > 0 && len(name) <= maxLocation && alphanumeric(name[0]) && alphanumeric(name[len(name)-1])
+	for i := 0; ok && i < len(name); i++ {
+		ok = alphanumeric(name[i]) || strings.IndexByte("-_.", name[i]) >= 0
+	}
+	if !ok {
+		return errors.New("expected a name of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends")
+	}
+	return nil
+}
