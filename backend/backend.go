@@ -11,6 +11,7 @@
 //     notifier.go serves networks with several sources of changes.
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
 //   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
+//   - samelocation.go is the contract of backends that differ inside and between locations.
 //   - leftover.go, listener.go and tunneler.go are interfaces that some backends have in
 //     addition.
 //
@@ -21,6 +22,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -56,6 +58,8 @@ type Env struct {
 	PublicEndpoint endpoint.Named
 	// Relay is set if this host carries the packets of hosts that do not reach each other.
 	Relay bool
+	// Location is the name of the location of this host; empty if it has none.
+	Location string
 	// ProbesMTU is set if Backend.MTU is "probe". The Registry sets it.
 	ProbesMTU bool
 	// PathLimit is what all probers of path MTUs on this host may send together. Nil means a limit for
@@ -77,6 +81,14 @@ func (e Env) Locals() []netip.Addr {
 		all = append(all, a.Local)
 	}
 	return all
+}
+
+// Reachable reports whether a may be the address of another host outside of the networks. Packets of a
+// tunnel to an address in a network would go into the tunnel again.
+func (e Env) Reachable(a netip.Addr) bool {
+	inside := func(n subnet.Network) bool { return n.Prefix.Contains(a) }
+	return subnet.IsHost(a) && !a.Is4In6() && a.Zone() == "" && !a.IsLinkLocalUnicast() &&
+		!slices.ContainsFunc(e.Config.Networks, inside) && !slices.Contains(e.Locals(), a)
 }
 
 // Base returns the state that the kernel should have for the own lease with every

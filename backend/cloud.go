@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"regexp"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -40,22 +39,9 @@ type Overflow struct {
 }
 
 // UnmarshalJSON implements json.Unmarshaler.
-func (o *Overflow) UnmarshalJSON(raw []byte) error {
-	*o = Overflow{}
-	if string(raw) == "null" {
-		return nil
-	}
-	var object struct{ Type string }
-	if json.Unmarshal(raw, &o.Type) != nil {
-		if json.Unmarshal(raw, &object) != nil {
-			return errOverflow
-		}
-		o.Type, o.Raw = object.Type, slices.Clone(raw)
-	}
-	if o.Type = strings.ToLower(o.Type); o.Type == "" {
-		return errOverflow
-	}
-	return nil
+func (o *Overflow) UnmarshalJSON(raw []byte) (err error) {
+	o.Type, o.Raw, err = decodeInner(raw, errOverflow)
+	return err
 }
 
 // errOverflow is the error about a value without a type.

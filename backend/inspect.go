@@ -35,8 +35,8 @@ type DataPath interface {
 }
 
 // Chooser is a Network that chooses one of two backends for each peer and prefers one of them: the
-// next one in a migration, and the cloud with Overflow. Its methods are called from the goroutine that
-// calls Sync.
+// next one in a migration, the cloud with Overflow, and with SameLocation that one for the peers at the
+// location of this host. Its methods are called from the goroutine that calls Sync.
 type Chooser interface {
 	// Choice returns how the peer with that key is served.
 	Choice(key string) Choice
@@ -119,6 +119,7 @@ type Inspection struct {
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
 	Overflow *OverflowReport            // nil if the network is not an Overflower
+	Location *LocationReport            // nil if the network has no locations
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 
@@ -151,6 +152,9 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	if overflower, ok := s.Network.(Overflower); ok {
 		report := overflower.Overflow()
 		in.Overflow = &report
+	}
+	if locator, ok := s.Network.(Locator); ok {
+		in.Location = locator.Location()
 	}
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}

@@ -32,6 +32,7 @@ type Registry struct {
 	entries map[string]Entry
 	migrate Migrate
 	combine Combine // nil if there is no Overflow
+	locate  Locate  // nil if there is no SameLocation
 }
 
 // Entry is a backend of a registry.
@@ -42,6 +43,8 @@ type Entry struct {
 	ProbesMTU bool
 	// Overflows is set if the backend may be the tunnel of a cloud. It is Sized.
 	Overflows bool
+	// Inside is set if the backend may be the one inside of a location. It is Sized.
+	Inside bool
 }
 
 // NewRegistry returns a Registry of entries. It returns an error for an empty or
@@ -71,6 +74,12 @@ func (r Registry) WithMigration(m Migrate) Registry {
 // WithOverflow returns r with the backend for clouds with the key Overflow.
 func (r Registry) WithOverflow(c Combine) Registry {
 	r.combine = c
+	return r
+}
+
+// WithLocations returns r with the backend for configurations with the key SameLocation.
+func (r Registry) WithLocations(l Locate) Registry {
+	r.locate = l
 	return r
 }
 
@@ -105,6 +114,9 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 		b, warnings, err := entry.Factory(raw, env)
 		if c, ok := b.(*CloudBackend); err == nil && ok && c.Overflow.Type != "" {
 			return r.overflow(c, warnings)
+		}
+		if s, ok := b.(Surrounding); err == nil && ok && s.SameLocation().Type != "" {
+			return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, s.SameLocation())
 		}
 		return b, warnings, err
 	case cfg.Backend == nil:

@@ -12,6 +12,7 @@ import (
 	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/location"
 	"github.com/flanneld/flanneld/backend/migration"
 	"github.com/flanneld/flanneld/backend/overflow"
 	"github.com/flanneld/flanneld/backend/tencentvpc"
@@ -36,15 +37,15 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: gce.Type, Factory: gce.New},
-		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, Inside: true},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New, ProbesMTU: true},
 		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
 		backend.Entry{Type: udp.Type, Factory: packets.New, ProbesMTU: true},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true, Overflows: true},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true, Overflows: true, Inside: true},
 		backend.Entry{Type: wireguard.Type, Factory: encrypted.New, ProbesMTU: true},
 	)
 	return backend.Catalog{
-		Registry:    registry.WithMigration(migration.New).WithOverflow(overflow.New),
+		Registry:    registry.WithMigration(migration.New).WithOverflow(overflow.New).WithLocations(location.New),
 		Shutdown:    commands.Shutdown,
 		Retire:      commands.Retire,
 		CloseUnused: func() error { return oneline.Join(packets.CloseUnused(), encrypted.CloseUnused()) },

@@ -96,12 +96,16 @@ func (b *Backend) check() error {
 	if from.side.Type == to.side.Type && (len(used) == 0 || from.side.Type == "udp") { // leases of udp do not have the port
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}
-	if from.side.Type == "vxlan" && to.side.Type == "vxlan" { // the kernel shares a port between vxlan devices of different VNIs
-		return nil
-	}
-	for _, port := range backend.Ports(to.be) {
-		if slices.Contains(backend.Ports(from.be), port) {
-			return fmt.Errorf("Backend and NextBackend both have UDP port %d: want another one in NextBackend", port)
+	for kind, ports := range backend.PortsByType(to.be, to.side.Type) {
+		for used, others := range backend.PortsByType(from.be, from.side.Type) {
+			if kind == "vxlan" && used == "vxlan" { // the kernel shares a port between vxlan devices of different VNIs
+				continue
+			}
+			for _, port := range ports {
+				if slices.Contains(others, port) {
+					return fmt.Errorf("Backend and NextBackend both have UDP port %d: want another one in NextBackend", port)
+				}
+			}
 		}
 	}
 	return nil
@@ -127,6 +131,11 @@ func (b *Backend) CheckRelay() error {
 		err = backend.CheckRelay(b.parts[next].be, b.parts[next].side.Type, true)
 	}
 	return err
+}
+
+// HasLocations implements backend.Placer. A location is of use if one of the backends has locations.
+func (b *Backend) HasLocations() bool {
+	return slices.ContainsFunc(b.parts[:], func(p part) bool { return backend.CheckLocations(p.be, p.side.Type) == nil })
 }
 
 // Scope implements backend.Backend.

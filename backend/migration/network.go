@@ -668,6 +668,16 @@ func (n *network) PathMTU(subnet netip.Prefix) (least int) {
 	return least
 }
 
+// Location implements backend.Locator. It is that of the backend with locations, of which there is one.
+func (n *network) Location() *backend.LocationReport {
+	for _, part := range n.running {
+		if l, ok := part.(backend.Locator); ok {
+			return l.Location()
+		}
+	}
+	return nil
+}
+
 // Objects implements backend.Inspector.
 func (n *network) Objects(key string) (all []backend.ObjectReport) {
 	for _, part := range n.running {

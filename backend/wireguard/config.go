@@ -55,6 +55,7 @@ type config struct {
 	// seconds for which a host must see a peer behind NAT at the same endpoint before it shares that in its
 	// lease, and the least time between two changes of the lease; 0 shares and tries none
 	EndpointSharingInterval int
+	SameLocation            backend.SameLocation // backend between hosts of one location: vxlan or host-gw, or an object with this Type and its keys
 }
 
 func defaults() config {

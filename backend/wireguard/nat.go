@@ -133,7 +133,7 @@ func (n *network) candidates(d *device, p peer) []netip.AddrPort {
 	var all []netip.AddrPort
 	if !p.named.IsZero() {
 		for _, a := range n.names.addrs(p.named.Host) {
-			if d.serves(prefix.FamilyOf(a)) && n.reachable(a) {
+			if d.serves(prefix.FamilyOf(a)) && n.env.Reachable(a) {
 				all = append(all, netip.AddrPortFrom(a, p.named.Port))
 			}
 		}
@@ -174,7 +174,7 @@ func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
 // worthSharing reports whether other hosts may reach a peer at endpoint.
 func (n *network) worthSharing(endpoint netip.AddrPort) bool {
 	own, _ := n.env.Underlay.Family(prefix.FamilyOf(endpoint.Addr()))
-	return n.reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
+	return n.env.Reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
 // offer decides whether this host should publish something else. It must follow a pass that has read all

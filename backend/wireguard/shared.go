@@ -93,17 +93,9 @@ func decodeShared(raw json.RawMessage, f prefix.Family, usable func(netip.Addr) 
 func (b *Backend) sharedBy(l subnet.Lease) sharedEndpoints {
 	shared := sharedEndpoints{}
 	for _, e := range l.Endpoints {
-		decodeShared(e.Data, prefix.FamilyOf(e.PublicIP), b.reachable, shared)
+		decodeShared(e.Data, prefix.FamilyOf(e.PublicIP), b.env.Reachable, shared)
 	}
 	return shared
-}
-
-// reachable reports whether a may be the address of another host outside of the networks. Packets of
-// the tunnel to an address in a network would go into the tunnel again.
-func (b *Backend) reachable(a netip.Addr) bool {
-	inside := func(n subnet.Network) bool { return n.Prefix.Contains(a) }
-	return subnet.IsHost(a) && !a.Is4In6() && a.Zone() == "" && !a.IsLinkLocalUnicast() &&
-		!slices.ContainsFunc(b.env.Config.Networks, inside) && !slices.Contains(b.env.Locals(), a)
 }
 
 // sharedIndex contains the endpoints that other hosts share. The zero sharedIndex is empty.

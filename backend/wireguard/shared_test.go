@@ -63,7 +63,7 @@ func TestSharedEndpointsInALease(t *testing.T) {
 			t.Errorf("%s: %s, %v, want %s", f, raw, err, want)
 		}
 		got := sharedEndpoints{}
-		decodeShared(dataWith(string(raw)), f, b.reachable, got)
+		decodeShared(dataWith(string(raw)), f, b.env.Reachable, got)
 		for of, endpoint := range shared {
 			if (got[of] == endpoint) != (of.family == f) {
 				t.Errorf("%s: read %v, want the endpoints of this family in %v", f, got, shared)
@@ -115,7 +115,7 @@ func TestHostileSharedEndpoints(t *testing.T) {
 		"an object in the endpoint": fmt.Sprintf(`{%q:{"203.0.113.2:40002":1}}`, text(key(2))),
 	} {
 		data, got := dataWith(peers), sharedEndpoints{}
-		if decodeShared(data, prefix.IPv4, b.reachable, got); len(got) > 0 {
+		if decodeShared(data, prefix.IPv4, b.env.Reachable, got); len(got) > 0 {
 			t.Errorf("%s: read %v, want nothing", name, got)
 		}
 		if k, port, err := decodeData(data); err != nil || k != key(9) || port != 51820 {
@@ -123,7 +123,7 @@ func TestHostileSharedEndpoints(t *testing.T) {
 		}
 	}
 	valid := sharedEndpoints{}
-	decodeShared(dataWith(fmt.Sprintf(`{%q:"127.0.0.1:1",%q:"203.0.113.3:40003"}`, text(key(2)), text(key(3)))), prefix.IPv4, b.reachable, valid)
+	decodeShared(dataWith(fmt.Sprintf(`{%q:"127.0.0.1:1",%q:"203.0.113.3:40003"}`, text(key(2)), text(key(3)))), prefix.IPv4, b.env.Reachable, valid)
 	if !maps.Equal(valid, sharing(t, "3 203.0.113.3:40003")) {
 		t.Errorf("read %v, want the valid entry beside an invalid one", valid)
 	}
@@ -176,12 +176,12 @@ func FuzzSharedEndpoints(f *testing.F) {
 	b := &Backend{env: backendtest.Env(1500, both...)}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		got := sharedEndpoints{}
-		decodeShared(raw, prefix.IPv4, b.reachable, got)
+		decodeShared(raw, prefix.IPv4, b.env.Reachable, got)
 		if len(got) > maxShared {
 			t.Errorf("%q gives %d endpoints, want at most %d", raw, len(got), maxShared)
 		}
 		for of, endpoint := range got {
-			if of.family != prefix.IPv4 || !endpoint.Addr().Is4() || endpoint.Port() == 0 || !b.reachable(endpoint.Addr()) {
+			if of.family != prefix.IPv4 || !endpoint.Addr().Is4() || endpoint.Port() == 0 || !b.env.Reachable(endpoint.Addr()) {
 				t.Errorf("%q gives endpoint %s", raw, endpoint)
 			}
 		}

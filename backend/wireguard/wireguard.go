@@ -57,6 +57,9 @@ type Backend struct {
 
 func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
 
+// SameLocation implements backend.Surrounding.
+func (b *Backend) SameLocation() backend.SameLocation { return b.config.SameLocation }
+
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
 	var names []string

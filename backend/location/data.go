@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package location
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// data is what a host publishes about its location for one family. It is the key Location of the backend
+// data, which flannel and earlier versions ignore.
+type data struct {
+	Name    string          // of the location
+	Type    string          // of the backend inside of the location
+	Config  string          // digest of the configuration of that backend
+	Address netip.Addr      // to which hosts of the location send
+	Data    json.RawMessage `json:",omitempty"` // for the backend inside of the location
+}
+
+// digest returns a short text that differs for different configurations of the backend inside. Hosts do not
+// follow a changed configuration at the same time, and do not use that backend until both have followed.
+func digest(same backend.SameLocation) string {
+	sum := sha256.Sum256(append([]byte(same.Type), same.Raw...))
+	return hex.EncodeToString(sum[:4])
+}
+
+// field is the key of data in backend data.
+const field = "Location"
+
+// addTo returns the backend data raw, which is a JSON object, with d in it.
+func (d data) addTo(raw json.RawMessage) (json.RawMessage, error) {
+	var object map[string]json.RawMessage
+	err := json.Unmarshal(raw, &object)
+	if err == nil {
+		if object[field], err = json.Marshal(d); err == nil {
+			raw, err = json.Marshal(object)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("encode the location in backend data: %w", err)
+	}
+	return raw, nil
+}
+
+// decode returns what backend data says about the location of a host. ok is false if it says nothing that
+// can be used: the host then has no location.
+func decode(raw json.RawMessage) (d data, ok bool) {
+	if !bytes.Contains(raw, []byte(field)) { // a network may have thousands of hosts without a location
+		return data{}, false
+	}
+	var object struct{ Location data }
+	if json.Unmarshal(raw, &object) != nil || subnet.CheckLocation(object.Location.Name) != nil {
+		return data{}, false
+	}
+	return object.Location, true
+}

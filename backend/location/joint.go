@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package location
+
+import (
+	"context"
+	"slices"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+)
+
+// joint unites the wanted states of both backends, and makes the kernel match the result by one
+// Reconciler. Each backend has a view, which it uses like a Reconciler of its own.
+type joint struct {
+	backend.Reconciler
+	between, inside *view
+	// complete is set when both backends have named all peers. Before that nothing that one of them does
+	// not want is deleted, because the other one may want it.
+	complete bool
+}
+
+// view is the Reconciler of one backend.
+type view struct {
+	*joint
+	want     dataplane.State
+	rerouted bool // see dataplane.Report
+}
+
+func newJoint(r backend.Reconciler) *joint {
+	j := &joint{Reconciler: r}
+	j.between = &view{joint: j, want: dataplane.NewState()}
+	j.inside = &view{joint: j, want: dataplane.NewState()}
+	return j
+}
+
+// Reconcile implements backend.Reconciler.
+func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error) {
+	v.want = want
+	all := dataplane.NewState()
+	all.AddState(v.between.want)
+	all.AddState(v.inside.want)
+	report, err := v.joint.Reconcile(ctx, all, sweep && v.complete)
+	return v.report(report), err
+}
+
+// Update implements backend.Reconciler.
+func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, sweep bool) (dataplane.Report, error) {
+	v.want.Remove(removed...)
+	v.want.Add(added...)
+	report, err := v.joint.Update(ctx, removed, added, sweep && v.complete)
+	return v.report(report), err
+}
+
+// report returns the part of a report that is about the backend.
+func (v *view) report(r dataplane.Report) dataplane.Report {
+	for _, other := range []*view{v.between, v.inside} {
+		other.rerouted = other.rerouted || r.Rerouted
+	}
+	r.Rerouted, v.rerouted = v.rerouted, false
+	r.Refused = slices.DeleteFunc(r.Refused, func(refused dataplane.Refusal) bool { return !v.want.HasRoute(refused.Route) })
+	return r
+}
+
+// Changed implements backend.Reconciler. The network listens itself.
+func (*view) Changed() <-chan struct{} { return nil }
+
+// Close implements backend.Reconciler. The network closes the common Reconciler.
+func (*view) Close() error { return nil }
+
+// sweepAt makes the next change delete what is not wanted at the keys of objects, although not all peers
+// are known.
+func (j *joint) sweepAt(objects []dataplane.Object) {
+	if s, ok := j.Reconciler.(interface{ SweepAt(...dataplane.Object) }); ok {
+		s.SweepAt(objects...)
+	}
+}

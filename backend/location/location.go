@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package location lets one backend carry the packets between hosts of one location, and another one those
+// between locations. The other one encrypts them, and the one inside of a location need not.
+//
+//   - location.go is the Backend, which consists of the two.
+//   - data.go is what a host publishes about its location, and is pure.
+//   - network.go is the Network, which decides about each peer.
+//   - joint.go lets both backends change the kernel through one Reconciler.
+//
+// The backend between locations serves all peers, and has one route to the whole network. The backend
+// inside of the location has a longer route to each of its peers. So the kernel sends a packet to another
+// host encrypted unless there is such a route, and a peer changes its way by the addition or the removal
+// of one route.
+package location
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/endpoint"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Backend implements backend.Backend with one backend between locations and one inside of them.
+type Backend struct {
+	env     backend.Env
+	between backend.Backend
+	inside  backend.Backend
+	sides   struct{ between, inside backend.Side }
+	digest  string // of the configuration of the backend inside
+	joint   *joint // of the network that was started last
+}
+
+// New creates the backend of a network with locations. See backend.Locate.
+func New(env backend.Env, same backend.SameLocation, between, inside func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
+	b := &Backend{env: env, digest: digest(same)}
+	half := env
+	half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.joint.between, nil }
+	var err error
+	var warnings, more []string
+	if b.between, warnings, err = between(half); err != nil {
+		return nil, nil, err
+	}
+	half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.joint.inside, nil }
+	half.Underlay = withoutNAT(env.Underlay)
+	if b.inside, more, err = inside(half); err != nil {
+		return nil, nil, fmt.Errorf("SameLocation: %w", err)
+	}
+	for _, w := range more {
+		warnings = append(warnings, "SameLocation: "+w)
+	}
+	for _, port := range backend.Ports(b.inside) {
+		if slices.Contains(backend.Ports(b.between), port) {
+			return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
+		}
+	}
+	b.sides.between = backend.NewSide(b.between, env.Config.BackendType)
+	b.sides.inside = backend.NewSide(b.inside, same.Type)
+	return b, warnings, nil
+}
+
+// withoutNAT returns an interface without its public addresses. Hosts of one location send to each other's
+// own addresses.
+func withoutNAT(i underlay.Interface) underlay.Interface {
+	i.Addrs = slices.Clone(i.Addrs)
+	for n := range i.Addrs {
+		i.Addrs[n].Public = i.Addrs[n].Local
+	}
+	return i
+}
+
+// HasLocations implements backend.Placer.
+func (*Backend) HasLocations() bool { return true }
+
+// LeaseType implements backend.LeaseTyper.
+func (b *Backend) LeaseType() string { return b.sides.between.LeaseType }
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope {
+	s := b.env.Scope(slices.Concat(b.between.Scope().Devices, b.inside.Scope().Devices)...)
+	s.TxChecksum = true // the backend inside may want it
+	return s
+}
+
+// Ports implements backend.Listener.
+func (b *Backend) Ports() []int {
+	return slices.Concat(backend.Ports(b.between), backend.Ports(b.inside))
+}
+
+// PortsByType implements backend.SeveralListener.
+func (b *Backend) PortsByType() map[string][]int {
+	return map[string][]int{b.sides.between.Type: backend.Ports(b.between), b.sides.inside.Type: backend.Ports(b.inside)}
+}
+
+// Files implements backend.FileOwner.
+func (b *Backend) Files() []string {
+	return slices.Concat(backend.Files(b.between), backend.Files(b.inside))
+}
+
+// Leftovers implements backend.Cleaner.
+func (b *Backend) Leftovers() []backend.Leftover {
+	return slices.Concat(backend.Leftovers(b.between), backend.Leftovers(b.inside))
+}
+
+// Tunnels implements backend.SeveralTunneler.
+func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
+	return slices.Concat(backend.Tunnels(b.between, f), backend.Tunnels(b.inside, f))
+}
+
+// Usable implements backend.Checker.
+func (b *Backend) Usable(ctx context.Context) error {
+	if err := backend.Usable(ctx, b.between); err != nil || b.env.Location == "" {
+		return err
+	}
+	return backend.Usable(ctx, b.inside)
+}
+
+// CheckPublicEndpoint implements backend.EndpointNamer.
+func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
+	return backend.CheckPublicEndpoint(b.between, b.sides.between.Type, e)
+}
+
+// MTU implements backend.Sized, and backend.Network for the networks. Every peer may come to another
+// location.
+func (b *Backend) MTU() int {
+	mtu := b.env.Underlay.MTU
+	for _, be := range []backend.Backend{b.between, b.inside} {
+		if s, ok := be.(backend.Sized); ok {
+			mtu = min(mtu, s.MTU())
+		}
+	}
+	return mtu
+}
+
+// Claim implements backend.Backend. A host without a location publishes nothing for the backend inside.
+func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	claim, err := b.between.Claim(ctx, prev)
+	if err != nil || b.env.Location == "" {
+		return claim, err
+	}
+	inside, err := b.claimInside(ctx, prev)
+	if err != nil {
+		return subnet.Claim{}, fmt.Errorf("SameLocation: %w", err)
+	}
+	for i, e := range inside.Endpoints {
+		d := data{Name: b.env.Location, Type: b.sides.inside.Type, Config: b.digest, Address: e.PublicIP, Data: e.Data}
+		if claim.Endpoints[i].Data, err = d.addTo(claim.Endpoints[i].Data); err != nil {
+			return subnet.Claim{}, err
+		}
+	}
+	return claim, nil
+}
+
+// claimInside returns the claim of the backend inside of the location. It gets the data that this host has
+// published for it before.
+func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	before := subnet.Claim{BackendType: b.sides.inside.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
+	for i, e := range before.Endpoints {
+		d, ok := decode(e.Data)
+		if prev.BackendType != b.LeaseType() || !ok || d.Type != b.sides.inside.Type {
+			d.Data = nil
+		}
+		before.Endpoints[i].Data, before.Endpoints[i].NextData = d.Data, nil
+	}
+	return b.inside.Claim(ctx, before)
+}
+
+// asInside returns a lease as the backend inside of the location uses it. It returns nil if the host is not
+// at the location of this host. If it says that it is and still cannot be used, why is the reason.
+func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
+	own := *l
+	own.BackendType, own.NextType, own.Endpoints = b.sides.inside.LeaseType, "", nil
+	for _, e := range l.Endpoints {
+		d, ok := decode(e.Data)
+		switch {
+		case !ok || b.env.Location == "" || d.Name != b.env.Location:
+			return nil, ""
+		case d.Type != b.sides.inside.Type:
+			return nil, fmt.Sprintf("it publishes data for %q, and not for %s", subnet.Shorten(d.Type), b.sides.inside.Type)
+		case d.Config != b.digest:
+			return nil, "it has another SameLocation in its network configuration"
+		case prefix.FamilyOf(d.Address) != e.Family() || !b.env.Reachable(d.Address):
+			return nil, fmt.Sprintf("its address %s at the location is not one of another host", d.Address)
+		}
+		e.PublicIP, e.Data, e.NextData = d.Address, d.Data, nil
+		own.Endpoints = append(own.Endpoints, e)
+	}
+	return &own, ""
+}
+
+// ownInside returns the own lease as the backend inside uses it. The last known lease may be from a time
+// at which this host had no location.
+func (b *Backend) ownInside(ctx context.Context, own subnet.Lease) (subnet.Lease, error) {
+	claim, err := b.claimInside(ctx, own.Claim())
+	own.BackendType, own.NextType, own.Endpoints = b.sides.inside.LeaseType, "", claim.Endpoints
+	return own, err
+}

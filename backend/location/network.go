@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package location
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/changes"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/rpfilter"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Notifier
+	joint   *joint
+	running struct {
+		between backend.Network
+		inside  backend.Network // nil if this host has no location
+	}
+	republish <-chan struct{} // see backend.Publisher
+	filter    rpfilter.Filter
+
+	peers  map[string]string        // reasons by key: why a peer at the location is not served inside; empty if there is none
+	near   map[string]*subnet.Lease // leases of the peers that are served inside, as that backend uses them
+	failed map[string]string        // reasons by key: why the kernel has no route to a peer in near
+	limit  *changes.Limit           // of log lines
+}
+
+// Start implements backend.Backend. A host without a location does not start the backend inside, because
+// peers send to it by the other one only.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	if err != nil {
+		return nil, err
+	}
+	b.joint = newJoint(reconciler)
+	n := &network{
+		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: changes.NewLimit(),
+		peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
+	}
+	n.Forward(reconciler.Changed())
+	if err := n.start(ctx, own); err != nil {
+		return nil, oneline.Join(err, n.Close())
+	}
+	return n, nil
+}
+
+func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
+	if n.running.between, err = n.between.Start(ctx, own); err != nil {
+		return err
+	}
+	n.Forward(n.running.between.Changed())
+	if p, ok := n.running.between.(backend.Publisher); ok {
+		n.republish = p.Republish()
+	}
+	log, between := klog.FromContext(ctx), n.sides.between.Type
+	if n.env.Location == "" {
+		log.Info("this host has no location: packets to all peers go by the backend between locations", "backend", between)
+		return nil
+	}
+	if own, err = n.ownInside(ctx, own); err == nil {
+		n.running.inside, err = n.inside.Start(ctx, own)
+	}
+	if err != nil {
+		return fmt.Errorf("SameLocation: %w", err)
+	}
+	n.Forward(n.running.inside.Changed())
+	log.Info("packets to peers at the same location go by another backend", "location", n.env.Location, "backend", n.sides.inside.Type, "others", between)
+	return nil
+}
+
+// Republish implements backend.Publisher.
+func (n *network) Republish() <-chan struct{} { return n.republish }
+
+// Published implements backend.Publisher.
+func (n *network) Published(c subnet.Claim) {
+	if p, ok := n.running.between.(backend.Publisher); ok {
+		p.Published(c)
+	}
+}
+
+// Check implements backend.Network. Data for the backend inside that is unusable does not matter, because
+// the other backend serves the peer.
+func (n *network) Check(l subnet.Lease) ([]string, error) {
+	identities, err := n.running.between.Check(l)
+	if err != nil || n.running.inside == nil {
+		return identities, err
+	}
+	if inside, _ := n.asInside(&l); inside != nil {
+		if more, err := n.running.inside.Check(*inside); err == nil {
+			identities = append(identities, more...)
+		}
+	}
+	return identities, nil
+}
+
+// Sync implements backend.Network. The backend between locations comes first: when a route inside is
+// deleted, it must be able to carry the packets.
+func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
+	keys := set.Changed
+	if set.All {
+		keys = slices.Collect(maps.Keys(set.Leases))
+		for key := range n.peers {
+			if set.Leases[key] == nil {
+				keys = append(keys, key)
+			}
+		}
+	}
+	for _, key := range keys {
+		n.choose(ctx, key, set.Leases[key])
+	}
+	out, err := n.running.between.Sync(ctx, set)
+	err = oneline.Join(err, n.syncInside(ctx, set, keys, &out))
+	if set.All || out.Repaired > 0 {
+		shared := ""
+		if n.running.inside != nil && len(n.inside.Scope().Devices) == 0 {
+			shared = n.env.Underlay.Name
+		}
+		n.filter.Loosen(ctx, n.Scope().Devices, shared, "so that packets are lost while a peer changes its location")
+	}
+	return out, err
+}
+
+// syncInside makes the backend inside serve the chosen peers, and adds the result to out. A peer to which
+// it has no route is served by the other backend.
+func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string, out *backend.Outcome) error {
+	if !set.Complete {
+		n.leaveInside(set, keys)
+	}
+	began := set.Complete && !n.joint.complete
+	n.joint.complete = set.Complete
+	if n.running.inside == nil {
+		if set.Complete && !began {
+			return nil
+		}
+		report, err := n.joint.Update(ctx, nil, nil, set.Complete)
+		out.Repaired += report.Repaired
+		return err
+	}
+	set.Leases, set.Changed = n.near, keys
+	more, err := n.running.inside.Sync(ctx, set)
+	out.Repaired, out.Retry = out.Repaired+more.Repaired, out.Retry || more.Retry
+	if more.Again > 0 && (out.Again == 0 || more.Again < out.Again) {
+		out.Again = more.Again
+	}
+	before := n.failed
+	n.failed = map[string]string{}
+	for _, r := range more.Refused {
+		n.failed[r.Key] = r.Reason
+		if before[r.Key] != r.Reason {
+			n.log(ctx, r.Key, r.Reason)
+		}
+	}
+	return err
+}
+
+// leaveInside makes the next change delete the routes inside to known peers that are at other locations.
+// An earlier process may have left them. Without all peers, unknown routes must stay, but packets to these
+// peers must not go on in clear text.
+func (n *network) leaveInside(set backend.Set, keys []string) {
+	var routes []dataplane.Object
+	for _, key := range keys {
+		if l := set.Leases[key]; l != nil && n.near[key] == nil {
+			for _, e := range l.Endpoints {
+				routes = append(routes, dataplane.NewRoute(e.Subnet, netip.Addr{}, "", false))
+			}
+		}
+	}
+	n.joint.sweepAt(routes)
+}
+
+// choose decides how a peer is served. l is nil if it has gone.
+func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
+	before := n.peers[key]
+	delete(n.near, key)
+	delete(n.peers, key)
+	if l == nil {
+		return
+	}
+	inside, why := n.asInside(l)
+	if inside != nil {
+		if _, err := n.running.inside.Check(*inside); err != nil {
+			inside, why = nil, fmt.Sprintf("its data for %s cannot be used: %v", n.sides.inside.Type, err)
+		}
+	}
+	if n.peers[key] = why; why != "" && why != before {
+		n.log(ctx, key, why)
+	}
+	if inside != nil {
+		n.near[key] = inside
+	}
+}
+
+// log logs that a peer at the location of this host is not served inside.
+func (n *network) log(ctx context.Context, key, reason string) {
+	if log, ok := n.limit.Next(klog.FromContext(ctx)); ok {
+		log.Error(nil, "packets to a peer at the same location go by the backend between locations", "lease", key, "backend", n.sides.between.Type, "reason", reason)
+	}
+}
+
+// isInside reports whether the backend inside carries the packets to a peer.
+func (n *network) isInside(key string) bool { return n.near[key] != nil && n.failed[key] == "" }
+
+// Choice implements backend.Chooser.
+func (n *network) Choice(key string) backend.Choice {
+	why, known := n.peers[key]
+	switch {
+	case !known:
+		return backend.Choice{}
+	case n.isInside(key):
+		return backend.Choice{Backend: n.sides.inside.Type}
+	}
+	return backend.Choice{Backend: n.sides.between.Type, Waiting: cmp.Or(why, n.failed[key])}
+}
+
+// Location implements backend.Locator.
+func (n *network) Location() *backend.LocationReport {
+	r := &backend.LocationReport{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}
+	for key := range n.peers {
+		if n.isInside(key) {
+			r.ByInside++
+		} else {
+			r.ByBetween++
+		}
+	}
+	return r
+}
+
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) (all []backend.ObjectReport) {
+	if i, ok := n.running.between.(backend.Inspector); ok {
+		all = i.Objects(key)
+	}
+	if i, ok := n.running.inside.(backend.Inspector); ok && n.isInside(key) {
+		all = append(all, i.Objects(key)...)
+	}
+	return all
+}
+
+// Counts implements backend.Inspector.
+func (n *network) Counts() map[string]dataplane.Count { return n.joint.Counts() }
+
+// Mode implements backend.DataPath. It is that of the backend between locations.
+func (n *network) Mode() string {
+	if path, ok := n.running.between.(backend.DataPath); ok {
+		return path.Mode()
+	}
+	return ""
+}
+
+// Dropped implements backend.DataPath.
+func (n *network) Dropped() map[string]uint64 {
+	if path, ok := n.running.between.(backend.DataPath); ok {
+		return path.Dropped()
+	}
+	return nil
+}
+
+// Close implements backend.Network.
+func (n *network) Close() error {
+	n.Notifier.Close()
+	var errs []error
+	for _, part := range []backend.Network{n.running.inside, n.running.between} {
+		if part != nil {
+			errs = append(errs, part.Close())
+		}
+	}
+	return oneline.Join(append(errs, n.joint.Close())...)
+}

@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package location
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/hostgw"
+	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// encrypted stands for wireguard, which a kernel in memory does not have. It has one route to the whole
+// network.
+type encrypted struct{ env backend.Env }
+
+const device = "flannel-wg"
+
+func (e *encrypted) Scope() dataplane.Scope { return e.env.Scope(device) }
+
+func (e *encrypted) MTU() int { return 1440 }
+
+func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	c := e.env.Claim("wireguard", prev)
+	for i := range c.Endpoints {
+		c.Endpoints[i].Data = json.RawMessage(`{"PublicKey":"k"}`)
+	}
+	return c, nil
+}
+
+func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	r, err := e.env.Reconciler(ctx, e.Scope())
+	if err != nil {
+		return nil, err
+	}
+	base := e.env.Base(own)
+	link := dataplane.Link{Name: device, Kind: dataplane.KindVXLAN, MAC: dataplane.MAC{2}, MTU: 1440, Up: true} // a kernel in memory has no other kind
+	link.VXLAN = dataplane.VXLAN{VNI: 99, Port: 51820, Local: e.env.Underlay.Addrs[0].Local, Underlay: "eth0"}
+	base.Add(link,
+		dataplane.Addr{Dev: device, Prefix: prefix.Host(own.Endpoints[0].Subnet.Addr())},
+		dataplane.NewRoute(e.env.Config.Networks[0].Prefix, netip.Addr{}, device, false))
+	n := &encryptedNetwork{encrypted: e, Programmer: &backend.Programmer{Base: base, Reconciler: r}, republish: wait.NewSignal()}
+	return n, n.SetUp(ctx)
+}
+
+type encryptedNetwork struct {
+	*encrypted
+	*backend.Programmer
+	republish wait.Signal
+	published int
+	failing   error
+}
+
+func (*encryptedNetwork) Check(l subnet.Lease) ([]string, error) {
+	return []string{"key of " + l.Key}, nil
+}
+
+func (n *encryptedNetwork) Republish() <-chan struct{} { return n.republish }
+
+func (n *encryptedNetwork) Published(subnet.Claim) { n.published++ }
+
+func (n *encryptedNetwork) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
+	out, err := n.Programmer.Sync(ctx, set)
+	if err == nil {
+		err = n.failing
+	}
+	return out, err
+}
+
+// bed is host 1 on a kernel in memory.
+type bed struct {
+	testing.TB
+	kernel *dataplanetest.Kernel
+	env    backend.Env
+	same   backend.SameLocation
+	net    *network
+	leases map[string]*subnet.Lease
+}
+
+func newBed(t testing.TB, location string) *bed {
+	t.Helper()
+	b := &bed{TB: t, kernel: dataplanetest.New(), env: backendtest.Env(1500, prefix.IPv4), same: backend.SameLocation{Type: vxlan.Type}, leases: map[string]*subnet.Lease{}}
+	b.env.Kernel, b.env.Resync, b.env.Location, b.env.Config.BackendType = b.kernel, time.Hour, location, "wireguard"
+	b.env.Underlay.Addrs[0].Public = netip.MustParseAddr("203.0.113.1") // behind NAT
+	return b
+}
+
+func (b *bed) backend() *Backend {
+	b.Helper()
+	between := func(env backend.Env) (backend.Backend, []string, error) { return &encrypted{env}, nil, nil }
+	inside := func(env backend.Env) (backend.Backend, []string, error) {
+		if b.same.Type == hostgw.Type {
+			return hostgw.New(b.same.Raw, env)
+		}
+		return vxlan.New(b.same.Raw, env)
+	}
+	be, _, err := New(b.env, b.same, between, inside)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return be.(*Backend)
+}
+
+func subnetOf(n int) netip.Prefix {
+	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(n), 0}), 24)
+}
+
+func addrOf(n int) netip.Addr { return netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}) }
+
+// lease returns the lease of host n at a location, with data that change may change. b is the backend of
+// another host.
+func lease(t testing.TB, b *Backend, n int, location string, change func(*data)) *subnet.Lease {
+	t.Helper()
+	d := data{Name: location, Type: b.sides.inside.Type, Config: b.digest, Address: addrOf(n)}
+	if d.Type == vxlan.Type {
+		d.Data = json.RawMessage(fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n))
+	}
+	if change != nil {
+		change(&d)
+	}
+	raw := json.RawMessage(`{"PublicKey":"k"}`)
+	if location != "" {
+		var err error
+		if raw, err = d.addTo(raw); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return &subnet.Lease{Key: fmt.Sprintf("host%d", n), BackendType: "wireguard", Endpoints: []subnet.Endpoint{{
+		Subnet: subnetOf(n), PublicIP: netip.AddrFrom4([4]byte{203, 0, 113, byte(n)}), Data: raw,
+	}}}
+}
+
+// start starts the network with what the host has published before.
+func (b *bed) start(prev subnet.Claim) {
+	b.Helper()
+	be := b.backend()
+	own := subnet.Lease{Key: "host1", BackendType: "wireguard", Endpoints: slices.Clone(prev.Endpoints)}
+	if len(own.Endpoints) == 0 {
+		claim, err := be.Claim(b.Context(), prev)
+		if err != nil {
+			b.Fatal(err)
+		}
+		own.Endpoints = claim.Endpoints
+	}
+	own.Endpoints[0].Subnet = subnetOf(1)
+	n, err := be.Start(b.Context(), own)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { _ = n.Close() })
+	b.net = n.(*network)
+}
+
+func (b *bed) sync(set backend.Set) backend.Outcome {
+	b.Helper()
+	set.Leases = b.leases
+	out, err := b.net.Sync(b.Context(), set)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return out
+}
+
+// expectInside checks to which peers the kernel has a route of their own, and that the route to the network
+// is there.
+func (b *bed) expectInside(what string, want ...string) {
+	b.Helper()
+	have, err := b.kernel.Read(b.Context(), b.net.Scope())
+	if err != nil {
+		b.Fatal(err)
+	}
+	var got []string
+	for n := 2; n < 10; n++ {
+		for _, r := range have.Routes[subnetOf(n)] {
+			got = append(got, fmt.Sprintf("host%d", n))
+			if direct := b.same.Type == hostgw.Type; direct && (r.Dev != "eth0" || r.Gateway != addrOf(n)) || !direct && r.Dev != "flannel.1" {
+				b.Errorf("%s: host%d has the route %s", what, n, r)
+			}
+		}
+	}
+	if !slices.Equal(got, want) {
+		b.Errorf("%s: inside are %v, want %v", what, got, want)
+	}
+	if wide := have.Routes[b.env.Config.Networks[0].Prefix]; len(wide) != 1 || wide[0].Dev != device {
+		b.Errorf("%s: the routes to the network are %v", what, wide)
+	}
+	if b.same.Type == vxlan.Type && (len(have.FDB) != len(want) || len(have.Neighs) != len(want)) {
+		b.Errorf("%s: %d FDB entries and %d neighbours for %v", what, len(have.FDB), len(have.Neighs), want)
+	}
+}
+
+// TestChoice has peers at the same location, at others, and with data that cannot be used.
+func TestChoice(t *testing.T) {
+	for _, kind := range []string{vxlan.Type, hostgw.Type} {
+		t.Run(kind, func(t *testing.T) {
+			b := newBed(t, "east")
+			b.same.Type = kind
+			be := b.backend()
+			for n, l := range map[int]*subnet.Lease{
+				2: lease(t, be, 2, "east", nil),
+				3: lease(t, be, 3, "west", nil),
+				4: lease(t, be, 4, "", nil),
+				5: lease(t, be, 5, "East", nil),
+				6: lease(t, be, 6, "east", func(d *data) { d.Type = "ipip" }),
+				7: lease(t, be, 7, "east", func(d *data) { d.Config = "0" }),
+				8: lease(t, be, 8, "east", func(d *data) { d.Address = netip.MustParseAddr("10.5.8.1") }),
+			} {
+				b.leases[fmt.Sprintf("host%d", n)] = l
+			}
+			b.start(subnet.Claim{})
+			b.sync(backend.Set{All: true, Complete: true})
+			b.expectInside("at the first set", "host2")
+			for key, want := range map[string]backend.Choice{
+				"host2": {Backend: kind}, "host3": {Backend: "wireguard"}, "host4": {Backend: "wireguard"}, "host5": {Backend: "wireguard"},
+				"host6": {Backend: "wireguard", Waiting: `it publishes data for "ipip", and not for ` + kind},
+				"host7": {Backend: "wireguard", Waiting: "it has another SameLocation in its network configuration"},
+				"host8": {Backend: "wireguard", Waiting: "its address 10.5.8.1 at the location is not one of another host"},
+				"host9": {},
+			} {
+				if got := b.net.Choice(key); got != want {
+					t.Errorf("%s: %+v, want %+v", key, got, want)
+				}
+			}
+			if r := b.net.Location(); *r != (backend.LocationReport{Name: "east", Inside: kind, Between: "wireguard", ByInside: 1, ByBetween: 6}) {
+				t.Errorf("report %+v", *r)
+			}
+			if mtu := b.net.MTU(); mtu != 1440 {
+				t.Errorf("MTU %d, want the smaller one", mtu)
+			}
+
+			b.leases["host2"], b.leases["host3"] = lease(t, be, 2, "west", nil), lease(t, be, 3, "east", nil)
+			b.sync(backend.Set{Changed: []string{"host2", "host3"}, Complete: true})
+			b.expectInside("after two moves", "host3")
+			delete(b.leases, "host3")
+			b.sync(backend.Set{Changed: []string{"host3"}, Complete: true})
+			b.expectInside("after a host has gone")
+		})
+	}
+}
+
+// TestHostileData has peers whose data for vxlan is unusable. They must be served all the same, and no host
+// may take over the address of another one.
+func TestHostileData(t *testing.T) {
+	b := newBed(t, "east")
+	be := b.backend()
+	b.start(subnet.Claim{})
+	for i, raw := range []string{`null`, `7`, `{}`, `{"VtepMAC":"ff:ff:ff:ff:ff:ff"}`, `{"VtepMAC":"x\ny"}`} {
+		l := lease(t, be, 2, "east", func(d *data) { d.Data = json.RawMessage(raw) })
+		if ids, err := b.net.Check(*l); err != nil || !slices.Equal(ids, []string{"key of host2"}) {
+			t.Errorf("%s: Check = %v, %v, want the identity of the other backend", raw, ids, err)
+		}
+		b.leases["host2"] = l
+		b.sync(backend.Set{All: i == 0, Changed: []string{"host2"}, Complete: true})
+		b.expectInside(raw)
+		if c := b.net.Choice("host2"); c.Backend != "wireguard" || !strings.Contains(c.Waiting, "its data for vxlan cannot be used") || strings.Contains(c.Waiting, "\n") {
+			t.Errorf("%s: %+v, want the reason in one line", raw, c)
+		}
+	}
+	if ids, err := b.net.Check(*lease(t, be, 3, "east", nil)); err != nil || len(ids) != 2 || !strings.Contains(ids[1], "VTEP MAC 02:00:00:00:00:03") {
+		t.Errorf("Check = %v, %v, want two identities", ids, err)
+	}
+	if ids, err := b.net.Check(*lease(t, be, 3, "west", nil)); err != nil || len(ids) != 1 {
+		t.Errorf("Check of a host at another location = %v, %v, want one identity", ids, err)
+	}
+}
+
+// TestUnreachableInside has a peer that the kernel cannot reach by host-gw. It must be served by the other
+// backend, without an error.
+func TestUnreachableInside(t *testing.T) {
+	b := newBed(t, "east")
+	b.same.Type = hostgw.Type
+	be := b.backend()
+	far := lease(t, be, 3, "east", func(d *data) { d.Address = netip.MustParseAddr("198.51.100.3") })
+	b.leases["host2"], b.leases["host3"] = lease(t, be, 2, "east", nil), far
+	b.start(subnet.Claim{})
+	out := b.sync(backend.Set{All: true, Complete: true})
+	if len(out.Refused) > 0 {
+		t.Errorf("refused: %v, want none", out.Refused)
+	}
+	b.expectInside("one host is far", "host2")
+	if c := b.net.Choice("host3"); c.Backend != "wireguard" || c.Waiting == "" {
+		t.Errorf("%+v, want a reason", c)
+	}
+	if r := b.net.Location(); r.ByInside != 1 || r.ByBetween != 1 {
+		t.Errorf("report %+v", *r)
+	}
+	for _, o := range b.net.Objects("host3") {
+		if !o.Present {
+			t.Errorf("%s counts as missing", o.Object)
+		}
+	}
+}
+
+// TestOtherLocationAtOnce restarts a host at another location while the store is away. Packets to known
+// peers at its former location must not go on in clear text, and a route to an unknown one must stay.
+func TestOtherLocationAtOnce(t *testing.T) {
+	for _, kind := range []string{vxlan.Type, hostgw.Type} {
+		for _, location := range []string{"west", ""} {
+			t.Run(kind+" to "+location, func(t *testing.T) {
+				b := newBed(t, "east")
+				b.same.Type = kind
+				be := b.backend()
+				b.leases["host2"], b.leases["host3"] = lease(t, be, 2, "east", nil), lease(t, be, 3, "east", nil)
+				b.start(subnet.Claim{})
+				b.sync(backend.Set{All: true, Complete: true})
+				claim, err := b.net.Claim(t.Context(), subnet.Claim{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := b.net.Close(); err != nil {
+					t.Fatal(err)
+				}
+				b.env.Location = location
+				b.start(claim)
+				delete(b.leases, "host3")
+				b.sync(backend.Set{All: true})
+				have, err := b.kernel.Read(t.Context(), b.net.Scope())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if r := have.Routes[subnetOf(2)]; len(r) > 0 {
+					t.Errorf("packets to a known peer at another location follow %v", r)
+				}
+				if r := have.Routes[subnetOf(3)]; len(r) != 1 {
+					t.Errorf("routes to an unknown peer: %v, want the former one", r)
+				}
+				b.sync(backend.Set{Complete: true})
+				b.expectInside("when the store has answered")
+			})
+		}
+	}
+}
+
+// TestRestartKeepsRoutes restarts a host. Until the store has answered, and when it has, the routes inside
+// must be there all the time.
+func TestRestartKeepsRoutes(t *testing.T) {
+	b := newBed(t, "east")
+	be := b.backend()
+	b.leases["host2"] = lease(t, be, 2, "east", nil)
+	b.start(subnet.Claim{})
+	b.sync(backend.Set{All: true, Complete: true})
+	claim, err := b.net.Claim(t.Context(), subnet.Claim{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.net.Close(); err != nil {
+		t.Fatal(err)
+	}
+	spy := &dataplanetest.Spy{Kernel: b.kernel}
+	b.env.Kernel = spy
+	b.start(claim)
+	b.sync(backend.Set{All: true, Complete: true})
+	for _, op := range spy.Take() {
+		t.Errorf("a restart makes the change %s", op)
+	}
+}
+
+// TestStartWithoutData starts a host that has got a location since it published its lease. Its device must
+// have the address that it publishes next.
+func TestStartWithoutData(t *testing.T) {
+	b := newBed(t, "")
+	prev, err := b.backend().Claim(t.Context(), subnet.Claim{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, ok := decode(prev.Endpoints[0].Data); ok {
+		t.Errorf("a host without a location publishes %s", prev.Endpoints[0].Data)
+	}
+	b.env.Location = "east"
+	b.start(prev)
+	have, err := b.kernel.Read(t.Context(), b.net.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if prev, err = b.net.Claim(t.Context(), prev); err != nil {
+			t.Fatal(err)
+		}
+		d, ok := decode(prev.Endpoints[0].Data)
+		mac := have.Links["flannel.1"].MAC.String()
+		if !ok || d.Name != "east" || d.Address != addrOf(1) || !strings.Contains(string(d.Data), mac) || prev.Endpoints[0].PublicIP == addrOf(1) {
+			t.Errorf("the device has the address %s, and the host publishes %+v at %s", mac, d, prev.Endpoints[0].PublicIP)
+		}
+	}
+}
+
+// TestPublisherIsForwarded checks that the backend between locations can publish other data while it runs.
+func TestPublisherIsForwarded(t *testing.T) {
+	b := newBed(t, "east")
+	b.start(subnet.Claim{})
+	between := b.net.running.between.(*encryptedNetwork)
+	between.republish.Send()
+	if len(b.net.Republish()) != 1 {
+		t.Error("Republish does not receive")
+	}
+	b.net.Published(subnet.Claim{})
+	if between.published != 1 {
+		t.Error("Published is not forwarded")
+	}
+}
+
+// TestFailureBetween has a backend between locations that fails. A peer that moves to another location must
+// not be sent to in clear text all the same.
+func TestFailureBetween(t *testing.T) {
+	b := newBed(t, "east")
+	be := b.backend()
+	b.leases["host2"] = lease(t, be, 2, "east", nil)
+	b.start(subnet.Claim{})
+	b.sync(backend.Set{All: true, Complete: true})
+	b.net.running.between.(*encryptedNetwork).failing = context.DeadlineExceeded
+	b.leases["host2"] = lease(t, be, 2, "west", nil)
+	if _, err := b.net.Sync(t.Context(), backend.Set{Leases: b.leases, Changed: []string{"host2"}, Complete: true}); err == nil {
+		t.Error("the failure is no error")
+	}
+	b.expectInside("after the move")
+}

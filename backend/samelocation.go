@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// SameLocation is the key SameLocation of a Backend object: the backend between hosts of one location.
+// Its value is the type of that backend, or an object like Backend.
+type SameLocation struct {
+	Type string          // in lower case; empty if there is none
+	Raw  json.RawMessage // the object; nil if there is only the type
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (s *SameLocation) UnmarshalJSON(raw []byte) (err error) {
+	s.Type, s.Raw, err = decodeInner(raw, errSameLocation)
+	return err
+}
+
+// errSameLocation is the error about a value without a type.
+var errSameLocation = errors.New(`SameLocation: want "vxlan" or "host-gw", or an object with this Type and its keys`)
+
+// decodeInner decodes the value of a key that names another backend: its type, or an object with its type
+// and keys. It returns wrong if there is no type, and nothing for null.
+func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, err error) {
+	if string(raw) == "null" {
+		return "", nil, nil
+	}
+	if json.Unmarshal(raw, &kind) != nil {
+		var typed struct{ Type string }
+		if json.Unmarshal(raw, &typed) != nil {
+			return "", nil, wrong
+		}
+		kind, object = typed.Type, slices.Clone(raw)
+	}
+	if kind == "" {
+		return "", nil, wrong
+	}
+	return strings.ToLower(kind), object, nil
+}
+
+// Surrounding is a Backend that may leave the packets between hosts of one location to another backend.
+type Surrounding interface {
+	// SameLocation returns what the configuration says about the other backend. It is pure.
+	SameLocation() SameLocation
+}
+
+// Locate creates the backend of a network with locations. between and inside create the backends between
+// and inside locations, for an Env. same is the configuration of the latter.
+type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend, []string, error)) (Backend, []string, error)
+
+// located returns the backend for a configuration with SameLocation. A path MTU would need a route of its
+// own to a peer, which the backend inside a location has.
+func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
+	entry := r.entries[same.Type]
+	if !entry.Inside || r.locate == nil {
+		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys", subnet.Shorten(same.Type), strings.Join(r.insides(), ", "))
+	}
+	_, probes, err := r.probesMTU(same.Raw, entry)
+	if err != nil {
+		return nil, nil, fmt.Errorf("SameLocation: %w", err)
+	}
+	if probes || env.ProbesMTU {
+		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
+	}
+	inside := func(env Env) (Backend, []string, error) {
+		env.Config.BackendType, env.Config.Backend = same.Type, same.Raw
+		return r.one(env)
+	}
+	return r.locate(env, same, between, inside)
+}
+
+// insides returns the types that SameLocation may have, in alphabetical order.
+func (r Registry) insides() []string {
+	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Inside })
+}
+
+// Placer is a Backend whose hosts may have locations.
+type Placer interface {
+	// HasLocations reports whether the configuration uses them. It is pure.
+	HasLocations() bool
+}
+
+// CheckLocations returns an error if hosts of b have no locations. b has type configured in the
+// configuration.
+func CheckLocations(b Backend, configured string) error {
+	if p, ok := b.(Placer); ok && p.HasLocations() {
+		return nil
+	}
+	return fmt.Errorf("the backend %s has no locations: expected wireguard with SameLocation as Backend", configured)
+}
+
+// Locator is a Network that uses another backend for peers at the location of this host. Its method is
+// called from the goroutine that calls Sync.
+type Locator interface {
+	// Location returns how many peers are served by which backend. It returns nil if the network has no
+	// locations.
+	Location() *LocationReport
+}
+
+// LocationReport tells by which backend packets travel.
+type LocationReport struct {
+	Name            string // location of this host; empty if it has none
+	Inside, Between string // types of the backends
+	ByInside        int    // number of peers to which the backend inside of the location carries the packets
+	ByBetween       int    // number of the others
+}
