@@ -27,6 +27,13 @@ type PublicIPSource interface {
 	PublicIPs(ctx context.Context) ([]netip.Addr, error)
 }
 
+// LocationSource is a Manager whose store may have the location of this node.
+type LocationSource interface {
+	// Location returns the name of the location, or "" if there is none that can be used. It retries
+	// failures that can pass, and returns when ctx ends, with its error.
+	Location(ctx context.Context) (string, error)
+}
+
 // ConfigWatcher is a Manager whose Watch does not report changes of the network configuration.
 type ConfigWatcher interface {
 	// WatchConfig blocks. It calls sink from one goroutine with the text of the configuration: at

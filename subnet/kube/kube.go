@@ -54,6 +54,8 @@ type Config struct {
 	// AnnotationPrefix is the argument of the function AnnotationPrefix. Empty means
 	// DefaultAnnotationPrefix.
 	AnnotationPrefix string
+	// LocationLabel is the key of the label of the own Node that contains its location. It may be empty.
+	LocationLabel string
 	// Own and Known are the last known state of an earlier run. If the store is the same and still
 	// has the revision, the manager does not list the Nodes at the start, but reads only the
 	// changes since then. Otherwise the list does not contain podCIDRs that are known. Both may be
@@ -107,6 +109,7 @@ var (
 	_ subnet.Manager        = (*Manager)(nil)
 	_ subnet.Warner         = (*Manager)(nil)
 	_ subnet.PublicIPSource = (*Manager)(nil)
+	_ subnet.LocationSource = (*Manager)(nil)
 	_ subnet.ConfigWatcher  = (*Manager)(nil)
 	_ subnet.Elector        = (*Manager)(nil)
 )
@@ -159,7 +162,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	k := newKeys(p)
 	m := &Manager{
-		cfg: cfg, client: c, keys: k, decoder: k.newDecoder(), outage: outage.New("the Kubernetes API", cfg.OnStatus),
+		cfg: cfg, client: c, keys: k, decoder: k.newDecoder().WithLabel(cfg.LocationLabel), outage: outage.New("the Kubernetes API", cfg.OnStatus),
 		timing: timing{
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,

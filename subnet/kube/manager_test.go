@@ -291,6 +291,46 @@ func TestNodePublicIP(t *testing.T) {
 	}
 }
 
+// TestLocation reads the location from a label of the own Node. With PublicIPs and Recall that costs one
+// request.
+func TestLocation(t *testing.T) {
+	const zone = "topology.kubernetes.io/zone"
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	label := func(value any) {
+		t.Helper()
+		f.do(t, http.MethodPatch, "/api/v1/nodes/n1", map[string]any{"metadata": map[string]any{"labels": map[string]any{zone: value}}}, "application/merge-patch+json")
+	}
+	label("eu-central-1a")
+	for key, want := range map[string]string{zone: "eu-central-1a", "other": "", wire.HostnameLabel: hostOf("n1")} {
+		m := f.manager(t, "n1", func(c *Config) { c.LocationLabel = key })
+		if got, err := m.Location(t.Context()); err != nil || got != want {
+			t.Errorf("the label %s gives %q, %v, want %q", key, got, err, want)
+		}
+	}
+	p := newProxy(t, f.server)
+	m := f.manager(t, "n1", func(c *Config) {
+		c.Kubeconfig, c.LocationLabel = f.kubeconfig(t, p.URL, flannel), zone
+	})
+	if _, err := m.PublicIPs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := m.Location(t.Context()); err != nil || got != "eu-central-1a" {
+		t.Errorf("%q, %v", got, err)
+	}
+	if _, err := m.Recall(t.Context(), subnet.Claim{}); err != nil {
+		t.Fatal(err)
+	}
+	if got := p.requests(); len(got) != 1 {
+		t.Errorf("it asks %q, want one read of the own Node", got)
+	}
+	label("")
+	if got, err := f.manager(t, "n1", func(c *Config) { c.LocationLabel = zone }).Location(t.Context()); err != nil || got != "" {
+		t.Errorf("an empty label gives %q, %v", got, err)
+	}
+}
+
 func TestNodeNameFromThePod(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)

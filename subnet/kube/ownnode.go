@@ -25,6 +25,7 @@ type ownNode struct {
 	uid      string
 	created  int64
 	notes    [numAnnotations]note
+	location string // the label Config.LocationLabel
 	cidrs    []netip.Prefix
 	cidrsErr error
 	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network
@@ -37,7 +38,7 @@ type ownNode struct {
 func newOwnNode(n *wire.Node, revision int64) *ownNode {
 	s := &ownNode{
 		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
-		version: n.Revision, revision: revision, read: time.Now(),
+		version: n.Revision, revision: revision, read: time.Now(), location: string(n.Label),
 	}
 	for i, text := range n.Annotations {
 		s.notes[i] = note{string(text), text != nil}
@@ -143,6 +144,26 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 		return nil
 	})
 	return addrs, err
+}
+
+// Location implements subnet.LocationSource: it returns the value of the label of the own Node.
+func (m *Manager) Location(ctx context.Context) (string, error) {
+	defer m.outage.Forget(starting)
+	var name string
+	err := m.retry(ctx, starting, func() error {
+		s, err := m.recent(ctx)
+		if err != nil {
+			return err
+		}
+		m.justRead.Store(s) // for Recall
+		name = s.location
+		return nil
+	})
+	if err != nil || subnet.CheckLocation(name) == nil {
+		return name, err
+	}
+	klog.FromContext(ctx).Error(nil, "this node has no location, because its label does not contain the name of one", "node", *m.name.Load(), "label", m.cfg.LocationLabel, "value", subnet.Shorten(name))
+	return "", nil
 }
 
 // reportIgnored reports an annotation that an administrator has to check.

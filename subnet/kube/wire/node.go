@@ -24,6 +24,7 @@ type Node struct {
 	Created     int64    // in seconds since 1970, never negative
 	Annotations [][]byte // by index in the argument of NewDecoder; nil if the Node does not have it
 	Hostname    []byte   // the label HostnameLabel
+	Label       []byte   // the label of WithLabel
 	PodCIDR     []byte
 	PodCIDRs    [2][]byte // the first two
 	NumPodCIDRs int       // how many the Node has
@@ -36,10 +37,16 @@ type Condition struct{ Status, Reason, Message []byte }
 // Decoder decodes Nodes. It is safe for concurrent use.
 type Decoder struct {
 	annotations []string
+	label       string
 }
 
 // NewDecoder returns a decoder of Nodes that keeps the annotations with these keys.
-func NewDecoder(annotations []string) *Decoder { return &Decoder{slices.Clone(annotations)} }
+func NewDecoder(annotations []string) *Decoder {
+	return &Decoder{annotations: slices.Clone(annotations)}
+}
+
+// WithLabel returns a decoder that also keeps the label with this key.
+func (d *Decoder) WithLabel(key string) *Decoder { return &Decoder{d.annotations, key} }
 
 func (d *Decoder) newNode() *Node { return &Node{Annotations: make([][]byte, len(d.annotations))} }
 
@@ -87,7 +94,7 @@ func (d *Decoder) metadata(b []byte, n *Node) error {
 		case 8:
 			n.Created, err = seconds(f.bytes)
 		case 11:
-			err = n.label(f.bytes)
+			err = d.keepLabel(f.bytes, n)
 		case 12:
 			err = d.annotation(f.bytes, n)
 		}
@@ -133,12 +140,18 @@ func (d *Decoder) annotation(b []byte, n *Node) error {
 	return nil
 }
 
-func (n *Node) label(b []byte) error {
+func (d *Decoder) keepLabel(b []byte, n *Node) error {
 	key, value, err := entry(b)
-	if err == nil && string(key) == HostnameLabel {
+	if err != nil {
+		return err
+	}
+	if string(key) == HostnameLabel {
 		n.Hostname = value
 	}
-	return err
+	if string(key) == d.label {
+		n.Label = value
+	}
+	return nil
 }
 
 // entry decodes an entry of a map. value is never nil.

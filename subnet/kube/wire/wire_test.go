@@ -97,6 +97,16 @@ func contentOfAPI(n *corev1.Node) content {
 	return c
 }
 
+// TestWithLabel expects that a decoder keeps the label that it was told, also if it is HostnameLabel.
+func TestWithLabel(t *testing.T) {
+	for key, want := range map[string]string{"label": "x", wire.HostnameLabel: "host-of-n1", "other": "", "": ""} {
+		n := wiretest.Decode(t, newDecoder().WithLabel(key), node("n1"), false)
+		if string(n.Label) != want || string(n.Hostname) != "host-of-n1" {
+			t.Errorf("the label %q is %q, and the name of the host %q", key, n.Label, n.Hostname)
+		}
+	}
+}
+
 // TestDecodeNode expects that a Node in a list, and the metadata of it, have the fields that the
 // Kubernetes API's own type has.
 func TestDecodeNode(t *testing.T) {
