@@ -44,6 +44,13 @@ func (o *Options) check() error {
 	if err := o.checkNetworks(); err != nil {
 		return err
 	}
+	switch {
+	case o.LocationLabel == "":
+	case o.Location != "":
+		return fmt.Errorf("%s and %s are both set: expected one", o.Source("location"), o.Source("location-label"))
+	case !o.KubeSubnetMgr:
+		return fmt.Errorf("%s needs %s: with etcd, expected %s", o.Source("location-label"), o.Source("kube-subnet-mgr"), o.Source("location"))
+	}
 	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
 		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
 			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)

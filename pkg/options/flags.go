@@ -229,6 +229,15 @@ func interfaceSettings() []setting {
 			usage: "Carry the packets of hosts that do not reach each other, with wireguard only. This host then sees " +
 				"the plaintext of these packets.",
 			binding: toToggle(func(o *Options) *bool { return &o.Relay }),
+		}, {
+			name: "location", arg: "NAME",
+			usage: "Location of this host, with wireguard and its key SameLocation only: the backend of that key, and not " +
+				"wireguard, carries the packets between hosts with the same location.",
+			binding: to(func(o *Options) *string { return &o.Location }, location),
+		}, {
+			name: "location-label", arg: "LABEL",
+			usage:   "The same, with the value of this label of the Node, such as topology.kubernetes.io/zone. Needs --kube-subnet-mgr.",
+			binding: to(func(o *Options) *string { return &o.LocationLabel }, label),
 		},
 	}
 }

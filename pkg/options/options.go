@@ -91,6 +91,9 @@ type Options struct {
 	PublicEndpoint endpoint.Named
 	// Relay carries the packets of hosts that do not reach each other.
 	Relay bool
+	// Location is the name of the location of this host, and LocationLabel the label of its Node that has
+	// it. At most one of them is set.
+	Location, LocationLabel string
 
 	// IPMasq masquerades packets that leave the network, with random ports unless
 	// IPMasqFullyRandomDisable is set.

@@ -278,6 +278,25 @@ func publicEndpoint(s string) (endpoint.Named, error) {
 	return e, nil
 }
 
+// location parses the name of a location. Empty text is none.
+func location(s string) (string, error) {
+	if s == "" {
+		return "", nil
+	}
+	return s, subnet.CheckLocation(s)
+}
+
+// labelForm is the form of the key of a label in Kubernetes.
+var labelForm = regexp.MustCompile(`^(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$`)
+
+// label parses the key of a label in Kubernetes. Empty text is none.
+func label(s string) (string, error) {
+	if s != "" && !labelForm.MatchString(s) {
+		return "", errors.New("expected the key of a label, such as topology.kubernetes.io/zone")
+	}
+	return s, nil
+}
+
 // endpoints parses a comma separated list of etcd endpoints. They must have the same
 // scheme, because the client uses that of the first for all. Errors contain the number of
 // an endpoint and not its text, which may contain a password.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -70,6 +71,7 @@ type parts struct {
 	others   func() ([]netip.Prefix, <-chan struct{})
 	holds    func([]Holding) error // see Config
 	progress progress
+	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
 }
 
 // env returns the environment of backends.
@@ -85,10 +87,36 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	elector, _ := p.store.(subnet.Elector) // every store is one
 	return backend.Env{
 		Elector: elector, PathLimit: p.host.PathMTUs, Warn: warn,
-		PublicEndpoint: p.opts.PublicEndpoint, Relay: p.opts.Relay,
+		PublicEndpoint: p.opts.PublicEndpoint, Relay: p.opts.Relay, Location: p.location(),
 		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}
+}
+
+// location returns the location of this host. If the store has it, it is the last known one until it was
+// read.
+func (p *parts) location() string {
+	now := p.labelled.Load()
+	switch {
+	case p.opts.LocationLabel == "":
+		return p.opts.Location
+	case now == nil:
+		return p.past.Location
+	}
+	return *now
+}
+
+// readLocation reads the location of this host from the store, if that has it.
+func (p *parts) readLocation(ctx context.Context) error {
+	l, ok := p.store.(subnet.LocationSource)
+	if !ok || p.opts.LocationLabel == "" {
+		return nil
+	}
+	name, err := l.Location(ctx)
+	if err == nil {
+		p.labelled.Store(&name)
+	}
+	return err
 }
 
 // newBackend returns the backend of a configuration that the network is about to use.
@@ -102,6 +130,11 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	}
 	if err := backend.CheckRelay(be, env.Config.BackendType, env.Relay); err != nil {
 		return nil, nil, fmt.Errorf("--relay cannot be used: %w", err)
+	}
+	for _, flag := range [][2]string{{"--location", p.opts.Location}, {"--location-label", p.opts.LocationLabel}} {
+		if err := backend.CheckLocations(be, env.Config.BackendType); flag[1] != "" && err != nil {
+			return nil, nil, fmt.Errorf("%s %s cannot be used: %w", flag[0], flag[1], err)
+		}
 	}
 	return be, warnings, nil
 }

@@ -108,6 +108,9 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
 		return nil, last, err
 	}
+	if err := s.readLocation(ctx); err != nil {
+		return nil, last, err
+	}
 	s.progress.waitFor(PhaseNoInterface)
 	iface, err := underlay.Wait(ctx, s.underlayOptions(cfg, last), s.opts.IfaceWait)
 	if err != nil {
@@ -142,6 +145,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	}
 	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
+	last.Location = env.Location
 	last.Recalled = false
 	if s.name != "" {
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)

@@ -69,7 +69,7 @@ func (p *parts) openKube(ctx context.Context) (*kube.Manager, error) {
 		NetConfig: o.NetConfigPath, AnnotationPrefix: o.KubeAnnotationPrefix,
 		Own: p.past.Own, Known: p.past.Peers,
 		OnStatus:   func(err error) { p.ready.reportStore(ctx, err) },
-		OnRepaired: p.metrics.Differed,
+		OnRepaired: p.metrics.Differed, LocationLabel: o.LocationLabel,
 	}
 	if o.SetNodeNetworkUnavailable {
 		c.Ready = p.ready.up
