@@ -174,6 +174,9 @@ type hostMigration struct {
 	Moved   int               `json:"moved"`   // number of peers to which it sends by the next backend
 	Waiting map[string]string `json:"waiting"` // reasons for those to which it sends by the present one, by lease
 	Refused map[string]string `json:"refused"` // reasons for those to which it sends by neither, by lease
+	// ClearText is the number of peers at the location of this host, for which SameLocation has a backend that
+	// does not encrypt.
+	ClearText int `json:"clearText,omitempty"`
 }
 
 // readMigration reads the configuration and all leases.
@@ -310,6 +313,9 @@ func (m *migration) addHost(r status.Report) {
 		return
 	}
 	m.Host = &hostMigration{MTU: r.Network.MTU, Waiting: map[string]string{}, Refused: map[string]string{}}
+	if l := r.Network.Location; l != nil {
+		m.Host.ClearText = l.ByInside
+	}
 	for _, p := range r.Peers {
 		switch {
 		case p.Backend == "":
@@ -348,7 +354,7 @@ func (m migration) print(w io.Writer) {
 	for _, key := range slices.Sorted(maps.Keys(h.Refused)) {
 		fmt.Fprintf(w, "\t%s is refused: %s\n", key, h.Refused[key])
 	}
-	if m.To == "wireguard" && len(h.Waiting)+len(h.Refused) == 0 && m.Phases[phaseBefore] == 0 {
+	if m.To == "wireguard" && h.ClearText == 0 && len(h.Waiting)+len(h.Refused) == 0 && m.Phases[phaseBefore] == 0 {
 		fmt.Fprintln(w, "\tno packet to a peer leaves this host in clear text")
 	}
 }

@@ -160,6 +160,12 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 			printOverflow(row, *c.Overflow, r.Peers, all)
 		}
 	}
+	if l := r.Network.Location; l != nil {
+		row("location", cmp.Or(l.Name, "none")+":", fmt.Sprintf("sends to %d peers by %s, to %d by %s", l.ByInside, l.Inside, l.ByBetween, l.Between))
+		if r.Network.NextBackendType == "" { // otherwise peers wait for something else
+			printWaiting(row, r.Peers, all)
+		}
+	}
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", firewall(r.Firewall))
 	row("kernel", kernel(r))
@@ -196,14 +202,19 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 }
 
-// printOverflow prints which peers the tunnel of a cloud carries packets to, and why. Unless all is set,
-// these are only some of them.
+// printOverflow prints which peers the tunnel of a cloud carries packets to, and why.
 func printOverflow(row func(string, ...any), o status.Overflow, peers []status.Peer, all bool) {
-	const some = 10
 	row("overflow", fmt.Sprintf("sends to %d peers by the cloud, to %d by %s", o.ByCloud, o.ByTunnel, o.Tunnel))
 	if o.Problem != "" {
 		row("", o.Problem)
 	}
+	printWaiting(row, peers, all)
+}
+
+// printWaiting prints the peers that are not served by the preferred backend, and why. Unless all is set,
+// these are only some of them.
+func printWaiting(row func(string, ...any), peers []status.Peer, all bool) {
+	const some = 10
 	shown := 0
 	for _, p := range peers {
 		switch {

@@ -63,3 +63,39 @@ func TestRelayed(t *testing.T) {
 		t.Errorf("rows %q, want %q", out, want)
 	}
 }
+
+// TestLocation prints the location of a host, and the peers there that wireguard serves. During a migration
+// peers wait for something else.
+func TestLocation(t *testing.T) {
+	r := status.Report{
+		Network: status.Network{Location: &status.Location{Name: "east", Inside: "host-gw", Between: "wireguard", ByInside: 1, ByBetween: 2}},
+		Peers:   []status.Peer{{Backend: "wireguard", Waiting: "no route to it"}},
+	}
+	r.Peers[0].Subnets = []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}
+	const row, peer = "location\teast: sends to 1 peers by host-gw, to 2 by wireguard\n", "\t10.5.2.0/24 by wireguard: no route to it\n"
+	var out strings.Builder
+	printStatus(&out, r, false)
+	if !strings.Contains(out.String(), row+peer) {
+		t.Errorf("no %q in\n%s", row+peer, out.String())
+	}
+	out.Reset()
+	r.Network.NextBackendType, r.Network.Location.Name = "vxlan", ""
+	printStatus(&out, r, false)
+	if !strings.Contains(out.String(), "location\tnone: sends") || strings.Contains(out.String(), peer) {
+		t.Errorf("during a migration:\n%s", out.String())
+	}
+}
+
+// TestNoClaimAboutClearText has a host that follows to wireguard. flannelctl must not say that its packets are
+// encrypted if it sends to a peer at its location by another backend.
+func TestNoClaimAboutClearText(t *testing.T) {
+	for clear, want := range map[int]bool{0: true, 1: false} {
+		var out strings.Builder
+		m := migration{From: "vxlan", To: "wireguard", Phases: map[string]int{}}
+		m.addHost(status.Report{Network: status.Network{NextBackendType: "wireguard", Location: &status.Location{ByInside: clear}}})
+		m.print(&out)
+		if got := strings.Contains(out.String(), "no packet to a peer leaves this host in clear text"); got != want {
+			t.Errorf("with %d peers inside it says so: %v, want %v\n%s", clear, got, want, out.String())
+		}
+	}
+}

@@ -46,6 +46,7 @@ type Values struct {
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
 	CloudPeers     map[string]int    // peers by what carries the packets to them (cloud, tunnel), with Backend.Overflow
+	LocationPeers  map[string]int    // peers by type of the backend that carries the packets to them, with Backend.SameLocation
 }
 
 // Metrics contains the metrics of one network, in a registry of its own.
@@ -183,6 +184,7 @@ func gauges() map[string]gauge {
 		"cloudRoutes":   describe(g, "cloud_routes", "Routes of a route table that count towards its quota.", "table", "family"),
 		"cloudQuota":    describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route.", "table"),
 		"cloudPeers":    describe(g, "cloud_peers", "Other hosts by what carries the packets to them: the routers of the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"),
+		"locationPeers": describe(g, "location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If a peer at the location of this host is not served by the backend of that key, flannelctl status gives the reason.", "backend"),
 		"cloudLeads":    describe(g, "cloud_leader", "1 if this host is the leader that writes the routes of the cloud for all hosts, else 0. If the sum of all hosts is not 1 for minutes, the readiness of the hosts gives the reason. Absent unless Backend.Writer is leader."),
 		"cloudUnrouted": describe(g, "cloud_unrouted_subnets", "Subnets of leases to which this leader cannot make a route. Its status gives the reasons. Absent on other hosts."),
 		"cloudGood":     describe(g, "cloud_last_good_timestamp_seconds", "When a comparison last found or put the cloud's routes to this host in order. If that is long ago, /readyz and the log give the reason."),
@@ -243,6 +245,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for reason, n := range values.Dropped {
 		set("dropped", float64(n), reason)
+	}
+	for backend, n := range values.LocationPeers {
+		set("locationPeers", float64(n), backend)
 	}
 	for by, n := range values.CloudPeers {
 		set("cloudPeers", float64(n), by)

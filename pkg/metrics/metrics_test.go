@@ -38,7 +38,7 @@ func full(context.Context) metrics.Values {
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
 		RestartNeeded: true, ConfigRejected: true, Relayed: 2, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{OK: 3, Broken: map[paths.Part]int{paths.MTU: 2, paths.Unknown: 1}},
-		CloudPeers: map[string]int{"cloud": 2, "tunnel": 1},
+		CloudPeers: map[string]int{"cloud": 2, "tunnel": 1}, LocationPeers: map[string]int{"host-gw": 3, "wireguard": 4},
 		Cloud: &cloud.Report{
 			Writer: cloud.WriterLeader, Leading: true, Unrouted: []cloud.Unrouted{{}, {}},
 			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},
@@ -63,6 +63,7 @@ func TestMetrics(t *testing.T) {
 		`flannel_migration_peers{backend="next"} 4`, `flannel_migration_peers{backend="present"} 1`,
 		`flannel_cloud_calls_total{call="CreateRoute",result="ok"} 4`, `flannel_cloud_routes{family="IPv4",table="rtb-1"} 7`,
 		`flannel_cloud_routes_quota{table="rtb-1"} 50`, `flannel_cloud_peers{by="cloud"} 2`, `flannel_cloud_peers{by="tunnel"} 1`, "flannel_cloud_last_good_timestamp_seconds 3000",
+		`flannel_location_peers{backend="host-gw"} 3`, `flannel_location_peers{backend="wireguard"} 4`,
 		"flannel_cloud_leader 1", "flannel_cloud_unrouted_subnets 2",
 		"flannel_sync_duration_seconds_count 2", `flannel_path_round_trip_seconds_bucket{le="0.001"} 0`, `flannel_path_round_trip_seconds_bucket{le="0.0025"} 1`, "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
 		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
@@ -99,7 +100,7 @@ func TestMetrics(t *testing.T) {
 // look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
 	page := scrape(t, metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }))
-	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_path_round_trip"} {
+	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_location", "flannel_path_round_trip"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
 		}

@@ -68,8 +68,18 @@ type Network struct {
 	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc, extension, and clouds without Overflow
 	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
 	SubnetFile      string         `json:"subnetFile"`
-	Pool            *Pool          `json:"pool,omitempty"`  // nil if the store does not assign subnets
-	Cloud           *Cloud         `json:"cloud,omitempty"` // nil unless the backend uses the routes of a cloud
+	Pool            *Pool          `json:"pool,omitempty"`     // nil if the store does not assign subnets
+	Cloud           *Cloud         `json:"cloud,omitempty"`    // nil unless the backend uses the routes of a cloud
+	Location        *Location      `json:"location,omitempty"` // nil without Backend.SameLocation
+}
+
+// Location tells which backend carries the packets to how many peers.
+type Location struct {
+	Name      string `json:"name"`    // of the location of this host; empty if it has none
+	Inside    string `json:"inside"`  // type of the backend between hosts of the location
+	Between   string `json:"between"` // type of the other one
+	ByInside  int    `json:"byInside"`
+	ByBetween int    `json:"byBetween"`
 }
 
 // Cloud describes the routes of a cloud to the subnets of this host.
@@ -210,8 +220,9 @@ type Peer struct {
 	State   State     `json:"state"`
 	Error   string    `json:"error,omitempty"`
 	Changed time.Time `json:"changed,omitzero"` // when the lease last changed
-	// Backend is the type of the backend that carries the packets to the peer, during a migration and with
-	// Backend.Overflow. Waiting is the reason why it is not the next one, or not the cloud.
+	// Backend is the type of the backend that carries the packets to the peer, during a migration, with
+	// Backend.Overflow and with Backend.SameLocation. Waiting is the reason why it is not the next one, not
+	// the cloud, or not that of SameLocation although the peer is at the location of this host.
 	Backend string `json:"backend,omitempty"`
 	Waiting string `json:"waiting,omitempty"`
 	// PathMTU contains the subnets of the peer to which only packets smaller than the MTU of the device

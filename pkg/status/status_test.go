@@ -123,6 +123,21 @@ func TestPageOfARelay(t *testing.T) {
 	}
 }
 
+func TestPageOfLocations(t *testing.T) {
+	for want, l := range map[string]status.Location{
+		"<dt>Location</dt><dd>east<br>1 peers by vxlan, 2 by wireguard</dd>": {Name: "east", Inside: "vxlan", Between: "wireguard", ByInside: 1, ByBetween: 2},
+		"<dt>Location</dt><dd>none<br>0 peers by vxlan, 3 by wireguard</dd>": {Inside: "vxlan", Between: "wireguard", ByBetween: 3},
+	} {
+		r := status.Report{Network: status.Network{Location: &l}, Peers: []status.Peer{{State: status.InPlace, Backend: "wireguard", Waiting: "no <route>"}}}
+		w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
+		for _, text := range []string{want, " by wireguard: no &lt;route&gt;</td>"} {
+			if !strings.Contains(w.Body.String(), text) {
+				t.Errorf("no %q in\n%s", text, w.Body)
+			}
+		}
+	}
+}
+
 func TestPageOfTheLeader(t *testing.T) {
 	route := []status.CloudRoute{{Destination: netip.MustParsePrefix("10.5.1.0/24"), Present: true}}
 	for want, c := range map[string]status.Cloud{

@@ -72,6 +72,9 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	if o := in.Overflow; o != nil {
 		l.CloudPeers = map[string]int{"cloud": o.ByCloud, "tunnel": o.ByTunnel}
 	}
+	if o := in.Location; o != nil {
+		l.LocationPeers = map[string]int{o.Inside: o.ByInside, o.Between: o.ByBetween}
+	}
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
 		if p.Relay != "" {
@@ -170,6 +173,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		r.Network.Cloud = statusCloud(*in.Cloud)
 		r.Network.Cloud.Overflow = (*status.Overflow)(in.Overflow)
 	}
+	r.Network.Location = (*status.Location)(in.Location)
 	for _, shared := range in.Shared {
 		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
 	}
