@@ -46,8 +46,22 @@ func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) {
 // capture contains counts of the frames that a host sends through eth0.
 type capture struct{ frames, marked atomic.Int64 }
 
-// captureSent captures frames until the test ends.
+// captureSent counts frames until the test ends.
 func captureSent(t *testing.T, h *lab.Host) *capture {
+	t.Helper()
+	c := &capture{}
+	captureFrames(t, h, func(frame []byte) {
+		c.frames.Add(1)
+		if bytes.Contains(frame, []byte(marker)) {
+			c.marked.Add(1)
+		}
+	})
+	return c
+}
+
+// captureFrames calls on, from one goroutine, for each frame that a host sends through eth0, until the test
+// ends. The frame is valid until on returns.
+func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) {
 	t.Helper()
 	fd := -1
 	err := h.Do(testContext(t), func() error {
@@ -68,8 +82,7 @@ func captureSent(t *testing.T, h *lab.Host) *capture {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, ended := &capture{}, make(chan struct{})
-	ctx := t.Context()
+	ended, ctx := make(chan struct{}), t.Context()
 	go func() {
 		defer close(ended)
 		defer unix.Close(fd)
@@ -78,14 +91,10 @@ func captureSent(t *testing.T, h *lab.Host) *capture {
 			if at, ok := from.(*unix.SockaddrLinklayer); err != nil || !ok || at.Pkttype != unix.PACKET_OUTGOING {
 				continue
 			}
-			c.frames.Add(1)
-			if bytes.Contains(buf[:n], []byte(marker)) {
-				c.marked.Add(1)
-			}
+			on(buf[:n])
 		}
 	}()
 	t.Cleanup(func() { <-ended })
-	return c
 }
 
 // TestBackendMigrationEndsClearText migrates from vxlan to wireguard. When a host's flannelctl says that

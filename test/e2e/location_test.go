@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// way counts the frames that one host has sent to another.
+type way struct {
+	clear     int // with the text of pods, in vxlan or without a tunnel
+	vxlan     int
+	encrypted int // of WireGuard, with data of pods
+}
+
+// locationBed is a lab whose hosts have locations. It captures what they send to each other.
+type locationBed struct {
+	*lab.Lab
+	t      *testing.T
+	inside string // type of the backend inside of locations
+
+	mu   sync.Mutex
+	ways map[[2]int]way // by the numbers of sender and receiver
+}
+
+// newLocationBed builds a lab in which pods will send markers to each other. It captures all frames before
+// the first daemon starts.
+func newLocationBed(t *testing.T, inside string, hosts int) *locationBed {
+	t.Helper()
+	b := &locationBed{t: t, inside: inside, ways: map[[2]int]way{}}
+	b.Lab = newLab(t, lab.Config{Hosts: hosts, Families: dual}, fmt.Sprintf(`{"Type":"wireguard","Implementation":"userspace","SameLocation":%q}`, inside))
+	numbers := map[[6]byte]int{} // by MAC
+	for i, h := range b.Hosts() {
+		err := h.Do(testContext(t), func() error {
+			eth0, err := net.InterfaceByName("eth0")
+			if err == nil {
+				numbers[[6]byte(eth0.HardwareAddr)] = i + 1
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i, h := range b.Hosts() {
+		captureFrames(t, h, func(frame []byte) {
+			if len(frame) < 14 {
+				return
+			}
+			to, ok := numbers[[6]byte(frame)]
+			if !ok { // broadcast, or the router
+				return
+			}
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			w := b.ways[[2]int{i + 1, to}]
+			w.add(frame)
+			b.ways[[2]int{i + 1, to}] = w
+		})
+	}
+	return b
+}
+
+// add counts an Ethernet frame.
+func (w *way) add(frame []byte) {
+	if bytes.Contains(frame, []byte(marker)) {
+		w.clear++
+	}
+	var udp []byte
+	switch packet := frame[14:]; {
+	case binary.BigEndian.Uint16(frame[12:]) == 0x0800 && len(packet) >= 28 && packet[9] == 17:
+		udp = packet[4*int(packet[0]&15):]
+	case binary.BigEndian.Uint16(frame[12:]) == 0x86dd && len(packet) >= 48 && packet[6] == 17:
+		udp = packet[40:]
+	}
+	if len(udp) < 9 {
+		return
+	}
+	switch port := binary.BigEndian.Uint16(udp[2:]); {
+	case port == 8472:
+		w.vxlan++
+	case port == 51820 || port == 51821:
+		const empty = 32 // bytes of a keepalive, which carries no packet
+		if payload := udp[8:]; payload[0] == 4 && len(payload) > empty {
+			w.encrypted++
+		}
+	}
+}
+
+// sent returns what was sent so far, by sender and receiver.
+func (b *locationBed) sent() map[[2]int]way {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	now := map[[2]int]way{}
+	for pair, w := range b.ways {
+		now[pair] = w
+	}
+	return now
+}
+
+// start starts the daemon of a host at a location, or at none if it is empty.
+func (b *locationBed) start(n int, location string) *lab.Daemon {
+	b.t.Helper()
+	var o lab.FlanneldOptions
+	if location != "" {
+		o.Args = []string{"--location=" + location}
+	}
+	return startOne(b.t, b.Host(n), o)
+}
+
+// sendMarkers makes every pod send markers to every other one.
+func (b *locationBed) sendMarkers() {
+	b.t.Helper()
+	for _, from := range b.Pods() {
+		for _, to := range b.Pods() {
+			if from != to {
+				sendMarkers(b.t, b.Lab, from, to)
+			}
+		}
+	}
+}
+
+// expectLocations waits until all hosts know the locations, which are in the order of the hosts. Then it
+// checks for a while by which way every host sends to every other one.
+func (b *locationBed) expectLocations(locations ...string) {
+	t := b.t
+	t.Helper()
+	same := func(i, j int) bool { return locations[i] != "" && locations[i] == locations[j] }
+	for i, h := range b.Hosts() {
+		want := status.Location{Name: locations[i], Inside: b.inside, Between: "wireguard"}
+		for j := range b.Hosts() {
+			switch {
+			case i == j:
+			case same(i, j):
+				want.ByInside++
+			default:
+				want.ByBetween++
+			}
+		}
+		eventually(t, fmt.Sprintf("%s reports %+v", h.Name(), want), func() error {
+			r := statusOf(t, h)
+			if r.Network.Location == nil || *r.Network.Location != want {
+				return fmt.Errorf("it reports %+v", r.Network.Location)
+			}
+			for _, p := range r.Peers {
+				if p.State != status.InPlace || p.Waiting != "" {
+					return fmt.Errorf("%v is %s: %s", p.Subnets, p.State, p.Waiting)
+				}
+			}
+			return nil
+		})
+	}
+	expectMatrix(t, b.Lab)
+	before := b.sent()
+	pause(t, time.Second)
+	after := b.sent()
+	for i := range b.Hosts() {
+		for j := range b.Hosts() {
+			if i == j {
+				continue
+			}
+			pair := [2]int{i + 1, j + 1}
+			was, is := before[pair], after[pair]
+			n := way{is.clear - was.clear, is.vxlan - was.vxlan, is.encrypted - was.encrypted}
+			switch {
+			case same(i, j) && (n.clear == 0 || n.encrypted > 0 || (n.vxlan > 0) != (b.inside == "vxlan")):
+				t.Errorf("from host%d to host%d at the same location: %+v", i+1, j+1, n)
+			case !same(i, j) && (n.clear > 0 || n.vxlan > 0 || n.encrypted == 0):
+				t.Errorf("from host%d to host%d at another location: %+v", i+1, j+1, n)
+			}
+		}
+	}
+}
+
+// testLocations has two hosts at each of two locations. A host restarts at the other one while packets flow
+// to and from a host of its former location, and another host restarts without a location.
+func testLocations(t *testing.T, inside string) {
+	t.Helper()
+	b := newLocationBed(t, inside, 4)
+	for i, location := range []string{"east", "east", "west", "west"} {
+		b.start(i+1, location)
+	}
+	if err := b.AddPods(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	b.sendMarkers()
+	b.expectLocations("east", "east", "west", "west")
+	for pair, w := range b.sent() {
+		if (pair[0] <= 2) != (pair[1] <= 2) && (w.clear > 0 || w.vxlan > 0) {
+			t.Errorf("from host%d to host%d since the start: %+v", pair[0], pair[1], w)
+		}
+	}
+	expectMTU(t, b.Lab, 1420)
+	for series, want := range map[string]float64{inside: 1, "wireguard": 2} {
+		if n := metric(t, b.Host(1), fmt.Sprintf(`flannel_location_peers{backend=%q}`, series)); n != want {
+			t.Errorf("%v peers by %s in the metrics, want %v", n, series, want)
+		}
+	}
+	t.Log(expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peers by "+inside+", to 2 by wireguard"))
+
+	// WireGuard in user space carries nothing while its daemon restarts, so the flows are only between the
+	// two hosts that had the same location.
+	var flows []flow
+	for _, pair := range [][2]int{{0, 1}, {1, 0}} {
+		from, to := b.Pods()[pair[0]], b.Pods()[pair[1]]
+		for _, f := range b.Families() {
+			one, err := from.StartFlow(testContext(t), to, f, 200)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { one.Stop() })
+			flows = append(flows, flow{one, fmt.Sprintf("%s to %s by %s", from.Name(), to.Name(), f)})
+		}
+	}
+	expectStop(t, b.Host(2).Daemon())
+	b.start(2, "west")
+	b.expectLocations("east", "west", "west", "west")
+	expectNothingLost(t, flows)
+
+	expectStop(t, b.Host(4).Daemon())
+	expectLog(t, b.start(4, ""), "this host has no location")
+	b.expectLocations("east", "west", "west", "")
+}
+
+// TestLocationsVXLAN has vxlan inside of locations, and WireGuard between them.
+func TestLocationsVXLAN(t *testing.T) {
+	t.Parallel()
+	testLocations(t, "vxlan")
+}
+
+// TestLocationsHostGW has host-gw inside of locations, and WireGuard between them.
+func TestLocationsHostGW(t *testing.T) {
+	t.Parallel()
+	testLocations(t, "host-gw")
+}
+
+// TestLocationRefused checks that a location is refused without SameLocation, and that a host goes on with
+// its configuration if the key is removed.
+func TestLocationRefused(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
+	o := lab.FlanneldOptions{Args: []string{"--location=east"}}
+	expectFailure(t, start(t, l.Host(1), o), "--location east cannot be used: the backend wireguard has no locations: expected wireguard with SameLocation as Backend")
+	putConfig(t, l, `{"Type":"wireguard","Implementation":"userspace","SameLocation":"vxlan"}`)
+	d := startOne(t, l.Host(1), o)
+	putConfig(t, l, backendConfig(userspace))
+	expectLog(t, d, "--location east cannot be used")
+	eventually(t, "the host goes on with its location", func() error {
+		if r := statusOf(t, l.Host(1)); r.Network.Location == nil || r.ConfigRejected == "" {
+			return fmt.Errorf("it reports %+v, and rejects %q", r.Network.Location, r.ConfigRejected)
+		}
+		return nil
+	})
+}
+
+// TestLocationMigration migrates from vxlan to wireguard with locations, and back, while packets flow.
+//
+//stages:rest TestLocationsVXLAN changes the way of packets, and other tests migrate
+func TestLocationMigration(t *testing.T) {
+	t.Parallel()
+	const plain, located = `{"Type":"vxlan"}`, `{"Type":"wireguard","Implementation":"userspace","SameLocation":{"Type":"vxlan","VNI":2}}`
+	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, plain)
+	startAll(t, l, oneByOne())
+	expectConverged(t, l)
+	restart := func(locations ...string) {
+		t.Helper()
+		for i, h := range l.Hosts() {
+			expectStop(t, h.Daemon())
+			o := oneByOne()
+			if locations != nil {
+				o.Args = append(o.Args, "--location="+locations[i])
+			}
+			startOne(t, h, o)
+		}
+	}
+	flows := startFlows(t, l, 100)
+	migrate(t, l, plain, located)
+	restart("east", "east", "west")
+	eventuallyCarriedBy(t, l.Host(1), "wireguard", l.Host(2), l.Host(3))
+	eventuallyCarriedBy(t, l.Host(3), "wireguard", l.Host(1), l.Host(2))
+	if o := statusOf(t, l.Host(1)).Network.Location; o == nil || o.ByInside != 1 || o.ByBetween != 1 {
+		t.Errorf("host1 reports %+v", o)
+	}
+	out, err := flannelctl(t, l.Host(1), "migrate", "status", "--socket="+l.Host(1).Path(socket))
+	if err != nil || strings.Contains(out, "in clear text") {
+		t.Errorf("packets to host2 leave host1 in clear text, but flannelctl prints %v\n%s", err, out)
+	}
+	expectNothingLost(t, flows) // later, WireGuard in user space carries nothing while its daemon restarts
+	migrate(t, l, located, "")
+	restart("east", "east", "west")
+	expectMatrix(t, l)
+	migrate(t, l, located, plain)
+	restart("east", "east", "west")
+	eventuallyCarriedBy(t, l.Host(1), "vxlan", l.Host(2), l.Host(3))
+	expectMatrix(t, l)
+	migrate(t, l, plain, "")
+	restart()
+	eventually(t, "the devices of locations are gone", func() error {
+		for _, h := range l.Hosts() {
+			if out, err := h.Exec(testContext(t), "ip", "-br", "link"); err != nil || strings.Contains(string(out), "flannel.2") {
+				return errors.Join(err, fmt.Errorf("%s", out))
+			}
+		}
+		return nil
+	})
+	expectMatrix(t, l)
+}
+
+// TestKubeLocationLabel takes the locations of hosts from a label of their Nodes. A host that restarts while
+// the API is away keeps its location.
+//
+//stages:rest TestLocation in subnet/kube reads the label, and TestLocationsVXLAN uses locations
+func TestKubeLocationLabel(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"wireguard","Implementation":"userspace","SameLocation":"host-gw"}`)
+	const flag = "--location-label=example.org/site"
+	for n := 1; n <= 2; n++ {
+		c.do(http.MethodPatch, nodesPath+"/"+nodeName(n), map[string]any{"metadata": map[string]any{"labels": map[string]any{"example.org/site": "east"}}}, "application/merge-patch+json")
+	}
+	c.startDaemons(flag)
+	expectLocation := func(n int, name string, inside int) {
+		t.Helper()
+		eventually(t, fmt.Sprintf("%s is at %q", c.Host(n).Name(), name), func() error {
+			l := statusOf(t, c.Host(n)).Network.Location
+			if l == nil || l.Name != name || l.ByInside != inside {
+				return fmt.Errorf("it reports %+v", l)
+			}
+			return nil
+		})
+	}
+	expectLocation(1, "east", 1)
+	expectLocation(2, "east", 1)
+	expectLocation(3, "", 0)
+	expectOnce(t, c.Host(3).Daemon(), "this node has no location")
+	expectMatrix(t, c.Lab)
+	expectStop(t, c.Host(1).Daemon())
+	c.kill()
+	expectLog(t, start(t, c.Host(1), c.options(1, flag)), "going on from the last known state")
+	expectLocation(1, "east", 1)
+	expectMatrix(t, c.Lab)
+}
