@@ -127,6 +127,11 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return backend.CheckPublicEndpoint(b.between, b.sides.between.Type, e)
 }
 
+// CheckRelay implements backend.Relayer.
+func (b *Backend) CheckRelay() error {
+	return backend.CheckRelay(b.between, b.sides.between.Type, true)
+}
+
 // MTU implements backend.Sized, and backend.Network for the networks. Every peer may come to another
 // location.
 func (b *Backend) MTU() int {
