@@ -139,6 +139,9 @@ func TestGarbageIsLoggedOnce(t *testing.T) {
 	compact(t, f, f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2")))
 	p.open(t)
 	next()
+	waittest.Until(t, patience, "a line about etcd that is usable again", func() bool { // comes after the snapshot
+		return slices.ContainsFunc(book.lines(), func(line string) bool { return strings.Contains(line, "usable again") })
+	})
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	next()
 	cancel()
