@@ -67,19 +67,15 @@ func (v VPC) Joined(t *testing.T) cloud.Cloud {
 
 // Suite runs the suite of all clouds. changes reports whether a request changes a route.
 func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool) {
-	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
+	open := func(t *testing.T) cloudtest.Fixture {
 		s, h := v.Open(t)
 		api, lose := cloudtest.LoseAnswers(h, changes)
 		t.Setenv(v.API, cloudtest.Serve(t, api))
-		addOfOther := func(dst netip.Prefix) {
-			s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: v.Peer, Kind: vpctest.Custom, Description: ofOther})
-		}
-		if v.Unmarked {
-			addOfOther = nil
-		}
 		return cloudtest.Fixture{
-			AddOfOther: addOfOther,
-			Cloud:      v.Backend(t, `{"Type":"`+v.Type+`"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
+			AddOfOther: func(dst netip.Prefix) {
+				s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: v.Peer, Kind: vpctest.Custom, Description: ofOther})
+			},
+			Cloud: v.Backend(t, `{"Type":"`+v.Type+`"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
 			IPv4Only:     !slices.Contains(v.Families, prefix.IPv6),
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(vpctest.MainTable, dst) },
 			EndPeer:      func() { s.Terminate("i-2") },
@@ -90,7 +86,11 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 			LoseAnswer:   lose,
 			Gaps:         func() int { return s.Succeeded(v.Delete) },
 		}
-	})
+	}
+	cloudtest.Run(t, open)
+	if !v.Unmarked {
+		cloudtest.RunMarked(t, open)
+	}
 }
 
 // OwnTable expects that the table of the own subnet is used, and not the first one.

@@ -130,7 +130,7 @@ func TestSuite(t *testing.T) {
 }
 
 func testSuite(t *testing.T, lateQuota bool) {
-	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
+	open := func(t *testing.T) cloudtest.Fixture {
 		var lose func()
 		s := openBehind(t, func(api http.Handler) http.Handler {
 			api, lose = cloudtest.LoseAnswers(api, func(r *http.Request, _ string) bool {
@@ -152,7 +152,9 @@ func testSuite(t *testing.T, lateQuota bool) {
 			Gaps:         s.Gaps,
 			AddOfOther:   func(netip.Prefix) { s.AddRoute(to("x", "flanneld cluster=other network=10.5.0.0/16", 2, 1000)) },
 		}
-	})
+	}
+	cloudtest.Run(t, open)
+	cloudtest.RunMarked(t, open)
 }
 
 // TestReplace replaces a route to another host. At no time there may be no route, or two routes
