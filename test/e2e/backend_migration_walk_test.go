@@ -90,7 +90,7 @@ func TestVMBackendMigrationWalk(t *testing.T) {
 	loadFOU(t)
 	for name, walk := range map[string]migrationWalk{
 		"tunnels of the kernel": {families: v4, walk: allPairs("vxlan", "ipip", "wireguard")},
-		"host-gw":               {families: v4, walk: []string{"host-gw", "ipip", "host-gw", "wireguard", "host-gw"}},
+		"host-gw":               {families: dual, walk: []string{"host-gw", "ipip", "host-gw", "wireguard", "host-gw"}},
 		// ipip is last, because it and udp in the kernel cannot have devices at the same time
 		"udp": {families: v4, walk: []string{"udp", "wireguard", udpKernel, "host-gw", udpKernel, "vxlan", "udp", "ipip", "udp"}},
 	} {
