@@ -25,8 +25,8 @@ const (
 	// mostReadPause is the longest time between two readings of a device while there are peers behind
 	// NAT. The kernel announces neither sessions nor endpoints.
 	mostReadPause = time.Minute
-	// newsPause is the time after which a device is read because another host shares other endpoints.
-	// Many hosts may do so at once.
+	// newsPause is the time after which a device is read because another host shares other endpoints, or says
+	// something else about relays. Many hosts may do so at once.
 	newsPause = 10 * time.Second
 )
 
@@ -102,7 +102,7 @@ func (n *network) noteShared(set backend.Set) {
 			if ok && n.usesRelays() {
 				now = newRelayNote(d.tunnel, *l, own)
 			}
-			d.relaying.news = d.relaying.notes.set(key, now) || d.relaying.news
+			d.relaying.note(key, now)
 		}
 	}
 	if !set.All && !n.failed { // a pass that fails may not have come here
@@ -231,14 +231,15 @@ func (n *network) followPeers(p pass, wrote bool) {
 			by = at
 		}
 	}
-	read, needed, named := true, wrote && n.nat.sharer.interval != 0, map[string]bool{}
+	read, news, needed, named := true, n.nat.news, wrote && n.nat.sharer.interval != 0, map[string]bool{}
 	for _, d := range n.devices {
 		read = read && d.read == now
 		needed = needed || len(d.seen) > 0 || len(d.named) > 0 || d.relaying.active()
+		news = news || d.relaying.news
 		maps.Copy(named, d.named)
 	}
 	if read {
-		by, n.nat.news = 0, false
+		by, news, n.nat.news = 0, false, false
 		needed = needed || !n.nat.shared.empty()
 		n.names.retain(func(host string) bool { return named[host] })
 		within(n.offer(p))
@@ -251,10 +252,10 @@ func (n *network) followPeers(p pass, wrote bool) {
 	if n.nat.sharer.interval != 0 {
 		pause = min(pause, n.nat.sharer.pause(len(p.set.Leases))/2)
 	}
-	if slices.ContainsFunc(n.devices, func(d *device) bool { return !d.relaying.published.empty() }) {
+	if slices.ContainsFunc(n.devices, func(d *device) bool { return d.relaying.agreed() }) {
 		pause = min(pause, relayPause(n.nat.sharer.interval))
 	}
-	if n.nat.news {
+	if news {
 		within(min(newsPause, pause))
 	}
 	if needed {

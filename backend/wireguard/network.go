@@ -141,7 +141,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	}
 	n.noteShared(set)
 	now := n.now()
-	relays := func(d *device) bool { return d.relaying.news || d.relaying.concerns(set.Changed) }
+	relays := func(d *device) bool { return d.relaying.decisive || d.relaying.concerns(set.Changed) }
 	p := pass{set, now, n.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
 	if n.share(ctx, p) { // before the devices are read, which may take long
 		p.read = true

@@ -37,6 +37,12 @@ func (r relayLists) equal(to relayLists) bool {
 
 func compareKeys(a, b wgtypes.Key) int { return bytes.Compare(a[:], b[:]) }
 
+// hasKey reports whether sorted keys contain key.
+func hasKey(keys []wgtypes.Key, key wgtypes.Key) bool {
+	_, found := slices.BinarySearchFunc(keys, key, compareKeys)
+	return found
+}
+
 // encodeKeys returns a JSON array of keys, or nil if there are none.
 func encodeKeys(keys []wgtypes.Key) (json.RawMessage, error) {
 	if len(keys) == 0 {

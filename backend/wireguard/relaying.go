@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	// mostRelayPause is the longest time between two readings of a device while this host publishes that it
-	// does not reach a peer.
+	// mostRelayPause is the longest time between two readings of a device while this host and a peer publish
+	// that they do not reach each other.
 	mostRelayPause = 10 * time.Second
 	// relayPatience is the time for which a relay may not answer. A host that receives data sends something
 	// within 10 s (KEEPALIVE_TIMEOUT of the protocol).
@@ -68,6 +68,7 @@ func (c contact) next(now time.Duration, h wgtypes.Peer, age, keepalive time.Dur
 type relaying struct {
 	notes     relayNotes // about the leases of other hosts
 	news      bool       // notes differ from when the device was read
+	decisive  bool       // so do notes from which the choice of relays follows
 	contacts  map[wgtypes.Key]contact
 	published relayLists        // lists in the own lease
 	by        map[string]string // key of the relay's lease, by that of the peer whose packets it carries
@@ -79,6 +80,33 @@ func newRelaying() relaying {
 
 // active reports whether the device has to be read because of relays.
 func (r *relaying) active() bool { return len(r.notes) > 0 || !r.published.empty() }
+
+// note replaces the note about a lease. The zero note is that of most leases.
+func (r *relaying) note(lease string, now relayNote) {
+	before := r.notes[lease]
+	if !r.notes.set(lease, now) {
+		return
+	}
+	decides := func(key wgtypes.Key) bool {
+		return hasKey(r.published.unreachable, key) || hasKey(r.published.relays, key)
+	}
+	r.news = true
+	r.decisive = r.decisive || decides(before.peer) || decides(now.peer)
+}
+
+// agreed reports whether this host and a peer publish that they do not reach each other, so that a
+// relay may carry their packets. A host that is down publishes nothing new, and needs no relay.
+func (r *relaying) agreed() bool {
+	if r.published.empty() {
+		return false
+	}
+	for _, note := range r.notes {
+		if note.misses && hasKey(r.published.unreachable, note.peer) {
+			return true
+		}
+	}
+	return false
+}
 
 // concerns reports whether a relay carries the packets to one of these leases, or one of these is a relay
 // in use.
@@ -92,7 +120,7 @@ func (r *relaying) concerns(leases []string) bool {
 
 // observe takes over the state of the device at the time now.
 func (r *relaying) observe(now time.Duration, d diff) {
-	r.news = false
+	r.news, r.decisive = false, false
 	if !r.active() {
 		clear(r.contacts)
 		return
@@ -130,13 +158,9 @@ func (c contact) returns(now, interval time.Duration) bool {
 func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	var want relayLists
 	notes := r.notes.byPeer()
-	had := func(keys []wgtypes.Key, key wgtypes.Key) bool {
-		_, found := slices.BinarySearchFunc(keys, key, compareKeys)
-		return found
-	}
 	for key, c := range r.contacts {
 		age := now - c.since
-		unreachable, relay := had(r.published.unreachable, key), had(r.published.relays, key)
+		unreachable, relay := hasKey(r.published.unreachable, key), hasKey(r.published.relays, key)
 		switch {
 		case unreachable && !c.returns(now, interval):
 			want.unreachable = append(want.unreachable, key)
@@ -153,7 +177,7 @@ func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	slices.SortFunc(want.unreachable, func(a, b wgtypes.Key) int {
 		// First those that can have a relay, then those that others know already.
 		return cmp.Or(trueFirst(notes[a].misses, notes[b].misses),
-			trueFirst(had(r.published.unreachable, a), had(r.published.unreachable, b)), compareKeys(a, b))
+			trueFirst(hasKey(r.published.unreachable, a), hasKey(r.published.unreachable, b)), compareKeys(a, b))
 	})
 	want.unreachable = want.unreachable[:min(len(want.unreachable), maxRelayKeys)]
 	want.relays = want.relays[:min(len(want.relays), maxRelayKeys)]

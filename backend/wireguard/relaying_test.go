@@ -4,6 +4,7 @@ package wireguard
 
 import (
 	"encoding/json"
+	"maps"
 	"slices"
 	"testing"
 	"time"
@@ -315,6 +316,66 @@ func TestRelaysAreWrittenSoon(t *testing.T) {
 	}
 	if again := s.offer(time.Hour+3*time.Second, 3, published{}); again < s.interval-3*time.Second || again > s.interval+3*shareTurn {
 		t.Errorf("the second write is due after %s, want about %s", again, s.interval)
+	}
+}
+
+// TestNotesAboutRelaysAreReadInTime expects that a host reads its devices at once if the choice of relays may
+// follow from a lease, and soon otherwise.
+func TestNotesAboutRelaysAreReadInTime(t *testing.T) {
+	five, seven := withRelays(t, 5, leaseData{Relay: true}), withRelays(t, 7, leaseData{Relay: true})
+	for name, tt := range map[string]struct {
+		run   time.Duration // after 5 minutes this host publishes host 2 and relay 5
+		lease *subnet.Lease
+		again time.Duration // 0 if the devices are read at once
+	}{
+		"a published peer agrees":            {run: 5 * time.Minute},
+		"a published relay is none more":     {run: 5 * time.Minute, lease: host(t, 5, 5)},
+		"a published peer says nothing":      {run: 5 * time.Minute, lease: host(t, 2, 2), again: mostReadPause},
+		"another peer does not reach it":     {run: time.Minute, again: newsPause},
+		"another host is a relay":            {run: time.Minute, lease: seven, again: newsPause},
+		"another host, while it has a relay": {run: 5 * time.Minute, lease: seven, again: newsPause},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newRelayedHost(t, host(t, 1, 1))
+			h.sessions = []byte{3, 5, 7}
+			leases := map[string]*subnet.Lease{"host2": host(t, 2, 2), "host3": host(t, 3, 3), "host5": five, "host7": host(t, 7, 7)}
+			h.run(t, tt.run, slices.Collect(maps.Values(leases))...)
+			now := tt.lease
+			if now == nil {
+				now = h.misses(t, 2, 5)
+			}
+			leases[now.Key] = now
+			reads := h.device.reads
+			o, err := h.Sync(t.Context(), set([]string{now.Key}, slices.Collect(maps.Values(leases))...))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if read := h.device.reads > reads; read != (tt.again == 0) || !read && (o.Again == 0 || o.Again > tt.again) {
+				t.Errorf("the devices are read: %v, and another pass is after %s, want a reading at once: %v, or after %s", read, o.Again, tt.again == 0, tt.again)
+			}
+		})
+	}
+}
+
+// TestAHostThatIsDownCostsLittle expects that a host reads its devices often only while a peer agrees that
+// they do not reach each other.
+func TestAHostThatIsDownCostsLittle(t *testing.T) {
+	five := withRelays(t, 5, leaseData{Relay: true})
+	for _, agrees := range []bool{false, true} {
+		h := newRelayedHost(t, host(t, 1, 1))
+		h.sessions = []byte{5}
+		two := host(t, 2, 2)
+		h.run(t, 5*time.Minute, two, five)
+		if lists := h.publishedRelays(t); !lists.equal(relayLists{keys(2), keys(5)}) {
+			t.Fatalf("it publishes %v, want that it does not reach host 2, and the relay", lists)
+		}
+		if agrees {
+			two = h.misses(t, 2, 5)
+		}
+		passes := h.sync(t, 2*time.Minute, two, five)
+		if often := passes >= 10; often != agrees {
+			t.Errorf("the peer agrees: %v; %d passes in 2 minutes, want 10 or more only if it does", agrees, passes)
+		}
 	}
 }
 
