@@ -319,6 +319,24 @@ func TestRelaysAreWrittenSoon(t *testing.T) {
 	}
 }
 
+// TestRelaysPostponeNoWrite plans a write because of endpoints in a large network. Lists about relays, which are
+// there just before it, must go with it.
+func TestRelaysPostponeNoWrite(t *testing.T) {
+	const hosts = 5000
+	s := sharer{interval: 2 * time.Minute}
+	want := published{shared: sharing(t, "2 203.0.113.2:1")}
+	s.offer(time.Hour, hosts, want)
+	planned := s.planned
+	want.relays = map[prefix.Family]relayLists{prefix.IPv4: {keys(2), keys(5)}}
+	if s.offer(planned-1, hosts, want); s.planned > planned {
+		t.Errorf("lists about relays postpone a write by %s", s.planned-planned)
+	}
+	s.offer(planned, hosts, want)
+	if !s.due(planned, hosts, &sharedIndex{}) || len(s.shared) != 1 || len(s.relays) != 1 {
+		t.Errorf("%+v is written, want the endpoint and the lists", s.published)
+	}
+}
+
 // TestNotesAboutRelaysAreReadInTime expects that a host reads its devices at once if the choice of relays may
 // follow from a lease, and soon otherwise.
 func TestNotesAboutRelaysAreReadInTime(t *testing.T) {

@@ -142,7 +142,11 @@ func (s *sharer) offer(now time.Duration, hosts int, want published) (again time
 		if urgent {
 			spread = min(spread, time.Duration(hosts)*shareTurn)
 		}
-		s.planned, s.urgent = max(now, s.allowed)+rand.N(spread+1), urgent
+		turn := max(now, s.allowed) + rand.N(spread+1)
+		if s.planned == 0 || turn < s.planned { // lists about relays do not postpone a write
+			s.planned = turn
+		}
+		s.urgent = urgent
 	}
 	if now < s.planned {
 		return s.planned - now
