@@ -27,11 +27,21 @@ type leaseData struct {
 	// sharedEndpoints.
 	PeerEndpoints json.RawMessage `json:",omitempty"`
 	// Relay is set if the host carries packets of other hosts that do not reach each other.
-	Relay bool `json:",omitempty"`
+	Relay mark `json:",omitempty"`
 	// Unreachable has the public keys of peers that the host does not reach, and Relays those of the relays
 	// that it reaches. See relayLists.
 	Unreachable json.RawMessage `json:",omitempty"`
 	Relays      json.RawMessage `json:",omitempty"`
+}
+
+// mark is true if JSON says so. Another value is false instead of an error, because other hosts write it, and
+// the rest of their data is usable without it.
+type mark bool
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (m *mark) UnmarshalJSON(raw []byte) error {
+	*m = string(raw) == "true"
+	return nil
 }
 
 // encodeData returns the backend data of a host for one family.

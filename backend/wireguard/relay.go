@@ -85,13 +85,13 @@ func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
 		return false, relayLists{}
 	}
 	var d struct {
-		Relay               bool
+		Relay               mark
 		Unreachable, Relays json.RawMessage
 	}
 	if json.Unmarshal(raw, &d) != nil {
 		return false, relayLists{}
 	}
-	return d.Relay, relayLists{decodeKeys(d.Unreachable), decodeKeys(d.Relays)}
+	return bool(d.Relay), relayLists{decodeKeys(d.Unreachable), decodeKeys(d.Relays)}
 }
 
 // relaysIn returns what a lease says to t about relays, with the public key of its host.

@@ -193,6 +193,22 @@ func TestRelayNotes(t *testing.T) {
 	}
 }
 
+// TestHostileMarkOfARelay reads values that no host of ours writes. The lease must remain usable, and its host is
+// no relay.
+func TestHostileMarkOfARelay(t *testing.T) {
+	for value, want := range map[string]bool{
+		`true`: true, `false`: false, `1`: false, `"true"`: false, `null`: false, `[true]`: false, `{"Relay":true}`: false,
+	} {
+		data := json.RawMessage(fmt.Sprintf(`{"PublicKey":%q,"Port":51820,"Relay": %s ,"Unreachable":%s}`, text(key(9)), value, array(t, 3)))
+		if relay, lists := decodeRelays(data); relay != want || !slices.Equal(lists.unreachable, keys(3)) {
+			t.Errorf("Relay %s: relay %v and %v are read, want %v, and the list", value, relay, lists, want)
+		}
+		if k, port, err := decodeData(data); err != nil || k != key(9) || port != 51820 {
+			t.Errorf("Relay %s: the lease has key %s and port %d, %v, want those that it contains", value, k, port, err)
+		}
+	}
+}
+
 func FuzzRelays(f *testing.F) {
 	f.Add([]byte(`{"Relay":true,"Unreachable":["AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="],"Relays":["AgAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="]}`))
 	f.Fuzz(func(t *testing.T, raw []byte) {

@@ -95,7 +95,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	}
 	claim, more := b.env.Claim(Type, prev), b.publishes(prev)
 	for i, f := range families(b.env) {
-		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String(), Relay: b.env.Relay}
+		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String(), Relay: mark(b.env.Relay)}
 		if d.PeerEndpoints, err = more.shared.encode(f); err != nil {
 			return subnet.Claim{}, err
 		}
