@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -144,13 +145,14 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.ListenPort != d.port {
 		c.ListenPort = &d.port
 	}
+	allowed := sync.OnceValue(d.allowed) // nearly no diff needs it
 	present := map[wgtypes.Key]bool{}
 	for _, h := range d.have.Peers {
 		present[h.PublicKey] = true
 		w, wanted := d.want[h.PublicKey]
 		switch {
 		case wanted:
-			if p, differs := d.change(h, w); differs {
+			if p, differs := d.change(h, w, allowed); differs {
 				c.Peers = append(c.Peers, p)
 			}
 		case d.removeUnwanted:
@@ -183,8 +185,8 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 	}
 }
 
-// change returns the change that turns the peer h into w.
-func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool) {
+// change returns the change that turns the peer h into w. allowed returns the networks of all wanted peers.
+func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
 		p.PresharedKey, differs = &d.psk, true
@@ -203,7 +205,7 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	}
 	missing, surplus := networkChanges(h.AllowedIPs, w.allowed)
 	switch {
-	case d.mustRemove(surplus):
+	case mustRemove(surplus, allowed):
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
 	case len(missing) > 0:
 		p.AllowedIPs, differs = ipNets(missing), true
@@ -257,16 +259,18 @@ func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []n
 
 // mustRemove reports whether networks that a peer should not have must be removed from it. There is no need
 // if other peers are wanted with all of them: WireGuard moves a network from the peer that has it to
-// the peer that gets it, so that it is never without one.
-func (d diff) mustRemove(surplus []netip.Prefix) bool {
-	if len(surplus) == 0 {
-		return false
-	}
-	wanted := map[netip.Prefix]bool{}
+// the peer that gets it, so that it is never without one. allowed returns the networks of all wanted peers.
+func mustRemove(surplus []netip.Prefix, allowed func() map[netip.Prefix]bool) bool {
+	return slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !allowed()[p] })
+}
+
+// allowed returns the networks of all wanted peers.
+func (d diff) allowed() map[netip.Prefix]bool {
+	all := map[netip.Prefix]bool{}
 	for _, w := range d.want {
 		for _, p := range w.allowed {
-			wanted[p] = true
+			all[p] = true
 		}
 	}
-	return slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !wanted[p] })
+	return all
 }
