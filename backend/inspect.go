@@ -83,7 +83,8 @@ type PathSizer interface {
 // their plaintext. Its method is called from the goroutine that calls Sync.
 type RelayUser interface {
 	// Relay returns the key of the lease of the relay that carries the packets to the peer with that
-	// key. It is empty if there is none.
+	// key. It is empty if there is none. If each family has another relay, it has both keys, with a comma and
+	// a space between them.
 	Relay(key string) string
 }
 

@@ -7,6 +7,7 @@ import (
 	"context"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -272,12 +273,13 @@ func (r *relaying) setBy(ctx context.Context, device string, now map[string]stri
 	r.by = now
 }
 
-// Relay implements backend.RelayUser.
+// Relay implements backend.RelayUser. With a device for each family, each may have a relay of its own.
 func (n *network) Relay(key string) string {
+	var relays []string
 	for _, d := range n.devices {
-		if relay := d.relaying.by[key]; relay != "" {
-			return relay
+		if relay := d.relaying.by[key]; relay != "" && !slices.Contains(relays, relay) {
+			relays = append(relays, relay)
 		}
 	}
-	return ""
+	return strings.Join(relays, ", ")
 }

@@ -319,6 +319,23 @@ func TestRelaysAreWrittenSoon(t *testing.T) {
 	}
 }
 
+// TestRelaysOfBothFamilies expects the relays of all devices in the report, each of them once.
+func TestRelaysOfBothFamilies(t *testing.T) {
+	for _, tt := range []struct{ four, six, want string }{
+		{"", "", ""},
+		{"host5", "", "host5"},
+		{"", "host6", "host6"},
+		{"host5", "host5", "host5"},
+		{"host5", "host6", "host5, host6"},
+	} {
+		n := &network{devices: []*device{newDevice(tunnel{}), newDevice(tunnel{})}}
+		n.devices[0].relaying.by, n.devices[1].relaying.by = map[string]string{"host2": tt.four}, map[string]string{"host2": tt.six}
+		if got := n.Relay("host2"); got != tt.want {
+			t.Errorf("with the relays %q and %q it reports %q, want %q", tt.four, tt.six, got, tt.want)
+		}
+	}
+}
+
 // TestRelaysPostponeNoWrite plans a write because of endpoints in a large network. Lists about relays, which are
 // there just before it, must go with it.
 func TestRelaysPostponeNoWrite(t *testing.T) {

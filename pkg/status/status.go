@@ -229,7 +229,7 @@ type Peer struct {
 	// pass, with the size in bytes of the largest one. It needs Backend.MTU "probe".
 	PathMTU map[netip.Prefix]int `json:"pathMTU,omitempty"`
 	// Relay is the key of the lease of the host that carries the packets to the peer, and sees their
-	// plaintext; empty if there is none.
+	// plaintext; empty if there is none. If each family has another relay, it has both keys: "a, b".
 	Relay   string   `json:"relay,omitempty"`
 	Objects []Object `json:"objects,omitempty"` // that the kernel should contain for this peer
 }
