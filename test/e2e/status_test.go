@@ -23,6 +23,16 @@ const socket = "/run/flannel/flanneld.sock"
 // getStatus sends a GET request to the status socket of the daemon on h.
 func getStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body string) {
 	t.Helper()
+	code, body, err := askStatus(t, h, path, accept)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return code, body
+}
+
+// askStatus is getStatus for a test that asks again after an error.
+func askStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body string, err error) {
+	t.Helper()
 	r, err := http.NewRequestWithContext(testContext(t), http.MethodGet, "http://flanneld"+path, nil)
 	if err != nil {
 		t.Fatal(err)
@@ -33,24 +43,36 @@ func getStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body s
 		answer, err = status.Client(h.Path(socket)).Do(r)
 	}
 	if err != nil {
-		t.Fatal(err)
+		return 0, "", err
 	}
 	defer answer.Body.Close()
 	text, err := io.ReadAll(answer.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return answer.StatusCode, string(text)
+	return answer.StatusCode, string(text), err
 }
 
 func statusOf(t *testing.T, h *lab.Host) status.Report {
 	t.Helper()
-	code, body := getStatus(t, h, "/statusz", "application/json")
-	var r status.Report
-	if err := json.Unmarshal([]byte(body), &r); err != nil || code != http.StatusOK {
-		t.Fatalf("status: %d, %v in %s", code, err, body)
+	r, err := askReport(t, h)
+	if err != nil {
+		t.Fatal(err)
 	}
 	return r
+}
+
+// askReport is statusOf for a test that asks again after an error.
+func askReport(t *testing.T, h *lab.Host) (r status.Report, err error) {
+	t.Helper()
+	code, body, err := askStatus(t, h, "/statusz", "application/json")
+	if err != nil {
+		return r, err
+	}
+	if code != http.StatusOK {
+		return r, fmt.Errorf("status: %d, want %d, in %s", code, http.StatusOK, body)
+	}
+	if err := json.Unmarshal([]byte(body), &r); err != nil {
+		return r, fmt.Errorf("status: %w in %s", err, body)
+	}
+	return r, nil
 }
 
 // metric returns a value from the daemon's metrics. series is a name with labels.
