@@ -22,7 +22,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	for {
 		var own subnet.Lease
 		var s *ownNode
-		err := m.retry(ctx, starting, func() (err error) {
+		err := m.retry(ctx, func() (err error) {
 			if s, err = m.recent(ctx); err == nil {
 				own, err = m.acquire(ctx, s, cfg, c)
 			}

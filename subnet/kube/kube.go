@@ -225,15 +225,15 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	}
 }
 
-// retry runs f until it succeeds, or fails for a reason that does not pass.
-func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
+// retry runs f, which is part of the start, until it succeeds or fails for a reason that does not pass.
+func (m *Manager) retry(ctx context.Context, f func() error) error {
 	b := m.backoff()
 	for {
 		err := f()
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		m.report(ctx, activity, err)
+		m.report(ctx, starting, err)
 		if !passes(err) {
 			return err
 		}

@@ -122,7 +122,7 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	defer m.outage.Forget(starting)
 	var addrs []netip.Addr
-	err := m.retry(ctx, starting, func() error {
+	err := m.retry(ctx, func() error {
 		s, err := m.readOwn(ctx)
 		if err != nil {
 			return err
@@ -150,7 +150,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 func (m *Manager) Location(ctx context.Context) (string, error) {
 	defer m.outage.Forget(starting)
 	var name string
-	err := m.retry(ctx, starting, func() error {
+	err := m.retry(ctx, func() error {
 		s, err := m.recent(ctx)
 		if err != nil {
 			return err
@@ -176,7 +176,7 @@ func (m *Manager) reportIgnored(ctx context.Context, wrong error) {
 func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(starting)
 	var c subnet.Claim
-	err := m.retry(ctx, starting, func() error {
+	err := m.retry(ctx, func() error {
 		s, err := m.recent(ctx)
 		if err != nil {
 			return err
