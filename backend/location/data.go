@@ -8,7 +8,10 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
+	"strings"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/subnet"
@@ -27,8 +30,29 @@ type data struct {
 // digest returns a short text that differs for different configurations of the backend inside. Hosts do not
 // follow a changed configuration at the same time, and do not use that backend until both have followed.
 func digest(same backend.SameLocation) string {
-	sum := sha256.Sum256(append([]byte(same.Type), same.Raw...))
+	sum := sha256.Sum256(append([]byte(same.Type+" "), canonical(same.Raw)...))
 	return hex.EncodeToString(sum[:4])
+}
+
+// canonical returns the keys of a configuration without Type, in one form for all texts that mean the same.
+// The last known state has another text than the store, and the decoder accepts keys in any case.
+func canonical(raw json.RawMessage) []byte {
+	var object map[string]any
+	d := json.NewDecoder(bytes.NewReader(raw))
+	d.UseNumber()
+	_ = d.Decode(&object) // the type alone is no object
+	lower := map[string]any{}
+	for _, key := range slices.Sorted(maps.Keys(object)) { // a key may be there in two cases
+		if object[key] != nil {
+			lower[strings.ToLower(key)] = object[key]
+		}
+	}
+	delete(lower, "type")
+	text, err := json.Marshal(lower)
+	if err != nil { // not possible for what was decoded
+		return raw
+	}
+	return text
 }
 
 // field is the key of data in backend data.

@@ -61,6 +61,29 @@ func TestDigest(t *testing.T) {
 	}
 }
 
+// TestDigestOfOneMeaning has configurations that mean the same, and must have one digest.
+func TestDigestOfOneMeaning(t *testing.T) {
+	for _, same := range [][]string{
+		{`"vxlan"`, `"VXLAN"`, `{"Type":"vxlan"}`, ` { "type" : "VxLan", "VNI": null } `},
+		{`{"Type":"vxlan","VNI":7,"Port":4789}`, "{\n\t\"Port\": 4789,\n\t\"VNI\": 7,\n\t\"Type\": \"vxlan\"\n}", `{"TYPE":"vxlan","vni":7,"port":4789}`},
+		{`{"Type":"vxlan","VNI":7,"vni":8}`, `{"vni":8,"VNI":7,"Type":"vxlan"}`},
+	} {
+		digests := map[string]bool{}
+		for range 10 { // the order of keys in a map differs
+			for _, raw := range same {
+				var s backend.SameLocation
+				if err := json.Unmarshal([]byte(raw), &s); err != nil {
+					t.Fatal(err)
+				}
+				digests[digest(s)] = true
+			}
+		}
+		if len(digests) != 1 {
+			t.Errorf("%q have %d digests, want one", same, len(digests))
+		}
+	}
+}
+
 // FuzzDecode decodes what a hostile host publishes. A peer may be served inside of the location only if it
 // says that it is there, with an address that another host can have.
 func FuzzDecode(f *testing.F) {
