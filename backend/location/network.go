@@ -35,7 +35,8 @@ type network struct {
 	peers  map[string]string        // reasons by key: why a peer at the location is not served inside; empty if there is none
 	near   map[string]*subnet.Lease // leases of the peers that are served inside, as that backend uses them
 	failed map[string]string        // reasons by key: why the kernel has no route to a peer in near
-	limit  *changes.Limit           // of log lines
+	rivals rivals
+	limit  *changes.Limit // of log lines
 }
 
 // Start implements backend.Backend. A host without a location does not start the backend inside, because
@@ -48,7 +49,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	b.joint = newJoint(reconciler)
 	n := &network{
 		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: changes.NewLimit(),
-		peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
+		rivals: newRivals(), peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
 	}
 	n.Forward(reconciler.Changed())
 	if err := n.start(ctx, own); err != nil {
@@ -77,6 +78,9 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 		return fmt.Errorf("SameLocation: %w", err)
 	}
 	n.Forward(n.running.inside.Changed())
+	if identities, err := n.running.inside.Check(own); err == nil {
+		n.rivals.set(own.Key, candidate{identities: identities})
+	}
 	log.Info("packets to peers at the same location go by another backend", "location", n.env.Location, "backend", n.sides.inside.Type, "others", between)
 	return nil
 }
@@ -91,20 +95,9 @@ func (n *network) Published(c subnet.Claim) {
 	}
 }
 
-// Check implements backend.Network. Data for the backend inside that is unusable does not matter, because
-// the other backend serves the peer.
-func (n *network) Check(l subnet.Lease) ([]string, error) {
-	identities, err := n.running.between.Check(l)
-	if err != nil || n.running.inside == nil {
-		return identities, err
-	}
-	if inside, _ := n.asInside(&l); inside != nil {
-		if more, err := n.running.inside.Check(*inside); err == nil {
-			identities = append(identities, more...)
-		}
-	}
-	return identities, nil
-}
+// Check implements backend.Network. Data and identities for the backend inside do not matter, because the
+// other backend serves the peer if they are unusable.
+func (n *network) Check(l subnet.Lease) ([]string, error) { return n.running.between.Check(l) }
 
 // Sync implements backend.Network. The backend between locations comes first: when a route inside is
 // deleted, it must be able to carry the packets.
@@ -118,17 +111,14 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 			}
 		}
 	}
+	keys = n.rivals.change(keys, func(key string) candidate { return n.examine(set.Leases[key]) })
 	for _, key := range keys {
 		n.choose(ctx, key, set.Leases[key])
 	}
 	out, err := n.running.between.Sync(ctx, set)
 	err = oneline.Join(err, n.syncInside(ctx, set, keys, &out))
 	if set.All || out.Repaired > 0 {
-		shared := ""
-		if n.running.inside != nil && len(n.inside.Scope().Devices) == 0 {
-			shared = n.env.Underlay.Name
-		}
-		n.filter.Loosen(ctx, n.Scope().Devices, shared, "so that packets are lost while a peer changes its location")
+		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name, "so that packets are lost while a peer changes its location")
 	}
 	return out, err
 }
@@ -181,6 +171,21 @@ func (n *network) leaveInside(set backend.Set, keys []string) {
 	n.joint.sweepAt(routes)
 }
 
+// examine finds out whether a peer can be served inside. l is nil if it has gone.
+func (n *network) examine(l *subnet.Lease) (c candidate) {
+	if l == nil || n.running.inside == nil {
+		return candidate{}
+	}
+	if c.lease, c.why = n.asInside(l); c.lease == nil {
+		return c
+	}
+	var err error
+	if c.identities, err = n.running.inside.Check(*c.lease); err != nil {
+		return candidate{why: fmt.Sprintf("its data for %s cannot be used: %v", n.sides.inside.Type, err)}
+	}
+	return c
+}
+
 // choose decides how a peer is served. l is nil if it has gone.
 func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	before := n.peers[key]
@@ -189,12 +194,7 @@ func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	if l == nil {
 		return
 	}
-	inside, why := n.asInside(l)
-	if inside != nil {
-		if _, err := n.running.inside.Check(*inside); err != nil {
-			inside, why = nil, fmt.Sprintf("its data for %s cannot be used: %v", n.sides.inside.Type, err)
-		}
-	}
+	inside, why := n.rivals.decide(key)
 	if n.peers[key] = why; why != "" && why != before {
 		n.log(ctx, key, why)
 	}

@@ -227,7 +227,7 @@ func TestChoice(t *testing.T) {
 				"host2": {Backend: kind}, "host3": {Backend: "wireguard"}, "host4": {Backend: "wireguard"}, "host5": {Backend: "wireguard"},
 				"host6": {Backend: "wireguard", Waiting: `it publishes data for "ipip", and not for ` + kind},
 				"host7": {Backend: "wireguard", Waiting: "it has another SameLocation in its network configuration"},
-				"host8": {Backend: "wireguard", Waiting: "its address 10.5.8.1 at the location is not one of another host"},
+				"host8": {Backend: "wireguard", Waiting: `its address "10.5.8.1" at the location is not one of another host`},
 				"host9": {},
 			} {
 				if got := b.net.Choice(key); got != want {
@@ -269,12 +269,95 @@ func TestHostileData(t *testing.T) {
 			t.Errorf("%s: %+v, want the reason in one line", raw, c)
 		}
 	}
-	if ids, err := b.net.Check(*lease(t, be, 3, "east", nil)); err != nil || len(ids) != 2 || !strings.Contains(ids[1], "VTEP MAC 02:00:00:00:00:03") {
-		t.Errorf("Check = %v, %v, want two identities", ids, err)
+	for _, address := range []string{"fe80::1%\x1b[31m\n", "fe80::1%" + strings.Repeat("x", 1000), "::ffff:192.168.77.2"} {
+		b.leases["host2"] = lease(t, be, 2, "east", func(d *data) { d.Address = netip.MustParseAddr(address) })
+		b.sync(backend.Set{Changed: []string{"host2"}, Complete: true})
+		b.expectInside(address)
+		if c := b.net.Choice("host2"); c.Backend != "wireguard" || !strings.Contains(c.Waiting, "at the location is not one of another host") || strings.ContainsAny(c.Waiting, "\x1b\n") || len(c.Waiting) > 200 {
+			t.Errorf("%q: %+v, want the reason in one short line", address, c)
+		}
 	}
-	if ids, err := b.net.Check(*lease(t, be, 3, "west", nil)); err != nil || len(ids) != 1 {
-		t.Errorf("Check of a host at another location = %v, %v, want one identity", ids, err)
+}
+
+// TestZone has an IPv6 peer whose address has a zone, with escape sequences for a terminal.
+func TestZone(t *testing.T) {
+	b := newBed(t, "east")
+	be := b.backend()
+	raw, err := data{Name: "east", Type: vxlan.Type, Config: be.digest, Address: netip.MustParseAddr("2001:db8::2%\x1b[31m"), Data: json.RawMessage(`{}`)}.addTo(json.RawMessage(`{}`))
+	if err != nil {
+		t.Fatal(err)
 	}
+	inside, why := be.asInside(&subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("fd00:2::/64"), Data: raw}}})
+	if inside != nil || !strings.Contains(why, `its address "2001:db8::2%\x1b[31m" at the location`) {
+		t.Errorf("the peer is served inside: %v, reason %s", inside != nil, why)
+	}
+}
+
+// TestSharedIdentity has peers with the VTEP MAC of another host. They must be served by the other backend
+// until only one host has it, because vxlan could send the packets for one to another.
+func TestSharedIdentity(t *testing.T) {
+	b := newBed(t, "east")
+	be := b.backend()
+	b.start(subnet.Claim{})
+	claim, err := b.net.Claim(t.Context(), subnet.Claim{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	own, _ := decode(claim.Endpoints[0].Data)
+	like := func(n, other int, location string) *subnet.Lease {
+		there, _ := decode(lease(t, be, other, "east", nil).Endpoints[0].Data)
+		return lease(t, be, n, location, func(d *data) { d.Data = there.Data })
+	}
+	b.leases["host2"], b.leases["host3"], b.leases["host4"] = lease(t, be, 2, "east", nil), like(3, 2, "east"), like(4, 2, "west")
+	b.leases["host5"] = lease(t, be, 5, "east", func(d *data) { d.Data = own.Data })
+	for key, l := range b.leases {
+		if ids, err := b.net.Check(*l); err != nil || !slices.Equal(ids, []string{"key of " + key}) {
+			t.Errorf("Check = %v, %v, want the identity of the other backend", ids, err)
+		}
+	}
+	b.sync(backend.Set{All: true, Complete: true})
+	b.expectInside("two hosts have one VTEP MAC")
+	for key, want := range map[string]string{"host2": "VTEP MAC 02:00:00:00:00:02 is also that of host3", "host3": "is also that of host2", "host4": "", "host5": "is also that of host1"} {
+		if c := b.net.Choice(key); c.Backend != "wireguard" || !strings.Contains(c.Waiting, want) || (c.Waiting == "") != (want == "") {
+			t.Errorf("%s: %+v, want the reason %q", key, c, want)
+		}
+	}
+	b.leases["host3"] = lease(t, be, 3, "east", nil)
+	b.sync(backend.Set{Changed: []string{"host3"}, Complete: true})
+	b.expectInside("one host has another VTEP MAC", "host2", "host3")
+	b.leases["host3"] = like(3, 2, "east")
+	b.sync(backend.Set{Changed: []string{"host3"}, Complete: true})
+	b.expectInside("two hosts have one VTEP MAC again")
+	delete(b.leases, "host3")
+	b.sync(backend.Set{Changed: []string{"host3"}, Complete: true})
+	b.expectInside("one host has gone", "host2")
+}
+
+// TestRestartWithAnotherText restarts a host while the store is away. The last known state has the
+// configuration in another form, and peers must be served inside all the same.
+func TestRestartWithAnotherText(t *testing.T) {
+	b := newBed(t, "east")
+	const stored = `{"Backend": {"SameLocation": { "VNI": 1, "Type": "vxlan" } }}`
+	decode := func(text []byte) {
+		t.Helper()
+		var object struct {
+			Backend struct{ SameLocation backend.SameLocation }
+		}
+		if err := json.Unmarshal(text, &object); err != nil {
+			t.Fatal(err)
+		}
+		b.same = object.Backend.SameLocation
+	}
+	decode([]byte(stored))
+	b.leases["host2"] = lease(t, b.backend(), 2, "east", nil)
+	kept, err := json.Marshal(json.RawMessage(stored)) // as in the last known state
+	if err != nil || string(kept) == stored {
+		t.Fatal(string(kept), err)
+	}
+	decode(kept)
+	b.start(subnet.Claim{})
+	b.sync(backend.Set{All: true})
+	b.expectInside("with the last known state", "host2")
 }
 
 // TestUnreachableInside has a peer that the kernel cannot reach by host-gw. It must be served by the other

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package location
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// candidate is what a host publishes for the backend inside of the location of this host.
+type candidate struct {
+	lease      *subnet.Lease // as that backend uses it; nil if it cannot be used
+	identities []string      // that only one host may have, such as VTEP MACs
+	why        string        // reason why the lease cannot be used; empty if the host is not at the location
+}
+
+// rivals finds hosts with the same identity. The backend inside serves none of them, because it could send
+// packets for one to another. They keep the backend between locations, to which these identities mean nothing.
+type rivals struct {
+	candidates map[string]candidate           // by key of the lease
+	holders    map[string]map[string]struct{} // keys by identity
+}
+
+func newRivals() rivals {
+	return rivals{map[string]candidate{}, map[string]map[string]struct{}{}}
+}
+
+// change replaces the candidates of keys by the results of examine. It returns all keys about which decide
+// may say something else than before.
+func (r *rivals) change(keys []string, examine func(key string) candidate) []string {
+	affected := map[string]struct{}{}
+	for _, key := range keys {
+		affected[key] = struct{}{}
+		r.addRivals(affected, key)
+		r.set(key, examine(key))
+		r.addRivals(affected, key)
+	}
+	return slices.Collect(maps.Keys(affected))
+}
+
+// addRivals adds the keys of all hosts that have an identity of the host with key.
+func (r *rivals) addRivals(to map[string]struct{}, key string) {
+	for _, id := range r.candidates[key].identities {
+		maps.Copy(to, r.holders[id])
+	}
+}
+
+// set replaces the candidate of a host.
+func (r *rivals) set(key string, c candidate) {
+	for _, id := range r.candidates[key].identities {
+		if delete(r.holders[id], key); len(r.holders[id]) == 0 {
+			delete(r.holders, id)
+		}
+	}
+	delete(r.candidates, key)
+	if c.lease == nil && c.why == "" && len(c.identities) == 0 {
+		return
+	}
+	r.candidates[key] = c
+	for _, id := range c.identities {
+		if r.holders[id] == nil {
+			r.holders[id] = map[string]struct{}{}
+		}
+		r.holders[id][key] = struct{}{}
+	}
+}
+
+// decide returns the lease with which the backend inside serves a host. It returns nil if another one does,
+// and the reason if the host says that it is at the location.
+func (r *rivals) decide(key string) (_ *subnet.Lease, why string) {
+	c := r.candidates[key]
+	for _, id := range c.identities {
+		for _, other := range slices.Sorted(maps.Keys(r.holders[id])) {
+			if other != key {
+				return nil, fmt.Sprintf("its %s is also that of %s", id, other)
+			}
+		}
+	}
+	return c.lease, c.why
+}
