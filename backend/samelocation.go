@@ -85,14 +85,23 @@ func (r Registry) insides() []string {
 
 // Placer is a Backend whose hosts may have locations.
 type Placer interface {
-	// HasLocations reports whether the configuration uses them. It is pure.
-	HasLocations() bool
+	// Inside returns the types of the backends between hosts of one location. It is empty if the
+	// configuration has no locations. It is pure.
+	Inside() []string
+}
+
+// Inside returns the types of the backends that b has between hosts of one location.
+func Inside(b Backend) []string {
+	if p, ok := b.(Placer); ok {
+		return p.Inside()
+	}
+	return nil
 }
 
 // CheckLocations returns an error if hosts of b have no locations. b has type configured in the
 // configuration.
 func CheckLocations(b Backend, configured string) error {
-	if p, ok := b.(Placer); ok && p.HasLocations() {
+	if len(Inside(b)) > 0 {
 		return nil
 	}
 	return fmt.Errorf("the backend %s has no locations: expected wireguard with SameLocation as Backend", configured)

@@ -6,6 +6,7 @@
 //   - location.go is the Backend, which consists of the two.
 //   - data.go is what a host publishes about its location, and is pure.
 //   - network.go is the Network, which decides about each peer.
+//   - rivals.go finds peers that the backend inside could mix up.
 //   - joint.go lets both backends change the kernel through one Reconciler.
 //
 // The backend between locations serves all peers, and has one route to the whole network. The backend
@@ -76,9 +77,6 @@ func withoutNAT(i underlay.Interface) underlay.Interface {
 	return i
 }
 
-// HasLocations implements backend.Placer.
-func (*Backend) HasLocations() bool { return true }
-
 // LeaseType implements backend.LeaseTyper.
 func (b *Backend) LeaseType() string { return b.sides.between.LeaseType }
 
@@ -98,6 +96,9 @@ func (b *Backend) Ports() []int {
 func (b *Backend) PortsByType() map[string][]int {
 	return map[string][]int{b.sides.between.Type: backend.Ports(b.between), b.sides.inside.Type: backend.Ports(b.inside)}
 }
+
+// Inside implements backend.Placer.
+func (b *Backend) Inside() []string { return []string{b.sides.inside.Type} }
 
 // Files implements backend.FileOwner.
 func (b *Backend) Files() []string {
@@ -191,8 +192,8 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 			return nil, fmt.Sprintf("it publishes data for %q, and not for %s", subnet.Shorten(d.Type), b.sides.inside.Type)
 		case d.Config != b.digest:
 			return nil, "it has another SameLocation in its network configuration"
-		case prefix.FamilyOf(d.Address) != e.Family() || !b.env.Reachable(d.Address):
-			return nil, fmt.Sprintf("its address %s at the location is not one of another host", d.Address)
+		case prefix.FamilyOf(d.Address) != e.Family() || d.Address.Zone() != "" || !b.env.Reachable(d.Address):
+			return nil, fmt.Sprintf("its address %q at the location is not one of another host", subnet.Shorten(d.Address.String()))
 		}
 		e.PublicIP, e.Data, e.NextData = d.Address, d.Data, nil
 		own.Endpoints = append(own.Endpoints, e)

@@ -12,6 +12,7 @@ package migration
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -83,6 +84,9 @@ func (b *Backend) check() error {
 			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes are in the VPC and not on the hosts: remove NextBackend", p.side.Type)
 		}
 	}
+	if slices.Contains(b.Inside(), "host-gw") { // a host that cannot be reached by it would be cut off while both have it
+		return errors.New("SameLocation host-gw and NextBackend do not work together: remove NextBackend, or set SameLocation to vxlan")
+	}
 	used := from.be.Scope().Devices
 	for _, name := range to.be.Scope().Devices {
 		if slices.Contains(used, name) {
@@ -133,9 +137,9 @@ func (b *Backend) CheckRelay() error {
 	return err
 }
 
-// HasLocations implements backend.Placer. A location is of use if one of the backends has locations.
-func (b *Backend) HasLocations() bool {
-	return slices.ContainsFunc(b.parts[:], func(p part) bool { return backend.CheckLocations(p.be, p.side.Type) == nil })
+// Inside implements backend.Placer. A location is of use if one of the backends has locations.
+func (b *Backend) Inside() []string {
+	return slices.Concat(backend.Inside(b.parts[present].be), backend.Inside(b.parts[next].be))
 }
 
 // Scope implements backend.Backend.
@@ -161,7 +165,9 @@ func (b *Backend) Ports() []int {
 func (b *Backend) PortsByType() map[string][]int {
 	ports := map[string][]int{}
 	for _, p := range b.parts {
-		ports[p.side.Type] = append(ports[p.side.Type], backend.Ports(p.be)...)
+		for kind, more := range backend.PortsByType(p.be, p.side.Type) {
+			ports[kind] = append(ports[kind], more...)
+		}
 	}
 	return ports
 }

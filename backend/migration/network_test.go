@@ -24,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/location"
 	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
@@ -56,15 +57,15 @@ func newBackend(t testing.TB, env backend.Env) (backend.Backend, error) {
 		backend.Entry{Type: alivpc.Type, Factory: alivpc.New},
 		backend.Entry{Type: gce.Type, Factory: gce.New},
 		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
-		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, Inside: true},
 		backend.Entry{Type: udp.Type, Factory: udp.NewHost(udp.Settings{}).New},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, Inside: true}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.NewHost().New},
 	)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, _, err := r.WithMigration(New).New(env)
+	b, _, err := r.WithMigration(New).WithLocations(location.New).New(env)
 	return b, err
 }
 
@@ -88,6 +89,9 @@ func TestImpossibleMigrations(t *testing.T) {
 		{vni1, `{"Type":"gce"}`, "backend gce, whose routes are in the VPC"},
 		{vni1, `{"Type":"ali-vpc"}`, "backend ali-vpc, whose routes are in the VPC"},
 		{vni1, `{"Type":"tencent-vpc"}`, "backend tencent-vpc, whose routes are in the VPC"},
+		{vni1, `{"Type":"wireguard","SameLocation":"host-gw"}`, "SameLocation host-gw and NextBackend do not work together"},
+		{`{"Type":"wireguard","SameLocation":{"Type":"host-gw"}}`, vni1, "SameLocation host-gw and NextBackend do not work together"},
+		{vni1, `{"Type":"wireguard","SameLocation":"vxlan"}`, "both have the device flannel.1"},
 		{vni1, `{"Type":"wiregard"}`, `NextBackend: unknown backend type "wiregard"`},
 		{vni1, `{"Type":"vxlan","VNI":-1}`, "NextBackend: Backend.VNI is -1"},
 	} {
@@ -99,6 +103,21 @@ func TestImpossibleMigrations(t *testing.T) {
 	env.Network = "blue" // so that the names of the devices are different
 	if _, err := newBackend(t, env); err == nil || !strings.Contains(err.Error(), "are both udp") {
 		t.Errorf("to another port of udp: error %v, want one that both are udp", err)
+	}
+}
+
+// TestPortsByType checks that each port counts for the backend that receives the packets, also with locations.
+func TestPortsByType(t *testing.T) {
+	const located = `{"Type":"wireguard","SameLocation":{"Type":"vxlan","VNI":7}}`
+	for _, tt := range [][2]string{{located, hostGW}, {hostGW, located}} {
+		b, err := newBackend(t, newEnv(dataplanetest.New(), tt[0], tt[1]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ports := backend.PortsByType(b, "")
+		if !slices.Equal(ports["wireguard"], []int{51820}) || !slices.Equal(ports["vxlan"], []int{8472}) || len(ports["host-gw"]) > 0 {
+			t.Errorf("%s to %s: %v", tt[0], tt[1], ports)
+		}
 	}
 }
 
