@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -69,7 +70,8 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 // keeper is the state of a Keep.
 type keeper struct {
 	*Manager
-	missing bool // Keep has logged that the own Node is gone
+	missing bool    // Keep has logged that the own Node is gone
+	label   *string // value of Config.LocationLabel at the last look; nil before
 }
 
 // round reads the own Node, corrects it, and then watches it until it has to be corrected again.
@@ -80,6 +82,7 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	if err != nil {
 		return false, err
 	}
+	k.noteLocation(ctx, s)
 	restored, err = k.ensure(ctx, s)
 	if err != nil {
 		return false, err
@@ -88,7 +91,23 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	if restored {
 		return true, nil
 	}
-	return false, k.await(ctx, s, alive, func(now *ownNode) bool { return k.todo(now) != nil })
+	return false, k.await(ctx, s, alive, func(now *ownNode) bool {
+		k.noteLocation(ctx, now)
+		return k.todo(now) != nil
+	})
+}
+
+// noteLocation logs once if the label of the own Node has another value than at the start.
+func (k *keeper) noteLocation(ctx context.Context, s *ownNode) {
+	used := k.location.Load()
+	if used == nil || !s.exists {
+		return
+	}
+	if last := cmp.Or(k.label, used); s.location != *last && s.location != *used {
+		klog.FromContext(ctx).Error(nil, "the location label of this node has changed: restart flanneld to use the other location",
+			"label", k.cfg.LocationLabel, "used", subnet.Shorten(*used), "now", subnet.Shorten(s.location))
+	}
+	k.label = &s.location
 }
 
 // todo contains the corrections that the own Node needs.

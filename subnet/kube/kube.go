@@ -100,9 +100,10 @@ type Manager struct {
 	writing      sync.Mutex  // locked while the own Node is written
 	policiesSeen atomic.Bool // warnPolicies has ended
 
-	own     atomic.Pointer[subnet.Claim]
-	warned  atomic.Pointer[string] // configuration whose warnings were logged
-	ignores atomic.Pointer[string] // the last message about own annotations that are ignored
+	own      atomic.Pointer[subnet.Claim]
+	warned   atomic.Pointer[string] // configuration whose warnings were logged
+	ignores  atomic.Pointer[string] // the last message about own annotations that are ignored
+	location atomic.Pointer[string] // value of Config.LocationLabel as Location has read it; nil before
 }
 
 var (

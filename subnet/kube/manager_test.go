@@ -331,6 +331,32 @@ func TestLocation(t *testing.T) {
 	}
 }
 
+// TestLocationLabelChanges checks that each other value of the label is logged once, and the one in use never.
+func TestLocationLabelChanges(t *testing.T) {
+	k := keeper{Manager: &Manager{cfg: Config{LocationLabel: "example.org/site"}}}
+	used := "east"
+	look := func(value string) string {
+		t.Helper()
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+		k.noteLocation(klog.NewContext(t.Context(), logger), &ownNode{exists: true, location: value})
+		return logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	}
+	if log := look("west"); log != "" {
+		t.Errorf("before the label was used, the log has %q", log)
+	}
+	k.label = nil
+	k.location.Store(&used)
+	for i, step := range []struct {
+		value string
+		logs  bool
+	}{{"east", false}, {"", true}, {"", false}, {"west", true}, {"east", false}, {"west", true}} {
+		if log := look(step.value); strings.Contains(log, "restart flanneld to use the other location") != step.logs {
+			t.Errorf("step %d, %q: the log has %q", i, step.value, log)
+		}
+	}
+	k.noteLocation(t.Context(), &ownNode{}) // a Node that is gone has no label
+}
+
 func TestNodeNameFromThePod(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)

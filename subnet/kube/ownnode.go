@@ -157,6 +157,7 @@ func (m *Manager) Location(ctx context.Context) (string, error) {
 		}
 		m.justRead.Store(s) // for Recall
 		name = s.location
+		m.location.Store(&s.location)
 		return nil
 	})
 	if err != nil || subnet.CheckLocation(name) == nil {

@@ -41,8 +41,10 @@ type State struct {
 	// PublicIPs are the addresses that peers send to, if the store and not the flags set
 	// them.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
-	// Location is the location of this node, which the store may have.
-	Location string `json:"location,omitempty"`
+	// Location is the location of this node, and LocationLabel the label of its Node that had it; empty
+	// if an option did.
+	Location      string `json:"location,omitempty"`
+	LocationLabel string `json:"locationLabel,omitempty"`
 
 	// Fresh returns newer peers than Peers. It may be nil.
 	Fresh func() subnet.LedgerState `json:"-"`

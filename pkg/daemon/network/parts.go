@@ -93,17 +93,19 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	}
 }
 
-// location returns the location of this host. If the store has it, it is the last known one until it was
-// read.
+// location returns the location of this host. If the store has it, it is the last known one of the same
+// label until it was read.
 func (p *parts) location() string {
 	now := p.labelled.Load()
 	switch {
 	case p.opts.LocationLabel == "":
 		return p.opts.Location
-	case now == nil:
+	case now != nil:
+		return *now
+	case p.past.LocationLabel == p.opts.LocationLabel:
 		return p.past.Location
 	}
-	return *now
+	return ""
 }
 
 // readLocation reads the location of this host from the store, if that has it.

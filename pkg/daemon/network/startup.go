@@ -145,7 +145,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	}
 	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
-	last.Location = env.Location
+	last.Location, last.LocationLabel = env.Location, s.opts.LocationLabel
 	last.Recalled = false
 	if s.name != "" {
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
