@@ -22,15 +22,18 @@ import (
 // marker is what sendMarkers sends.
 const marker = "this packet is not encrypted"
 
-// sendMarkers makes a pod send packets to another one, in all families of the lab, until the test ends.
-func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) {
+// sendMarkers makes a pod send packets to another one, in all families of the lab, until the test ends
+// or stop is called.
+func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) (stop func()) {
 	t.Helper()
+	var conns []net.Conn
 	for _, f := range l.Families() {
 		conn, err := from.Dial(testContext(t), "udp", netip.AddrPortFrom(to.Addr(f), 9).String())
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { conn.Close() })
+		conns = append(conns, conn)
 		go func() {
 			tick := time.NewTicker(5 * time.Millisecond)
 			defer tick.Stop()
@@ -40,6 +43,11 @@ func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) {
 				}
 			}
 		}()
+	}
+	return func() {
+		for _, conn := range conns {
+			conn.Close()
+		}
 	}
 }
 
@@ -60,8 +68,9 @@ func captureSent(t *testing.T, h *lab.Host) *capture {
 }
 
 // captureFrames calls on, from one goroutine, for each frame that a host sends through eth0, until the test
-// ends. The frame is valid until on returns.
-func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) {
+// ends. The frame is valid until on returns. A capture that misses frames fails the test. captureFrames
+// returns a function that returns an error while frames wait for on.
+func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) (drained func() error) {
 	t.Helper()
 	fd := -1
 	err := h.Do(testContext(t), func() error {
@@ -76,7 +85,9 @@ func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) {
 			return err
 		}
 		timeout := unix.NsecToTimeval(int64(100 * time.Millisecond))
+		const buffer = 64 << 20
 		return errors.Join(unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout),
+			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, buffer),
 			unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: eth0.Index}))
 	})
 	if err != nil {
@@ -86,6 +97,12 @@ func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) {
 	go func() {
 		defer close(ended)
 		defer unix.Close(fd)
+		defer func() {
+			stats, err := unix.GetsockoptTpacketStats(fd, unix.SOL_PACKET, unix.PACKET_STATISTICS)
+			if err != nil || stats.Drops > 0 {
+				t.Errorf("the capture at %s has dropped frames, which could have been clear text: %+v, %v", h.Name(), stats, err)
+			}
+		}()
 		for buf := make([]byte, 1<<16); ctx.Err() == nil; {
 			n, from, err := unix.Recvfrom(fd, buf, 0)
 			if at, ok := from.(*unix.SockaddrLinklayer); err != nil || !ok || at.Pkttype != unix.PACKET_OUTGOING {
@@ -95,6 +112,12 @@ func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) {
 		}
 	}()
 	t.Cleanup(func() { <-ended })
+	return func() error {
+		if n, err := unix.IoctlGetInt(fd, unix.SIOCINQ); err != nil || n > 0 {
+			return fmt.Errorf("a frame of %d bytes waits: %w", n, err)
+		}
+		return nil
+	}
 }
 
 // TestBackendMigrationEndsClearText migrates from vxlan to wireguard. When a host's flannelctl says that
