@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"strings"
@@ -91,10 +92,10 @@ func (w *way) add(frame []byte) {
 	if len(udp) < 9 {
 		return
 	}
-	switch port := binary.BigEndian.Uint16(udp[2:]); {
-	case port == 8472:
+	switch binary.BigEndian.Uint16(udp[2:]) {
+	case 8472:
 		w.vxlan++
-	case port == 51820 || port == 51821:
+	case 51820, 51821:
 		const empty = 32 // bytes of a keepalive, which carries no packet
 		if payload := udp[8:]; payload[0] == 4 && len(payload) > empty {
 			w.encrypted++
@@ -106,11 +107,7 @@ func (w *way) add(frame []byte) {
 func (b *locationBed) sent() map[[2]int]way {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	now := map[[2]int]way{}
-	for pair, w := range b.ways {
-		now[pair] = w
-	}
-	return now
+	return maps.Clone(b.ways)
 }
 
 // start starts the daemon of a host at a location, or at none if it is empty.
