@@ -92,7 +92,7 @@ func TestVMBackendMigrationWalk(t *testing.T) {
 		"tunnels of the kernel": {families: v4, walk: allPairs("vxlan", "ipip", "wireguard")},
 		"host-gw":               {families: dual, walk: []string{"host-gw", "ipip", "host-gw", "wireguard", "host-gw"}},
 		// ipip is last, because it and udp in the kernel cannot have devices at the same time
-		"udp": {families: v4, walk: []string{"udp", "wireguard", udpKernel, "host-gw", udpKernel, "vxlan", "udp", "ipip", "udp"}},
+		"udp": {families: v4, walk: []string{"udp", "wireguard", udpKernel, "host-gw", udpKernel, "vxlan", udpKernel, "wireguard", "udp", "ipip", "udp"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel() // each waits for a minute until the last devices may go
