@@ -21,6 +21,7 @@ package backend
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -209,6 +210,21 @@ type Set struct {
 	// outside of this host must stay for them. It may be called until Sync returns. If it is
 	// nil, there are none.
 	Refused func() []*subnet.Lease
+}
+
+// KeysToSync returns the keys of the leases that may differ from the previous set. If any may, these are the
+// keys of all leases, and those in known whose leases have gone.
+func KeysToSync[V any](s Set, known map[string]V) []string {
+	if !s.All {
+		return s.Changed
+	}
+	keys := slices.Collect(maps.Keys(s.Leases))
+	for key := range known {
+		if s.Leases[key] == nil {
+			keys = append(keys, key)
+		}
+	}
+	return keys
 }
 
 // Outcome is the result of Sync besides its error.

@@ -6,9 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"maps"
 	"net/netip"
-	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -102,16 +100,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) { return n.running.bet
 // Sync implements backend.Network. The backend between locations comes first: when a route inside is
 // deleted, it must be able to carry the packets.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
-	keys := set.Changed
-	if set.All {
-		keys = slices.Collect(maps.Keys(set.Leases))
-		for key := range n.peers {
-			if set.Leases[key] == nil {
-				keys = append(keys, key)
-			}
-		}
-	}
-	keys = n.rivals.change(keys, func(key string) candidate { return n.examine(set.Leases[key]) })
+	keys := n.rivals.change(backend.KeysToSync(set, n.peers), func(key string) candidate { return n.examine(set.Leases[key]) })
 	for _, key := range keys {
 		n.choose(ctx, key, set.Leases[key])
 	}

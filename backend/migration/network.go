@@ -287,15 +287,7 @@ func sooner(a, b time.Duration) time.Duration {
 
 // update records the changed leases and returns their keys.
 func (n *network) update(set backend.Set) []string {
-	changed := set.Changed
-	if set.All {
-		changed = slices.Collect(maps.Keys(set.Leases))
-		for key := range n.peers {
-			if set.Leases[key] == nil {
-				changed = append(changed, key)
-			}
-		}
-	}
+	changed := backend.KeysToSync(set, n.peers)
 	var left []netip.Prefix
 	for _, key := range changed { // first, because a subnet may have moved from one lease to another
 		left = append(left, n.forget(key)...)

@@ -107,7 +107,7 @@ func TestSharersDecideAgain(t *testing.T) {
 		want              []string
 		write             bool
 	}{
-		"nobody else":                 {nil, nil, both, true},
+		"no other host":               {nil, nil, both, true},
 		"others share one of them":    {nil, both[:1], both[1:], true},
 		"others share both":           {nil, both, nil, false},
 		"others share another port":   {nil, []string{"2 203.0.113.2:9"}, both, true},
