@@ -125,16 +125,10 @@ func startTraffic(t *testing.T, l *lab.Lab, rate int) *traffic {
 }
 
 // expectNoLoss stops the traffic and fails the test if a packet was lost or a stream was
-// interrupted. On an emulated CPU, packets between two hosts may be lost for some tenths of a second
-// while one of them has changed its route and the other one has not. The cause is not known. On real
-// CPUs it was not seen at 1,000 packets a second.
+// interrupted.
 func (tr *traffic) expectNoLoss(t *testing.T) {
 	t.Helper()
-	most := 0
-	if emulated() {
-		most = 20 // of a second, in all migrations of the test
-	}
-	expectLostAtMost(t, tr.flows, most)
+	expectNothingLost(t, tr.flows)
 	for i, s := range tr.streams {
 		if n, err := s.stop(); err != nil || n == 0 {
 			t.Errorf("stream %d: %d messages have come back, then %v", i, n, err)

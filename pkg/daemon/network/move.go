@@ -87,6 +87,15 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 		return err
 	}
 	cfg, own := s.begin.Load().Config, s.own()
+	if own.NextType != "" {
+		// Peers probe the way through the next backend when they see this lease. The first pass removes
+		// what an earlier use of that backend has left for them. Otherwise they might use just that.
+		select {
+		case <-s.compared:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 	var published subnet.Lease
 	err := retry(ctx, "cannot publish the own lease as it is now", func() (err error) {
 		published, err = m.Acquire(ctx, cfg, own.Claim())

@@ -33,6 +33,7 @@ type session struct {
 	syncer *backend.Syncer
 	// unpublished is set while the store may have another version of the own lease.
 	unpublished bool
+	compared    chan struct{}                      // closed after the first pass with the leases that the store has
 	pause       time.Duration                      // before it is published
 	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
 	publisher   backend.Publisher                  // nil if the network is none
@@ -64,12 +65,13 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	now.Peers = subnet.LedgerState{}
 	rules := wait.NewSignal()
 	past := r.newRetirement(now.Former, be, rules)
-	syncer := r.newSyncer(ctx, now, running, ledger, past)
+	compared := make(chan struct{})
+	syncer := r.newSyncer(ctx, now, running, ledger, past, sync.OnceFunc(func() { close(compared) }))
 	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
 	file.expect() // otherwise the last session would make this one ready
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
+	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, rules: rules, cancel: cancel, done: make(chan struct{})}
 	s.sizer, _ = running.(backend.PathSizer)
 	if n, ok := running.(backend.Reclaimer); ok {
 		s.reclaim = n.Reclaim()
@@ -142,8 +144,8 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 }
 
 // newSyncer returns the lease-watch loop of a session. It tells past of each complete
-// pass without an error.
-func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement) *backend.Syncer {
+// pass without an error, and calls compared after each complete pass.
+func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement, compared func()) *backend.Syncer {
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
@@ -155,6 +157,9 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 			// store.
 			if p.Complete || p.Err != nil || r.ready.wasReady() {
 				r.ready.report(ctx, partDatapath, p.Err)
+			}
+			if p.Complete {
+				compared()
 			}
 			if p.Complete && p.Err == nil {
 				past.due(p)

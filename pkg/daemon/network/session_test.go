@@ -387,6 +387,39 @@ func TestPublishOnAnotherSubnet(t *testing.T) {
 	}
 }
 
+// TestPublishAfterTheFirstPass starts sessions whose own lease is to be published. If it names a next
+// backend, that waits for the first pass with the leases of the store, which removes what an earlier use
+// of that backend has left.
+func TestPublishAfterTheFirstPass(t *testing.T) {
+	for _, next := range []string{"", "scripted"} {
+		t.Run(fmt.Sprintf("next backend %q", next), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n, former := runnerOn(t, starter{}, link(1500, "192.0.2.1"))
+				former.stop()
+				be := starter{start: func(backend.Env) error { return nil }, close: func() {}}
+				s, err := n.serve(t.Context(), be, func(now *lastknown.State) {
+					now.Own = subnet.Lease{Key: "own", NextType: next, Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer s.stop()
+				store := recorder{key: "own"}
+				published := make(chan error, 1)
+				go func() { published <- n.publish(t.Context(), &store, s) }()
+				synctest.Wait()
+				if waits := len(store.written) == 0; waits != (next != "") {
+					t.Errorf("before the first pass the store has %q", store.written)
+				}
+				s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{} }})
+				if err := <-published; err != nil || len(store.written) != 1 {
+					t.Errorf("publish returns %v, and the store has %q, want the own lease once", err, store.written)
+				}
+			})
+		})
+	}
+}
+
 // TestStartBackendWaitsForPort checks that only a port in use is waited for, and how long.
 func TestStartBackendWaitsForPort(t *testing.T) {
 	inUse := fmt.Errorf("listen on UDP: %w", os.NewSyscallError("bind", unix.EADDRINUSE))
