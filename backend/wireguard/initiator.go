@@ -22,7 +22,9 @@ const (
 	handshakePause = 60 * time.Millisecond
 	// The initiator starts up to handshakeAttempts handshakes with a peer that has no
 	// session, with retryPause between them.
-	retryPause        = 500 * time.Millisecond
+	retryPause = 500 * time.Millisecond
+	// turnPause is the time for which the initiator waits for a peer whose turn is first.
+	turnPause         = retryPause / 2
 	handshakeAttempts = 3
 	// stateReads limits how often the initiator reads the device's state before it starts handshakes
 	// again: each time, the device describes all of its peers.
@@ -31,9 +33,13 @@ const (
 
 // initiator starts handshakes with the peers of a device in this process. WireGuard itself
 // starts one when it has a packet to send, but a peer may have a session with an earlier
-// device, and its packets would be lost until then. If two hosts start at the same time,
-// both handshakes fail, and WireGuard starts none for 5 s. So the host with the smaller
-// public key starts another one.
+// device, and its packets would be lost until then.
+//
+// Two handshakes that cross do harm: both may fail, and WireGuard starts none for 5 s. Or
+// one fails, and when WireGuard repeats it after 5 s, packets of the session that has begun
+// are lost. Two hosts learn of each other at nearly the same time. So the host with the
+// smaller public key starts, and repeats it if there is no session. The other one starts
+// later.
 type initiator struct {
 	dev   *wgdevice.Device
 	stop  chan struct{}
@@ -48,21 +54,45 @@ func newInitiator(dev *wgdevice.Device) *initiator {
 }
 
 // initiate starts handshakes with new peers. It must be called after every change of the
-// device's peers. own is the device's public key.
-func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig) {
-	var again []wgdevice.NoisePublicKey
+// device's peers. own is the device's public key. fresh is set if the device has just
+// started: then the peers may have sessions with an earlier device, and nothing waits.
+func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh bool) {
+	var first, second []wgdevice.NoisePublicKey
 	for _, p := range peers {
-		if p.UpdateOnly {
+		key := wgdevice.NoisePublicKey(p.PublicKey)
+		switch smaller := bytes.Compare(own[:], key[:]) < 0; {
+		case p.UpdateOnly:
+			continue
+		case smaller:
+			first = append(first, key)
+		case !fresh:
+			second = append(second, key)
 			continue
 		}
-		key := wgdevice.NoisePublicKey(p.PublicKey)
 		i.startHandshake(key, false)
-		if bytes.Compare(own[:], key[:]) < 0 {
-			again = append(again, key)
-		}
 	}
-	if len(again) > 0 {
-		i.tasks.Go(func() { i.retry(again) })
+	if len(first) > 0 {
+		i.tasks.Go(func() { i.retry(first) })
+	}
+	if len(second) > 0 {
+		i.tasks.Go(func() { i.startSecond(second) })
+	}
+}
+
+// startSecond starts handshakes with peers that have not started one themselves.
+func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
+	select {
+	case <-i.stop:
+		return
+	case <-time.After(turnPause):
+	}
+	for _, key := range i.withoutSession(peers) {
+		select {
+		case <-i.stop:
+			return
+		default:
+			i.startHandshake(key, false)
+		}
 	}
 }
 

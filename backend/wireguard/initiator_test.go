@@ -57,14 +57,14 @@ func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 }
 
 // addPeer adds the other end as a peer of e. Its packets arrive at port.
-func (e end) addPeer(t *testing.T, other end, port, keepalive int) {
+func (e end) addPeer(t *testing.T, other end, port, keepalive int, fresh bool) {
 	t.Helper()
 	public := other.key.PublicKey()
 	peer := fmt.Sprintf("public_key=%x\nendpoint=127.0.0.1:%d\npersistent_keepalive_interval=%d", public[:], port, keepalive)
 	if err := e.dev.IpcSet(peer); err != nil {
 		t.Fatal(err)
 	}
-	e.initiator.initiate(e.key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public}})
+	e.initiator.initiate(e.key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public}}, fresh)
 }
 
 func (e end) hasSession(t *testing.T, other end) bool {
@@ -79,13 +79,16 @@ func (e end) hasSession(t *testing.T, other end) bool {
 func TestInitiate(t *testing.T) {
 	for _, apart := range []time.Duration{0, latency / 2, 2 * latency, retryPause - latency/2, retryPause, retryPause + latency/2, 2*retryPause - 8*latency, 2 * time.Second} {
 		for first := range 2 {
-			for _, keepalive := range []int{0, 25} {
-				t.Run(fmt.Sprintf("%d first by %v, keepalive %d", first+1, apart, keepalive), func(t *testing.T) {
+			for _, tt := range []struct {
+				keepalive int
+				fresh     bool
+			}{{0, true}, {0, false}, {25, true}} {
+				t.Run(fmt.Sprintf("%d first by %v, %+v", first+1, apart, tt), func(t *testing.T) {
 					t.Parallel()
 					ends := newEnds(t, key(8), key(16))
-					ends[first].addPeer(t, ends[1-first], first+1, keepalive)
+					ends[first].addPeer(t, ends[1-first], first+1, tt.keepalive, tt.fresh)
 					<-time.After(apart)
-					ends[1-first].addPeer(t, ends[first], 2-first, keepalive)
+					ends[1-first].addPeer(t, ends[first], 2-first, tt.keepalive, tt.fresh)
 					deadline := time.After(4 * time.Second)
 					for !ends[0].hasSession(t, ends[1]) || !ends[1].hasSession(t, ends[0]) {
 						select {
@@ -169,7 +172,7 @@ func TestInitiatorClose(t *testing.T) {
 	for i, e := range ends { // one of them would start another handshake
 		e.initiator = newInitiator(e.dev)
 		began := time.Now()
-		e.addPeer(t, ends[1-i], i+1, 0)
+		e.addPeer(t, ends[1-i], i+1, 0, true)
 		e.initiator.close()
 		if took := time.Since(began); took < handshakePause || took >= (handshakeAttempts-1)*retryPause {
 			t.Errorf("host %d: close took %v, want hardly more than %v", i+1, took, handshakePause)
