@@ -146,7 +146,10 @@ func TestHealing(t *testing.T) {
 // TestHealingOfOneFamily checks the same on hosts with a single address family.
 //
 //stages:rest TestHealing does the same with both families
-func TestHealingOfOneFamily(t *testing.T) { testHealing(t, v4, v6) }
+func TestHealingOfOneFamily(t *testing.T) {
+	t.Parallel()
+	testHealing(t, v4, v6)
+}
 
 // testHealing runs the damages with vxlan and host-gw, on hosts with each set of families.
 func testHealing(t *testing.T, hosts ...[]prefix.Family) {

@@ -182,6 +182,7 @@ func TestVMWireGuardBetweenNATs(t *testing.T) {
 //
 //stages:rest TestUserspaceWireGuardBetweenNATs does the same with the most frequent kind
 func TestUserspaceWireGuardBetweenOtherNATs(t *testing.T) {
+	t.Parallel()
 	for _, kinds := range [][2]natKind{{fullCone, fullCone}, {fullCone, portRestricted}, {fullCone, symmetric}} {
 		t.Run(string(kinds[0]+" and "+kinds[1]), func(t *testing.T) { testBetweenNATs(t, userspace, kinds) })
 	}
@@ -224,6 +225,7 @@ func TestUserspaceWireGuardDoubleNAT(t *testing.T) {
 //
 //stages:rest it waits for what must not happen
 func TestUserspaceWireGuardNATsWithoutAWay(t *testing.T) {
+	t.Parallel()
 	for _, kinds := range [][2]natKind{{symmetric, symmetric}, {symmetric, portRestricted}} {
 		t.Run(string(kinds[0]+" and "+kinds[1]), func(t *testing.T) {
 			t.Parallel()
@@ -258,6 +260,7 @@ func TestUserspaceWireGuardNATsWithoutAWay(t *testing.T) {
 //
 //stages:rest a session ends after three minutes
 func TestUserspaceWireGuardNATChangesMapping(t *testing.T) {
+	t.Parallel()
 	for kind, limit := range map[natKind]time.Duration{fullCone: 30 * time.Second, portRestricted: 5 * time.Minute} {
 		t.Run(string(kind), func(t *testing.T) {
 			t.Parallel()
