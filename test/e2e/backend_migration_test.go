@@ -295,7 +295,7 @@ func TestBackendMigration(t *testing.T) {
 		{from: "host-gw", to: "vxlan", families: dual, left: ".0/24 via 192.168.77"},
 		{from: "vxlan", to: vni7, families: dual, left: "flannel.1:", strict: true},
 	} {
-		tt.rate = 1000
+		tt.rate = fast
 		t.Run(tt.name(), func(t *testing.T) {
 			t.Parallel()
 			tt.test(t)
@@ -322,7 +322,7 @@ func TestBackendMigrationFollowed(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Families: tt.families}, backendConfig(tt.from))
 			startAll(t, l, lab.FlanneldOptions{})
-			tr := startTraffic(t, l, cmp.Or(tt.rate, 1000))
+			tr := startTraffic(t, l, cmp.Or(tt.rate, fast))
 			migrate(t, l, tt.from, tt.to)
 			eventuallyMigrated(t, l, typeOf(tt.to))
 			migrate(t, l, tt.from, "")
@@ -432,7 +432,7 @@ func TestBackendMigrationBack(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("host-gw"))
 			startAll(t, l, oneByOne())
-			tr := startTraffic(t, l, 1000)
+			tr := startTraffic(t, l, fast)
 			crash := func() {
 				if h := l.Host(2); kill {
 					h.Daemon().Kill()
@@ -464,7 +464,7 @@ func TestBackendMigrationReturn(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))
 	startAll(t, l, oneByOne())
-	tr := startTraffic(t, l, 1000)
+	tr := startTraffic(t, l, fast)
 	migrate(t, l, "vxlan", "host-gw", l.Hosts()...)
 	eventuallyMigrated(t, l, "host-gw")
 	migrate(t, l, "host-gw", "", l.Host(1), l.Host(2))
@@ -588,7 +588,7 @@ func TestKubeBackendMigration(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
 	c.startDaemons()
-	tr := startTraffic(t, c.Lab, 1000)
+	tr := startTraffic(t, c.Lab, fast)
 	before := c.node(1).Metadata.Annotations
 	configure := func(backend string) {
 		t.Helper()

@@ -326,13 +326,13 @@ func (v *cloudBed) expectPods(call string) {
 	v.expectNoSecrets()
 }
 
-// testRestart restarts all daemons while 1,000 packets flow per second in each direction. No
+// testRestart restarts all daemons while packets flow at a high rate in each direction. No
 // packet may be lost, and no call may change the cloud.
 func (v *cloudBed) testRestart() {
 	t := v.t
 	t.Helper()
 	startAll(t, v.Lab, v.options())
-	flows := startFlows(t, v.Lab, 1000)
+	flows := startFlows(t, v.Lab, fast)
 	before := v.Writes()
 	for i, h := range v.Hosts() {
 		v.stop(i + 1)

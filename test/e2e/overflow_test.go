@@ -100,7 +100,7 @@ func (v *cloudBed) testOverflow() {
 	}
 	t.Log(expectFlannelctl(t, v.Host(1), []string{"status"}, "sends to 1 peers by the cloud, to 1 by vxlan", v.subnetOf(3).String()+" by vxlan: table"))
 
-	flows := startFlows(t, v.Lab, 1000)
+	flows := startFlows(t, v.Lab, fast)
 	writes := v.Writes()
 	for i, h := range v.Hosts() {
 		v.stop(i + 1)
@@ -205,7 +205,7 @@ func TestOverflowFollowed(t *testing.T) {
 	t.Parallel()
 	v, _ := newVPC(t, 2, v4)
 	startAll(t, v.Lab, v.options())
-	flows := startFlows(t, v.Lab, 1000)
+	flows := startFlows(t, v.Lab, fast)
 	e := newEdits(t, v.Lab)
 	e.put(string(configWith(t, v.Lab, `{"Type":"aws-vpc","Overflow":"vxlan"}`)))
 	v.expectByTunnel(nil)

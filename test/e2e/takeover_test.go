@@ -23,7 +23,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// fast is a rate of packets at which a gap of a millisecond is noticed.
+// fast is a rate of packets at which a gap of a millisecond is noticed. See startFlows.
 const fast = 1000
 
 // kernelMonitor receives the kernel's notifications on a host about links, addresses,
