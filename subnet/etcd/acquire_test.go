@@ -46,7 +46,9 @@ func withPrevious(s ...string) func(*Config) { return func(c *Config) { c.Previo
 
 func acquire(tb testing.TB, m *Manager, c subnet.Claim) subnet.Lease {
 	tb.Helper()
-	l, err := subnettest.Acquire(tb.Context(), m, c)
+	ctx, cancel := context.WithTimeout(tb.Context(), endless)
+	defer cancel()
+	l, err := subnettest.Acquire(ctx, m, c)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -474,7 +476,7 @@ func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c su
 		return v == written
 	})
 	cancel()
-	if err := <-given; !errors.Is(err, context.Canceled) {
+	if err := waittest.Receive(t, patience, "the end of Acquire", given); !errors.Is(err, context.Canceled) {
 		t.Fatalf("it was answered: %v", err)
 	}
 }
@@ -628,7 +630,10 @@ func startKeep(tb testing.TB, m *Manager, l subnet.Lease) keeper {
 		defer close(ended)
 		k.done <- m.Keep(ctx, l)
 	}()
-	tb.Cleanup(func() { cancel(); <-ended })
+	tb.Cleanup(func() {
+		cancel()
+		waittest.Receive(tb, patience, "the end of Keep", ended)
+	})
 	return k
 }
 

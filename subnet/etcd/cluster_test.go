@@ -94,7 +94,7 @@ func TestLeaderLoss(t *testing.T) {
 	go func() { kept <- m.Keep(ctx, own) }()
 	defer func() {
 		cancel()
-		if err := <-kept; !errors.Is(err, context.Canceled) {
+		if err := waittest.Receive(t, patience, "the end of Keep", kept); !errors.Is(err, context.Canceled) {
 			t.Errorf("Keep: %v", err)
 		}
 	}()

@@ -88,7 +88,7 @@ func TestRenewalAfterSuspend(t *testing.T) {
 	})
 	m.wall = func() time.Time { return wall().Add(time.Duration(slept.Load())) }
 	l := acquire(t, m, claim("192.0.2.1"))
-	<-reported
+	waittest.Receive(t, patience, "the lease", reported)
 	_, _, revision := f.get(t, "subnets/"+l.Key)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()

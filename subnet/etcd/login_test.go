@@ -15,6 +15,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -46,7 +47,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 	// No request but those of renewals keeps the login alive.
 	m.timing.quiet, m.timing.idle = time.Hour, time.Hour
 	own := acquire(t, m, claim("192.0.2.1"))
-	<-renewed
+	waittest.Receive(t, patience, "the lease", renewed)
 	k := startKeep(t, m, own)
 	w := subnettest.Watch(t, m)
 	w.Until(t, "no peer", subnettest.Has())

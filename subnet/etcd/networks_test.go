@@ -15,6 +15,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -55,7 +56,7 @@ func followNetworks(t *testing.T, m *Manager, names ...string) *configs {
 	}()
 	t.Cleanup(func() {
 		cancel()
-		if err := <-ended; err == nil {
+		if err := waittest.Receive(t, patience, "the end of Networks", ended); err == nil {
 			t.Error("Networks returned nil")
 		}
 	})
@@ -220,7 +221,7 @@ func TestSightDuringAnOutage(t *testing.T) {
 		t.Errorf("without the store the answer is %+v", a)
 	case <-time.After(500 * time.Millisecond):
 		p.open(t)
-		if a := <-answered; a.err != nil || a.seen.Key != own.Key || a.seen.LeaseID == 0 {
+		if a := waittest.Receive(t, patience, "an answer from the store that is back", answered); a.err != nil || a.seen.Key != own.Key || a.seen.LeaseID == 0 {
 			t.Errorf("%+v, want the lease %s", a, own.Key)
 		}
 	}

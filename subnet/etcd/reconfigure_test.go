@@ -31,9 +31,9 @@ func TestWatchAgain(t *testing.T) {
 			}
 		})
 	}()
-	<-seen
+	waittest.Receive(t, patience, "both peers", seen)
 	stop()
-	if err := <-done; !errors.Is(err, context.Canceled) {
+	if err := waittest.Receive(t, patience, "the end of Watch", done); !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
 	f.delete(t, "subnets/10.5.201.0-24")

@@ -51,7 +51,7 @@ func (k *restartableNode) watchUntilCurrent(tb testing.TB, m *Manager, state sub
 	tb.Helper()
 	k.ledger.Restore(state, time.Now())
 	marker := k.f.put(tb, "subnets/10.5.255.0-24", leaseValue("192.0.2.255"), k.f.grant(tb, 60))
-	ctx, cancel := context.WithCancel(tb.Context())
+	ctx, cancel := context.WithTimeout(tb.Context(), endless)
 	defer cancel()
 	updates := 0
 	err := m.Watch(ctx, func(u subnet.Update) {
@@ -473,7 +473,7 @@ func TestAudit(t *testing.T) {
 			snaps <- all
 		})
 	}()
-	now := <-snaps
+	now := waittest.Receive(t, patience, "the first leases", snaps)
 	if _, ok := now["10.5.44.0-24"]; !ok {
 		t.Fatalf("the last known state was not used: %v", now)
 	}
@@ -488,7 +488,7 @@ func TestAudit(t *testing.T) {
 		}
 		return maps.Equal(now, want)
 	})
-	n := <-repaired
+	n := waittest.Receive(t, patience, "a report of the correction", repaired)
 	f.put(t, "subnets/10.5.8.0-24", leaseValue("192.0.2.88"), f.grant(t, 60))
 	want = k.stored(t)
 	waittest.Until(t, patience, "a change after that", func() bool {
@@ -499,7 +499,7 @@ func TestAudit(t *testing.T) {
 		return maps.Equal(now, want)
 	})
 	cancel()
-	<-done
+	waittest.Receive(t, patience, "the end of Watch", done)
 	if n < 4 || n > 5 || len(repaired) > 0 {
 		t.Errorf("%d leases were corrected, and then %d times more, want 4 or 5 and none", n, len(repaired))
 	}

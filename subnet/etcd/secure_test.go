@@ -163,7 +163,7 @@ func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 		t.Errorf("it took %s", d)
 	}
 	cancel()
-	<-done
+	waittest.Receive(t, patience, "the end of Config", done)
 	if !strings.Contains(text, "127.0.0.1:") || strings.ContainsAny(text, "\n\\") || len(text) > 300 {
 		t.Errorf("the error is %q, want one line with the endpoint", text)
 	}
@@ -232,7 +232,7 @@ func TestPassword(t *testing.T) {
 		if _, err := root.UserGrantRole(t.Context(), "late", "flannel"); err != nil {
 			t.Fatal(err)
 		}
-		if err := <-done; err != nil {
+		if err := waittest.Receive(t, endless, "a login with the right password", done); err != nil {
 			t.Error(err)
 		}
 	})

@@ -29,7 +29,10 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-const patience = 20 * time.Second
+const (
+	patience = 20 * time.Second
+	endless  = 4 * time.Minute // longer than anything takes on a busy machine
+)
 
 // server is a real etcd on loopback.
 type server struct {
@@ -273,15 +276,16 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 type proxy struct {
 	addr, target string
 
-	mu       sync.Mutex
-	listener net.Listener
-	conns    []net.Conn
-	hang     chan struct{} // while open nothing is forwarded
-	last     []byte        // data that contains it is the last that is forwarded
-	rate     int           // bytes in a second to managers, all together; zero: no limit
-	busy     time.Time     // until when what was sent at this rate takes
-	sent     atomic.Int64  // bytes to managers
-	wg       sync.WaitGroup
+	mu         sync.Mutex
+	listener   net.Listener
+	conns      []net.Conn
+	hang       chan struct{}  // while open nothing is forwarded
+	last       []byte         // data that contains it is the last that is forwarded
+	rate       int            // bytes in a second to managers, all together; zero: no limit
+	busy       time.Time      // until when what was sent at this rate takes
+	sent       atomic.Int64   // bytes to managers
+	accepting  sync.WaitGroup // accepts connections and adds them to conns
+	forwarding sync.WaitGroup
 }
 
 func newProxy(tb testing.TB, s *server) *proxy {
@@ -304,8 +308,8 @@ func (p *proxy) open(tb testing.TB) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.listener, p.hang = l, nil
-	p.wg.Go(func() {
+	p.listener = l
+	p.accepting.Go(func() {
 		for {
 			c, err := l.Accept()
 			if err != nil {
@@ -317,7 +321,7 @@ func (p *proxy) open(tb testing.TB) {
 }
 
 func (p *proxy) serve(c net.Conn) {
-	up, err := net.Dial("tcp", p.target)
+	up, err := net.DialTimeout("tcp", p.target, patience)
 	if err != nil {
 		c.Close()
 		return
@@ -326,7 +330,7 @@ func (p *proxy) serve(c net.Conn) {
 	p.conns = append(p.conns, c, up)
 	p.mu.Unlock()
 	for _, d := range [][2]net.Conn{{c, up}, {up, c}} {
-		p.wg.Go(func() {
+		p.forwarding.Go(func() {
 			defer d[0].Close()
 			defer d[1].Close()
 			buf := make([]byte, 32<<10)
@@ -369,7 +373,14 @@ func (p *proxy) delay(n int) time.Duration {
 func (p *proxy) stall() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.hang = make(chan struct{})
+	p.hangUp()
+}
+
+// hangUp stops the goroutines that forward data. The caller has locked mu.
+func (p *proxy) hangUp() {
+	if p.hang == nil { // otherwise goroutines wait for the present channel
+		p.hang = make(chan struct{})
+	}
 }
 
 // stallAfterText stalls as soon as it has forwarded data that contains text.
@@ -383,7 +394,8 @@ func (p *proxy) stallAfter(data []byte) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.last != nil && bytes.Contains(data, p.last) {
-		p.last, p.hang = nil, make(chan struct{})
+		p.last = nil
+		p.hangUp()
 	}
 }
 
@@ -392,7 +404,12 @@ func (p *proxy) cut() {
 	p.mu.Lock()
 	if p.listener != nil {
 		p.listener.Close()
+		p.listener = nil
 	}
+	p.mu.Unlock()
+	p.accepting.Wait() // otherwise a connection that was just accepted would be missing in conns, and stay open
+	p.mu.Lock()
+	p.last = nil // from here on nothing stalls
 	for _, c := range p.conns {
 		c.Close()
 	}
@@ -400,9 +417,9 @@ func (p *proxy) cut() {
 		close(p.hang)
 		p.hang = nil
 	}
-	p.conns, p.listener = nil, nil
+	p.conns = nil
 	p.mu.Unlock()
-	p.wg.Wait()
+	p.forwarding.Wait()
 }
 
 func (p *proxy) url() string { return "http://" + p.addr }

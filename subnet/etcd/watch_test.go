@@ -145,7 +145,7 @@ func TestGarbageIsLoggedOnce(t *testing.T) {
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	next()
 	cancel()
-	<-done
+	waittest.Receive(t, patience, "the end of Watch", done)
 	long := strings.Repeat("k", 64) + "…"
 	want := []string{
 		`"msg"="lease cannot be read and keeps its last good state" "error"="value has 1048576 bytes (at most 65536 are read)" "key"="10.5.1.0-24"`,
@@ -556,7 +556,7 @@ func TestQuietViewIsNotCompacted(t *testing.T) {
 				t.Errorf("%d full lists, want %d", n, want)
 			}
 			cancel()
-			<-done
+			waittest.Receive(t, patience, "the end of Watch", done)
 		})
 	}
 }

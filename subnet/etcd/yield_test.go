@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -21,6 +22,8 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	f := newFixture(t, newServer(t)) // in a shared one, etcd leases of other tests run out
 	f.put(t, "config", `{"Network":"10.5.0.0/20","SubnetMin":"10.5.0.0","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`)
 	leases := f.etcdLeases(t)
+	ctx, cancel := context.WithTimeout(t.Context(), endless)
+	defer cancel()
 	var mu sync.Mutex
 	owner := map[netip.Prefix]int{}
 	var wg sync.WaitGroup
@@ -29,8 +32,8 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 		wg.Go(func() {
 			var l subnet.Lease
 			var err error
-			for l.Key == "" && t.Context().Err() == nil { // one that will yield may hold the last free subnet
-				l, err = subnettest.Acquire(t.Context(), m, claim(fmt.Sprintf("192.0.2.%d", n+1), fmt.Sprintf("2001:db8::%d", n+1)))
+			for l.Key == "" && ctx.Err() == nil { // one that will yield may hold the last free subnet
+				l, err = subnettest.Acquire(ctx, m, claim(fmt.Sprintf("192.0.2.%d", n+1), fmt.Sprintf("2001:db8::%d", n+1)))
 			}
 			if err != nil {
 				t.Errorf("node %d: %v", n, err)

@@ -266,20 +266,22 @@ func newBalancer(t *testing.T) *balancer {
 		t.Fatal(err)
 	}
 	b := &balancer{Listener: l, conns: map[net.Conn]bool{}}
-	var wg sync.WaitGroup
-	wg.Go(func() {
+	var accepting, forwarding sync.WaitGroup
+	accepting.Go(func() {
 		for {
 			conn, err := l.Accept()
 			if err != nil {
 				return
 			}
-			wg.Go(func() { b.forward(conn) })
+			b.keep(conn) // before its destination is chosen: use ends all connections to another one
+			forwarding.Go(func() { b.forward(conn) })
 		}
 	})
 	t.Cleanup(func() {
 		l.Close()
+		accepting.Wait()
 		b.cut()
-		wg.Wait()
+		forwarding.Wait()
 	})
 	return b
 }
@@ -290,20 +292,17 @@ func (b *balancer) forward(from net.Conn) {
 	if err != nil {
 		return
 	}
-	b.keep(from, to)
-	go func() {
+	go func() { // ends with from
 		_, _ = io.Copy(to, from)
 		to.Close()
 	}()
 	_, _ = io.Copy(from, to)
 }
 
-func (b *balancer) keep(conns ...net.Conn) {
+func (b *balancer) keep(conn net.Conn) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for _, c := range conns {
-		b.conns[c] = true
-	}
+	b.conns[conn] = true
 }
 
 // cut ends all connections.

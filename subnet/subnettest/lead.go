@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -26,11 +27,7 @@ type Term struct {
 // ExpectOver waits until the store has ended the term.
 func (term Term) ExpectOver(t *testing.T) {
 	t.Helper()
-	select {
-	case <-term.Over:
-	case <-time.After(patience):
-		t.Fatal("the term does not end")
-	}
+	waittest.Receive(t, patience, "the end of the term", term.Over)
 }
 
 // ExpectTakeover makes next the leader after the node of the term has lost the store. The term must end
@@ -75,13 +72,16 @@ func Lead(t *testing.T, m subnet.Elector, task string, own subnet.Lease) Term {
 			<-time.After(50 * time.Millisecond)
 		}
 	}()
-	end := func() { cancel(); <-over }
+	end := func() {
+		cancel()
+		waittest.Receive(t, patience, "the end of the term", over)
+	}
 	select {
 	case announce := <-begun:
 		t.Cleanup(end)
 		return Term{Announce: announce, Over: over, task: task, End: func() {
 			end()
-			if err := <-done; err != nil {
+			if err := waittest.Receive(t, patience, "the end of Lead", done); err != nil {
 				t.Errorf("the term of node %s has ended with the error %v", own.Key, err)
 			}
 		}}

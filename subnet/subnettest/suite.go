@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -402,7 +403,7 @@ func testCancel(t *testing.T, b Backing) {
 		})
 	}()
 	go func() { done <- m.Keep(ctx, own) }()
-	<-first
+	waittest.Receive(t, patience, "the first leases", first)
 	cancel()
 	for range 2 {
 		select {

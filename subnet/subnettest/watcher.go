@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -32,7 +33,7 @@ func Watch(t *testing.T, m subnet.Manager) *Watcher {
 	go func() { done <- m.Watch(ctx, w.add) }()
 	t.Cleanup(func() {
 		cancel()
-		if err := <-done; !errors.Is(err, context.Canceled) {
+		if err := waittest.Receive(t, patience, "the end of Watch", done); !errors.Is(err, context.Canceled) {
 			t.Errorf("Watch ended with %v", err)
 		}
 	})

@@ -38,3 +38,15 @@ func Until(tb testing.TB, limit time.Duration, what string, check func() bool) {
 		return errors.New("waited in vain")
 	})
 }
+
+// Receive returns the next value of a channel, or the zero value if the channel is closed. After limit it
+// fails the test. The message names the expected value by the parameter what.
+func Receive[T any](tb testing.TB, limit time.Duration, what string, c <-chan T) (v T) {
+	tb.Helper()
+	select {
+	case v = <-c:
+	case <-time.After(limit):
+		tb.Fatalf("%s: waited in vain for %s", what, limit)
+	}
+	return v
+}
