@@ -189,7 +189,8 @@ func TestStopRightAfterReady(t *testing.T) {
 	}
 }
 
-// TestWatchdog checks that the daemon sends WATCHDOG=1 in every interval of the watchdog.
+// TestWatchdog checks that the daemon sends WATCHDOG=1 well within the interval of the watchdog. On a busy
+// machine single notifications are late, so the test examines the median.
 func TestWatchdog(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -197,11 +198,19 @@ func TestWatchdog(t *testing.T) {
 	const interval = 400 * time.Millisecond
 	d := start(t, l.Host(1), lab.FlanneldOptions{Env: s.env(fmt.Sprintf("WATCHDOG_USEC=%d", interval.Microseconds()))})
 	notified := map[string]int{}
-	for range 8 {
-		notified[s.next(t, interval)]++
+	var pauses []time.Duration // before each WATCHDOG=1; the first one contains the start
+	last := time.Now()
+	for deadline := last.Add(patience); (notified["READY=1"] == 0 || len(pauses) < 9) && time.Now().Before(deadline); {
+		n := s.next(t, patience)
+		notified[n]++
+		if n == "WATCHDOG=1" {
+			now := time.Now()
+			pauses, last = append(pauses, now.Sub(last)), now
+		}
 	}
-	if notified["READY=1"] != 1 || notified["WATCHDOG=1"] != 7 {
-		t.Errorf("notifications %v, want one READY=1 and a WATCHDOG=1 in every %v", notified, interval)
+	slices.Sort(pauses)
+	if notified["READY=1"] != 1 || len(notified) != 2 || len(pauses) < 9 || pauses[len(pauses)/2] > interval*3/4 {
+		t.Errorf("notifications %v, want one READY=1, and a WATCHDOG=1 in %v: the pauses were %v", notified, interval*3/4, pauses)
 	}
 	expectStop(t, d)
 }
