@@ -104,7 +104,9 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	}
 	r := &RouteKeeper{routes: cloud.NewKeeper(keeper), calls: b.Calls}
 	if b.Writer == cloud.WriterLeader {
-		r.routes = cloud.NewElected(cloud.ElectedConfig{KeeperConfig: keeper, Election: election{b.Env.Elector, own}})
+		r.routes = cloud.NewElected(cloud.ElectedConfig{
+			KeeperConfig: keeper, Election: election{b.Env.Elector, own}, Tunnel: b.Overflow.Type != "",
+		})
 	}
 	n.Go(r.routes.Run)
 	return r
@@ -195,7 +197,7 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	defer cancel()
 	repaired, err := n.routes.Result(ctx)
 	o.Repaired += repaired
-	if _, full := errors.AsType[*cloud.QuotaError](err); full && n.Writer != cloud.WriterLeader {
+	if cloud.Kind(err) == "quota" {
 		err = fmt.Errorf("%w; or set Backend.Overflow, with which other hosts reach this one by a tunnel", err)
 	}
 	return o, oneline.Join(failed, err)

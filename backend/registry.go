@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -127,12 +126,8 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 	}
 }
 
-// overflow returns the backend for a cloud with a tunnel. Only a host that reads the tables itself can
-// publish which of them its packets follow, which a leader does not announce.
+// overflow returns the backend for a cloud with a tunnel.
 func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []string, error) {
-	if c.Writer == cloud.WriterLeader {
-		return nil, nil, fmt.Errorf("Backend has both Writer %q and Overflow, which do not work together: remove one of them", c.Writer)
-	}
 	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.combine == nil {
 		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys", subnet.Shorten(c.Overflow.Type), strings.Join(r.tunnels(), ", "))
 	}

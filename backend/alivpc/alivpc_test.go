@@ -84,6 +84,8 @@ func TestRouteThatModifyDoesNotSee(t *testing.T) {
 
 func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
+func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
+
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 func TestClusters(t *testing.T) { bed().Clusters(t) }

@@ -73,6 +73,7 @@ type instance struct {
 	Status     string
 	Attributes struct {
 		Private addressList `json:"PrivateIpAddress"`
+		VSwitch string      `json:"VSwitchId"` // of the primary network interface
 	} `json:"VpcAttributes"`
 	Public addressList `json:"PublicIpAddress"`
 	EIP    struct {

@@ -29,6 +29,7 @@ type vpc struct {
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
+	tunnel    bool // there is a tunnel, so Find asks which tables hosts follow
 
 	api   *client // nil before the first connection
 	table string  // id; of the last Join or Check
@@ -52,13 +53,8 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if !primary {
 		return nil, fmt.Errorf("the external interface is not the primary network interface of %s, to which routes to an instance lead: choose that one by --iface", v.api.instance)
 	}
-	var answer struct {
-		VPC   string `json:"VpcId"`
-		Table struct {
-			ID string `json:"RouteTableId"`
-		} `json:"RouteTable"`
-	}
-	if err := v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &answer); err != nil {
+	answer, err := v.vSwitch(ctx, id)
+	if err != nil {
 		return nil, err
 	}
 	if answer.Table.ID == "" {
@@ -66,6 +62,38 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	}
 	v.table, v.id, v.own = answer.Table.ID, answer.VPC, v.api.instance
 	return v.api, nil
+}
+
+// vSwitch is a vSwitch of the API.
+type vSwitch struct {
+	VPC   string `json:"VpcId"`
+	Table struct {
+		ID string `json:"RouteTableId"`
+	} `json:"RouteTable"`
+}
+
+func (v *vpc) vSwitch(ctx context.Context, id string) (s vSwitch, err error) {
+	return s, v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &s)
+}
+
+// followed adds the tables that packets of hosts follow to found, with a call for each vSwitch.
+func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]instance) error {
+	tables := map[string]string{} // by vSwitch
+	for n, f := range found {
+		id := all[f.Target].Attributes.VSwitch
+		if f.Err != nil || id == "" {
+			continue
+		}
+		if _, known := tables[id]; !known {
+			answer, err := v.vSwitch(ctx, id)
+			if err != nil {
+				return err
+			}
+			tables[id] = answer.Table.ID
+		}
+		found[n].Table = tables[id]
+	}
+	return nil
 }
 
 // Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
@@ -98,6 +126,9 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 				break
 			}
 		}
+	}
+	if v.tunnel {
+		return found, v.followed(ctx, found, all)
 	}
 	return found, nil
 }

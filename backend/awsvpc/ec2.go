@@ -29,10 +29,12 @@ type vpc struct {
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, string, error)
+	tunnel    bool // there is a tunnel, so Find asks which tables hosts follow
 
 	api      *client // nil before the first connection
 	instance string
 	own      networkInterface // of the last Join or Check
+	main     string           // id of the main table of the VPC, if it is chosen; of the last Tables
 }
 
 // instanceAnswer is the answer of DescribeInstances.
@@ -189,6 +191,10 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 			}
 		}
 	}
+	tables, err := v.tablesOf(ctx, hosts, interfaces)
+	if err != nil {
+		return nil, err
+	}
 	found := make([]cloud.Found, len(hosts))
 	var missing error
 	for i, h := range hosts {
@@ -197,6 +203,7 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 			found[i] = cloud.NotFound(h)
 			continue
 		}
+		found[i].Table = tables[n.Subnet]
 		if !n.SourceDestCheck {
 			continue
 		}
@@ -215,6 +222,34 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 		}
 	}
 	return found, nil
+}
+
+// tablesOf returns the ids of the tables that packets of hosts follow, by the subnets of the hosts. It returns
+// none if there is no tunnel. Tables that are not chosen may be missing.
+func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[netip.Addr]networkInterface) (map[string]string, error) {
+	tables := map[string]string{}
+	if !v.tunnel {
+		return tables, nil
+	}
+	for _, h := range hosts {
+		if n, known := interfaceOf(interfaces, h); known {
+			tables[n.Subnet] = v.main // unless there is another one for the subnet
+		}
+	}
+	for some := range slices.Chunk(slices.Sorted(maps.Keys(tables)), maxTargets) {
+		found, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": some}))
+		if err != nil {
+			return nil, err
+		}
+		for _, t := range found {
+			for _, a := range t.Associations {
+				if _, wanted := tables[a.Subnet]; wanted {
+					tables[a.Subnet] = t.ID
+				}
+			}
+		}
+	}
+	return tables, nil
 }
 
 // interfaceOf returns the network interface with the address of a host.
@@ -251,13 +286,22 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
+	v.main = ""
 	var tables []cloud.Table
 	for _, t := range found {
+		if t.main(v.own.VPC) {
+			v.main = t.ID
+		}
 		table := t.table()
 		table.Own = t.ID == own
 		tables = append(tables, table)
 	}
 	return tables, nil
+}
+
+// main reports whether t is the main table of a VPC.
+func (t routeTable) main(vpc string) bool {
+	return t.VPC == vpc && slices.ContainsFunc(t.Associations, func(a association) bool { return a.Main })
 }
 
 // followed returns the id of the one of the chosen tables that packets of this host follow, or "".
@@ -271,9 +315,9 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 			if a.Subnet == v.own.Subnet {
 				return t.ID, nil
 			}
-			if a.Main && t.VPC == v.own.VPC {
-				main = t.ID
-			}
+		}
+		if t.main(v.own.VPC) {
+			main = t.ID
 		}
 	}
 	if main == "" {

@@ -211,6 +211,8 @@ func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 
 func TestLeader(t *testing.T) { bed().Leader(t, 10) }
 
+func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "subnet-1") }
+
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 func TestCheckNamesEveryMissingPermission(t *testing.T) {

@@ -75,7 +75,8 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 			AddOfOther: func(dst netip.Prefix) {
 				s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: v.Peer, Kind: vpctest.Custom, Description: ofOther})
 			},
-			Cloud: v.Backend(t, `{"Type":"`+v.Type+`"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
+			Follows: true,
+			Cloud:   v.Backend(t, `{"Type":"`+v.Type+`","Overflow":"vxlan"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
 			IPv4Only:     !slices.Contains(v.Families, prefix.IPv6),
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(vpctest.MainTable, dst) },
 			EndPeer:      func() { s.Terminate("i-2") },
@@ -483,11 +484,39 @@ func (v VPC) Leader(t *testing.T, most int) {
 		t.Fatal(err)
 	}
 	for n, f := range found {
-		if want := s.TargetOf(s.Instance(fmt.Sprintf("i-%d", 100+n))); f != (cloud.Found{Target: want}) {
+		if want := s.TargetOf(s.Instance(fmt.Sprintf("i-%d", 100+n))); f.Target != want || f.Err != nil {
 			t.Fatalf("host %d is %+v, want %s", n, f, want)
 		}
 	}
 	if calls := len(s.Calls()) - before; calls > most {
 		t.Errorf("%d calls to find 1,000 hosts, want at most %d", calls, most)
+	}
+}
+
+// Followers has hosts in subnets with other tables. With a tunnel a leader must know which table packets of each
+// host follow.
+func (v VPC) Followers(t *testing.T, own string) {
+	t.Helper()
+	s, _ := v.Open(t)
+	s.AddTable("rtb-a", own)
+	s.AddTable("rtb-z", "subnet-9")
+	var hosts []cloud.Host
+	for n, subnet := range []string{own, "subnet-8", "subnet-9"} {
+		i := s.AddInstance(100+n, subnet, netip.AddrFrom4([4]byte{192, 168, 80, byte(n)}))
+		hosts = append(hosts, cloud.Host{Addresses: i.Addresses})
+	}
+	c := v.Backend(t, `{"Writer":"leader","Overflow":"vxlan"}`).Cloud
+	if _, err := c.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Tables(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	found, err := c.Find(t.Context(), hosts)
+	if err != nil || len(found) != 3 {
+		t.Fatalf("found %v, error %v", found, err)
+	}
+	if found[0].Table != "rtb-a" || found[2].Table != "rtb-z" || found[1].Table == "rtb-a" || found[1].Table == "rtb-z" {
+		t.Errorf("found %v, want rtb-a, not rtb-a for a host that follows the main table, and rtb-z", found)
 	}
 }

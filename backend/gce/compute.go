@@ -165,7 +165,7 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 		for _, a := range h.Addresses {
 			if i, ok := at[a]; ok {
 				target := targetOf(path.Base(i.Zone), i.Name)
-				found[n] = cloud.Found{Target: target, Err: i.checkForward(target)}
+				found[n] = cloud.Found{Target: target, Table: v.table, Err: i.checkForward(target)}
 				break
 			}
 		}

@@ -141,7 +141,8 @@ func testSuite(t *testing.T, lateQuota bool) {
 		s.SetScopes("host-1", "cloud-platform") // without it the check cannot ask for permissions in the project
 		s.SetPageSize(1)
 		return cloudtest.Fixture{
-			Cloud: newBackend(t, `{"Type":"gce"}`).Cloud, Table: gcetest.Network, Peer: peer, PeerAddress: peer4,
+			Follows: true,
+			Cloud:   newBackend(t, `{"Type":"gce"}`).Cloud, Table: gcetest.Network, Peer: peer, PeerAddress: peer4,
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoutes(gcetest.Network, dst) },
 			EndPeer:      func() { s.Delete("host-2") },
 			SetQuota:     func(n int) { s.SetQuota(n, lateQuota) },

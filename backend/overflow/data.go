@@ -81,6 +81,8 @@ func reasons() map[string]string {
 		"denied":      "permissions are missing",
 		"throttled":   "the cloud refuses calls because there are too many",
 		"unavailable": "the cloud does not answer",
+		"outside":     "the leader knows no instance with its address",
+		"waiting":     "the leader has not put it yet",
 		"failed":      "another error",
 	}
 }

@@ -59,7 +59,7 @@ func TestConfigurations(t *testing.T) {
 			`{"Overflow":""}`:                                              {"", 0, 0, "", `Backend: Overflow: want "vxlan"`},
 			`{"Overflow":"vxlan","Writer":"host"}`:                         {"flannel.1", 8472, 8951, "", ""},
 			`{"Overflow":null,"Writer":"leader"}`:                          {"", 0, 9001, "", ""},
-			`{"Overflow":"vxlan","Writer":"leader"}`:                       {"", 0, 0, "", `Backend has both Writer "leader" and Overflow, which do not work together: remove one of them`},
+			`{"Overflow":"vxlan","Writer":"leader"}`:                       {"flannel.1", 8472, 8951, "", ""},
 		} {
 			b, warnings, err := create(t, kind, raw)
 			if want.err != "" {

@@ -103,6 +103,9 @@ type instance struct {
 	State   string   `json:"InstanceState"`
 	Private []string `json:"PrivateIpAddresses"` // of the primary network interface
 	Public  []string `json:"PublicIpAddresses"`
+	Place   struct {
+		Subnet string `json:"SubnetId"`
+	} `json:"VirtualPrivateCloud"`
 }
 
 // runs reports whether the instance can get packets now or soon.

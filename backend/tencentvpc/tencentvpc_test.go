@@ -86,6 +86,8 @@ func TestOldAnswers(t *testing.T) {
 
 func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
+func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "subnet-1") }
+
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 func TestClusters(t *testing.T) { bed().Clusters(t) }

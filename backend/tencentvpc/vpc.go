@@ -27,6 +27,7 @@ type vpc struct {
 
 	api *client // nil before the first connection
 	own place   // of the last Join or Check
+	all []table // of the VPC; of the last Tables, Put or Remove
 }
 
 // Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
@@ -53,6 +54,10 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 		return nil, err
 	}
 	targets := map[netip.Addr]netip.Addr{} // private addresses, by all addresses
+	followed := func(i instance) string {
+		t, _ := choose(v.all, i.Place.Subnet)
+		return t.ID
+	}
 	for private, i := range instances {
 		for _, a := range transport.Addresses(i.Public...) {
 			targets[a] = private
@@ -66,7 +71,7 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 		found[n] = cloud.NotFound(h)
 		for _, a := range h.Addresses {
 			if target, ok := targets[a]; ok {
-				found[n] = cloud.Found{Target: target.String()}
+				found[n] = cloud.Found{Target: target.String(), Table: followed(instances[target])}
 				break
 			}
 		}
@@ -151,6 +156,7 @@ func (v *vpc) table(ctx context.Context) (table, error) {
 	if err != nil {
 		return table{}, err
 	}
+	v.all = all
 	t, ok := choose(all, v.own.subnet)
 	if !ok {
 		return table{}, fmt.Errorf("Tencent Cloud knows no route table of subnet %s in %s", v.own.subnet, v.own.vpc)

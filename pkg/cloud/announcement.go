@@ -4,6 +4,7 @@ package cloud
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -16,12 +17,22 @@ type announcement struct {
 	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if the leader does not know them yet
 	Rest     bool           `json:"rest,omitempty"`     // all that are not in Unrouted are in order; there are too many to name them
 	Unrouted []unrouted     `json:"unrouted,omitempty"` // others, by the reason
+	Tables   []routerTable  `json:"tables,omitempty"`   // what each table does, for hosts with a tunnel; nil if that is not known
 	Error    string         `json:"error,omitempty"`    // the error of the leader's last comparison
 }
 
 type unrouted struct {
 	Reason  string         `json:"reason"`
+	Kind    string         `json:"kind,omitempty"` // of the reason: see Kind
 	Subnets []netip.Prefix `json:"subnets"`
+}
+
+// routerTable tells from which hosts packets follow a table, and to which ones it leads.
+type routerTable struct {
+	Name  string         `json:"name"`            // see Table.Name
+	Hosts []netip.Prefix `json:"hosts,omitempty"` // hosts whose packets follow the table, by their first subnets
+	Less  []netip.Prefix `json:"less,omitempty"`  // destinations in Routed to which it has not been read with a right route yet
+	More  []netip.Prefix `json:"more,omitempty"`  // destinations that are not in Routed to which it has
 }
 
 // All hosts read the announcement. The annotations of an object of Kubernetes have at most 256 KiB together,
@@ -34,14 +45,18 @@ const (
 )
 
 // announce returns the announcement after a comparison of the leader that ended with err, as JSON. Equal
-// states give equal texts. If the announcement would be too large, omitted says what was left out.
-func announce(r Report, err error) (text json.RawMessage, omitted string, _ error) {
+// states give equal texts. It has the tables if tables is set. If the announcement would be too large, omitted
+// says what was left out.
+func announce(r Report, err error, tables bool) (text json.RawMessage, omitted string, _ error) {
 	a := announcement{Routed: slices.Clone(r.Routed)}
 	slices.SortFunc(a.Routed, comparePrefixes)
 	all := slices.Clone(r.Unrouted)
 	slices.SortFunc(all, func(a, b Unrouted) int { return a.Dst.Compare(b.Dst) })
 	for _, u := range all {
-		a.add(u.Dst, clean(u.Reason))
+		a.add(u.Dst, clean(u.Reason), u.Kind)
+	}
+	if tables && r.Routed != nil {
+		a.Tables = routerTables(r)
 	}
 	if err != nil {
 		a.Error = clean(err.Error())
@@ -55,6 +70,64 @@ func announce(r Report, err error) (text json.RawMessage, omitted string, _ erro
 	return text, omitted, nil
 }
 
+// routerTables returns the tables of a report for an announcement. Their destinations are named as differences to
+// those in order, because few of them are.
+func routerTables(r Report) []routerTable {
+	routed := set(r.Routed)
+	tables := []routerTable{}
+	for _, t := range r.Tables {
+		seen := set(t.Seen)
+		one := routerTable{Name: t.Name, Hosts: slices.Clone(t.Hosts)}
+		for _, dst := range r.Routed {
+			if !seen[dst] {
+				one.Less = append(one.Less, dst)
+			}
+		}
+		for _, dst := range t.Seen {
+			if !routed[dst] {
+				one.More = append(one.More, dst)
+			}
+		}
+		for _, list := range [][]netip.Prefix{one.Hosts, one.Less, one.More} {
+			slices.SortFunc(list, comparePrefixes)
+		}
+		tables = append(tables, one)
+	}
+	slices.SortFunc(tables, func(a, b routerTable) int { return strings.Compare(a.Name, b.Name) })
+	return tables
+}
+
+func set(all []netip.Prefix) map[netip.Prefix]bool {
+	members := map[netip.Prefix]bool{}
+	for _, p := range all {
+		members[p] = true
+	}
+	return members
+}
+
+// seen reports whether a table has been read with a right route to dst.
+func (a announcement) seen(t routerTable, dst netip.Prefix) bool {
+	return slices.Contains(t.More, dst) || slices.Contains(a.Routed, dst) && !slices.Contains(t.Less, dst)
+}
+
+// tables returns what the announced tables do for a host with these subnets, like the report of a keeper
+// on that host. settled is set if each of them has been read with the routes to all of the subnets.
+func (a announcement) tables(subnets []netip.Prefix) (tables []TableReport, routes []RouteReport, settled bool) {
+	settled = true
+	for _, t := range a.Tables {
+		name := clean(t.Name)
+		own := slices.ContainsFunc(subnets, func(dst netip.Prefix) bool { return slices.Contains(t.Hosts, dst) })
+		tables = append(tables, TableReport{ID: name, Name: name, Own: own})
+		for _, dst := range subnets {
+			seen := a.seen(t, dst)
+			settled = settled && seen
+			r := Route{Table: name, Dst: dst, ByCall: true}
+			routes = append(routes, RouteReport{Route: r, Present: seen || slices.Contains(a.Routed, dst), Seen: seen})
+		}
+	}
+	return tables, routes, settled
+}
+
 // form is a form of an announcement.
 type form struct {
 	announcement
@@ -65,22 +138,27 @@ type form struct {
 // it whether its routes are in order, as far as the place permits that.
 func (a announcement) forms() []form {
 	const routed = "the subnets with a route, so a host that is not named counts as in order"
-	var plain []unrouted
-	if len(a.Unrouted) > 0 {
-		plain = []unrouted{{Reason: otherReason}}
-		for _, u := range a.Unrouted {
-			plain[0].Subnets = append(plain[0].Subnets, u.Subnets...)
+	var plain announcement
+	for _, u := range a.Unrouted {
+		for _, dst := range u.Subnets {
+			plain.add(dst, otherReason, u.Kind)
 		}
 	}
+	short := announcement{Routed: a.Routed, Unrouted: plain.Unrouted, Tables: a.Tables, Error: a.Error}
+	forms := []form{{a, ""}, {short, "the reasons"}}
+	if a.Tables != nil {
+		// Hosts then go on to use the cloud or the tunnel as they do. No other form has the tables, because
+		// the tables need Routed.
+		short.Tables = nil
+		forms = append(forms, form{short, "the reasons, and the route tables, so that no host changes between the cloud and the tunnel"})
+	}
 	none, rest := a.Routed[:0], a.Routed != nil // without routes that are known, there is no rest of them
-	return []form{
-		{a, ""},
-		{announcement{Routed: a.Routed, Unrouted: plain, Error: a.Error}, "the reasons"},
+	return append(forms, []form{
 		{announcement{Routed: none, Rest: rest, Unrouted: a.Unrouted, Error: a.Error}, routed},
-		{announcement{Routed: none, Rest: rest, Unrouted: plain, Error: a.Error}, "the reasons, and " + routed},
+		{announcement{Routed: none, Rest: rest, Unrouted: plain.Unrouted, Error: a.Error}, "the reasons, and " + routed},
 		{announcement{Routed: a.Routed, Error: a.Error}, "the subnets without a route"},
 		{announcement{Error: "there are too many subnets to announce them"}, "all subnets"},
-	}
+	}...)
 }
 
 // routed reports whether the routes to dst are in order.
@@ -92,15 +170,17 @@ func (a announcement) routed(dst netip.Prefix) bool {
 }
 
 // add adds a destination that is not in order.
-func (a *announcement) add(dst netip.Prefix, reason string) {
-	find := func() int { return slices.IndexFunc(a.Unrouted, func(u unrouted) bool { return u.Reason == reason }) }
+func (a *announcement) add(dst netip.Prefix, reason, kind string) {
+	find := func() int {
+		return slices.IndexFunc(a.Unrouted, func(u unrouted) bool { return u.Reason == reason && u.Kind == kind })
+	}
 	i := find()
 	if i < 0 && len(a.Unrouted) >= mostReasons {
 		reason = otherReason
 		i = find()
 	}
 	if i < 0 {
-		i, a.Unrouted = len(a.Unrouted), append(a.Unrouted, unrouted{Reason: reason})
+		i, a.Unrouted = len(a.Unrouted), append(a.Unrouted, unrouted{Reason: reason, Kind: kind})
 	}
 	a.Unrouted[i].Subnets = append(a.Unrouted[i].Subnets, dst)
 }
@@ -123,13 +203,38 @@ func (a announcement) check(subnets []netip.Prefix, leader string) error {
 		}
 		for _, u := range a.Unrouted {
 			if slices.Contains(u.Subnets, dst) {
-				return fmt.Errorf("no route to %s, says the leader %s: %s", dst, leader, clean(u.Reason))
+				return &toldError{fmt.Sprintf("no route to %s, says the leader %s: %s", dst, leader, clean(u.Reason)), knownKind(u.Kind)}
 			}
 		}
 		if a.Error != "" {
 			return fmt.Errorf("no route to %s, because the leader %s cannot write: %s", dst, leader, clean(a.Error))
 		}
-		return fmt.Errorf("waiting for the leader %s, which has not put the route to %s yet", leader, dst)
+		return &waitingError{fmt.Errorf("waiting for the leader %s, which has not put the route to %s yet", leader, dst)}
 	}
 	return nil
+}
+
+// toldError is the reason that the leader has announced for a missing route to this host.
+type toldError struct{ text, kind string }
+
+// Error implements error.
+func (e *toldError) Error() string { return e.text }
+
+// knownKind returns kind, or "failed" if Kind never returns it for an error.
+func knownKind(kind string) string {
+	switch kind {
+	case "throttled", "unavailable", "denied", "quota", "outside", "waiting":
+		return kind
+	}
+	return "failed"
+}
+
+// waitingError means that the leader, or the one after it, will tell whether the routes are in order.
+type waitingError struct{ error }
+
+func (e *waitingError) Unwrap() error { return e.error }
+
+func waiting(err error) bool {
+	_, is := errors.AsType[*waitingError](err)
+	return is
 }

@@ -22,15 +22,15 @@ func TestAnnouncementIsSmall(t *testing.T) {
 	var r Report
 	for n := range 2000 {
 		r.Routed = append(r.Routed, subnetOf(n))
-		r.Unrouted = append(r.Unrouted, Unrouted{subnetOf(10000 + n), fmt.Sprintf("%d %s", n, strings.Repeat("é", 500))})
+		r.Unrouted = append(r.Unrouted, Unrouted{subnetOf(10000 + n), fmt.Sprintf("%d %s", n, strings.Repeat("é", 500)), "failed"})
 	}
-	text, omitted, err := announce(r, errors.New(strings.Repeat("x", 1000)))
+	text, omitted, err := announce(r, errors.New(strings.Repeat("x", 1000)), false)
 	if err != nil || len(text) > mostText || omitted != "" {
 		t.Fatalf("%d bytes without %q, error %v", len(text), omitted, err)
 	}
 	slices.Reverse(r.Routed)
 	slices.Reverse(r.Unrouted)
-	if again, _, _ := announce(r, errors.New(strings.Repeat("x", 1000))); string(again) != string(text) {
+	if again, _, _ := announce(r, errors.New(strings.Repeat("x", 1000)), false); string(again) != string(text) {
 		t.Error("equal states have different texts")
 	}
 	var a announcement
@@ -84,10 +84,10 @@ func TestLargeAnnouncement(t *testing.T) {
 			}
 			for n := range tt.unrouted {
 				for _, dst := range hostOf(tt.routed + n) {
-					r.Unrouted = append(r.Unrouted, Unrouted{dst, fmt.Sprint(n%100) + tt.reason})
+					r.Unrouted = append(r.Unrouted, Unrouted{dst, fmt.Sprint(n%100) + tt.reason, "quota"})
 				}
 			}
-			text, omitted, err := announce(r, nil)
+			text, omitted, err := announce(r, nil, false)
 			if err != nil || len(text) > mostText || !strings.HasPrefix(omitted, tt.omitted) || tt.omitted == "" && omitted != "" {
 				t.Fatalf("%d bytes without %q, error %v, want at most %d without %q", len(text), omitted, err, mostText, tt.omitted)
 			}
@@ -107,10 +107,105 @@ func TestLargeAnnouncement(t *testing.T) {
 // TestAnnouncementIsOneLine has an announcement that another program has written.
 func TestAnnouncementIsOneLine(t *testing.T) {
 	dirty := "a\nb\x1b[31m" + strings.Repeat("c", 1000)
-	for _, a := range []announcement{{Unrouted: []unrouted{{dirty, []netip.Prefix{subnetOf(1)}}}}, {Error: dirty}} {
+	for _, a := range []announcement{{Unrouted: []unrouted{{dirty, "quota", []netip.Prefix{subnetOf(1)}}}}, {Error: dirty}} {
 		err := a.check([]netip.Prefix{subnetOf(1)}, "one")
 		if text := fmt.Sprint(err); !strings.Contains(text, "a b [31mccc") || len(text) > 400 {
 			t.Errorf("error %q, want one short line", text)
 		}
 	}
+}
+
+// TestTablesInAnnouncement has hosts with a tunnel. They must get the tables as long as there is place, and must
+// never take a route for one that the routers follow because there is none.
+func TestTablesInAnnouncement(t *testing.T) {
+	for name, tt := range map[string]struct {
+		hosts   int
+		reason  string
+		omitted string // the beginning of it
+		known   bool   // the tables are
+	}{
+		"few hosts":    {10, " a quota", "", true},
+		"3,400 hosts":  {3400, " a quota", "", true},
+		"long reasons": {3400, strings.Repeat("<", 500), "the reasons", true},
+		"4,500 hosts":  {4500, " a quota", "the reasons, and the route tables", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := Report{Tables: []TableReport{{Name: "rtb-z"}, {Name: "rtb-a"}}}
+			for n := range tt.hosts {
+				both, table := hostOf(n), &r.Tables[n%2]
+				table.Hosts = append(table.Hosts, both[0])
+				if n%10 == 9 {
+					for _, dst := range both {
+						r.Unrouted = append(r.Unrouted, Unrouted{dst, fmt.Sprint(n%100) + tt.reason, "quota"})
+					}
+					r.Tables[0].Seen = append(r.Tables[0].Seen, both[0]) // only there
+					continue
+				}
+				r.Routed = append(r.Routed, both...)
+				r.Tables[0].Seen = append(r.Tables[0].Seen, both...)
+				if n%10 != 8 { // just put there
+					r.Tables[1].Seen = append(r.Tables[1].Seen, both...)
+				}
+			}
+			text, omitted, err := announce(r, nil, true)
+			if err != nil || len(text) > mostText || !strings.HasPrefix(omitted, tt.omitted) || tt.omitted == "" && omitted != "" {
+				t.Fatalf("%d bytes without %q, error %v, want at most %d without %q", len(text), omitted, err, mostText, tt.omitted)
+			}
+			slices.Reverse(r.Routed)
+			slices.Reverse(r.Tables)
+			slices.Reverse(r.Tables[0].Hosts)
+			if again, _, _ := announce(r, nil, true); string(again) != string(text) {
+				t.Error("equal states have different texts")
+			}
+			var a announcement
+			if err := json.Unmarshal(text, &a); err != nil {
+				t.Fatal(err)
+			}
+			if (a.Tables != nil) != tt.known {
+				t.Fatalf("the tables are %+v, want them to be known: %v", a.Tables, tt.known)
+			}
+			if !tt.known {
+				return
+			}
+			for n, want := range map[int]struct {
+				own                              string
+				a0, a1, z0, z1, settled, inPlace bool // first and second subnet by table
+			}{
+				0:        {"rtb-z", true, true, true, true, true, true},
+				8:        {"rtb-z", false, false, true, true, false, true},
+				9:        {"rtb-a", false, false, true, false, false, false},
+				tt.hosts: {"", false, false, false, false, false, false},
+			} {
+				tables, routes, settled := a.tables(hostOf(n))
+				own := Report{Tables: tables}.followed()
+				if len(routes) != 4 || own != want.own || routes[0].Seen != want.a0 || routes[1].Seen != want.a1 || routes[2].Seen != want.z0 || routes[3].Seen != want.z1 || settled != want.settled || routes[0].Present != want.inPlace {
+					t.Errorf("host %d: table %q, routes %+v, settled %v, want %+v", n, own, routes, settled, want)
+				}
+			}
+		})
+	}
+}
+
+// FuzzAnnouncement reads what any program with access to the store may have written.
+func FuzzAnnouncement(f *testing.F) {
+	f.Add([]byte(`{"routed":["10.5.2.0/24"],"tables":[{"name":"a\nb","hosts":["10.5.2.0/24"],"less":["10.5.2.0/24"],"more":["fd00::/64"]}],"unrouted":[{"reason":"a\u0000","kind":"x","subnets":["10.5.2.0/24"]}],"error":"\n"}`))
+	f.Add([]byte(`{"routed":[],"rest":true,"tables":[{}]}`))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		own := []netip.Prefix{subnetOf(2), netip.MustParsePrefix("fd00::/64")}
+		for _, tunnel := range []bool{false, true} {
+			e := NewElected(ElectedConfig{KeeperConfig: KeeperConfig{Own: Host{Subnets: own}, Compared: func() {}}, Tunnel: tunnel})
+			e.follow("leader", text, nil)
+			r := e.Report()
+			for _, shown := range []string{errorText(e.err), r.followed()} {
+				if strings.ContainsAny(shown, "\n\x00\x1b") || len(shown) > 1000 {
+					t.Errorf("%q is not one short line", shown)
+				}
+			}
+			for _, one := range r.Routes {
+				if one.Seen && !one.Present || !slices.Contains(own, one.Dst) {
+					t.Errorf("the route %+v is seen and not there, or not of this host", one)
+				}
+			}
+		}
+	})
 }

@@ -79,13 +79,22 @@ func (c *Calls) Counts() []CallCount {
 	return all
 }
 
-// Kind returns how a call ended that returned err: ok, throttled, unavailable, denied, quota or failed.
+// Kind returns how a call ended that returned err: ok, throttled, unavailable, denied, quota or failed. Of
+// other errors it may also return outside, if a host is not in this cloud, or waiting, for a leader. An
+// error that a leader has announced has the kind that it had there.
 func Kind(err error) string {
 	var missing *MissingError
 	var quota *QuotaError
+	if told, ok := errors.AsType[*toldError](err); ok {
+		return told.kind
+	}
 	switch {
 	case err == nil:
 		return "ok"
+	case waiting(err):
+		return "waiting"
+	case errors.Is(err, errOutside):
+		return "outside"
 	case errors.Is(err, ErrThrottled):
 		return "throttled"
 	case errors.Is(err, ErrUnavailable):

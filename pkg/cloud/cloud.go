@@ -90,7 +90,7 @@ type Cloud interface {
 	Join(ctx context.Context) (target string, err error)
 	// Find finds other hosts by their addresses, and makes the cloud pass them packets with foreign
 	// addresses, as Join does for this host. It returns the results in the order of hosts. It must be
-	// called after Join.
+	// called after Join and Tables.
 	Find(ctx context.Context, hosts []Host) ([]Found, error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
@@ -123,13 +123,20 @@ type Host struct {
 // reason.
 type Found struct {
 	Target string
-	Err    error
+	// Table is the id of the table that packets of the host follow. It is empty if the cloud does not know
+	// it, or was not asked: only hosts with a tunnel to others need it.
+	Table string
+	Err   error
 }
 
 // NotFound returns the Found of a host that the cloud does not have.
 func NotFound(h Host) Found {
-	return Found{Err: fmt.Errorf("the cloud has no instance here with an address of %v", h.Addresses)}
+	return Found{Err: fmt.Errorf("%w %v", errOutside, h.Addresses)}
 }
+
+// errOutside means that a host is in another VPC, or outside of the cloud. The addresses of the host follow
+// its text.
+var errOutside = errors.New("the cloud has no instance here with an address of")
 
 // ErrExists means that a route was not put because there is another one to the same destination.
 var ErrExists = errors.New("there is another route to the same destination")
@@ -196,9 +203,9 @@ func (e *MissingError) Error() string {
 }
 
 // Transient reports whether err may disappear without an operator: the cloud does not answer,
-// or refuses calls because there are too many.
+// or refuses calls because there are too many, or the leader has not written or announced anything yet.
 func Transient(err error) bool {
-	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable)
+	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || waiting(err)
 }
 
 // Hopeless reports whether err means that the cloud does not permit this host what it has to do, so that

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -56,10 +57,13 @@ const (
 // that. It is longer than the change to another leader takes.
 const mostVacancy = 2 * time.Minute
 
-// ElectedConfig configures an Elected. All fields are required but All, which is set anyway.
+// ElectedConfig configures an Elected. All fields are required but All, which is set anyway, and Tunnel.
 type ElectedConfig struct {
 	KeeperConfig
 	Election Election
+	// Tunnel is set if a tunnel carries the packets that the routers of the cloud do not carry. The leader
+	// then announces also what each table does.
+	Tunnel bool
 }
 
 // Elected makes one host of the network write the routes to all hosts. Only that host makes calls that
@@ -81,6 +85,7 @@ type Elected struct {
 	report   Report  // of the other time
 	vacant   time.Time
 	inOrder  bool // the last announcement that was read has the own routes
+	told     bool // the last announcement that was read has the tables
 	repaired int
 	err      error
 }
@@ -147,6 +152,7 @@ func (e *Elected) note(ctx context.Context, err error) {
 func (e *Elected) pause(fit bool) time.Duration {
 	e.mu.Lock()
 	each, inOrder := time.Duration(len(e.peers.Hosts)*int(eachTry)), e.inOrder && e.err == nil
+	reached := e.told && e.err != nil && !waiting(e.err) // by the tunnel, as the leader has announced
 	e.mu.Unlock()
 	pause := wait.Vary(e.Resync, 0.5)
 	if fit {
@@ -156,7 +162,9 @@ func (e *Elected) pause(fit bool) time.Duration {
 		e.reads.Reset()
 		return pause
 	}
-	e.reads.Most = max(mostRead, each)
+	if e.reads.Most = max(mostRead, each); reached { // for ever, if the table stays full
+		e.reads.Most = max(e.reads.Most, e.Resync)
+	}
 	return min(pause, e.reads.Next())
 }
 
@@ -184,6 +192,11 @@ func (e *Elected) lead(term context.Context, announce func(context.Context, json
 	e.mu.Lock()
 	last := k.Report()
 	e.report, e.keeper = Report{Writer: WriterLeader, Routes: last.Routes, Good: last.Good}, nil
+	for _, t := range last.Tables {
+		if e.Tunnel {
+			e.report.Tables = append(e.report.Tables, TableReport{ID: t.ID, Name: t.Name, Own: t.Own})
+		}
+	}
 	e.mu.Unlock()
 	log.Info("the term of this host as the writer of routes has ended")
 }
@@ -209,7 +222,7 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 		case <-due:
 		}
 		err := e.take(term, k)
-		text, less, failed := announce(k.Report(), err)
+		text, less, failed := announce(k.Report(), err, e.Tunnel)
 		if less != omitted && less != "" {
 			klog.FromContext(term).Info("the routes are too many to announce all of them", "most", mostText, "omitted", less)
 		}
@@ -244,7 +257,7 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 	repaired, err := k.Result(ctx)
 	e.mu.Lock()
 	e.repaired += repaired
-	e.err, e.inOrder = err, err == nil
+	e.err, e.inOrder, e.told = err, err == nil, e.Tunnel && len(k.Report().Tables) > 0
 	e.mu.Unlock()
 	e.ready()
 	e.Compared()
@@ -255,10 +268,10 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	leader = clean(leader)
 	e.mu.Lock()
-	before, was := errorText(e.err), e.inOrder
+	before, was, routes, table := errorText(e.err), e.inOrder, e.report.Routes, e.report.followed()
 	switch {
 	case err != nil:
-		if !e.inOrder { // otherwise the routes stay while the store is away
+		if !e.inOrder && !e.told { // otherwise the routes stay while the store is away
 			e.err = err
 		}
 	case leader == "":
@@ -266,11 +279,11 @@ func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	default:
 		e.vacant, e.failed = time.Time{}, nil
 		e.checks.Reset()
-		e.err = e.read(leader, announced)
-		e.inOrder = e.err == nil
+		e.inOrder, e.err = e.read(leader, announced)
 	}
 	e.report.Leader = leader
-	changed, inOrder := before != errorText(e.err) || was != e.inOrder, e.err == nil && e.inOrder
+	changed := before != errorText(e.err) || was != e.inOrder || !slices.Equal(routes, e.report.Routes) || table != e.report.followed()
+	inOrder := e.err == nil && e.inOrder
 	e.mu.Unlock()
 	if inOrder || time.Since(e.begun) > patience {
 		e.ready()
@@ -292,7 +305,7 @@ func (e *Elected) stay() {
 	if e.vacant.IsZero() {
 		e.vacant = time.Now()
 	}
-	if e.inOrder && time.Since(e.vacant) <= mostVacancy {
+	if (e.inOrder || e.told) && time.Since(e.vacant) <= mostVacancy {
 		return
 	}
 	switch {
@@ -301,34 +314,43 @@ func (e *Elected) stay() {
 	case e.unfit != nil:
 		e.err = fmt.Errorf("no host writes the routes of the cloud, and this one cannot: %w", e.unfit)
 	default:
-		e.err = errors.New("no host writes the routes of the cloud yet")
+		e.err = &waitingError{errors.New("no host writes the routes of the cloud yet")}
 	}
 }
 
-// read returns what keeps the routes to this host from being in order, by the announcement of the leader.
-func (e *Elected) read(leader string, announced json.RawMessage) error {
+// read returns whether the routes to this host are in order, by the announcement of the leader. err is what
+// keeps them from that. It is nil if a route was just put, which the routers may not follow yet.
+func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, err error) {
 	if announced == nil {
-		if e.inOrder {
-			return nil
+		if e.inOrder || e.told {
+			return e.inOrder, e.err
 		}
-		return fmt.Errorf("waiting for the leader %s, which has not compared the routes yet", leader)
+		return false, &waitingError{fmt.Errorf("waiting for the leader %s, which has not compared the routes yet", leader)}
 	}
 	var a announcement
 	if err := json.Unmarshal(announced, &a); err != nil {
-		return fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
+		return false, fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
 	}
-	if a.Routed == nil && e.inOrder { // the routes stay in an outage of the cloud or of the store
-		return nil
+	if a.Routed == nil && (e.inOrder || e.told) { // the routes stay in an outage of the cloud or of the store
+		return e.inOrder, e.err
 	}
-	e.report.Routes = nil
-	for _, dst := range e.Own.Subnets {
-		e.report.Routes = append(e.report.Routes, RouteReport{Route: Route{Dst: dst, ByCall: true}, Present: a.routed(dst)})
-	}
-	err := a.check(e.Own.Subnets, leader)
-	if err == nil {
+	err = a.check(e.Own.Subnets, leader)
+	if inOrder = err == nil; inOrder {
 		e.report.Good = time.Now()
 	}
-	return err
+	if !e.Tunnel {
+		e.report.Routes = nil
+		for _, dst := range e.Own.Subnets {
+			e.report.Routes = append(e.report.Routes, RouteReport{Route: Route{Dst: dst, ByCall: true}, Present: a.routed(dst)})
+		}
+		return inOrder, err
+	}
+	if e.told = a.Tables != nil; e.told { // otherwise this host goes on as it does
+		settled := false
+		e.report.Tables, e.report.Routes, settled = a.tables(e.Own.Subnets)
+		inOrder = inOrder && settled
+	}
+	return inOrder, err
 }
 
 // SetPeers sets the other hosts that have a lease.

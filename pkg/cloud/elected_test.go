@@ -137,9 +137,10 @@ type network struct {
 	*testing.T
 	*cloudtest.Memory
 	*store
-	views [4]*view // by number of the host, like those that follow
-	hosts [4]*cloud.Elected
-	stops [4]func()
+	views  [4]*view // by number of the host, like those that follow
+	hosts  [4]*cloud.Elected
+	stops  [4]func()
+	tunnel bool // of the hosts that start
 	// passes counts the passes that each host has caused.
 	passes [4]atomic.Int64
 }
@@ -171,7 +172,7 @@ func runLed(t *testing.T, others []int, test func(*network)) {
 // start starts hosts. Each knows the leases of all of them.
 func (n *network) start(hosts ...int) {
 	for _, i := range hosts {
-		n.hosts[i] = cloud.NewElected(cloud.ElectedConfig{Election: voter{n.store, target(i)}, KeeperConfig: cloud.KeeperConfig{
+		n.hosts[i] = cloud.NewElected(cloud.ElectedConfig{Election: voter{n.store, target(i)}, Tunnel: n.tunnel, KeeperConfig: cloud.KeeperConfig{
 			Cloud: n.views[i], Own: lease(i), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() { n.passes[i].Add(1) },
 			Connected: func() time.Time { return time.Unix(1, 0) },
 		}})

@@ -36,6 +36,7 @@ type Report struct {
 type Unrouted struct {
 	Dst    netip.Prefix
 	Reason string
+	Kind   string // of the reason: see Kind
 }
 
 // RouteReport is a wanted route, and whether the table has it.
@@ -54,6 +55,20 @@ type TableReport struct {
 	Own   bool   // see Table.Own
 	Used  map[prefix.Family]int
 	Quota int // 0 if it is not known
+	// Hosts are the hosts whose packets follow the table, by their first subnets, and Seen are the
+	// destinations of hosts to which it had the right route when it was read, at the last comparison that
+	// knew all hosts. Both are nil before it, and unless this host is the leader.
+	Hosts, Seen []netip.Prefix
+}
+
+// followed returns the name of the table that packets of this host follow, or "".
+func (r Report) followed() (name string) {
+	for _, t := range r.Tables {
+		if t.Own {
+			name = t.Name
+		}
+	}
+	return name
 }
 
 // writer returns the Writer of the keeper's routes.
@@ -70,9 +85,14 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 	now := Report{Writer: k.writer(), Leading: k.All}
 	right := present(tables, p.wanted)
 	for _, t := range tables {
+		var seen []netip.Prefix
 		for _, w := range p.wanted {
-			if want := w.in(t.ID); !w.Other {
+			want := w.in(t.ID)
+			if !w.Other {
 				now.Routes = append(now.Routes, RouteReport{want, right[want], k.right[want]})
+			}
+			if k.right[want] {
+				seen = append(seen, w.Dst)
 			}
 		}
 		table := TableReport{
@@ -84,6 +104,9 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 				table.Quota = quota.Limit
 			}
 		}
+		if p.all {
+			table.Hosts, table.Seen = p.followers[t.ID], seen
+		}
 		now.Tables = append(now.Tables, table)
 	}
 	k.mu.Lock()
@@ -92,7 +115,7 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 		now.Routed, now.Unrouted = p.routed(tables)
 	}
 	for i := range now.Tables {
-		now.Tables[i].recall(k.report.Tables)
+		now.Tables[i].recall(k.report.Tables, p.all)
 	}
 	if now.Good = k.report.Good; err == nil {
 		now.Good = time.Now()
@@ -111,22 +134,29 @@ func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unroute
 		} else if p.problems.of([]netip.Prefix{w.Dst}) == nil && slices.ContainsFunc(tables, func(t Table) bool {
 			return slices.ContainsFunc(t.Routes, func(r Route) bool { return r.Lost && r.fulfils(w) })
 		}) {
-			unrouted = append(unrouted, Unrouted{w.Dst, fmt.Sprintf("%s does not run, says the cloud", w.Target)})
+			unrouted = append(unrouted, Unrouted{w.Dst, fmt.Sprintf("%s does not run, says the cloud", w.Target), "failed"})
 		}
 	}
 	for _, one := range p.problems {
 		if !slices.ContainsFunc(unrouted, func(u Unrouted) bool { return u.Dst == one.dst }) { // of several tables
-			unrouted = append(unrouted, Unrouted{one.dst, one.err.Error()})
+			unrouted = append(unrouted, Unrouted{one.dst, one.err.Error(), Kind(one.err)})
 		}
 	}
 	return routed, unrouted
 }
 
-// recall sets the quota to that of an earlier report. A table with more routes has a new quota.
-func (t *TableReport) recall(before []TableReport) {
+// recall sets the quota to that of an earlier report. A table with more routes has a new quota. Unless all is
+// set, it does the same with what needs all hosts.
+func (t *TableReport) recall(before []TableReport, all bool) {
 	i := slices.IndexFunc(before, func(b TableReport) bool { return b.ID == t.ID })
-	if i >= 0 && t.Quota == 0 && max(t.Used[prefix.IPv4], t.Used[prefix.IPv6]) <= before[i].Quota {
+	if i < 0 {
+		return
+	}
+	if t.Quota == 0 && max(t.Used[prefix.IPv4], t.Used[prefix.IPv6]) <= before[i].Quota {
 		t.Quota = before[i].Quota
+	}
+	if !all {
+		t.Hosts, t.Seen = before[i].Hosts, before[i].Seen
 	}
 }
 

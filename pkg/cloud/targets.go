@@ -14,8 +14,8 @@ import (
 
 // targets remembers where routes to other hosts lead. The zero targets is usable.
 type targets struct {
-	known map[string]string // target by the addresses of the host
-	asked time.Time         // when all hosts were looked for
+	known map[string]Found // by the addresses of the host
+	asked time.Time        // when all hosts were looked for
 }
 
 // name identifies a host by its addresses.
@@ -25,13 +25,13 @@ func (h Host) name() string { return fmt.Sprint(h.Addresses) }
 // not remember, and for all of them once in a resync period. It forgets targets in lost first.
 func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool) ([]Found, error) {
 	if time.Since(t.asked) >= resync {
-		t.known, t.asked = map[string]string{}, time.Now()
+		t.known, t.asked = map[string]Found{}, time.Now()
 	}
 	found, missing := make([]Found, len(hosts)), []int(nil)
 	ask := []Host(nil)
 	for i, h := range hosts {
-		target, ok := t.known[h.name()]
-		if found[i].Target = target; !ok || lost[target] {
+		known, ok := t.known[h.name()]
+		if found[i] = known; !ok || lost[known.Target] {
 			missing, ask = append(missing, i), append(ask, h)
 		}
 	}
@@ -46,7 +46,7 @@ func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.D
 		found[i] = answers[n]
 		delete(t.known, hosts[i].name())
 		if answers[n].Err == nil {
-			t.known[hosts[i].name()] = answers[n].Target
+			t.known[hosts[i].name()] = answers[n]
 		}
 	}
 	return found, nil
@@ -58,11 +58,15 @@ type plan struct {
 	problems problems // why there are no right routes to some destinations
 	// all is set if wanted has the routes to all hosts: the store and the cloud have told where they lead.
 	all bool
+	// followers are the hosts whose packets follow a table, by its id. They are named by their first
+	// subnets. It is complete if all is set.
+	followers map[string][]netip.Prefix
 }
 
-// plan returns the wanted routes. If err is not nil, they are only those to this host.
+// plan returns the wanted routes, in an order that is the same on all hosts: if a table has no place for all
+// routes, each leader puts the same ones. If err is not nil, they are only those to this host.
 func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan, err error) {
-	p = &plan{}
+	p = &plan{followers: map[string][]netip.Prefix{}}
 	for _, dst := range k.Own.Subnets {
 		p.wanted = append(p.wanted, want{Dst: dst, Target: own})
 	}
@@ -78,7 +82,15 @@ func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan,
 		return p, err
 	}
 	p.all = true
+	for _, t := range tables {
+		if t.Own {
+			p.followers[t.ID] = append(p.followers[t.ID], k.Own.Subnets[0])
+		}
+	}
 	for i, h := range hosts {
+		if found[i].Err == nil && found[i].Table != "" {
+			p.followers[found[i].Table] = append(p.followers[found[i].Table], h.Subnets[0])
+		}
 		for _, dst := range h.Subnets {
 			if found[i].Err != nil {
 				p.problems.add(dst, "", found[i].Err)
@@ -87,6 +99,7 @@ func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan,
 			}
 		}
 	}
+	slices.SortFunc(p.wanted, func(a, b want) int { return a.Dst.Compare(b.Dst) })
 	return p, nil
 }
 

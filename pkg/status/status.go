@@ -117,7 +117,7 @@ func (c Cloud) WrittenBy() string {
 }
 
 // CloudRoute is a route that a table of the cloud should have, at the last comparison. Only the host that
-// writes it knows the table and the target.
+// writes it knows the target, and the table unless the leader has announced it.
 type CloudRoute struct {
 	Table       string       `json:"table,omitempty"`
 	Destination netip.Prefix `json:"destination"`
@@ -127,8 +127,11 @@ type CloudRoute struct {
 
 // String returns the route in one line.
 func (r CloudRoute) String() string {
-	if r.Table == "" {
+	switch {
+	case r.Table == "":
 		return r.Destination.String()
+	case r.Target == "":
+		return fmt.Sprintf("%s in table %s", r.Destination, r.Table)
 	}
 	return fmt.Sprintf("%s to %s in table %s", r.Destination, r.Target, r.Table)
 }

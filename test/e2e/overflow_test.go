@@ -70,6 +70,14 @@ func newOverflowBed(t *testing.T, kind string, c testCloud) *cloudBed {
 	t.Helper()
 	v := newCloudBed(t, 3, v4, fmt.Sprintf(`{"Type":%q,"Overflow":"vxlan"}`, kind), c)
 	v.setQuota(2)
+	v.startInOrder()
+	return v
+}
+
+// startInOrder starts all hosts, of which the first two have a route before the third one starts.
+func (v *cloudBed) startInOrder() {
+	t := v.t
+	t.Helper()
 	for i, h := range v.Hosts() {
 		startOne(t, h, v.options())
 		if i < 2 {
@@ -79,7 +87,6 @@ func newOverflowBed(t *testing.T, kind string, c testCloud) *cloudBed {
 			t.Fatal(err)
 		}
 	}
-	return v
 }
 
 // testOverflow fills the table, so that the third host has no place there. It restarts all hosts, and then
@@ -213,4 +220,67 @@ func TestOverflowFollowed(t *testing.T) {
 	eventuallyWithout(t, v.Lab, "flannel.1")
 	expectNothingLost(t, flows)
 	expectMatrix(t, v.Lab)
+}
+
+// TestOverflowWithLeader has a leader, and a table with a place for two of three hosts. The third one has no
+// rights, and knows from the leader that it has no route. The leader is killed, all daemons restart, and a place
+// becomes free, while packets flow.
+//
+//stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCOverflow and TestAWSVPCLeader show the two alone
+func TestOverflowWithLeader(t *testing.T) {
+	t.Parallel()
+	v := newCloudBed(t, 3, v4, `{"Type":"aws-vpc","Overflow":"vxlan"}`, newEC2())
+	v.useLeader()
+	v.takeRole(3)
+	foreign := netip.MustParsePrefix("10.99.0.0/24")
+	v.addRoute(foreign, 1)
+	v.setQuota(3)
+	v.startInOrder()
+	full := map[int]string{3: "has no route to it: the quota of routes is used up"}
+	v.expectByTunnel(full)
+	expectMatrix(t, v.Lab)
+	leader := v.expectLeader(patience, 0)
+	v.expectCalls(3, false)
+	o := statusOf(t, v.Host(3)).Network.Cloud.Overflow
+	if want := fmt.Sprintf("vxlan carries the packets of this host: no route to %s, says the leader %s: ", v.subnetOf(3), v.Host(leader).Addr(prefix.IPv4)); !strings.HasPrefix(o.Problem, want) || !strings.Contains(o.Problem, "has reached its limit of 3 routes") {
+		t.Errorf("the problem is %q, want %q and the limit", o.Problem, want)
+	}
+	t.Log(expectFlannelctl(t, v.Host(3), []string{"status"}, "written by "+v.Host(leader).Addr(prefix.IPv4).String()+", for all hosts", "sends to 0 peers by the cloud, to 2 by vxlan"))
+	t.Log(expectFlannelctl(t, v.Host(leader), []string{"status"}, "no route to "+v.subnetOf(3).String(), "sends to 1 peers by the cloud, to 1 by vxlan"))
+
+	flows := startFlows(t, v.Lab, fast)
+	writes := v.Writes()
+	v.Host(leader).Daemon().Kill()
+	if now := v.expectLeader(time.Minute, leader); now != 3-leader {
+		t.Errorf("host %d leads, want %d", now, 3-leader)
+	}
+	startOne(t, v.Host(leader), v.options())
+	v.expectByTunnel(full)
+	for i, h := range v.Hosts() {
+		v.stop(i + 1)
+		startOne(t, h, v.options())
+	}
+	v.expectLeader(patience, 0)
+	pause(t, 5*time.Second) // more than one comparison, and reading of the announcement
+	v.expectByTunnel(full)
+	if n := v.Writes() - writes; n != 0 {
+		t.Errorf("%d calls have changed the cloud, want none", n)
+	}
+
+	v.deleteRoute(foreign)
+	freed := time.Now()
+	v.expectRoute(v.subnetOf(3), 3)
+	put := time.Since(freed)
+	v.expectByTunnel(nil)
+	t.Logf("the free place has a route after %v, and carries packets after %v", put.Round(time.Millisecond), time.Since(freed).Round(time.Millisecond))
+	pause(t, time.Second)
+	expectNothingLost(t, flows)
+	v.expectCalls(3, false)
+
+	// A route that is lost and has no place any more.
+	v.setQuota(2)
+	v.deleteRoute(v.subnetOf(3))
+	v.expectByTunnel(full)
+	expectMatrix(t, v.Lab)
+	v.expectNoSecrets()
 }

@@ -230,7 +230,10 @@ func instances(v *vpctest.View, body []byte) (any, error) {
 		if i.Stopped {
 			state = "STOPPED"
 		}
-		all = append(all, object{"InstanceId": i.ID, "InstanceState": state, "PrivateIpAddresses": []string{i.IPv4().String()}, "PublicIpAddresses": nil})
+		all = append(all, object{
+			"InstanceId": i.ID, "InstanceState": state, "PrivateIpAddresses": []string{i.IPv4().String()}, "PublicIpAddresses": nil,
+			"VirtualPrivateCloud": object{"VpcId": vpctest.VPC, "SubnetId": i.Subnet},
+		})
 	}
 	page, err := cut(v, params.Offset, params.Limit, all)
 	return object{"TotalCount": len(all), "InstanceSet": page, "RequestId": "test"}, err

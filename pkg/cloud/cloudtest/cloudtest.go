@@ -24,6 +24,7 @@ type Fixture struct {
 	Peer        string // target of the other host
 	PeerAddress netip.Addr
 	IPv4Only    bool // the cloud has no routes for IPv6
+	Follows     bool // the cloud tells which table packets of other hosts follow
 	// DeleteByHand deletes a route.
 	DeleteByHand func(netip.Prefix)
 	// EndPeer ends the other host.
@@ -243,14 +244,20 @@ func testFind(t *testing.T, f Fixture) {
 	if err != nil || len(known[self]) == 0 {
 		t.Fatalf("addresses %v, error %v", known, err)
 	}
+	if _, err := f.Cloud.Tables(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	found, err := f.Cloud.Find(t.Context(), []cloud.Host{
 		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.250"), netip.MustParseAddr("fd00:77::fa")}}, {Addresses: []netip.Addr{f.PeerAddress}}, {Addresses: known[self]},
 	})
 	if err != nil || len(found) != 3 {
 		t.Fatalf("found %v, error %v", found, err)
 	}
-	if found[0].Err == nil || !strings.Contains(found[0].Err.Error(), "192.168.77.250") || found[1] != (cloud.Found{Target: f.Peer}) || found[2] != (cloud.Found{Target: self}) {
+	if found[0].Err == nil || !strings.Contains(found[0].Err.Error(), "192.168.77.250") || found[1].Target != f.Peer || found[1].Err != nil || found[2].Target != self || found[2].Err != nil {
 		t.Errorf("found %v, want an error that names the address, and the two hosts", found)
+	}
+	if found[0].Table != "" || f.Follows && (found[1].Table != f.Table || found[2].Table != f.Table) {
+		t.Errorf("found %v, want the table that packets of the two hosts follow", found)
 	}
 	dst, _ := subnets()
 	put(t, f, dst, found[1].Target, false)

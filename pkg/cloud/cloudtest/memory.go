@@ -3,6 +3,7 @@
 package cloudtest
 
 import (
+	"cmp"
 	"context"
 	"net/netip"
 	"slices"
@@ -34,6 +35,7 @@ type Memory struct {
 	Stopped   map[string]bool         // targets of hosts that do not run
 	Refused   int                     // calls of Put that the quota has refused
 	Unfit     map[string]error        // targets that are found with an error
+	Follow    map[string]string       // tables that packets of hosts follow, by target; missing ones follow the first table
 	Slow      time.Duration           // that Remove takes
 	Appears   func()                  // called by Put before it looks at the table; may be nil
 	Removed   func(left int)          // called by Remove with the number of routes in the table; may be nil
@@ -172,7 +174,7 @@ func (m *Memory) Find(_ context.Context, hosts []cloud.Host) ([]cloud.Found, err
 		one := cloud.NotFound(h)
 		for target, addresses := range m.Hosts {
 			if slices.ContainsFunc(addresses, func(a netip.Addr) bool { return slices.Contains(h.Addresses, a) }) {
-				one = cloud.Found{Target: target, Err: m.Unfit[target]}
+				one = cloud.Found{Target: target, Table: cmp.Or(m.Follow[target], m.Tabs[0].ID), Err: m.Unfit[target]}
 			}
 		}
 		found = append(found, one)

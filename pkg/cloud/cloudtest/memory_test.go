@@ -18,7 +18,8 @@ func TestMemory(t *testing.T) {
 			Hosts: map[string][]netip.Addr{"host-1": {netip.MustParseAddr("192.168.77.1")}, "host-2": {peer}},
 		}
 		return cloudtest.Fixture{
-			Cloud: m, Table: "table-1", Peer: "host-2", PeerAddress: peer,
+			Follows: true,
+			Cloud:   m, Table: "table-1", Peer: "host-2", PeerAddress: peer,
 			DeleteByHand: func(dst netip.Prefix) { m.Do(func() { m.DeleteByHand("table-1", dst) }) },
 			EndPeer:      func() { delete(m.Hosts, "host-2") },
 			SetQuota:     func(n int) { m.Quota = n },

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud_test
+
+import (
+	"encoding/json"
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// runTunnelled runs test with a network whose table has a place for two of three routes, and whose hosts have a
+// tunnel. Host 3 lacks rights.
+func runTunnelled(t *testing.T, test func(*network)) {
+	t.Helper()
+	runNetwork(t, func(n *network) {
+		n.tunnel, n.views[3].lacks = true, true
+		n.Do(func() { n.Tabs[0].Own, n.Quota = true, 2 })
+		n.start(1)
+		n.start(3)
+		n.start(2)
+		test(n)
+	})
+}
+
+// expectTable expects that a host knows that its packets follow the table, and whether the table leads to it.
+func (n *network) expectTable(what string, host int, routed bool) {
+	n.Helper()
+	r := n.hosts[host].Report()
+	own := len(r.Tables) == 1 && r.Tables[0].Own && r.Tables[0].Name == "table-1"
+	seen := len(r.Routes) == 1 && r.Routes[0].Table == "table-1" && r.Routes[0].Dst == subnet(host) && r.Routes[0].Seen && r.Routes[0].Present
+	if !own || seen != routed {
+		n.Errorf("%s: host %d reports the tables %+v and the routes %+v, want table-1 with a route: %v", what, host, r.Tables, r.Routes, routed)
+	}
+}
+
+// expectKind expects the kind of the error of a host.
+func (n *network) expectKind(what string, host int, want string) {
+	n.Helper()
+	if _, err := n.hosts[host].Result(n.Context()); cloud.Kind(err) != want {
+		n.Errorf("%s: host %d has the error %v of the kind %s, want %s", what, host, err, cloud.Kind(err), want)
+	}
+}
+
+// TestLeaderAnnouncesTables has a table without a place for all hosts. The leader ends, and later there is a place.
+func TestLeaderAnnouncesTables(t *testing.T) {
+	runTunnelled(t, func(n *network) {
+		expect := func(what string) {
+			t.Helper()
+			for host := 1; host <= 3; host++ {
+				if n.hosts[host] != nil {
+					n.expectTable(what, host, host < 3)
+					n.expectKind(what, host, map[bool]string{true: "ok", false: "quota"}[host < 3])
+				}
+			}
+			n.expectWrites(what, 2)
+		}
+		expect("at the start")
+		n.stops[1]()
+		n.hosts[1] = nil
+		passes := n.passes[3].Load()
+		n.after(time.Second)
+		expect("without a leader")
+		n.after(time.Hour)
+		expect("with the next leader")
+		n.expectLeader("with the next leader", 2)
+		if more := n.passes[3].Load() - passes; more > 1 {
+			t.Errorf("the host by the tunnel has caused %d passes, want none for equal announcements", more)
+		}
+
+		n.setAway(true)
+		n.after(time.Hour)
+		expect("without the store")
+		n.setAway(false)
+		n.after(time.Hour)
+
+		n.Do(func() { n.Quota = 3 })
+		n.after(3 * resync)
+		n.expectTable("with a place", 3, true)
+		n.expectKind("with a place", 3, "ok")
+		n.expectWrites("with a place", 3)
+
+		n.Do(func() {
+			n.Quota = 2
+			n.DeleteByHand("table-1", subnet(1))
+		})
+		n.start(1)
+		n.after(3 * resync)
+		n.expectTable("without the place of another host", 3, true)
+		n.expectTable("without its place", 1, false)
+		n.expectKind("without its place", 1, "quota")
+		n.expectWrites("without a place", 3)
+	})
+}
+
+// TestPlacesGoToTheSameHosts lets leaders fill an empty table. Each of them must put the same routes.
+func TestPlacesGoToTheSameHosts(t *testing.T) {
+	for leader := 1; leader <= 3; leader++ {
+		runNetwork(t, func(n *network) {
+			n.Do(func() { n.Quota = 2 })
+			n.start(leader)
+			n.Do(func() {
+				if have := n.Tabs[0].Routes; len(have) != 2 || have[0].Dst != subnet(1) || have[1].Dst != subnet(2) {
+					t.Errorf("the leader %d has put %v, want the routes to the hosts 1 and 2", leader, have)
+				}
+			})
+		})
+	}
+}
+
+// TestRouteCountsWhenItIsSeen has a route that a call has just put: the routers may not follow it yet.
+func TestRouteCountsWhenItIsSeen(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.tunnel, n.views[2].lacks = true, true
+		n.leader = "host-9"
+		for _, step := range []struct {
+			what, announced string
+			present, seen   bool
+			own             bool
+			kind            string
+			most            time.Duration // until the host knows it
+		}{
+			{"before a comparison", `{"routed":null}`, false, false, false, "waiting", time.Minute},
+			{"a full table", `{"routed":[],"unrouted":[{"reason":"full","kind":"quota","subnets":["10.5.2.0/24"]}],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"]}]}`, false, false, true, "quota", time.Minute},
+			{"put", `{"routed":["10.5.2.0/24"],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"],"less":["10.5.2.0/24"]}]}`, true, false, true, "ok", 2 * resync},
+			{"seen", `{"routed":["10.5.2.0/24"],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"]}]}`, true, true, true, "ok", 20 * time.Second},
+			{"too many to announce", `{"routed":[],"rest":true}`, true, true, true, "ok", 2 * resync},
+			{"a leader without a tunnel", `{"routed":["10.5.2.0/24"]}`, true, true, true, "ok", 2 * resync},
+			{"a leader that has not compared yet", `{"routed":null,"error":"the cloud does not answer"}`, true, true, true, "ok", 2 * resync},
+			{"another subnet of the cloud", `{"routed":["10.5.2.0/24"],"tables":[{"name":"table-1"}]}`, true, true, false, "ok", 2 * resync},
+			{"one of two tables", `{"routed":[],"unrouted":[{"reason":"full","kind":"nonsense","subnets":["10.5.2.0/24"]}],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"],"more":["10.5.2.0/24"]}]}`, true, true, true, "failed", 2 * resync},
+		} {
+			n.mu.Lock()
+			n.announced = json.RawMessage(step.announced)
+			n.mu.Unlock()
+			if n.hosts[2] == nil {
+				n.start(2)
+			}
+			n.after(step.most)
+			r := n.hosts[2].Report()
+			own := slices.ContainsFunc(r.Tables, func(t cloud.TableReport) bool { return t.Own })
+			present := slices.ContainsFunc(r.Routes, func(r cloud.RouteReport) bool { return r.Present })
+			seen := slices.ContainsFunc(r.Routes, func(r cloud.RouteReport) bool { return r.Seen })
+			if own != step.own || present != step.present || seen != step.seen {
+				t.Errorf("%s: own table %v, present %v, seen %v, want %+v", step.what, own, present, seen, step)
+			}
+			n.expectKind(step.what, 2, step.kind)
+		}
+	})
+}
+
+// TestUnknownHostsOfTheLeader has hosts that the leader cannot make routes to: one is not in its VPC, one is not
+// allowed to forward packets, and one follows another table.
+func TestUnknownHostsOfTheLeader(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.tunnel = true
+		n.Do(func() {
+			n.Tabs[0].Own = true
+			delete(n.Hosts, target(3))
+			n.Unfit = map[string]error{target(2): &cloud.DroppedError{Err: errors.New("it forwards no packets")}}
+		})
+		n.start(1)
+		n.start(2, 3)
+		for host, kind := range map[int]string{2: "failed", 3: "outside"} {
+			n.expectKind("at the start", host, kind)
+			if r := n.hosts[host].Report(); len(r.Tables) != 1 || r.Tables[0].Own || len(r.Routes) != 1 || r.Routes[0].Present {
+				t.Errorf("host %d reports %+v, want no table that it follows, and no route", host, r)
+			}
+		}
+		n.Do(func() {
+			n.Unfit, n.Follow = nil, map[string]string{target(2): "table-9"}
+		})
+		n.after(3 * resync)
+		n.expectKind("in another table", 2, "ok")
+		if r := n.hosts[2].Report(); r.Tables[0].Own || !r.Routes[0].Seen {
+			t.Errorf("host 2 reports %+v, want a route, and no table that it follows", r)
+		}
+	})
+}
