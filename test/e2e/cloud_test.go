@@ -120,7 +120,12 @@ const (
 // starts no daemons.
 func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backend string, c testCloud) *cloudBed {
 	t.Helper()
-	l := newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, backend)
+	return newCloudBedOn(t, newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, backend), c)
+}
+
+// newCloudBedOn builds a cloud for the hosts of a lab, of which each is on a network of its own.
+func newCloudBedOn(t *testing.T, l *lab.Lab, c testCloud) *cloudBed {
+	t.Helper()
 	v := &cloudBed{Lab: l, testCloud: c, t: t}
 	for i, h := range l.Hosts() {
 		v.api, v.metadata = append(v.api, v.serve(h.Namespace, apiAddress)), append(v.metadata, v.serve(h.Namespace, metadataAddress))
