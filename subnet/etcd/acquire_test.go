@@ -16,7 +16,11 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
@@ -81,7 +85,7 @@ func TestFiftyAtOnce(t *testing.T) {
 }
 
 func TestTwentyInSixteen(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	f.put(t, "config", `{"Network":"10.5.0.0/20","SubnetMin":"10.5.0.0"}`)
 	leases := f.etcdLeases(t)
 	var mu sync.Mutex
@@ -205,9 +209,10 @@ func TestReservation(t *testing.T) {
 // TestReservationOfAHostThatRan reserves another subnet for a host that has a lease. The host must get
 // it at its next start, and not before, and must have one lease then.
 func TestReservationOfAHostThatRan(t *testing.T) {
+	s := newServer(t)
 	for name, gone := range map[string]bool{"its lease is there yet": false, "its lease has run out": true} {
 		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, sharedServer(t))
+			f := newFixture(t, s)
 			f.put(t, "config", configV4)
 			before := f.etcdLeases(t)
 			had := acquire(t, f.manager(t, withPrevious("10.5.5.0/24")), claim("192.0.2.1"))
@@ -249,7 +254,7 @@ func TestReservationOfAHostThatRan(t *testing.T) {
 }
 
 func TestEtcdLeasesDoNotGrow(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
 	before := f.etcdLeases(t)
 	for n := range 10 {
@@ -265,12 +270,40 @@ func TestEtcdLeasesDoNotGrow(t *testing.T) {
 	}
 }
 
+// TestGrantsWithoutAnAnswer loses the answers to the first requests for an etcd lease. All of them must
+// have led to one etcd lease.
+func TestGrantsWithoutAnAnswer(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	var requests atomic.Int64
+	m.client.cfg.DialOptions = append(m.client.cfg.DialOptions, grpc.WithChainUnaryInterceptor(
+		func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			err := invoke(ctx, method, req, reply, cc, opts...)
+			if _, ok := req.(*pb.LeaseGrantRequest); ok && requests.Add(1) <= 3 {
+				return status.Error(codes.DeadlineExceeded, "the answer is lost")
+			}
+			return err
+		}))
+	l := acquire(t, m, claim("192.0.2.1"))
+	if _, lease, _ := f.get(t, "subnets/"+l.Key); lease == 0 {
+		t.Error("the key has no etcd lease")
+	}
+	if n := f.etcdLeases(t); n != 1 || requests.Load() != 4 {
+		t.Errorf("%d etcd leases after %d requests, want 1 after 4", n, requests.Load())
+	}
+	if left := time.Until(l.Expires); left < 23*time.Hour || left > 24*time.Hour {
+		t.Errorf("the lease lives for %v, want a day", left)
+	}
+}
+
 // TestEtcdLeaseOfAnotherTTLIsReplaced expects that a start with another time to live changes that of
 // the lease.
 func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
+	s := newServer(t)
 	for name, had := range map[string]time.Duration{"shorter": time.Minute, "longer": 48 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, sharedServer(t))
+			f := newFixture(t, s)
 			f.put(t, "config", configV4)
 			before := f.etcdLeases(t)
 			f.put(t, "subnets/10.5.9.0-24", leaseValue("192.0.2.1"), f.grant(t, int64(had.Seconds())))
@@ -300,7 +333,7 @@ func TestLeastTTLOfTheStore(t *testing.T) {
 }
 
 func TestConfigurationChanges(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	before := f.etcdLeases(t)
 	f.put(t, "config", configV4)
 	first := acquire(t, f.manager(t), claim("192.0.2.1"))
@@ -327,7 +360,7 @@ func TestConfigurationChanges(t *testing.T) {
 // TestConfigurationChangesUnderAReservation expects that a reservation stays one while the other family
 // is enabled and disabled, and that it is deleted and logged if it is of another network.
 func TestConfigurationChangesUnderAReservation(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	before := f.etcdLeases(t)
 	f.put(t, "subnets/10.5.77.0-24", leaseValue("192.0.2.1"))
 	ctx, book := withLog(t.Context())
@@ -380,6 +413,7 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 // the lease that it finds then as its own.
 func TestAnswerLost(t *testing.T) {
 	const before, lost, after = "192.0.2.1", "192.0.2.22", "192.0.2.3"
+	s := newServer(t)
 	for name, tc := range map[string]struct {
 		reserved, gone bool
 		next           string // address that is published after all
@@ -392,7 +426,7 @@ func TestAnswerLost(t *testing.T) {
 		"of a reservation, with another again": {next: after, reserved: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, sharedServer(t))
+			f := newFixture(t, s)
 			f.put(t, "config", configV4)
 			leases := f.etcdLeases(t)
 			if tc.reserved {

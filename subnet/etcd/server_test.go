@@ -234,6 +234,8 @@ func (f *fixture) grant(tb testing.TB, ttl int64) clientv3.OpOption {
 	return clientv3.WithLease(resp.ID)
 }
 
+// etcdLeases returns the number of etcd leases in the store. A test that expects a number needs a server of
+// its own, because etcd leases of earlier tests expire in the shared one.
 func (f *fixture) etcdLeases(tb testing.TB) int {
 	tb.Helper()
 	resp, err := f.kv.Leases(tb.Context())

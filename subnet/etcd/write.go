@@ -5,6 +5,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"time"
@@ -16,7 +17,7 @@ import (
 // grant is an etcd lease. The zero grant is none.
 type grant struct {
 	id      clientv3.LeaseID
-	ttl     time.Duration
+	ttl     time.Duration // zero: the store has not answered the request for it
 	expires time.Time
 	early   float64 // the part of the time until its renewal by which the renewal is earlier: at most a tenth
 }
@@ -30,19 +31,21 @@ func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
 	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
 
-// ensureGrant makes spare an etcd lease if it is none.
+// ensureGrant makes spare an etcd lease if it is none. All requests for it have the same id.
 func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
-	if spare.id != 0 {
+	if spare.ttl != 0 {
 		return nil
+	}
+	if spare.id == 0 {
+		spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
 	}
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
-		resp, err := c.Grant(ctx, int64(m.cfg.TTL.Seconds()))
-		if err != nil {
-			return err
+		ttl, err := grantLease(ctx, c, spare.id, m.cfg.TTL)
+		if err == nil {
+			*spare = newGrant(spare.id, start, ttl)
 		}
-		*spare = newGrant(resp.ID, start, time.Duration(resp.TTL)*time.Second)
-		return nil
+		return err
 	})
 }
 

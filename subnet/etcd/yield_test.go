@@ -19,7 +19,7 @@ import (
 // keys are rarely the same, because each of them also chooses one of 65,535 IPv6 subnets.
 func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	const nodes = 16
-	f := newFixture(t, newServer(t)) // in a shared one, etcd leases of other tests run out
+	f := newFixture(t, newServer(t))
 	f.put(t, "config", `{"Network":"10.5.0.0/20","SubnetMin":"10.5.0.0","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`)
 	leases := f.etcdLeases(t)
 	ctx, cancel := context.WithTimeout(t.Context(), endless)
