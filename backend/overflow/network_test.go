@@ -395,7 +395,7 @@ func (l *led) Leader(context.Context, string) (subnet.Leader, error) {
 	return subnet.Leader{Name: "host9", Announced: json.RawMessage(l.announced.Load().(string))}, nil
 }
 
-// TestLedHost has a host that makes no calls: what it publishes comes from the announcement of the leader.
+// TestLedHost has a host that makes no calls. It must publish what the leader announces.
 func TestLedHost(t *testing.T) {
 	b := newBed(t)
 	store := &led{}

@@ -17,7 +17,7 @@ type announcement struct {
 	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if the leader does not know them yet
 	Rest     bool           `json:"rest,omitempty"`     // all that are not in Unrouted are in order; there are too many to name them
 	Unrouted []unrouted     `json:"unrouted,omitempty"` // others, by the reason
-	Tables   []routerTable  `json:"tables,omitempty"`   // what each table does, for hosts with a tunnel; nil if that is not known
+	Tables   []routerTable  `json:"tables,omitempty"`   // for hosts with a tunnel; nil if they are not known
 	Error    string         `json:"error,omitempty"`    // the error of the leader's last comparison
 }
 
