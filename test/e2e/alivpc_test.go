@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/flanneld/flanneld/backend/alivpc/alitest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -66,4 +68,37 @@ func TestAliVPCFaults(t *testing.T) {
 	if n := v.testFaults(); n != 1 {
 		t.Errorf("%d routes were deleted by daemons, want that of host 4", n)
 	}
+}
+
+// TestAliVPCKeyInConfiguration has a key in the network configuration, also in one that is rejected. The daemon warns
+// about the key and never shows it.
+//
+//stages:rest TestSecretsAreNeverShown of each cloud has more cases, without a daemon
+func TestAliVPCKeyInConfiguration(t *testing.T) {
+	t.Parallel()
+	v := newAli(t, 1, v4)
+	startOne(t, v.Host(1), v.options())
+	config := func(more string) string {
+		return string(configWith(t, v.Lab, fmt.Sprintf(`{"Type":"ali-vpc","AccessKeySecret":%q%s}`, vpctest.Secret, more)))
+	}
+	newEdits(t, v.Lab).put(config(""))
+	expectLogged(t, v.Host(1).Daemon(), `key \"AccessKeySecret\" may contain a secret`)
+	putKey(t, etcdClient(t, v.Lab), "/coreos.com/network/config", config(`,"Cluster":"A B"`))
+	eventually(t, "a rejected configuration", func() error {
+		if r := statusOf(t, v.Host(1)); !strings.Contains(r.ConfigRejected, "Backend.Cluster") {
+			return fmt.Errorf("the status says %q", r.ConfigRejected)
+		}
+		return nil
+	})
+	v.expectNoSecrets()
+	v.stop(1)
+	putKey(t, etcdClient(t, v.Lab), "/coreos.com/network/config", config(""))
+	startOne(t, v.Host(1), v.options())
+	expectLogged(t, v.Host(1).Daemon(), `key \"AccessKeySecret\" may contain a secret`)
+	for _, command := range []string{"status", "doctor"} {
+		if out, err := flannelctl(t, v.Host(1), command); out == "" || strings.Contains(out, vpctest.Secret) {
+			t.Errorf("flannelctl %s: %v, want an output without the key:\n%s", command, err, out)
+		}
+	}
+	v.expectNoSecrets()
 }
