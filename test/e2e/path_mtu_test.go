@@ -162,6 +162,14 @@ func TestVMIPIPPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{{"ipip", dual, 1400, [2]int{20, 40}, 1, time.Second}})
 }
 
+// TestVMUDPKernelPathMTU does the same with udp in the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMUDPKernelPathMTU(t *testing.T) {
+	loadFOU(t)
+	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}}) // the device goes with the process
+}
+
 // TestVMWireGuardPathMTU does the same with the kernel's WireGuard.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
