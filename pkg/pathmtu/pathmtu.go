@@ -4,6 +4,7 @@
 // must not be fragmented. It needs no ICMP error of a router.
 //
 //   - pathmtu.go has the paths, and the present size of each.
+//   - order.go decides which path is checked next: first those that carry large packets.
 //   - check.go checks one path: it finds a smaller size, or a larger one again.
 //
 // The package changes nothing: its user asks for the sizes and sets them.
@@ -74,7 +75,9 @@ type Config struct {
 // Prober keeps the sizes of the paths to all peers. Its methods are safe for concurrent use.
 type Prober struct {
 	Config
-	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool) // tests replace it
+	// Tests replace these two.
+	echo   func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool)
+	sample func(ctx context.Context, device string) (to []netip.Addr, err error) // destinations of large packets
 
 	added    wait.Signal
 	reports  *changes.Limit
@@ -84,10 +87,8 @@ type Prober struct {
 	paths   map[netip.Prefix]*state
 	peers   map[string][]Path // by key of the lease
 	resized map[string]struct{}
-	// due are the paths in the order of their next checks, and fresh those that were never checked. Both
-	// may contain paths that are gone.
-	due, fresh []*state
-	found      map[string]int // last size that a search has found, by device
+	order   order
+	found   map[string]int // last size that a search has found, by device
 }
 
 // state is the present knowledge of a path.
@@ -98,6 +99,7 @@ type state struct {
 	begun  time.Time // the last check
 	raised time.Time // the last attempt to find a larger size, or the last change
 	gone   bool
+	turn   turn
 	// searches limits the searches on the path. It is nil before the first one.
 	searches *rate.Limiter
 }
@@ -108,7 +110,7 @@ func NewProber(c Config) *Prober {
 		c.Before = map[netip.Prefix]int{}
 	}
 	return &Prober{
-		Config: c, added: wait.NewSignal(), reports: changes.NewLimit(), searches: make(chan struct{}, searchesAtOnce),
+		Config: c, sample: sample, added: wait.NewSignal(), reports: changes.NewLimit(), searches: make(chan struct{}, searchesAtOnce),
 		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }
@@ -159,7 +161,7 @@ func (p *Prober) add(key string, path Path) {
 		s.size = before
 	}
 	p.paths[path.Subnet] = s
-	p.fresh = append(p.fresh, s)
+	p.order.fresh.add(s)
 	p.added.Send()
 }
 
@@ -210,6 +212,7 @@ func (p *Prober) Run(ctx context.Context) {
 		defer pinger.Close()
 		p.echo = echoes(pinger)
 	}
+	checks.Go(func() { p.watch(ctx) })
 	slots := make(chan struct{}, atOnce)
 	for ctx.Err() == nil {
 		s, pause := p.next(time.Now())
@@ -230,7 +233,7 @@ func (p *Prober) Run(ctx context.Context) {
 			p.check(ctx, s)
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			p.due = append(p.due, s)
+			p.order.checked(s, time.Now())
 			p.added.Send()
 		})
 	}
@@ -266,21 +269,7 @@ func (p *Prober) pause(ctx context.Context, d time.Duration) {
 func (p *Prober) next(now time.Time) (s *state, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, queue := range []*[]*state{&p.fresh, &p.due} {
-		for len(*queue) > 0 {
-			s := (*queue)[0]
-			if left := s.begun.Add(interval).Sub(now); left > 0 && !s.gone {
-				return nil, left
-			}
-			(*queue)[0] = nil
-			*queue = (*queue)[1:]
-			if !s.gone {
-				s.begun = now
-				return s, 0
-			}
-		}
-	}
-	return nil, interval
+	return p.order.next(now)
 }
 
 // set sets the size of a path. It returns false if the path is gone.

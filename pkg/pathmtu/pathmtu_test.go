@@ -23,6 +23,17 @@ type internet struct {
 	rtt     time.Duration // 0 means a millisecond
 	sent    []time.Time
 	sizes   map[int]int // packets by size
+	checked map[netip.Addr]int
+	traffic []netip.Addr // destinations of large packets, in each sample
+	samples int
+}
+
+// sample returns the destinations of large packets.
+func (w *internet) sample(context.Context, string) ([]netip.Addr, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.samples++
+	return slices.Clone(w.traffic), nil
 }
 
 func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
@@ -30,6 +41,7 @@ func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Dur
 	rtt := cmp.Or(w.rtt, time.Millisecond)
 	w.sent = append(w.sent, time.Now())
 	w.sizes[size]++
+	w.checked[p.To]++
 	most, limited := w.carries[p.To]
 	ok := (!limited || size <= most) && rand.Float64() >= w.loss
 	w.mu.Unlock()
@@ -84,13 +96,13 @@ func keyOf(i int) string { return fmt.Sprint("peer", i) }
 // prober runs a prober of n peers until the end of the test.
 func (w *internet) prober(t *testing.T, n int, c Config) *Prober {
 	t.Helper()
-	w.carries, w.sizes = map[netip.Addr]int{}, map[int]int{}
+	w.carries, w.sizes, w.checked = map[netip.Addr]int{}, map[int]int{}, map[netip.Addr]int{}
 	c.Limit = NewLimit()
 	if c.Resized == nil {
 		c.Resized = func() {}
 	}
 	p := NewProber(c)
-	p.echo = w.echo
+	p.echo, p.sample = w.echo, w.sample
 	for i := range n {
 		p.Aim(keyOf(i), []Path{pathTo(i)})
 	}
@@ -371,8 +383,8 @@ func TestAim(t *testing.T) {
 		}
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		if len(p.paths) != 1 || len(p.peers) != 1 || len(p.due)+len(p.fresh) > 1 {
-			t.Errorf("%d paths, %d peers, %d due and %d fresh; want one", len(p.paths), len(p.peers), len(p.due), len(p.fresh))
+		if len(p.paths) != 1 || len(p.peers) != 1 || len(p.order.due)+len(p.order.fresh) > 1 {
+			t.Errorf("%d paths, %d peers, %d due and %d fresh; want one", len(p.paths), len(p.peers), len(p.order.due), len(p.order.fresh))
 		}
 	})
 }
