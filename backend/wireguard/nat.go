@@ -68,7 +68,10 @@ func (b *Backend) publishes(prev subnet.Claim) published {
 	if now := b.published.Load(); now != nil {
 		return *now
 	}
-	own := subnet.Lease{Endpoints: prev.Endpoints}
+	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
+	if side, ok := backend.NewSide(b, Type).Of(&own); ok {
+		own = *side // of a migration that has ended, with the data of this backend
+	}
 	now := published{shared: b.sharedBy(own), relays: map[prefix.Family]relayLists{}}
 	for _, t := range b.tunnels() {
 		if _, _, lists := relaysIn(t, own); !lists.empty() && b.usesRelays() {

@@ -221,6 +221,35 @@ func TestARestartKeepsTheRelay(t *testing.T) {
 	}
 }
 
+// TestTheEndOfAMigrationKeepsTheRelay expects that the claim of a host keeps the lists that it has published for
+// wireguard as the next backend. Data of the former backend counts for nothing.
+func TestTheEndOfAMigrationKeepsTheRelay(t *testing.T) {
+	h := newRelayedHost(t, host(t, 1, 1))
+	h.Backend.published.Store(nil) // the claim precedes the network
+	prev := withRelays(t, 1, leaseData{Unreachable: array(t, 2), Relays: array(t, 5)}).Claim()
+	other := withRelays(t, 1, leaseData{Unreachable: array(t, 3), Relays: array(t, 6)}).Claim()
+	for i := range prev.Endpoints {
+		prev.Endpoints[i].NextData, prev.Endpoints[i].Data = prev.Endpoints[i].Data, other.Endpoints[i].Data
+	}
+	for _, tc := range []struct {
+		present, next string
+		want          relayLists
+	}{
+		{"vxlan", Type, relayLists{keys(2), keys(5)}},
+		{Type, "vxlan", relayLists{keys(3), keys(6)}},
+		{Type, "", relayLists{keys(3), keys(6)}},
+	} {
+		prev.BackendType, prev.NextType = tc.present, tc.next
+		claim, err := h.Claim(t.Context(), prev)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, _, lists := relaysIn(h.devices[0].tunnel, subnet.Lease{Endpoints: claim.Endpoints}); !lists.equal(tc.want) {
+			t.Errorf("from %q and %q to wireguard: it publishes %v, want %v", tc.present, tc.next, lists, tc.want)
+		}
+	}
+}
+
 // TestNoNetworkIsEverWithoutAPeer expects that a network moves to another peer in one change, which removes
 // nothing.
 func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
