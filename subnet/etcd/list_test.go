@@ -90,12 +90,12 @@ func TestListTakesTurns(t *testing.T) {
 	f.fill(t, pageSize+1)
 	m := f.manager(t)
 	m.timing.spread = time.Hour // for each lease: the turn does not come
-	for _, slow := range []time.Duration{time.Hour, time.Nanosecond} {
+	for slow, limit := range map[time.Duration]time.Duration{time.Hour: patience, time.Nanosecond: time.Second} {
 		m.timing.slow = slow
 		if _, err := m.Config(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
 		_, err := m.list(ctx)
 		cancel()
 		if waits := errors.Is(err, context.DeadlineExceeded); waits != (slow == time.Nanosecond) {
