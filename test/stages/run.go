@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"regexp"
 	"slices"
 	"strconv"
@@ -171,6 +172,7 @@ func (r *run) lookAt(out io.Writer) {
 
 // event is a line of `go test -json`. See `go doc test2json`.
 type event struct {
+	Time                          time.Time
 	Action, Package, Test, Output string
 	ImportPath                    string // of build output
 	FailedBuild                   string
@@ -182,10 +184,18 @@ const slow = 2
 
 // reader converts the events of a `go test -json` command into lines and counts.
 type reader struct {
-	run    *run
-	output map[string][]string // output of each test, package and build that was not printed yet
-	counts map[string]*counts  // of each package
-	broken map[string]string   // the first message of each failed build
+	run     *run
+	output  map[string][]string             // output of each test, package and build that was not printed yet
+	counts  map[string]*counts              // of each package
+	running map[string]map[string]time.Time // the tests of each package that run, and since when
+	broken  map[string]string               // the first message of each failed build
+}
+
+func newReader(r *run) *reader {
+	return &reader{
+		run: r, output: map[string][]string{}, counts: map[string]*counts{},
+		running: map[string]map[string]time.Time{}, broken: map[string]string{},
+	}
 }
 
 // read processes all lines of r. It prints lines that are not events unchanged.
@@ -217,6 +227,13 @@ func (p *reader) line(line string) {
 		key = testName(e)
 	}
 	switch e.Action {
+	case "run", "cont":
+		if p.running[e.Package] == nil {
+			p.running[e.Package] = map[string]time.Time{}
+		}
+		p.running[e.Package][e.Test] = e.Time
+	case "pause": // until other parallel tests have ended
+		delete(p.running[e.Package], e.Test)
 	case "output", "build-output":
 		if !strings.HasPrefix(e.Output, "=== ") {
 			p.output[key] = append(p.output[key], e.Output)
@@ -258,8 +275,14 @@ func (p *reader) log() io.Writer {
 }
 
 // messageLine matches the first line of what a test prints with t.Error, t.Log and others,
-// the first line of a panic, and an error of the compiler.
-var messageLine = regexp.MustCompile(`^(?:\s+(\S+_test\.go:\d+: .*)|(panic: .*)|(\S+\.go:\d+:\d+: .*))\n`)
+// the first line of a crash, and an error of the compiler.
+var messageLine = regexp.MustCompile(`^(?:\s+(\S+_test\.go:\d+: .*)|(` + crash + `.*)|(\S+\.go:\d+:\d+: .*))\n`)
+
+// crash matches the beginning of the line with which a test program ends early. go test kills it if it does
+// not end by itself after its time.
+const crash = `(?:panic: |fatal error: |\*\*\* Test killed|signal: )`
+
+var crashLine = regexp.MustCompile("^" + crash)
 
 // logLine matches a message that only introduces the log of a daemon.
 var logLine = regexp.MustCompile(`: log of .*:$`)
@@ -273,7 +296,7 @@ func (p *reader) message(key string) string {
 		switch {
 		case m == nil || logLine.MatchString(strings.TrimSuffix(s, "\n")):
 		case m[1] == "":
-			return cmp.Or(m[1:]...) // the first panic, or error of the compiler
+			return cmp.Or(m[1:]...) // the first crash, or error of the compiler
 		default:
 			message = m[1]
 		}
@@ -290,6 +313,7 @@ func (p *reader) of(pkg string) *counts {
 
 func (p *reader) test(e event, key string) {
 	c := p.of(e.Package)
+	delete(p.running[e.Package], e.Test)
 	switch e.Action {
 	case "pass":
 		c.passed++
@@ -311,13 +335,17 @@ func (p *reader) test(e event, key string) {
 func (p *reader) pkg(e event) {
 	c := p.of(e.Package)
 	if e.Action == "fail" {
-		if c.failed == 0 { // a panic, a timeout, or a failed build
+		if message := p.early(e); message != "" || c.failed == 0 {
 			c.failed++
-			p.run.failures = append(p.run.failures, failure{pkg: e.Package, message: cmp.Or(p.broken[e.FailedBuild], p.message(e.Package))})
+			message = cmp.Or(message, p.broken[e.FailedBuild], p.message(e.Package))
+			p.run.failures = append(p.run.failures, failure{pkg: e.Package, message: message})
 		}
-		p.showAll(e.Package)
+		for _, key := range p.keys(e.Package) {
+			p.show(key)
+		}
 	}
 	p.forget(e.Package)
+	delete(p.running, e.Package)
 	p.run.add(*c)
 	if *c == (counts{}) {
 		return
@@ -326,9 +354,38 @@ func (p *reader) pkg(e event) {
 		word(e.Action != "fail"), e.Package, e.Elapsed, c.passed, c.failed, c.skipped)
 }
 
-// showAll prints the remaining output of a package: its own, and that of tests that did
-// not end.
-func (p *reader) showAll(pkg string) {
+// early returns why a package has ended before its tests, and which tests did not end: the one that hung
+// or crashed is among them. It returns an empty string if all tests have ended.
+func (p *reader) early(e event) string {
+	began := p.running[e.Package]
+	for _, test := range slices.Collect(maps.Keys(began)) {
+		for i, c := range test {
+			if c == '/' {
+				delete(began, test[:i]) // it waits for its subtest
+			}
+		}
+	}
+	tests := slices.Collect(maps.Keys(began))
+	if len(tests) == 0 {
+		return ""
+	}
+	slices.SortFunc(tests, func(a, b string) int { return cmp.Or(began[a].Compare(began[b]), strings.Compare(a, b)) })
+	for i, test := range tests {
+		if since := began[test]; !since.IsZero() {
+			tests[i] += fmt.Sprintf(" (%v)", e.Time.Sub(since).Round(time.Second))
+		}
+	}
+	message := "did not end: " + strings.Join(tests, ", ")
+	for _, key := range p.keys(e.Package) { // the last test that has printed something has it
+		if m := p.message(key); crashLine.MatchString(m) {
+			return strings.TrimSuffix(m, ".") + "; " + message
+		}
+	}
+	return message
+}
+
+// keys returns the keys of the remaining output of a package: its own, and those of tests that did not end.
+func (p *reader) keys(pkg string) []string {
 	var keys []string
 	for key := range p.output {
 		if key == pkg || strings.HasPrefix(key, pkg+".") {
@@ -336,7 +393,5 @@ func (p *reader) showAll(pkg string) {
 		}
 	}
 	slices.Sort(keys)
-	for _, key := range keys {
-		p.show(key)
-	}
+	return keys
 }

@@ -31,9 +31,9 @@ func build(ctx context.Context, r *run, _ selection) error {
 // unit and kernel do not use cached results. The cache notices changes of files that a
 // test opens, but not of files that are read by programs that the test runs, nor of this
 // machine.
-// The package of dist builds a release twice, for which the default limit is too short.
 func unit(ctx context.Context, r *run, s selection, short bool) error {
-	return goTests(ctx, r, s, "-race", "-timeout=30m", "-p", perCPU(2), fmt.Sprintf("-short=%v", short))
+	// In the rest, the package of dist builds a release twice.
+	return goTests(ctx, r, s, "-race", s.timeout(10*time.Minute, 30*time.Minute), "-p", perCPU(2), fmt.Sprintf("-short=%v", short))
 }
 
 func kernel(ctx context.Context, r *run, s selection) error {
@@ -65,7 +65,7 @@ func vm(ctx context.Context, r *run, s selection) error {
 
 // endToEnd runs one package at a time, so that each has the whole machine.
 func endToEnd(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-timeout=30m", "-p=1", "-parallel", perCPU(4))
+	return goTests(ctx, r, s, "-race", s.timeout(20*time.Minute, 40*time.Minute), "-p=1", "-parallel", perCPU(4))
 }
 
 // kubernetes runs without the race detector, because the tests contain no code of the
@@ -144,8 +144,7 @@ func events(cmd *exec.Cmd, r *run) error {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("run %s tests: %w", r.stage, err)
 	}
-	p := reader{run: r, output: map[string][]string{}, counts: map[string]*counts{}, broken: map[string]string{}}
-	readErr := p.read(pipe)
+	readErr := newReader(r).read(pipe)
 	err = r.wait(cmd)
 	if err != nil && r.failed > 0 {
 		err = nil // the failed tests are the better description

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -135,6 +136,62 @@ func TestFailureIsAtTheEnd(t *testing.T) {
 	out.Reset()
 	if _, err := execute(t.Context(), []string{"-run", `TestBad/a_\(b\)`, "unit"}, &out); err != nil || !strings.HasSuffix(out.String(), "\n0 passed, 2 failed, 0 skipped\n") {
 		t.Errorf("TestBad alone: error %v, output:\n%s", err, &out)
+	}
+}
+
+// A package that ends before its tests is a failure that names them, also if other tests have failed.
+func TestTestsThatDoNotEnd(t *testing.T) {
+	module(t, map[string]string{
+		"hangs/a_test.go": source("hangs", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Error("reason shown") }
+func TestHangs(t *testing.T) { t.Run("sub/sub", func(t *testing.T) { <-make(chan int) }) }`),
+		"crashes/a_test.go": source("crashes", `func TestCrashes(t *testing.T) { go func() { panic("reason shown") }(); <-make(chan int) }`),
+		"exits/a_test.go":   strings.Replace(source("exits", `func TestExits(t *testing.T) { os.Exit(3) }`), `import`, `import "os"; import`, 1),
+		"alone/a_test.go":   source("alone", `func TestAlone(t *testing.T) { t.Fatal("panic: not one") }`),
+	})
+	for pkg, want := range map[string][]string{
+		"hangs": {
+			"sample/hangs.TestBad: a_test.go:5: reason shown",
+			"sample/hangs: panic: test timed out after 2s; did not end: TestHangs/sub/sub",
+		},
+		"crashes": {"sample/crashes: panic: reason shown; did not end: TestCrashes"},
+		"exits":   {"sample/exits: did not end: TestExits"},
+		"alone":   {"sample/alone.TestAlone: a_test.go:5: panic: not one"},
+	} {
+		t.Run(pkg, func(t *testing.T) {
+			var out bytes.Buffer
+			r := &run{stage: "unit", out: &lockedWriter{w: &out}}
+			if err := goTest(t.Context(), r, "-timeout=2s", "./"+pkg); err != nil {
+				t.Error(err)
+			}
+			var got []string
+			for _, f := range r.failures {
+				got = append(got, regexp.MustCompile(` \(\d+s\)`).ReplaceAllString(f.String(), ""))
+			}
+			if diff := cmp.Diff(want, got); diff != "" || r.failed != len(want) {
+				t.Errorf("%d failures (-want +got):\n%s\n%s", r.failed, diff, &out)
+			}
+		})
+	}
+}
+
+// Of the tests that did not end, those that have waited for others are not the reason.
+func TestTestsThatWaited(t *testing.T) {
+	r := &run{out: io.Discard}
+	err := newReader(r).read(strings.NewReader(`{"Time":"2026-01-01T00:00:00Z","Action":"run","Package":"p","Test":"TestPaused"}
+{"Time":"2026-01-01T00:00:01Z","Action":"pause","Package":"p","Test":"TestPaused"}
+{"Time":"2026-01-01T00:00:01Z","Action":"run","Package":"p","Test":"TestHangs"}
+{"Time":"2026-01-01T00:00:02Z","Action":"pause","Package":"p","Test":"TestHangs"}
+{"Time":"2026-01-01T00:00:03Z","Action":"cont","Package":"p","Test":"TestHangs"}
+{"Time":"2026-01-01T00:00:03Z","Action":"run","Package":"p","Test":"TestHangs/sub"}
+{"Time":"2026-01-01T00:00:03Z","Action":"cont","Package":"p","Test":"TestPasses"}
+{"Time":"2026-01-01T00:00:04Z","Action":"pass","Package":"p","Test":"TestPasses"}
+{"Time":"2026-01-01T00:08:00Z","Action":"run","Package":"p","Test":"TestBeside"}
+{"Time":"2026-01-01T00:10:00Z","Action":"output","Package":"p","Output":"*** Test killed with quit: ran too long (10m0s).\n"}
+{"Time":"2026-01-01T00:10:00Z","Action":"fail","Package":"p"}
+`))
+	want := "failed: p: *** Test killed with quit: ran too long (10m0s); did not end: TestHangs/sub (9m57s), TestBeside (2m0s)"
+	if got := r.reasons(); err != nil || len(got) != 1 || got[0] != want {
+		t.Errorf("got %q, error %v, want %q", got, err, want)
 	}
 }
 

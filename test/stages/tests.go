@@ -18,6 +18,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 )
 
 // part is the part of the tests that a run contains.
@@ -146,6 +147,14 @@ func (s selection) split(stage string) (chosen, left []test) {
 		}
 	}
 	return chosen, left
+}
+
+// timeout returns an argument for go test that limits the time of each package, given the limits of both
+// parts. A limit is about twice the time that the slowest package takes with two CPUs: a test that hangs must
+// not use up the time of the whole run.
+func (s selection) timeout(ofShort, ofRest time.Duration) string {
+	limit := map[part]time.Duration{short: ofShort, rest: ofRest, all: ofShort + ofRest}[s.part]
+	return "-timeout=" + limit.String()
 }
 
 // fuzzTargets returns the targets of the stage fuzz.
