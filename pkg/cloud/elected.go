@@ -323,7 +323,7 @@ func (e *Elected) stay() {
 func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, err error) {
 	if announced == nil {
 		if e.inOrder || e.told {
-			return e.inOrder, e.err
+			return e.stays()
 		}
 		return false, &waitingError{fmt.Errorf("waiting for the leader %s, which has not compared the routes yet", leader)}
 	}
@@ -332,7 +332,7 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		return false, fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
 	}
 	if a.Routed == nil && (e.inOrder || e.told) { // the routes stay in an outage of the cloud or of the store
-		return e.inOrder, e.err
+		return e.stays()
 	}
 	err = a.check(e.Own.Subnets, leader)
 	if inOrder = err == nil; inOrder {
@@ -351,6 +351,14 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		inOrder = inOrder && settled
 	}
 	return inOrder, err
+}
+
+// stays is the result of read while the leader does not know the routes yet: they are as they were.
+func (e *Elected) stays() (inOrder bool, err error) {
+	if e.inOrder {
+		return true, nil
+	}
+	return false, e.err
 }
 
 // SetPeers sets the other hosts that have a lease.

@@ -444,3 +444,19 @@ func TestHostWaitsForItsRoute(t *testing.T) {
 		n.expect("with an announcement that cannot be read", 2, "cannot be read")
 	})
 }
+
+// TestLateLeader has no leader for long, and then one that has not compared the routes yet. A host whose routes were
+// in order is ready again at once.
+func TestLateLeader(t *testing.T) {
+	runLed(t, []int{3}, func(n *network) {
+		n.stops[1]()
+		n.hosts[1] = nil
+		n.after(time.Hour)
+		n.expect("without a leader", 3, "no host writes the routes of the cloud")
+		n.mu.Lock()
+		n.leader, n.announced = "host-9", nil
+		n.mu.Unlock()
+		n.after(2 * resync)
+		n.expect("with a leader that has not compared the routes", 3, "")
+	})
+}
