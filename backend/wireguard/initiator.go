@@ -39,7 +39,7 @@ const (
 // one fails, and when WireGuard repeats it after 5 s, packets of the session that has begun
 // are lost. Two hosts learn of each other at nearly the same time. So the host with the
 // smaller public key starts, and repeats it if there is no session. The other one starts
-// later.
+// later. Handshakes can still cross if the hosts learn of each other at different times.
 type initiator struct {
 	dev   *wgdevice.Device
 	stop  chan struct{}

@@ -69,9 +69,11 @@ func (b *Backend) publishes(prev subnet.Claim) published {
 		return *now
 	}
 	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
-	if side, ok := backend.NewSide(b, Type).Of(&own); ok {
-		own = *side // of a migration that has ended, with the data of this backend
+	side, ok := backend.NewSide(b, Type).Of(&own)
+	if !ok {
+		return published{}
 	}
+	own = *side // of a migration that has ended, with the data of this backend
 	now := published{shared: b.sharedBy(own), relays: map[prefix.Family]relayLists{}}
 	for _, t := range b.tunnels() {
 		if _, _, lists := relaysIn(t, own); !lists.empty() && b.usesRelays() {

@@ -194,7 +194,7 @@ func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass)
 			return false, 0, explainPortInUse(err, s.port)
 		}
 		if d.userspace != nil {
-			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, !same)
+			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, !same || !d.unwantedRemoved)
 		}
 	}
 	if full {

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/traffic"
@@ -23,13 +24,14 @@ const (
 	// unless it is fast.
 	watchFor = 2 * time.Second
 	// large is the size in bytes from which on a packet shows that the MTU of its path matters: the least
-	// MTU that a path may get. Acknowledgements are smaller.
+	// MTU that a path may get over IPv4. Acknowledgements are smaller.
 	large = 576
 	// busyFor is the time after the last large packet until a path counts as idle. A connection that hangs
 	// repeats its packet more and more seldom, and a sample of a fast device misses most of the packets.
 	busyFor = 30 * time.Second
-	// busyInARow is how many busy paths may be checked before it is the turn of another one.
-	busyInARow = 3
+	// busyInARow is how many busy paths may be checked before it is the turn of another one. If more than
+	// manyBusy are busy, they and the others take turns.
+	busyInARow, manyBusy = 3, 150
 )
 
 // order is the order in which paths are checked. A path is in one queue, or it is being checked.
@@ -48,7 +50,7 @@ type turn struct {
 	checking bool
 }
 
-// queue contains paths in the order of their last checks.
+// queue contains paths in the order in which they came to it.
 type queue []entry
 
 // entry is a place in a queue. It is void if the path has got another one, or is gone.
@@ -91,7 +93,11 @@ func (o *order) wait(s *state, now time.Time) {
 // next returns the path that must be checked now, or nil and the time until there may be one.
 func (o *order) next(now time.Time) (s *state, pause time.Duration) {
 	queues := []*queue{&o.busy, &o.fresh, &o.due}
-	if o.inRow >= busyInARow {
+	inARow := busyInARow
+	if len(o.busy) > manyBusy {
+		inARow = 1
+	}
+	if o.inRow >= inARow {
 		queues = []*queue{&o.fresh, &o.due, &o.busy}
 	}
 	pause = interval
@@ -147,7 +153,7 @@ func (p *Prober) watch(ctx context.Context) {
 		for _, device := range p.crowded() {
 			samples.Go(func() {
 				to, err := p.sample(ctx, device)
-				if errors.Is(err, traffic.ErrNoSocket) {
+				if gone := errors.Is(err, unix.ENODEV) || errors.Is(err, unix.ENETDOWN); err != nil && !gone && ctx.Err() == nil {
 					logged.Do(func() {
 						klog.FromContext(ctx).Error(err, "cannot find out which paths carry packets: the MTU of each path is checked in turn")
 					})

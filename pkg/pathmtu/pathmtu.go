@@ -116,7 +116,7 @@ func NewProber(c Config) *Prober {
 }
 
 // Aim replaces the paths to the peer with that key. There are none if the peer is gone. A path that
-// differs is checked at once, and keeps its size until then.
+// differs is checked soon, and keeps its size until then.
 func (p *Prober) Aim(key string, paths []Path) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

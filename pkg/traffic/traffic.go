@@ -21,8 +21,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// ErrNoSocket means that this process may not listen to devices: it lacks CAP_NET_RAW, or its service manager
-// forbids AF_PACKET.
+// ErrNoSocket means that this process cannot listen to any device: for example it lacks CAP_NET_RAW, or its
+// service manager forbids AF_PACKET.
 var ErrNoSocket = errors.New("cannot open a packet socket")
 
 const (
@@ -31,10 +31,11 @@ const (
 	countFor, leastTime = 20 * time.Millisecond, 100 * time.Millisecond
 	most                = 2000
 	// readEvery is the time between two reads of packets, and buffer the size in bytes of what the kernel
-	// keeps in between. So a sample has packets of several moments, and a fast sender costs no more than some
-	// dozens of packets for each read.
-	readEvery = 50 * time.Millisecond
-	buffer    = 32 << 10
+	// keeps in between: some dozens of packets. So a sample has packets of several moments. mostAtOnce is how many
+	// packets one read takes, because a fast sender may have sent others meanwhile.
+	readEvery  = 50 * time.Millisecond
+	buffer     = 32 << 10
+	mostAtOnce = 128
 	// header is the part in bytes of a packet that the kernel copies: the addresses are in it.
 	header = 40
 )
@@ -190,7 +191,7 @@ func filter(larger int) []unix.SockFilter {
 // are none. An error, such as that of a device that goes down, counts as a packet without a destination.
 func read(fd int, found map[netip.Addr]struct{}) (some bool) {
 	var b [header]byte
-	for {
+	for range mostAtOnce {
 		n, err := unix.Read(fd, b[:])
 		if err != nil {
 			return some || !errors.Is(err, unix.EAGAIN)
@@ -200,6 +201,7 @@ func read(fd int, found map[netip.Addr]struct{}) (some bool) {
 			found[a] = struct{}{}
 		}
 	}
+	return some
 }
 
 // destination returns the destination of a packet that begins with b.

@@ -87,9 +87,10 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 		return err
 	}
 	cfg, own := s.begin.Load().Config, s.own()
-	if own.NextType != "" {
+	if own.NextType != "" && own.NextType != r.storedNext() {
 		// Peers probe the way through the next backend when they see this lease. The first pass removes
-		// what an earlier use of that backend has left for them. Otherwise they might use just that.
+		// what an earlier use of that backend has left for them. Otherwise they might use just that. A pass
+		// that fails may leave it, but must not keep the lease from the store.
 		select {
 		case <-s.compared:
 		case <-ctx.Done():
@@ -110,6 +111,14 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 	r.state.Update(func(now *lastknown.State) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
 	return nil
+}
+
+// storedNext returns the next backend of the own lease as the store has it, if that differs from the lease.
+func (r *runner) storedNext() string {
+	if now, _ := r.state.Get(); now.Stored != nil {
+		return now.Stored.NextType
+	}
+	return ""
 }
 
 // lostTo returns ErrLeaseLost, wrapped, if published, which the store has returned for own, has another
