@@ -133,10 +133,14 @@ func (c *client) change(ctx context.Context, r request) error {
 	}
 	pauses := c.poll
 	for op.Status != "DONE" {
-		if pauses.Wait(ctx, 0) != nil {
-			return fmt.Errorf("%s: %w: operation %s has not ended", r.name, cloud.ErrUnavailable, op.Name)
+		err := pauses.Wait(ctx, 0)
+		if err == nil {
+			err = c.call(ctx, c.at("globalOperations.get", http.MethodGet, "global/operations/"+op.Name, nil), &op)
 		}
-		if err := c.call(ctx, c.at("globalOperations.get", http.MethodGet, "global/operations/"+op.Name, nil), &op); err != nil {
+		switch {
+		case ctx.Err() != nil:
+			return fmt.Errorf("%s: %w: operation %s has not ended", r.name, cloud.ErrUnavailable, op.Name)
+		case err != nil:
 			return fmt.Errorf("%s: %w", r.name, err)
 		}
 	}
