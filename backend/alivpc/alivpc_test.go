@@ -86,6 +86,35 @@ func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
 
+// TestUnreadableVSwitch has a host in a vSwitch that cannot be read. It has no table, and others have theirs.
+func TestUnreadableVSwitch(t *testing.T) {
+	s := open(t)
+	status, code := http.StatusNotFound, "InvalidVSwitchId.NotFound"
+	t.Setenv("ALIBABA_CLOUD_VPC_ENDPOINT", cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.FormValue("VSwitchId") != "vsw-8" {
+			s.ServeHTTP(w, r)
+			return
+		}
+		w.WriteHeader(status)
+		fmt.Fprintf(w, `{"Code":%q,"Message":"x"}`, code)
+	})))
+	var hosts []cloud.Host
+	for n, vSwitch := range []string{"vsw-8", "vsw-1"} {
+		hosts = append(hosts, cloud.Host{Addresses: s.AddInstance(100+n, vSwitch, netip.AddrFrom4([4]byte{192, 168, 80, byte(n)})).Addresses})
+	}
+	c := bed().Backend(t, `{"Writer":"leader","Overflow":"vxlan"}`).Cloud
+	if _, err := c.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if found, err := c.Find(t.Context(), hosts); err != nil || found[0].Table != "" || found[0].Target == "" || found[1].Table != vpctest.MainTable {
+		t.Errorf("found %v, error %v, want no table for the first host, and %s for the second", found, err, vpctest.MainTable)
+	}
+	status, code = http.StatusInternalServerError, "InternalError"
+	if _, err := c.Find(t.Context(), hosts); !cloud.Transient(err) {
+		t.Errorf("error %v, want one that may end by itself", err)
+	}
+}
+
 func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 func TestClusters(t *testing.T) { bed().Clusters(t) }

@@ -12,8 +12,11 @@ import (
 	"strconv"
 	"strings"
 
+	"k8s.io/klog/v2"
+
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -35,6 +38,8 @@ type vpc struct {
 	table string  // id; of the last Join or Check
 	id    string  // of the VPC; of the last Join or Check
 	own   string  // target of routes to this host; of the last Join or Check
+	// unread are the vSwitches of other hosts whose table cannot be read, with the error that was logged.
+	unread map[string]string
 }
 
 // find finds the table of the vSwitch of the external interface.
@@ -76,7 +81,8 @@ func (v *vpc) vSwitch(ctx context.Context, id string) (s vSwitch, err error) {
 	return s, v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &s)
 }
 
-// followed adds the tables that packets of hosts follow to found, with a call for each vSwitch.
+// followed adds the tables that packets of hosts follow to found, with a call for each vSwitch. It leaves out
+// those of a vSwitch that cannot be read, unless the error may end by itself.
 func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]instance) error {
 	tables := map[string]string{} // by vSwitch
 	for n, f := range found {
@@ -86,14 +92,30 @@ func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]
 		}
 		if _, known := tables[id]; !known {
 			answer, err := v.vSwitch(ctx, id)
-			if err != nil {
+			if cloud.Transient(err) {
 				return err
 			}
+			v.note(ctx, id, err)
 			tables[id] = answer.Table.ID
 		}
 		found[n].Table = tables[id]
 	}
 	return nil
+}
+
+// note logs that a vSwitch of other hosts cannot be read, once for each error.
+func (v *vpc) note(ctx context.Context, id string, err error) {
+	if err == nil {
+		delete(v.unread, id)
+		return
+	}
+	if v.unread == nil {
+		v.unread = map[string]string{}
+	}
+	if text := oneline.Text(err); v.unread[id] != text {
+		v.unread[id] = text
+		klog.FromContext(ctx).Error(err, "cannot read which route table hosts follow, so they use the tunnel", "vSwitch", id)
+	}
 }
 
 // Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
