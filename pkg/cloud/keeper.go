@@ -70,6 +70,19 @@ type Peers struct {
 	Unreadable bool
 }
 
+// equal reports whether p and o are the same hosts, in any order.
+func (p Peers) equal(o Peers) bool {
+	sorted := func(hosts []Host) []string {
+		names := make([]string, len(hosts))
+		for i, h := range hosts {
+			names[i] = fmt.Sprint(h)
+		}
+		slices.Sort(names)
+		return names
+	}
+	return p.Complete == o.Complete && p.Unreadable == o.Unreadable && slices.Equal(sorted(p.Hosts), sorted(o.Hosts))
+}
+
 // KeeperConfig configures a Keeper. All fields but All and AtOnce are required.
 type KeeperConfig struct {
 	Cloud    Cloud
@@ -166,12 +179,13 @@ func (k *Keeper) next(err error, again time.Duration) error {
 // growing pauses.
 func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 
-// SetPeers sets the other hosts that have a lease.
+// SetPeers sets the other hosts that have a lease. Most changes of leases do not matter to routes, so these cause
+// no comparison.
 func (k *Keeper) SetPeers(p Peers) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.peers = p
-	if k.read {
+	changed := !p.equal(k.peers)
+	if k.peers = p; changed && k.read {
 		k.read = false
 		k.loop.Wake()
 	}

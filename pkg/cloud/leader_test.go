@@ -178,6 +178,51 @@ func TestLeaderWithoutTheStore(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 2))
 }
 
+// TestLeasesChangeTheirData has leases that come again with the same addresses, and then one that is refused.
+func TestLeasesChangeTheirData(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.answer(2, 3)
+		b.hour()
+		before := b.compared()
+		for range 20 {
+			b.answer(3, 2)
+			b.after(3 * time.Second)
+			b.answer(2, 3)
+			b.after(3 * time.Second)
+		}
+		if n := b.compared() - before; n > 5 {
+			t.Errorf("%d comparisons in two minutes, want only those of the resync period", n)
+		}
+		b.answer(2)
+		b.answer(2, 3, 4)
+		b.after(5 * time.Second)
+		b.expectUnrouted("a host that has come", "no instance here", 4)
+	})
+}
+
+// TestHostOutsideIsSoughtSeldom has a host outside of the cloud, and leases that change often.
+func TestHostOutsideIsSoughtSeldom(t *testing.T) {
+	runAll(t, func(b *bed) {
+		b.answer(2, 9)
+		b.hour()
+		sought := 0
+		b.Do(func() { sought = b.Sought })
+		for range 30 {
+			b.answer(9)
+			b.after(5 * time.Second)
+			b.answer(2, 9)
+			b.after(5 * time.Second)
+		}
+		b.Do(func() { sought = b.Sought - sought })
+		if sought > 6 {
+			t.Errorf("%d hosts were sought in five minutes, want each once in a resync period", sought)
+		}
+		b.Do(func() { b.Hosts[target(9)] = []netip.Addr{address(9)} })
+		b.after(4 * resync)
+		b.expectRoutes("a host that has come", routeTo(1, 1), routeTo(2, 2), routeTo(9, 9))
+	})
+}
+
 // TestManyHostsStart has hosts that start one after the other. The leader must not read the tables for
 // each of them.
 func TestManyHostsStart(t *testing.T) {

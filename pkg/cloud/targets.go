@@ -4,33 +4,50 @@ package cloud
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // targets remembers where routes to other hosts lead. The zero targets is usable.
 type targets struct {
-	known map[string]Found // by the addresses of the host
-	asked time.Time        // when all hosts were looked for
+	known   map[string]Found    // by the addresses of the host
+	asked   time.Time           // when all hosts were looked for
+	outside map[string]*outside // hosts that the cloud does not have, by their addresses
+}
+
+// outside is a host that the cloud does not have, at least not yet. It may stay so, and to look for it may take calls
+// that list all instances.
+type outside struct {
+	Found
+	again time.Time // when to look for it
+	pause wait.Backoff
 }
 
 // name identifies a host by its addresses.
 func (h Host) name() string { return fmt.Sprint(h.Addresses) }
 
 // find returns the results for hosts in their order. It asks the cloud only for those that it does
-// not remember, and for all of them once in a resync period. It forgets targets in lost first.
+// not remember, and for all of them once in a resync period. It forgets targets in lost first. It looks for hosts
+// outside of the cloud after growing pauses.
 func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool) ([]Found, error) {
 	if time.Since(t.asked) >= resync {
 		t.known, t.asked = map[string]Found{}, time.Now()
 	}
 	found, missing := make([]Found, len(hosts)), []int(nil)
-	ask := []Host(nil)
+	ask, before := []Host(nil), t.outside
+	t.outside = map[string]*outside{}
 	for i, h := range hosts {
 		known, ok := t.known[h.name()]
+		if o := before[h.name()]; o != nil {
+			t.outside[h.name()] = o
+			known, ok = o.Found, time.Now().Before(o.again)
+		}
 		if found[i] = known; !ok || lost[known.Target] {
 			missing, ask = append(missing, i), append(ask, h)
 		}
@@ -44,12 +61,25 @@ func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.D
 	}
 	for n, i := range missing {
 		found[i] = answers[n]
-		delete(t.known, hosts[i].name())
-		if answers[n].Err == nil {
-			t.known[hosts[i].name()] = answers[n]
-		}
+		t.note(hosts[i].name(), answers[n], resync)
 	}
 	return found, nil
+}
+
+// note remembers the result for a host.
+func (t *targets) note(name string, f Found, resync time.Duration) {
+	delete(t.known, name)
+	if f.Err == nil {
+		t.known[name] = f
+	}
+	if !errors.Is(f.Err, errOutside) {
+		delete(t.outside, name)
+		return
+	}
+	if t.outside[name] == nil {
+		t.outside[name] = &outside{Found: f, pause: wait.Backoff{Least: min(leastConfirm, resync), Most: resync}}
+	}
+	t.outside[name].again = time.Now().Add(t.outside[name].pause.Next())
 }
 
 // plan is what a comparison wants.
