@@ -20,7 +20,8 @@ type data struct {
 	Table string `json:",omitempty"`
 	// Routed are the tables that have a route to the subnet of the host, sorted.
 	Routed []string `json:",omitempty"`
-	// Why is the reason why Table is not one of Routed, if it is known: a result of cloud.Kind.
+	// Why is the reason why Table is not one of Routed, if it is known: a result of cloud.Kind, but never
+	// waiting, which would change the lease of each new host once more.
 	Why string `json:",omitempty"`
 	// Overflow is the data for the tunnel.
 	Overflow json.RawMessage `json:",omitempty"`
@@ -82,7 +83,6 @@ func reasons() map[string]string {
 		"throttled":   "the cloud refuses calls because there are too many",
 		"unavailable": "the cloud does not answer",
 		"outside":     "the leader knows no instance with its address",
-		"waiting":     "the leader has not put it yet",
 		"failed":      "another error",
 	}
 }
@@ -112,7 +112,7 @@ func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 	slices.Sort(next.Routed)
 	switch {
 	case next.routed() || err == nil:
-	case d.Why != "" && cloud.Transient(err): // so that an outage does not change all leases
+	case d.Why != "" && cloud.Transient(err) || cloud.Kind(err) == "waiting": // so that an outage does not change all leases
 		next.Why = d.Why
 	default:
 		next.Why = cloud.Kind(err)

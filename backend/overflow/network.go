@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/rpfilter"
@@ -200,7 +201,7 @@ func (n *network) serve(key string, l *subnet.Lease) {
 		}
 		why := obstacle(own, d)
 		switch {
-		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil): // a route that was just put is seen later
+		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil || cloud.Kind(n.failed) == "waiting"): // a route that was just put is seen later
 		case d.Overflow == nil:
 			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
 		default:

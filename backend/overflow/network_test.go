@@ -424,6 +424,25 @@ func TestLedHost(t *testing.T) {
 	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
 	b.expectClaim("a route that was seen", inside)
 	b.expectByTunnel("a route that was seen")
+
+	// A leader that has not put the route yet costs no further change of the lease.
+	store.announced.Store(`{"routed":["10.5.2.0/24"],` + table + `}]}`)
+	b.expectClaim("a route that is gone", data{Table: "rtb-1"})
+	b.leases["host6"] = lease(t, 6, data{})
+	b.leases["host6"].Endpoints[0].Data = nil
+	if out := b.sync(); len(out.Refused) > 0 {
+		t.Errorf("refused %v, want that a peer without data waits for the leader too", out.Refused)
+	}
+	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
+	b.expectClaim("a route that is back", inside)
+	store.announced.Store(`{"routed":["10.5.2.0/24"],"unrouted":[{"reason":"it is full","kind":"quota","subnets":["10.5.1.0/24"]}]}`)
+	b.expectClaim("without tables and a route", data{Why: "quota"})
+	b.expectByTunnel("without tables and a route", "host2")
+	if out := b.sync(); len(out.Refused) != 1 || out.Refused[0].Key != "host6" {
+		t.Errorf("refused %v, want host6, which has no data", out.Refused)
+	}
+	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
+	b.expectClaim("with tables again", inside)
 	if n := b.written(); n != 0 {
 		t.Errorf("%d calls have changed the cloud, want none", n)
 	}

@@ -16,6 +16,7 @@ package overflow
 
 import (
 	"context"
+	"net/netip"
 	"sync/atomic"
 
 	"github.com/flanneld/flanneld/backend"
@@ -72,14 +73,15 @@ func (b *Backend) MTU() int {
 
 // Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use the
 // cloud uses the tunnel. A host that has had a lease keeps what it has published about its routes, until
-// the first comparison.
+// the first comparison, unless its address has changed.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	before := map[prefix.Family]data{}
+	before, addresses := map[prefix.Family]data{}, map[prefix.Family]netip.Addr{}
 	if prev.BackendType == b.LeaseType() {
 		tunnel := subnet.Claim{BackendType: b.side.LeaseType}
 		for _, e := range prev.Endpoints {
 			f := prefix.FamilyOf(e.PublicIP)
 			before[f], _, _ = decode(e.Data) // data that cannot be read is replaced
+			addresses[f] = e.PublicIP
 			e.Data, e.NextData = before[f].Overflow, nil
 			tunnel.Endpoints = append(tunnel.Endpoints, e)
 		}
@@ -94,7 +96,11 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		before = *now
 	}
 	for i, e := range claim.Endpoints {
-		d := before[prefix.FamilyOf(e.PublicIP)]
+		f := prefix.FamilyOf(e.PublicIP)
+		d := before[f]
+		if addresses[f].IsValid() && addresses[f] != e.PublicIP { // the routes lead to the host with that address
+			d = data{}
+		}
 		d.Overflow = e.Data
 		if claim.Endpoints[i].Data, err = d.encode(); err != nil {
 			return subnet.Claim{}, err

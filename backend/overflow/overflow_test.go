@@ -4,6 +4,7 @@ package overflow
 
 import (
 	"encoding/json"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -113,6 +114,11 @@ func TestClaimKeepsData(t *testing.T) {
 		if d, known, err := decode(claim.Endpoints[0].Data); err != nil || !known || d.Overflow == nil {
 			t.Errorf("%s: claim with %s, want data for the tunnel", name, got)
 		}
+	}
+	moved := lease(t, 1, data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: json.RawMessage(mac)}).Claim()
+	moved.Endpoints[0].PublicIP = netip.MustParseAddr("192.168.77.99")
+	if claim, err := newBed(t).backend().Claim(t.Context(), moved); err != nil || string(claim.Endpoints[0].Data) != `{"Overflow":`+mac+`}` {
+		t.Errorf("with another address: claim %+v, error %v, want no routes, which lead to the former address", claim, err)
 	}
 	if s := backend.NewSide(newBed(t).backend(), "aws-vpc"); s.LeaseType != "" {
 		t.Errorf("leases have the type %q, want none, as with flannel", s.LeaseType)

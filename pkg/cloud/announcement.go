@@ -41,6 +41,8 @@ const (
 	mostText    = 250_000 // bytes of an announcement
 	mostReason  = 300     // bytes of a reason
 	mostReasons = 100     // different reasons
+	mostTables  = 100     // tables that a host accepts
+	mostName    = 100     // bytes of the name of a table that a host accepts, which publishes it
 	otherReason = "the reason is in the status of the leader"
 )
 
@@ -68,6 +70,22 @@ func announce(r Report, err error, tables bool) (text json.RawMessage, omitted s
 		omitted = f.omitted
 	}
 	return text, omitted, nil
+}
+
+// parse parses an announcement, which may come from any program that can write to the store.
+func parse(text json.RawMessage) (a announcement, err error) {
+	if err := json.Unmarshal(text, &a); err != nil {
+		return announcement{}, err
+	}
+	if len(a.Tables) > mostTables {
+		return announcement{}, fmt.Errorf("%d tables, more than %d", len(a.Tables), mostTables)
+	}
+	for _, t := range a.Tables {
+		if len(t.Name) > mostName {
+			return announcement{}, fmt.Errorf("the name of a table has %d bytes, more than %d", len(t.Name), mostName)
+		}
+	}
+	return a, nil
 }
 
 // routerTables returns the tables of a report for an announcement. Their destinations are named as differences to

@@ -186,6 +186,27 @@ func TestTablesInAnnouncement(t *testing.T) {
 	}
 }
 
+// TestTooManyTables expects that a host accepts only what can be tables of a cloud, because it publishes their names.
+func TestTooManyTables(t *testing.T) {
+	for name, tt := range map[string]struct {
+		tables int
+		name   string
+		want   string
+	}{
+		"the most":         {mostTables, strings.Repeat("x", mostName), "<nil>"},
+		"too many":         {mostTables + 1, "x", "101 tables, more than 100"},
+		"a name too large": {1, strings.Repeat("x", mostName+1), "the name of a table has 101 bytes, more than 100"},
+	} {
+		text, err := json.Marshal(announcement{Tables: slices.Repeat([]routerTable{{Name: tt.name}}, tt.tables)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := parse(text); fmt.Sprint(err) != tt.want {
+			t.Errorf("%s: error %v, want %s", name, err, tt.want)
+		}
+	}
+}
+
 // FuzzAnnouncement reads what any program with access to the store may have written.
 func FuzzAnnouncement(f *testing.F) {
 	f.Add([]byte(`{"routed":["10.5.2.0/24"],"tables":[{"name":"a\nb","hosts":["10.5.2.0/24"],"less":["10.5.2.0/24"],"more":["fd00::/64"]}],"unrouted":[{"reason":"a\u0000","kind":"x","subnets":["10.5.2.0/24"]}],"error":"\n"}`))

@@ -43,6 +43,9 @@ const (
 	mostRead  = 10 * time.Second
 	// patience is the time for which a new host waits for its route before it gives a reason.
 	patience = 10 * time.Second
+	// novelty is the time for which a new host reads often, also if its routes are in order: they may lead to
+	// another host that had the same subnet, until the leader has compared them.
+	novelty = time.Minute
 )
 
 // A host that may not write checks its rights again after growing pauses, because an operator may give
@@ -151,8 +154,8 @@ func (e *Elected) note(ctx context.Context, err error) {
 // pause returns the time until the next try to lead or to read the announcement.
 func (e *Elected) pause(fit bool) time.Duration {
 	e.mu.Lock()
-	each, inOrder := time.Duration(len(e.peers.Hosts)*int(eachTry)), e.inOrder && e.err == nil
-	reached := e.told && e.err != nil && !waiting(e.err) // by the tunnel, as the leader has announced
+	each, inOrder := time.Duration(len(e.peers.Hosts)*int(eachTry)), e.inOrder && e.err == nil && time.Since(e.begun) >= novelty
+	reached := e.Tunnel && e.err != nil && (!waiting(e.err) || errors.Is(e.err, errNoTables)) // by the tunnel
 	e.mu.Unlock()
 	pause := wait.Vary(e.Resync, 0.5)
 	if fit {
@@ -191,7 +194,7 @@ func (e *Elected) lead(term context.Context, announce func(context.Context, json
 	wg.Wait()
 	e.mu.Lock()
 	last := k.Report()
-	e.report, e.keeper = Report{Writer: WriterLeader, Routes: last.Routes, Good: last.Good}, nil
+	e.report, e.keeper = Report{Writer: WriterLeader, Routes: last.Routes, Good: last.Good, Dropped: last.Dropped}, nil
 	for _, t := range last.Tables {
 		if e.Tunnel {
 			e.report.Tables = append(e.report.Tables, TableReport{ID: t.ID, Name: t.Name, Own: t.Own})
@@ -268,11 +271,11 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	leader = clean(leader)
 	e.mu.Lock()
-	before, was, routes, table := errorText(e.err), e.inOrder, e.report.Routes, e.report.followed()
+	before, was, report := errorText(e.err), e.inOrder, e.report
 	switch {
 	case err != nil:
 		if !e.inOrder && !e.told { // otherwise the routes stay while the store is away
-			e.err = err
+			e.err = &waitingError{err}
 		}
 	case leader == "":
 		e.stay()
@@ -282,7 +285,8 @@ func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 		e.inOrder, e.err = e.read(leader, announced)
 	}
 	e.report.Leader = leader
-	changed := before != errorText(e.err) || was != e.inOrder || !slices.Equal(routes, e.report.Routes) || table != e.report.followed()
+	changed := before != errorText(e.err) || was != e.inOrder || report.Dropped != e.report.Dropped ||
+		!slices.Equal(report.Routes, e.report.Routes) || report.followed() != e.report.followed()
 	inOrder := e.err == nil && e.inOrder
 	e.mu.Unlock()
 	if inOrder || time.Since(e.begun) > patience {
@@ -300,7 +304,8 @@ func errorText(err error) string {
 	return err.Error()
 }
 
-// stay applies that there is no leader. A host whose routes are in order waits for the next one.
+// stay applies that there is no leader. A host whose routes are in order waits for the next one. The kind of the
+// error is that it waits, also if this host cannot write routes, because they are as they were.
 func (e *Elected) stay() {
 	if e.vacant.IsZero() {
 		e.vacant = time.Now()
@@ -308,14 +313,14 @@ func (e *Elected) stay() {
 	if (e.inOrder || e.told) && time.Since(e.vacant) <= mostVacancy {
 		return
 	}
+	err := errors.New("no host writes the routes of the cloud yet")
 	switch {
 	case e.failed != nil:
-		e.err = e.failed
+		err = e.failed
 	case e.unfit != nil:
-		e.err = fmt.Errorf("no host writes the routes of the cloud, and this one cannot: %w", e.unfit)
-	default:
-		e.err = &waitingError{errors.New("no host writes the routes of the cloud yet")}
+		err = fmt.Errorf("no host writes the routes of the cloud, and this one cannot: %w", e.unfit)
 	}
+	e.err = &waitingError{err}
 }
 
 // read returns whether the routes to this host are in order, by the announcement of the leader. err is what
@@ -327,8 +332,8 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		}
 		return false, &waitingError{fmt.Errorf("waiting for the leader %s, which has not compared the routes yet", leader)}
 	}
-	var a announcement
-	if err := json.Unmarshal(announced, &a); err != nil {
+	a, err := parse(announced)
+	if err != nil {
 		return false, fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
 	}
 	if a.Routed == nil && (e.inOrder || e.told) { // the routes stay in an outage of the cloud or of the store
@@ -345,13 +350,25 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		}
 		return inOrder, err
 	}
-	if e.told = a.Tables != nil; e.told { // otherwise this host goes on as it does
+	if e.told = a.Tables != nil; e.told {
 		settled := false
 		e.report.Tables, e.report.Routes, settled = a.tables(e.Own.Subnets)
-		inOrder = inOrder && settled
+		e.report.Dropped = false
+		return inOrder && settled, err
+	}
+	// Without tables this host goes on as it does, unless the leader says that there is no route.
+	if _, told := errors.AsType[*toldError](err); inOrder || told {
+		e.report.Dropped = told && Kind(err) != "waiting"
+	}
+	if inOrder && len(e.report.Tables) == 0 {
+		return false, &waitingError{fmt.Errorf("the leader %s %w", leader, errNoTables)}
 	}
 	return inOrder, err
 }
+
+// errNoTables means that this host has a tunnel and has never read the tables. The leader has none, or has too
+// many hosts to announce them. The name of the leader precedes its text.
+var errNoTables = errors.New("has not announced which tables hosts follow")
 
 // stays is the result of read while the leader does not know the routes yet: they are as they were.
 func (e *Elected) stays() (inOrder bool, err error) {

@@ -27,6 +27,8 @@ type store struct {
 	announced json.RawMessage
 	end       context.CancelFunc // of the term
 	away      bool
+	vacant    bool // no host can become the leader
+	asked     int  // how often hosts have asked for the leader
 }
 
 var errAway = errors.New("the store does not answer")
@@ -48,7 +50,7 @@ type voter struct {
 func (v voter) Leader(context.Context) (string, json.RawMessage, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.away {
+	if v.asked++; v.away {
 		return "", nil, errAway
 	}
 	return v.leader, v.announced, nil
@@ -56,7 +58,7 @@ func (v voter) Leader(context.Context) (string, json.RawMessage, error) {
 
 func (v voter) Lead(ctx context.Context, lead func(context.Context, func(context.Context, json.RawMessage) error)) error {
 	v.mu.Lock()
-	if v.away || v.leader != "" {
+	if v.away || v.vacant || v.leader != "" {
 		defer v.mu.Unlock()
 		if v.away {
 			return errAway

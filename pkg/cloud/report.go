@@ -28,7 +28,7 @@ type Report struct {
 	Routed   []netip.Prefix
 	Unrouted []Unrouted
 	// Dropped is set if the cloud has dropped packets of this host since the tables were read: see
-	// DroppedError.
+	// DroppedError. It is also set if the leader has announced since then that there is no route to this host.
 	Dropped bool
 }
 
@@ -127,19 +127,20 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 // routed is not nil.
 func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unrouted) {
 	routed = []netip.Prefix{}
-	right := present(tables, p.wanted)
+	right, named := present(tables, p.wanted), map[netip.Prefix]bool{}
+	for _, one := range p.problems {
+		if !named[one.dst] { // of several tables
+			unrouted = append(unrouted, Unrouted{one.dst, one.err.Error(), Kind(one.err)})
+		}
+		named[one.dst] = true
+	}
 	for _, w := range p.wanted {
 		if !slices.ContainsFunc(tables, func(t Table) bool { return !right[w.in(t.ID)] }) {
 			routed = append(routed, w.Dst)
-		} else if p.problems.of([]netip.Prefix{w.Dst}) == nil && slices.ContainsFunc(tables, func(t Table) bool {
+		} else if !named[w.Dst] && slices.ContainsFunc(tables, func(t Table) bool {
 			return slices.ContainsFunc(t.Routes, func(r Route) bool { return r.Lost && r.fulfils(w) })
 		}) {
 			unrouted = append(unrouted, Unrouted{w.Dst, fmt.Sprintf("%s does not run, says the cloud", w.Target), "failed"})
-		}
-	}
-	for _, one := range p.problems {
-		if !slices.ContainsFunc(unrouted, func(u Unrouted) bool { return u.Dst == one.dst }) { // of several tables
-			unrouted = append(unrouted, Unrouted{one.dst, one.err.Error(), Kind(one.err)})
 		}
 	}
 	return routed, unrouted

@@ -45,6 +45,26 @@ func (n *network) expectKind(what string, host int, want string) {
 	}
 }
 
+func (n *network) setVacant(vacant bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.vacant = vacant
+}
+
+// looks returns how often hosts have asked for the leader.
+func (n *network) looks() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.asked
+}
+
+// announce makes host 9 the leader, with this announcement.
+func (n *network) announce(text string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.leader, n.announced = "host-9", json.RawMessage(text)
+}
+
 // TestLeaderAnnouncesTables has a table without a place for all hosts. The leader ends, and later there is a place.
 func TestLeaderAnnouncesTables(t *testing.T) {
 	runTunnelled(t, func(n *network) {
@@ -61,9 +81,16 @@ func TestLeaderAnnouncesTables(t *testing.T) {
 		expect("at the start")
 		n.stops[1]()
 		n.hosts[1] = nil
-		passes := n.passes[3].Load()
+		n.setVacant(true)
 		n.after(time.Second)
 		expect("without a leader")
+		n.after(20 * time.Minute) // host 3 looks seldom
+		for host := 2; host <= 3; host++ {
+			n.expectTable("long without a leader", host, host < 3)
+			n.expectKind("long without a leader", host, "waiting")
+		}
+		passes := n.passes[3].Load()
+		n.setVacant(false)
 		n.after(time.Hour)
 		expect("with the next leader")
 		n.expectLeader("with the next leader", 2)
@@ -177,6 +204,103 @@ func TestUnknownHostsOfTheLeader(t *testing.T) {
 		n.expectKind("in another table", 2, "ok")
 		if r := n.hosts[2].Report(); r.Tables[0].Own || !r.Routes[0].Seen {
 			t.Errorf("host 2 reports %+v, want a route, and no table that it follows", r)
+		}
+	})
+}
+
+const (
+	noRoute = `{"routed":[],"unrouted":[{"reason":"full","kind":"quota","subnets":["10.5.2.0/24"]}]}`
+	inTable = `{"routed":["10.5.2.0/24"],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"]}]}`
+)
+
+// TestNoRouteWithoutTables has a leader that announces no tables, but that there is no route. The host must not go on
+// with what it knew.
+func TestNoRouteWithoutTables(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.tunnel, n.views[2].lacks = true, true
+		for _, step := range []struct {
+			what, announced string
+			dropped         bool
+			kind            string
+		}{
+			{"after a restart", noRoute, true, "quota"},
+			{"before a comparison", `{"routed":null}`, true, "waiting"},
+			{"without tables", `{"routed":["10.5.2.0/24"]}`, false, "waiting"},
+			{"with tables", inTable, false, "ok"},
+			{"a route that is gone", noRoute, true, "quota"},
+			{"a route that is back", `{"routed":["10.5.2.0/24"]}`, false, "ok"},
+			{"a route that comes", `{"routed":[],"unrouted":[{"reason":"soon","kind":"waiting","subnets":["10.5.2.0/24"]}]}`, false, "waiting"},
+			{"a route that is gone again", noRoute, true, "quota"},
+			{"with tables again", inTable, false, "ok"},
+		} {
+			n.announce(step.announced)
+			if n.hosts[2] == nil {
+				n.start(2)
+			}
+			n.after(2 * resync)
+			if r := n.hosts[2].Report(); r.Dropped != step.dropped {
+				t.Errorf("%s: the report %+v has Dropped %v, want %v", step.what, r, r.Dropped, step.dropped)
+			}
+			n.expectKind(step.what, 2, step.kind)
+		}
+	})
+}
+
+// TestHostsWithoutTablesReadSeldom has hosts that stay without tables. All of them read the whole announcement.
+func TestHostsWithoutTablesReadSeldom(t *testing.T) {
+	for _, announced := range []string{noRoute, `{"routed":["10.5.2.0/24"]}`} {
+		runNetwork(t, func(n *network) {
+			n.tunnel, n.views[2].lacks = true, true
+			n.announce(announced)
+			n.start(2)
+			if announced != noRoute {
+				n.expect("without tables", 2, "the leader host-9 has not announced which tables hosts follow")
+			}
+			n.after(time.Hour)
+			if asked := n.looks(); asked > 60 {
+				t.Errorf("%s: the host has read %d times in an hour, want growing pauses", announced, asked)
+			}
+		})
+	}
+}
+
+// TestNewHostReadsOften has an announcement about the host that had the subnet before.
+func TestNewHostReadsOften(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.tunnel, n.views[2].lacks = true, true
+		n.announce(inTable)
+		n.start(2)
+		n.expectKind("by the old announcement", 2, "ok")
+		n.announce(noRoute)
+		n.after(20 * time.Second)
+		n.expectKind("by the new announcement", 2, "quota")
+		n.announce(inTable)
+		n.after(2 * resync)
+		asked := n.looks()
+		n.after(time.Hour)
+		if more := n.looks() - asked; more > 15 {
+			t.Errorf("a host in order has read %d times in an hour, want once in a resync period", more)
+		}
+	})
+}
+
+// TestLeaderWhosePacketsAreDropped has a leader that ends because the cloud drops its packets. It must not count its
+// routes as usable until the next leader says so.
+func TestLeaderWhosePacketsAreDropped(t *testing.T) {
+	runNetwork(t, func(n *network) {
+		n.tunnel = true
+		n.Do(func() { n.Tabs[0].Own = true })
+		n.start(1)
+		n.expectTable("at the start", 1, true)
+		n.Do(func() { n.views[1].unjoined = &cloud.DroppedError{Err: errors.New("the check of the source is on")} })
+		n.after(2 * resync)
+		if r := n.hosts[1].Report(); r.Leading || !r.Dropped {
+			t.Errorf("leading %v, dropped %v, want a host that leads no more, and whose packets are dropped", r.Leading, r.Dropped)
+		}
+		n.announce(`{"routed":["10.5.1.0/24"],"tables":[{"name":"table-1","hosts":["10.5.1.0/24"]}]}`)
+		n.after(2 * resync)
+		if n.expectTable("with another leader", 1, true); n.hosts[1].Report().Dropped {
+			t.Error("packets count as dropped, want them by the cloud, as the leader announces")
 		}
 	})
 }
