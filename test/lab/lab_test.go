@@ -5,6 +5,7 @@ package lab_test
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -276,6 +277,34 @@ func TestKernelPods(t *testing.T) {
 		if !strings.Contains(fmt.Sprint(routes), want) {
 			t.Errorf("no route %s among %v", want, routes)
 		}
+	}
+}
+
+func TestKernelBridgeKeepsItsMAC(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
+	h := l.Host(1)
+	writeSubnetEnv(t, h, fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_MTU=1500\n", podSubnet(prefix.IPv4, 0)))
+	if _, err := h.AddPod(t.Context(), ""); err != nil {
+		t.Fatal(err)
+	}
+	err := h.Netlink(t.Context(), func(n *netlink.Handle) error {
+		before, err := n.LinkByName(lab.PodBridge)
+		if err != nil {
+			return err
+		}
+		port := netlink.NewVeth(netlink.LinkAttrs{Name: "low", MasterIndex: before.Attrs().Index, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1}})
+		port.PeerName = "end"
+		if err := n.LinkAdd(port); err != nil {
+			return err
+		}
+		after, err := n.LinkByName(lab.PodBridge)
+		if err == nil && after.Attrs().HardwareAddr.String() != before.Attrs().HardwareAddr.String() {
+			t.Errorf("%s, before the port was added %s", after.Attrs().HardwareAddr, before.Attrs().HardwareAddr)
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 

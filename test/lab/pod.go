@@ -4,7 +4,10 @@ package lab
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
+	"math/rand/v2"
+	"net"
 	"net/netip"
 	"os"
 	"strconv"
@@ -175,11 +178,21 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	return plugged(ctx, p.host.Namespace, port.Name, env.bridge, p.Namespace)
 }
 
+// randomMAC returns a MAC address that belongs to no manufacturer.
+func randomMAC() net.HardwareAddr {
+	b := binary.BigEndian.AppendUint64(nil, rand.Uint64())[:6]
+	b[0] = 0x02 // locally administered, and unicast
+	return b
+}
+
 // ensureBridge creates the bridge of the pods, or adapts it to a new subnet.
 func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	br, err := h.LinkByName(env.bridge)
 	if err != nil {
 		br = &netlink.Bridge{LinkAttrs: attrs(env.bridge, env.mtu)}
+		// Otherwise the bridge has the lowest MAC address of its ports. It changes when a pod is added, and
+		// pods send to the former one for up to a minute.
+		br.Attrs().HardwareAddr = randomMAC()
 		if err := h.LinkAdd(br); err != nil {
 			return fmt.Errorf("add bridge %s: %w", env.bridge, err)
 		}
