@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -113,14 +114,14 @@ func (c *cluster) startAPI(etcd string) {
 	}
 	audit := c.write("audit.yaml", fmt.Appendf(nil, `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
 "rules":[{"level":"Metadata","users":[%q]},{"level":"None"}]}`, flannelUser))
-	c.api, err = c.StartAPIServer(testContext(c.t), lab.APIServerOptions{
-		Path: binary, Tokens: []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"},
-		Args: []string{"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking"},
-		Etcd: etcd,
+	c.starting(func(ctx context.Context) error {
+		c.api, err = c.StartAPIServer(ctx, lab.APIServerOptions{
+			Path: binary, Tokens: []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"},
+			Args: []string{"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking"},
+			Etcd: etcd,
+		})
+		return err
 	})
-	if err != nil {
-		c.t.Fatal(err)
-	}
 	transport := c.api.Transport(c.Underlay())
 	transport.DisableKeepAlives = true
 	c.client = &http.Client{Timeout: 20 * time.Second, Transport: transport}
@@ -129,7 +130,19 @@ func (c *cluster) startAPI(etcd string) {
 // start starts the API server again after kill.
 func (c *cluster) start() {
 	c.t.Helper()
-	if err := c.api.Start(testContext(c.t)); err != nil {
+	c.starting(c.api.Start)
+}
+
+// apiServerStarts limits the API servers that start at the same time. A start takes six seconds of CPU
+// time. Many at once take longer than a test waits.
+var apiServerStarts = make(chan struct{}, 2)
+
+// starting calls start, which starts an API server, as soon as few others start.
+func (c *cluster) starting(start func(context.Context) error) {
+	c.t.Helper()
+	apiServerStarts <- struct{}{}
+	defer func() { <-apiServerStarts }()
+	if err := start(testContext(c.t)); err != nil {
 		c.t.Fatal(err)
 	}
 }
