@@ -45,7 +45,7 @@ ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build module demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
+.PHONY: help build module demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
 	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
@@ -88,6 +88,11 @@ test-vm: deps bin/tools/stages ## run the TestVM... tests, on a Debian kernel in
 test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubernetes' conformance tests in clusters of real kubelets (SHORT=1: some, in minutes)
 	@$(STAGES) $(ONE) $(if $(SHORT),-short) kubernetes
 
+# Not a stage, because make cannot install moto. It is another implementation of EC2's protocol than ec2test.
+test-cloud: ## run the suite of clouds for aws-vpc against moto_server, which must be in PATH
+	@command -v moto_server > /dev/null || { echo "test-cloud: moto_server is not in PATH: install it, for example by pip install 'moto[server]==5.2.1'"; exit 1; }
+	go test -tags moto -race -count=1 -v -run '^TestMoto$$' ./backend/awsvpc
+
 fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
 
@@ -117,7 +122,7 @@ fmt: $(GOLANGCI) ## format the code
 	$(GOLANGCI) fmt ./...
 
 lint-go: $(GOLANGCI)
-	go vet ./...
+	go vet -tags moto ./...
 	$(GOLANGCI) run ./...
 
 # Forms that make comments and pages hard to understand. Documentation/contributing.md has the rules.

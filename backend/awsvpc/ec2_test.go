@@ -46,18 +46,27 @@ func open(t *testing.T) *ec2test.Server {
 	s := ec2test.New()
 	me := s.AddInstance(1, "subnet-1", own4, own6)
 	s.AddInstance(2, "subnet-2", peer4)
-	t.Setenv("AWS_ENDPOINT_URL_EC2", cloudtest.Serve(t, s))
-	t.Setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", cloudtest.Serve(t, ec2test.Metadata(me)))
-	for _, name := range []string{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL", "AWS_EC2_METADATA_DISABLED"} {
-		t.Setenv(name, "")
-	}
+	become(t, ec2test.Metadata(me), cloudtest.Serve(t, s))
 	return s
 }
 
+// become makes this process the instance with that metadata service, of the cloud at a URL.
+func become(t *testing.T, metadata http.Handler, api string) {
+	t.Helper()
+	t.Setenv("AWS_ENDPOINT_URL_EC2", api)
+	t.Setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", cloudtest.Serve(t, metadata))
+	for _, name := range []string{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL", "AWS_EC2_METADATA_DISABLED"} {
+		t.Setenv(name, "")
+	}
+}
+
 func TestSuite(t *testing.T) {
-	bed().Suite(t, func(_ *http.Request, body string) bool {
-		return regexp.MustCompile(`Action=(Create|Replace|Delete)Route&`).MatchString(body)
-	})
+	bed().Suite(t, changesRoute)
+}
+
+// changesRoute reports whether a request changes a route.
+func changesRoute(_ *http.Request, body string) bool {
+	return regexp.MustCompile(`Action=(Create|Replace|Delete)Route&`).MatchString(body)
 }
 
 // TestOwnTable expects that a host knows which of the chosen tables its packets follow.
