@@ -88,8 +88,8 @@ test-vm: deps bin/tools/stages ## run the TestVM... tests, on a Debian kernel in
 test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubernetes' conformance tests in clusters of real kubelets (SHORT=1: some, in minutes)
 	@$(STAGES) $(ONE) $(if $(SHORT),-short) kubernetes
 
-# Not a stage, because make cannot install moto. It is another implementation of EC2's protocol than ec2test.
-test-cloud: ## run the suite of clouds for aws-vpc against moto_server, which must be in PATH
+# moto implements EC2's protocol independently of this project. make cannot install it, so no stage runs it.
+test-cloud: ## run the suite of clouds with aws-vpc and moto_server, an emulator of AWS that must be in PATH
 	@command -v moto_server > /dev/null || { echo "test-cloud: moto_server is not in PATH: install it, for example by pip install 'moto[server]==5.2.1'"; exit 1; }
 	go test -tags moto -race -count=1 -v -run '^TestMoto$$' ./backend/awsvpc
 

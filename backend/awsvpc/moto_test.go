@@ -199,7 +199,7 @@ func metadataOf(id string) http.Handler {
 	return mux
 }
 
-// lacking has the cases of the suite that moto 5.2.1 cannot play, with its difference to EC2.
+// lacking has the cases of the suite that moto 5.2.1 cannot run, with its difference to EC2.
 func lacking() map[string]string {
 	return map[string]string{
 		"put works although it is out of date":         "CreateRoute to a network interface replaces the route that exists; EC2 answers RouteAlreadyExists",
@@ -218,6 +218,7 @@ func TestMoto(t *testing.T) {
 			cloudtest.RunExcept(t, lacking(), func(t *testing.T) cloudtest.Fixture { return m.fixture(t, main) })
 		})
 	}
+	t.Run("the source/dest check is switched off", func(t *testing.T) { testSourceDestCheck(t, m) })
 	t.Run("errors are those of EC2", func(t *testing.T) { testErrors(t, m) })
 	t.Run("a role with the permissions of the page", func(t *testing.T) { testRole(t, m) }) // the last one: moto verifies all further calls
 }
@@ -272,6 +273,20 @@ func withoutFilters(h http.Handler) http.Handler {
 		r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
 		h.ServeHTTP(w, r)
 	})
+}
+
+func testSourceDestCheck(t *testing.T, m moto) {
+	v := m.open(t, true)
+	check := func() string {
+		return m.ec2(t, "DescribeNetworkInterfaces", map[string]string{"NetworkInterfaceId.1": v.self}, "sourceDestCheck")
+	}
+	before := check()
+	if _, err := bed().Backend(t, `{}`).Cloud.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if after := check(); before != "true" || after != "false" {
+		t.Errorf("the check was %s and is %s, want it switched off", before, after)
+	}
 }
 
 // testErrors causes errors of which flanneld knows the code, or shows it.

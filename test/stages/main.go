@@ -8,7 +8,8 @@
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
 // stage. A test that needs a kernel feature that this machine may lack, such as WireGuard
-// or IPIP, is named TestVM... and runs in test/vm. Fuzz targets are named Fuzz...
+// or IPIP, is named TestVM... and runs in test/vm. Fuzz targets are named Fuzz... A test
+// file with a build tag belongs to no stage.
 //
 // The tests have two parts. A test whose comment contains the line "//stages:rest reason"
 // belongs to the rest, and so do whole stages. All others are the short part. The table

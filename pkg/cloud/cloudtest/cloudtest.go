@@ -49,13 +49,13 @@ type Fixture struct {
 // Run runs the suite. open returns a new Fixture, with which the test runs alone.
 func Run(t *testing.T, open func(t *testing.T) Fixture) { RunExcept(t, nil, open) }
 
-// RunExcept runs the suite without the cases that a server of others cannot play. lacks has the reasons by the
-// names of the cases. The functions of the Fixture that only these cases call may be nil.
+// RunExcept runs the suite without the cases in lacks, which a server of another project cannot run. lacks has
+// the reasons by the names of the cases. Functions of the Fixture that no other case calls may be nil.
 func RunExcept(t *testing.T, lacks map[string]string, open func(t *testing.T) Fixture) {
 	t.Helper()
 	for name := range lacks {
 		if !slices.ContainsFunc(cases(), func(c testCase) bool { return c.name == name }) {
-			t.Errorf("the suite has no case %q to leave out", name)
+			t.Fatalf("the suite has no case %q to leave out", name)
 		}
 	}
 	for _, c := range cases() {
