@@ -215,8 +215,8 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 	return cache, is, err
 }
 
-// errCaughtUp ends the watch of catchUp.
-var errCaughtUp = errors.New("all events have come")
+// errCaughtUp ends the watch of catchUp, and errNotCaughtUp one that takes too long.
+var errCaughtUp, errNotCaughtUp = errors.New("all events have come"), errors.New("events are missing")
 
 // catchUp brings a cache of an earlier revision up to the present by the events in between. If
 // the server, or a proxy before it, does not report when all events have come, catchUp compares
@@ -248,11 +248,17 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	return nil
 }
 
-// replay applies events to a cache until done says that all have come.
+// replay applies events to a cache until done says that all have come, but no longer than limit after the
+// server has begun to answer. Before that the deadline of every request applies, after which the caller
+// tries again.
 func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
-	ctx, cancel := context.WithTimeout(ctx, limit)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var late *time.Timer
 	err := m.follow(ctx, []string{m.dir}, cache.next, watcher{probes: probes, on: func(resp *pb.WatchResponse, confirmed int64) error {
+		if late == nil {
+			late = time.AfterFunc(limit, func() { cancel(errNotCaughtUp) })
+		}
 		if err := m.advance(ctx, cache, resp, confirmed, func(subnet.Update) {}); err != nil {
 			return err
 		}
@@ -261,17 +267,20 @@ func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseC
 		}
 		return nil
 	}})
+	if late != nil {
+		late.Stop()
+	}
 	switch {
 	case errors.Is(err, errCaughtUp):
 		return nil
-	case errors.Is(err, context.DeadlineExceeded) && probes:
+	case !errors.Is(context.Cause(ctx), errNotCaughtUp):
+		return err
+	case probes:
 		// A proxy answers no probes, and a store that all hosts ask at once answers late. A
 		// list of all leases would make that worse.
 		return errAnswersEarly
-	case errors.Is(err, context.DeadlineExceeded):
-		return errRelist
 	}
-	return err
+	return errRelist
 }
 
 // outline describes the leases at a revision, given those at an earlier one: how many there are,

@@ -382,6 +382,26 @@ func TestRestartAtASlowStore(t *testing.T) {
 	}
 }
 
+// TestRestartAsksUntilAllEventsHaveCome checks that a host learns from the watch that all events have come.
+// etcd drops a probe that comes before that, and nothing else on the stream says so.
+func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	k := &restartableNode{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.savedState(t)
+	f.put(t, "other", "")
+	m := f.manager(t, func(c *Config) { c.Known = state })
+	m.timing.quiet, m.timing.catchUp = endless, endless
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	if _, ok, err := m.restore(ctx); !ok || err != nil {
+		t.Errorf("restored from the last known state %v, want true (%v)", ok, err)
+	}
+}
+
 // TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
 // compares what it knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {

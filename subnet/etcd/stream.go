@@ -29,8 +29,8 @@ type watcher struct {
 	waits func() bool
 	// checks turns verify on. One watch of a connection is enough.
 	checks bool
-	// probes asks for the server's revision as soon as a watch begins. The watch ends with
-	// errAnswersEarly if the server answers ahead of events.
+	// probes asks for the server's revision from the beginning of the watch on, until the watch ends.
+	// It ends with errAnswersEarly if the server answers ahead of events.
 	probes bool
 }
 
@@ -45,6 +45,7 @@ type stream struct {
 	advanced     wait.Signal  // reached has grown
 	answersEarly bool         // the server answers probes at once, ahead of events
 	answers      atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
+	background   sync.WaitGroup
 }
 
 // follow watches keys on one stream until the stream fails. It detects three kinds of failures:
@@ -68,12 +69,11 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 	defer watchdog.Stop()
 	s, err := open(inner, conn, keys, next)
 	if err == nil {
-		var checks sync.WaitGroup
 		if w.checks {
-			checks.Go(func() { cancel(m.verify(inner, s)) })
+			s.background.Go(func() { cancel(m.verify(inner, s)) })
 		}
-		err = m.receive(s, watchdog, w)
-		defer checks.Wait()
+		err = m.receive(inner, s, watchdog, w)
+		defer s.background.Wait()
 	}
 	cause := context.Cause(inner)
 	cancel(nil)
@@ -141,8 +141,20 @@ func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
 
-// receive processes responses until the stream ends.
-func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
+// etcd reads the events of new watches ten times a second, or more rarely if it is busy.
+const insistMin, insistMax = 150 * time.Millisecond, 5 * time.Second
+
+// insist probes until ctx ends. etcd drops a probe that comes before it has sent all events of the
+// stream, as it often does right after the beginning of a watch.
+func (s *stream) insist(ctx context.Context) {
+	b := wait.Backoff{Least: insistMin, Most: insistMax}
+	for s.probe(); b.Wait(ctx, 0) == nil; {
+		s.probe()
+	}
+}
+
+// receive processes responses until the stream ends. ctx ends with the stream.
+func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, w watcher) error {
 	probe := time.AfterFunc(m.timing.quiet, s.probe)
 	defer probe.Stop()
 	for created := false; ; {
@@ -169,7 +181,7 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 			continue
 		}
 		if resp.Created && w.probes {
-			s.probe()
+			s.background.Go(func() { s.insist(ctx) })
 		}
 		s.advance(resp.Header.Revision)
 		if err := w.on(resp, s.confirmed(resp)); err != nil {
