@@ -200,6 +200,23 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	if err != nil {
 		return err
 	}
+	writes := m.writes
+	err = m.acquireFrom(ctx, l, pools, c, spare)
+	switch {
+	case err == nil:
+		m.forWatch.put(l)
+	case passes(err) && !errors.Is(err, errConflict) && m.writes == writes && len(m.unanswered) == 0:
+		// Only small requests failed. When all hosts start at once, a list for each of these would make
+		// the store slower.
+		m.forAcquire.put(l)
+	default:
+		m.known.Store(nil) // the last known state may be the cause, or the store has a key that l lacks
+	}
+	return err
+}
+
+// acquireFrom takes or renews the own lease, given the leases that there were a short time ago.
+func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
 	}
@@ -229,18 +246,13 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 			return err
 		}
 		logDeleted(ctx, p.stale, own)
-		m.forWatch.put(l)
 		return nil
 	}
 	own, err := claimOn(formatKey(p.subnets), p.subnets, c)
 	if err != nil {
 		return err
 	}
-	if err := m.create(ctx, own, l.store.Revision, p.stale, spare); err != nil {
-		return err
-	}
-	m.forWatch.put(l)
-	return nil
+	return m.create(ctx, own, l.store.Revision, p.stale, spare)
 }
 
 // update writes c to the own lease, if this manager has one on the subnets of c and they fit the

@@ -88,10 +88,11 @@ type Manager struct {
 	guest  bool // the connection belongs to another manager
 	outage *outage.Tracker
 
-	// writing guards own and unanswered: it contains an element while a goroutine uses them.
+	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
 	unanswered []ownLease // written since, without an answer: the store may have one of them, or still get it
+	writes     int        // of the own key, with or without an answer
 	ownKey     atomic.Pointer[string]
 	// forAcquire is the listing of Recall, and forWatch that of Acquire.
 	forAcquire, forWatch stash

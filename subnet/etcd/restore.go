@@ -155,7 +155,8 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 		m.replaced.Store(is == another)
 		return listing{}, false, nil
 	}
-	m.known.Store(nil)
+	// The last known state stays until Watch has a cache: if the start takes long, it is brought up
+	// to date again.
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}

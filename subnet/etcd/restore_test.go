@@ -402,6 +402,99 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	}
 }
 
+// TestSlowRestartListsNothing restarts a node with a store that is slow, as when all nodes restart at
+// once. The node must not read all leases for that, and must know all changes afterwards.
+func TestSlowRestartListsNothing(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	f.populate(t, 1000)
+	k := &restartableNode{f: f}
+	const address = "192.0.2.1"
+	k.restart(t, address, nil, withPrevious("10.15.253.0/28"))
+	k.restart(t, address, nil)
+	fail := func(t *testing.T, m *Manager) {
+		t.Helper()
+		cfg, err := m.Config(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		pools, err := cfg.Pools()
+		if err != nil {
+			t.Fatal(err)
+		}
+		request := m.timing.request
+		m.timing.request = time.Nanosecond
+		if err := m.acquire(t.Context(), pools, claim(address), &grant{}); !passes(err) {
+			t.Fatalf("acquire returns %v, want an error of the store", err)
+		}
+		m.timing.request = request
+	}
+	age := func(s *stash) {
+		if l := s.Swap(nil); l != nil {
+			l.read = l.read.Add(-2 * stashTime)
+			s.put(*l)
+		}
+	}
+	for name, tc := range map[string]struct{ beforeAcquire, beforeWatch func(*testing.T, *Manager) }{
+		"a request gets no answer":              {beforeAcquire: fail},
+		"two requests get no answer":            {beforeAcquire: func(t *testing.T, m *Manager) { fail(t, m); fail(t, m) }},
+		"a request gets no answer for a minute": {beforeAcquire: func(t *testing.T, m *Manager) { fail(t, m); age(&m.forAcquire) }},
+		"the lease comes after minutes":         {beforeWatch: func(_ *testing.T, m *Manager) { age(&m.forWatch) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			state := k.savedState(t)
+			p := newProxy(t, f.server)
+			m := f.manager(t, throughProxy(p), func(c *Config) { c.Own, c.Known = k.own, state })
+			c, err := m.Recall(t.Context(), claim(address))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if tc.beforeAcquire != nil {
+				tc.beforeAcquire(t, m)
+			}
+			f.delete(t, "subnets/10.5.0.16-28")
+			f.put(t, "subnets/10.5.0.32-28", leaseValue("192.0.2.32"), f.grant(t, 60))
+			k.own = acquire(t, m, c)
+			if tc.beforeWatch != nil {
+				tc.beforeWatch(t, m)
+			}
+			k.watchUntilCurrent(t, m, state)
+			if sent := p.sent.Load(); sent >= 30_000 {
+				t.Errorf("the store sent %d bytes, want less than 30 kB", sent)
+			}
+			if diff := gocmp.Diff(k.stored(t), k.known()); diff != "" {
+				t.Errorf("the node knows other leases than the store has (-store +node):\n%s", diff)
+			}
+		})
+	}
+}
+
+// TestRestartListsAfterAConflict checks that a node does not use its last known state again if the store
+// refuses what the node has derived from it.
+func TestRestartListsAfterAConflict(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	f.populate(t, 20)
+	k := &restartableNode{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.savedState(t)
+	// The state is damaged: it has another subnet in place of one that is taken.
+	state.Peers = slices.Clone(state.Peers)
+	i := slices.IndexFunc(state.Peers, func(p subnet.Peer) bool { return p.Lease.Key == "10.5.0.0-28" })
+	damaged := state.Peers[i].Lease
+	damaged.Key = "10.9.0.0-28"
+	damaged.Endpoints = slices.Clone(damaged.Endpoints)
+	damaged.Endpoints[0].Subnet = netip.MustParsePrefix("10.9.0.0/28")
+	state.Peers[i].Lease = damaged
+	m := f.manager(t, withPrevious("10.5.0.0/28"), func(c *Config) { c.Known = state })
+	if l := acquire(t, m, claim("192.0.2.1")); l.Key == "10.5.0.0-28" {
+		t.Error("the node has taken the subnet of another one")
+	}
+}
+
 // TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
 // compares what it knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {

@@ -102,6 +102,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	if err != nil {
 		return err
 	}
+	m.known.Store(nil) // the cache replaces it
 	cache.contact(time.Now(), m.margin(m.cfg.TTL), m.timing.gracePeriod)
 	old := *cache
 	*cache = leaseCache{

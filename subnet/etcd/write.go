@@ -85,6 +85,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 		ops = append(ops, clientv3.OpDelete(m.dir+e.key))
 	}
 	var resp *clientv3.TxnResponse
+	m.writes++
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
 		resp, err = c.Txn(ctx).If(conditions...).Then(ops...).Commit()
 		return err
