@@ -53,7 +53,9 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 		return ctx, func() {}
 	}
 	if a.due.IsZero() {
-		a.due = time.Now().Add(rand.N(a.m.timing.audit) + 1)
+		// If all hosts have started at once, the store has the first ten minutes for that.
+		first := a.m.timing.audit / 6
+		a.due = time.Now().Add(first + rand.N(a.m.timing.audit-first))
 	}
 	watch, cancel := context.WithCancelCause(ctx)
 	a.wg.Go(func() {
