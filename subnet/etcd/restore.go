@@ -249,16 +249,20 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	return nil
 }
 
+// patient is how many times as long as for the first answer of a watch replay waits for the last one.
+const patient = 10
+
 // replay applies events to a cache until done says that all have come, but no longer than limit after the
-// server has begun to answer. Before that the deadline of every request applies, after which the caller
-// tries again.
+// server has begun to answer, or longer if the first answer took long. Before that the deadline of every
+// request applies, after which the caller tries again.
 func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var late *time.Timer
+	began := time.Now()
 	err := m.follow(ctx, []string{m.dir}, cache.next, watcher{probes: probes, on: func(resp *pb.WatchResponse, confirmed int64) error {
 		if late == nil {
-			late = time.AfterFunc(limit, func() { cancel(errNotCaughtUp) })
+			late = time.AfterFunc(max(limit, patient*time.Since(began)), func() { cancel(errNotCaughtUp) })
 		}
 		if err := m.advance(ctx, cache, resp, confirmed, func(subnet.Update) {}); err != nil {
 			return err

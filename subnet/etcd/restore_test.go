@@ -402,6 +402,31 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	}
 }
 
+// TestRestartWithALateWatch checks that a host waits for the events of a watch whose first answer comes late.
+// There are too many changes for an outline, so that a host which asks for one must list.
+func TestRestartWithALateWatch(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	k := &restartableNode{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.savedState(t)
+	f.populate(t, pageSize+1)
+	p := newProxy(t, f.server)
+	m := f.manager(t, throughProxy(p), func(c *Config) { c.Known = state })
+	m.timing.catchUp = time.Nanosecond
+	cache, is, err := m.recognizeStore(t.Context(), m.known.Load())
+	if is != same || err != nil {
+		t.Fatalf("the store is %v, want %v (%v)", is, same, err)
+	}
+	p.stall()
+	time.AfterFunc(500*time.Millisecond, p.resume)
+	if err := m.catchUp(t.Context(), cache); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestSlowRestartListsNothing restarts a node with a store that is slow, as when all nodes restart at
 // once. The node must not read all leases for that, and must know all changes afterwards.
 func TestSlowRestartListsNothing(t *testing.T) {

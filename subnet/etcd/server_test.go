@@ -378,6 +378,16 @@ func (p *proxy) stall() {
 	p.hangUp()
 }
 
+// resume ends stall.
+func (p *proxy) resume() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.hang != nil {
+		close(p.hang)
+		p.hang = nil
+	}
+}
+
 // hangUp stops the goroutines that forward data. The caller has locked mu.
 func (p *proxy) hangUp() {
 	if p.hang == nil { // otherwise goroutines wait for the present channel
