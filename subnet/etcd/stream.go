@@ -142,12 +142,12 @@ func (s *stream) probe() {
 }
 
 // etcd reads the events of new watches ten times a second, or more rarely if it is busy.
-const insistMin, insistMax = 150 * time.Millisecond, 5 * time.Second
+const insistLeast, insistMost = 150 * time.Millisecond, 5 * time.Second
 
 // insist probes until ctx ends. etcd drops a probe that comes before it has sent all events of the
 // stream, as it often does right after the beginning of a watch.
 func (s *stream) insist(ctx context.Context) {
-	b := wait.Backoff{Least: insistMin, Most: insistMax}
+	b := wait.Backoff{Least: insistLeast, Most: insistMost}
 	for s.probe(); b.Wait(ctx, 0) == nil; {
 		s.probe()
 	}
