@@ -138,6 +138,7 @@ lint-mod:
 	go -C test/components/sbom mod tidy -diff
 	go -C test/components/release mod tidy -diff
 	go -C test/components/cni-plugins mod tidy -diff
+	go -C test/components/ec2-metadata-mock mod tidy -diff
 	go -C test/components/docker mod tidy -diff
 	go -C test/components/etcd-3.5 mod tidy -diff
 	go -C test/components/etcd-3.6 mod tidy -diff
@@ -225,13 +226,18 @@ bin/tools/sbom bin/tools/release: bin/tools/%: test/components/%/go.mod FORCE
 
 components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
 
-components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
+components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 bin/tools/ec2-metadata-mock ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
 
 # Plugins that support CNI 1.1, unlike those of Debian.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
 	@rm -rf $@.part && mkdir -p $@.part
 	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@.part/ tool
 	@rm -rf $@ && mv $@.part $@
+
+# AWS's imitation of the metadata service of EC2.
+bin/tools/ec2-metadata-mock: test/components/ec2-metadata-mock/go.mod test/components/ec2-metadata-mock/go.sum
+	CGO_ENABLED=0 nice go build -C $(<D) -trimpath -ldflags '-s -w' -o $(CURDIR)/$@.part tool
+	@mv $@.part $@
 
 # FORCE, because a version that was built earlier is not newer than the link.
 bin/tools/kube-apiserver: $(APISERVER) FORCE
