@@ -117,33 +117,24 @@ func TestGarbageIsLoggedOnce(t *testing.T) {
 	m := f.manager(t, throughProxy(p))
 	ctx, book := withLog(t.Context())
 	ctx, cancel := context.WithCancel(ctx)
-	snaps := make(chan subnet.Snapshot, 100)
-	done := make(chan error)
-	go func() { done <- m.Watch(ctx, func(u subnet.Update) { snaps <- u.Snapshot() }) }()
-	next := func() {
-		t.Helper()
-		select {
-		case <-snaps:
-		case <-time.After(patience):
-			t.Fatal("no snapshot")
-		}
-	}
-	next()
-	for range 3 {
-		f.put(t, "subnets/10.5.1.0-24", strings.Repeat("x", 1<<20))
-		next()
-	}
-	f.put(t, "subnets/"+strings.Repeat("k", 500), "")
-	next()
-	p.cut()
-	compact(t, f, f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2")))
-	p.open(t)
-	logged := func(text string) { // it may come before the snapshot, or after it
+	begun, done := make(chan struct{}), make(chan error)
+	begin := sync.OnceFunc(func() { close(begun) })
+	go func() { done <- m.Watch(ctx, func(subnet.Update) { begin() }) }()
+	logged := func(text string) {
 		t.Helper()
 		waittest.Until(t, patience, "a line with "+text, func() bool {
 			return slices.ContainsFunc(book.lines(), func(line string) bool { return strings.Contains(line, text) })
 		})
 	}
+	waittest.Receive(t, patience, "the first list", begun)
+	for range 3 {
+		f.put(t, "subnets/10.5.1.0-24", strings.Repeat("x", 1<<20))
+	}
+	f.put(t, "subnets/"+strings.Repeat("k", 500), "")
+	logged("is not a subnet key")
+	p.cut()
+	compact(t, f, f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2")))
+	p.open(t)
 	logged("usable again")
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	logged("can be read again")
