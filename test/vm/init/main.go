@@ -54,6 +54,9 @@ func run() error {
 		// get these values.
 		{"sysctl", "-qw", "net.ipv4.neigh.default.ucast_solicit=60", "net.ipv4.neigh.default.mcast_solicit=60",
 			"net.ipv6.neigh.default.ucast_solicit=60", "net.ipv6.neigh.default.mcast_solicit=60"},
+		// For the same reason packets between namespaces may wait long for the CPU. The kernel drops those for
+		// which this queue has no place, by default after 1000.
+		{"sysctl", "-qw", "net.core.netdev_max_backlog=100000"},
 		{"modprobe", "tun"}, // not loaded on demand, because the device file exists only after loading
 	} {
 		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
