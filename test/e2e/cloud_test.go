@@ -331,22 +331,20 @@ func (v *cloudBed) expectPods(call string) {
 	v.expectNoSecrets()
 }
 
-// testRestart restarts all daemons while packets flow between all hosts, from the first one at a high
-// rate. No packet may be lost, and no call may change the cloud.
+// testRestart restarts all daemons while packets flow at a high rate in each direction. No
+// packet may be lost, and no call may change the cloud.
 func (v *cloudBed) testRestart() {
 	t := v.t
 	t.Helper()
 	startAll(t, v.Lab, v.options())
-	flows := startFlows(t, v.Lab, 100)
-	pods := v.Pods()
-	for _, to := range pods[1:] {
-		one, err := pods[0].StartFlow(testContext(t), to, prefix.IPv4, fast)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { one.Stop() })
-		flows = append(flows, flow{one, fmt.Sprintf("%s to %s at a high rate", pods[0].Name(), to.Name())})
+	flows := startFlows(t, v.Lab, fast)
+	from, to := v.Pods()[0], v.Pods()[1]
+	one, err := from.StartFlow(testContext(t), to, prefix.IPv4, fast) // startFlows may have lowered the rate
+	if err != nil {
+		t.Fatal(err)
 	}
+	t.Cleanup(func() { one.Stop() })
+	flows = append(flows, flow{one, fmt.Sprintf("%s to %s at the full rate", from.Name(), to.Name())})
 	before := v.Writes()
 	for i, h := range v.Hosts() {
 		v.stop(i + 1)
