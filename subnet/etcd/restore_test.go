@@ -361,17 +361,23 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
-// TestRestartAtASlowStore checks that a host waits for the events of a store that answers late, and
-// does not ask it for an outline. There are too many changes for an outline, so that a host which
-// asks for one must list.
-func TestRestartAtASlowStore(t *testing.T) {
-	t.Parallel()
+// startedTwice returns a store, and the last known state of a node that has started twice with it.
+func startedTwice(t *testing.T) (*fixture, subnet.LedgerState) {
+	t.Helper()
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configSmall)
 	k := &restartableNode{f: f}
 	k.restart(t, "", nil)
 	k.restart(t, "", nil)
-	state := k.savedState(t)
+	return f, k.savedState(t)
+}
+
+// TestRestartAtASlowStore checks that a host waits for the events of a store that answers late, and
+// does not ask it for an outline. There are too many changes for an outline, so that a host which
+// asks for one must list.
+func TestRestartAtASlowStore(t *testing.T) {
+	t.Parallel()
+	f, state := startedTwice(t)
 	f.populate(t, pageSize+1)
 	for slow, want := range map[time.Duration]bool{0: true, time.Hour: false} {
 		m := f.manager(t, func(c *Config) { c.Known = state })
@@ -386,12 +392,7 @@ func TestRestartAtASlowStore(t *testing.T) {
 // etcd drops a probe that comes before that, and nothing else on the stream says so.
 func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	t.Parallel()
-	f := newFixture(t, newServer(t))
-	f.put(t, "config", configSmall)
-	k := &restartableNode{f: f}
-	k.restart(t, "", nil)
-	k.restart(t, "", nil)
-	state := k.savedState(t)
+	f, state := startedTwice(t)
 	f.put(t, "other", "")
 	m := f.manager(t, func(c *Config) { c.Known = state })
 	m.timing.quiet, m.timing.catchUp = endless, endless
@@ -406,12 +407,7 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 // There are too many changes for an outline, so that a host which asks for one must list.
 func TestRestartWithALateWatch(t *testing.T) {
 	t.Parallel()
-	f := newFixture(t, newServer(t))
-	f.put(t, "config", configSmall)
-	k := &restartableNode{f: f}
-	k.restart(t, "", nil)
-	k.restart(t, "", nil)
-	state := k.savedState(t)
+	f, state := startedTwice(t)
 	f.populate(t, pageSize+1)
 	p := newProxy(t, f.server)
 	m := f.manager(t, throughProxy(p), func(c *Config) { c.Known = state })
