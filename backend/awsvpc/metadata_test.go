@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"syscall"
 	"testing"
 	"time"
 
@@ -68,7 +69,8 @@ func startMetadataMock(t *testing.T, i vpctest.Instance) *url.URL {
 		"--hostname", address.IP.String(), "--port", strconv.Itoa(address.Port))
 	var log bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log
-	cmd.Env = append(os.Environ(), "HOME="+t.TempDir()) // it writes the configuration in use there
+	cmd.Env = append(os.Environ(), "HOME="+t.TempDir())                // it writes the configuration in use there
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // also if the test is interrupted
 	if err := cmd.Start(); err != nil {
 		t.Fatalf("%v: run make components", err)
 	}
