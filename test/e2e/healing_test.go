@@ -58,11 +58,15 @@ var underlayDamages = []damage{
 	{name: "underlay deleted and created again", do: "ip link del eth0; sleep 0.2; {recreate}; {restore}", restores: true, moves: true},
 }
 
+// deleteAllRoutes deletes every route of the backend once. "ip route flush" lists and deletes until none
+// is left, so it competes with flanneld that puts them back, and rarely fails with "No such process".
+const deleteAllRoutes = `{ip} route show proto 98 | sed -E 's/^((blackhole )?[^ ]+).*/route del \1/' | {ip} -batch -`
+
 // damages contains the damages for each backend.
 var damages = map[string][]damage{
 	"vxlan": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
-		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "all routes deleted", do: deleteAllRoutes},
 		{name: "neighbour deleted", do: "{ip} neigh del {vtep} dev {dev}"},
 		{name: "all neighbours deleted", do: "{ip} neigh flush nud permanent dev {dev}"},
 		{name: "FDB entry deleted", do: "bridge fdb del {mac} dev {dev} dst {peer} self"},
@@ -80,7 +84,7 @@ var damages = map[string][]damage{
 		{name: "local address changed", do: "ip link set {dev} type vxlan id 1 local {wrong}"},
 	},
 	"udp": {
-		{name: "route deleted", do: "{ip} route flush proto 98"},
+		{name: "route deleted", do: deleteAllRoutes},
 		{name: "wrong device", do: "{ip} route replace $({ip} route show proto 98 | cut -d' ' -f1) via {router} dev eth0"},
 		{name: "device deleted", do: "ip link del flannel0"},
 		{name: "device down", do: "ip link set flannel0 down"},
@@ -89,7 +93,7 @@ var damages = map[string][]damage{
 	},
 	udpKernel: {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
-		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "all routes deleted", do: deleteAllRoutes},
 		{name: "no gateway", do: "{ip} route replace {subnet} dev {dev}"},
 		{name: "device deleted", do: "ip link del {dev}"},
 		{name: "device down", do: "ip link set {dev} down"},
@@ -103,13 +107,13 @@ var damages = map[string][]damage{
 	},
 	"host-gw": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
-		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "all routes deleted", do: deleteAllRoutes},
 		{name: "wrong gateway", do: "{ip} route replace {subnet} via {router} dev eth0"},
 		{name: "wrong device", do: "{ip} route replace {subnet} dev cni0"},
 	},
 	"ipip": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
-		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "all routes deleted", do: deleteAllRoutes},
 		{name: "no gateway", do: "{ip} route replace {subnet} dev {dev}"},
 		{name: "wrong device", do: "{ip} route replace {subnet} via {router} dev eth0"},
 		{name: "device deleted", do: "ip link del {dev}"},
@@ -122,7 +126,7 @@ var damages = map[string][]damage{
 }
 
 var wireguardDamages = []damage{
-	{name: "route deleted", do: "{ip} route flush proto 98"},
+	{name: "route deleted", do: deleteAllRoutes},
 	{name: "device deleted", do: "ip link del {dev}"},
 	{name: "device down", do: "ip link set {dev} down"},
 	{name: "MTU changed", do: "ip link set {dev} mtu 1300"},
