@@ -48,7 +48,7 @@ func runHosts() error {
 	return nil
 }
 
-// useMemory makes the garbage collector run rarely while half of the machine's memory suffices.
+// useMemory makes the garbage collector run rarely while two thirds of the machine's memory suffice.
 // Its work would be CPU time of the hosts that real ones do not need.
 func useMemory() error {
 	var info unix.Sysinfo_t
@@ -56,7 +56,7 @@ func useMemory() error {
 		return fmt.Errorf("read the size of the memory: %w", err)
 	}
 	debug.SetGCPercent(400)
-	debug.SetMemoryLimit(int64(info.Totalram) * int64(info.Unit) / 2)
+	debug.SetMemoryLimit(int64(info.Totalram) * int64(info.Unit) / 3 * 2)
 	return nil
 }
 

@@ -163,7 +163,7 @@ func one(ctx context.Context, o options, store string, n int, r *report, progres
 		return err
 	}
 	defer s.store.close()
-	if err := s.startHosts(); err != nil {
+	if err := s.startHosts(ctx); err != nil {
 		return err
 	}
 	defer s.stopHosts()

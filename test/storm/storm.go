@@ -38,7 +38,7 @@ type storm struct {
 
 // startHosts starts the process with the managers in the network of host 1. It has the lowest
 // priority, because in a cluster the hosts do not use the CPUs of the store.
-func (s *storm) startHosts() error {
+func (s *storm) startHosts(ctx context.Context) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
@@ -53,10 +53,25 @@ func (s *storm) startHosts() error {
 	if err != nil {
 		return err
 	}
+	if err := s.lab.Host(1).Do(ctx, morePorts); err != nil {
+		return fmt.Errorf("start hosts: %w", err)
+	}
 	if err := s.lab.Host(1).Start(s.child); err != nil {
 		return fmt.Errorf("start hosts: %w", err)
 	}
 	s.hosts = rpc.NewClient(pipes{out, in})
+	return nil
+}
+
+// morePorts lets connections of the calling thread's network namespace use ports of closed ones. All
+// managers share one address, on which thousands of connections that were given up use up the ports for a
+// minute, and the kernel's search for a free one takes much of a CPU.
+func morePorts() error {
+	for file, value := range map[string]string{"ip_local_port_range": "1024 65535", "tcp_tw_reuse": "1"} {
+		if err := os.WriteFile("/proc/sys/net/ipv4/"+file, []byte(value), 0); err != nil {
+			return fmt.Errorf("set the ports of connections: %w", err)
+		}
+	}
 	return nil
 }
 
