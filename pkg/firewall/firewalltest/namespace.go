@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -46,4 +47,31 @@ func Shell(t testing.TB, script string) string {
 		t.Fatalf("%s: %v: %s", script, err, stderr)
 	}
 	return string(out)
+}
+
+// Ruleset returns the text of each chain that nft lists, by family, table and name, such as "ip filter
+// FORWARD". The lines of a table that belong to no chain, without its comment, have the key of the table, such
+// as "ip filter". Ruleset runs one program, because the tests list rules hundreds of times.
+func Ruleset(t testing.TB) map[string]string {
+	t.Helper()
+	ruleset, table, chain := map[string]string{}, "", ""
+	for line := range strings.Lines(Shell(t, "nft --stateless list ruleset")) {
+		name := strings.TrimSuffix(line, " {\n")
+		switch {
+		case strings.HasPrefix(line, "#"), strings.HasPrefix(line, "\tcomment "), line == "}\n":
+		case strings.HasPrefix(line, "table "):
+			table, chain = strings.TrimPrefix(name, "table "), ""
+			ruleset[table] = ""
+		case strings.HasPrefix(line, "\tchain "):
+			chain = table + " " + strings.TrimPrefix(name, "\tchain ")
+			ruleset[chain] = ""
+		case line == "\t}\n":
+			chain = ""
+		case chain != "":
+			ruleset[chain] += line
+		default:
+			ruleset[table] += line
+		}
+	}
+	return ruleset
 }

@@ -64,7 +64,7 @@ IPT -A FORWARD -d NET -m comment --comment "flanneld forward" -j ACCEPT`,
 	}
 	return firewalltest.Flavour{
 		New:    func() firewall.Applier { return New(v) },
-		List:   both(v, "IPT-save\n"),
+		List:   func(t testing.TB) string { return firewalltest.Shell(t, both(v, "IPT-save\n")) },
 		Damage: damage,
 		Foreign: both(v, `IPT -N KUBE-FORWARD
 IPT -I FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD

@@ -6,7 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -29,15 +31,16 @@ func families(script string) string {
 
 const list = "nft list ruleset"
 
-// listSorted lists chains by name, because nft prints them in the order of their
+// listSorted returns tables and chains by name, because nft lists them in the order of their
 // creation.
-const listSorted = `nft list tables
-nft list ruleset | grep flags || true
-for table in "ip flannel-ipv4" "ip6 flannel-ipv6" "ip kube-proxy" "ip6 kube-proxy"; do
-	for chain in forward postrtg guard-forward guard-input postrouting; do
-		nft list chain $table $chain 2>/dev/null || true
-	done
-done`
+func listSorted(t testing.TB) string {
+	var b strings.Builder
+	ruleset := firewalltest.Ruleset(t)
+	for _, name := range slices.Sorted(maps.Keys(ruleset)) {
+		fmt.Fprintf(&b, "%s\n%s", name, ruleset[name])
+	}
+	return b.String()
+}
 
 func TestKernelNftables(t *testing.T) {
 	damage := map[string]string{
