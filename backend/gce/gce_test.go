@@ -492,6 +492,8 @@ func TestLeader(t *testing.T) {
 
 // TestLeaderPutsManyRoutes has a leader that puts the routes of many hosts, several at once. One call may
 // fail in the middle, and then the next comparison puts what is missing.
+//
+//stages:rest it puts hundreds of routes; TestLeader puts a few
 func TestLeaderPutsManyRoutes(t *testing.T) {
 	const hosts = 60
 	answer := func(status int, reason string) http.HandlerFunc {

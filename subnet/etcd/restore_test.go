@@ -204,6 +204,8 @@ func TestRestartReceivesWhatHasChanged(t *testing.T) {
 }
 
 // TestRestartBytes counts what etcd sends to a node that restarts in a network of 5,000 hosts.
+//
+//stages:rest it takes half a minute; TestSlowRestartListsNothing counts what a restart reads
 func TestRestartBytes(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -229,6 +231,8 @@ func TestRestartBytes(t *testing.T) {
 
 // TestRestartAtAnotherStore restarts a node whose last known state is not of the store that it
 // finds, or is damaged. It must know what the store has, and hold what another store lacks.
+//
+//stages:rest it restarts a node with many kinds of stores; TestRestartsComeToTheSame has the usual ones
 func TestRestartAtAnotherStore(t *testing.T) {
 	t.Parallel()
 	peers := func(f *fixture, tb testing.TB, n ...int) {

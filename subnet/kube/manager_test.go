@@ -1013,6 +1013,8 @@ func TestTokenIsRead(t *testing.T) {
 }
 
 // TestWipedServer replaces the server by one with the same address and other Nodes of the same names.
+//
+//stages:rest it takes half a minute; TestWatchNewNodes starts an API server too
 func TestWipedServer(t *testing.T) {
 	s := &server{dir: t.TempDir()}
 	if err := s.start(); err != nil {

@@ -133,6 +133,8 @@ func (p *proxy) lists(t *testing.T) []string {
 
 // TestRestartCostsWhatHasChanged counts the bytes of a restart among 1,000 Nodes, and expects no
 // list.
+//
+//stages:rest TestRestartIsCheap counts requests
 func TestRestartCostsWhatHasChanged(t *testing.T) {
 	const nodes = 1000
 	f := newFixture(t, sharedServer(t))

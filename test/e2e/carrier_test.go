@@ -17,6 +17,8 @@ import (
 // kernel then deletes the routes through nexthop objects without announcing it. The daemon
 // must notice this each time and report the right number of routes. It must not retry writes
 // that the kernel refuses without a carrier.
+//
+//stages:rest it takes half a minute; TestHealing has an underlay that goes and comes
 func TestCarrierFlaps(t *testing.T) {
 	t.Parallel()
 	const peers = 300

@@ -212,6 +212,8 @@ func TestExtensionRoutes(t *testing.T) {
 
 // TestExtensionCommandFailures checks that a host is ready and reaches its other peers if the
 // command for one peer fails and the command for another hangs.
+//
+//stages:rest it waits for commands that hang; TestExtension runs commands that do not
 func TestExtensionCommandFailures(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extensionConfig(t, map[string]any{

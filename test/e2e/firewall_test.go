@@ -325,6 +325,8 @@ func flannelRules(t *testing.T, h *lab.Host) string {
 
 // TestFirewallSwitch checks that no rules of a former firewall, network or option are left when
 // the daemon starts with others, even if its state directory was lost.
+//
+//stages:rest it waits for several resyncs; TestFirewallSwitchIsLogged and TestFirewallRepair have one flavour each
 func TestFirewallSwitch(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
@@ -458,6 +460,8 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 // TestXtablesLockTaken checks that the daemon starts few programs, one at a time, and reports
 // failures while another program has taken the lock of iptables for 30 s. It must be ready soon
 // after.
+//
+//stages:rest it waits until a lock is free; TestStopWhileTheLockIsTaken takes the same one
 func TestXtablesLockTaken(t *testing.T) {
 	t.Parallel()
 	const taken = 30 * time.Second
@@ -642,6 +646,8 @@ func TestIptablesVariants(t *testing.T) {
 // TestVariantOfKubernetes checks that the daemon uses the variant of iptables that contains the
 // rules of kube-proxy or kubelet when the daemon starts. Without such rules it uses the variant
 // of the program iptables.
+//
+//stages:rest TestIptablesVariants chooses among the same programs
 func TestVariantOfKubernetes(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")

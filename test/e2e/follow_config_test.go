@@ -418,6 +418,8 @@ func TestConfigurationRejected(t *testing.T) {
 // be used. The host must go on with the former one as if it had not been restarted: it keeps its
 // lease, learns of new peers, gives the reason, and follows the next usable configuration. All packets
 // arrive, except if the backend does not start.
+//
+//stages:rest TestConfigurationRejected refuses configurations while the daemon runs
 func TestConfigurationRejectedAtAStart(t *testing.T) {
 	t.Parallel()
 	const ttl = 15 * time.Second
@@ -490,6 +492,8 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 
 // TestConfigurationFollowedAfterACrash kills a daemon at various moments of a change. The next one
 // uses the new configuration, and removes what the former one had left.
+//
+//stages:rest TestConfigurationFollowedInPlace follows the same keys without a crash
 func TestConfigurationFollowedAfterACrash(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan"}`)}, "")
@@ -912,6 +916,8 @@ func (w *configWalk) through(lossless bool, change func()) {
 }
 
 // TestConfigurationWalk changes the configuration some dozen times.
+//
+//stages:rest it walks for a minute; TestConfigurationFollowedInPlace changes each key once
 func TestConfigurationWalk(t *testing.T) {
 	t.Parallel()
 	walkEdits(t, 3, 24, false)

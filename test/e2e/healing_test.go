@@ -615,6 +615,8 @@ func TestDirectRouteByAnotherInterface(t *testing.T) {
 
 // TestHealingTouchesNothingElse checks with the kernel's announcements that a repair writes only
 // the damaged entry.
+//
+//stages:rest it takes half a minute; TestHealing repairs the same damages
 func TestHealingTouchesNothingElse(t *testing.T) {
 	t.Parallel()
 	p := newDamagedHost(t, "vxlan", dual)
@@ -839,6 +841,8 @@ func TestInterfaceWithoutAddress(t *testing.T) {
 
 // TestOtherAddressesAreAdded checks that the host keeps its public address when its interface gets
 // addresses that the daemon would have preferred at its first start.
+//
+//stages:rest TestInterfaceWithoutAddress has an interface whose addresses change
 func TestOtherAddressesAreAdded(t *testing.T) {
 	t.Parallel()
 	others := func(t *testing.T, p *damagedHost) {

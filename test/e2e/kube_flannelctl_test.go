@@ -16,6 +16,8 @@ import (
 
 // TestKubeFlannelctl checks that flannelctl leases lists the leases of a cluster,
 // including a Node without podCIDR, and omits Nodes that flannel does not use.
+//
+//stages:rest TestFlannelctlStatus and others run the same commands with etcd
 func TestKubeFlannelctl(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"vxlan"}`)

@@ -321,6 +321,8 @@ func TestKubeWipedServer(t *testing.T) {
 // TestKubeOwnNode checks that the daemon waits for the podCIDR of its Node, repairs its
 // annotations and the condition NetworkUnavailable, keeps its MAC through the annotation,
 // and ends if the Node gets another podCIDR.
+//
+//stages:rest it starts an API server of its own; TestKubeAnnotations shows what a node says of itself
 func TestKubeOwnNode(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

@@ -159,6 +159,8 @@ func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 
 // TestPoolThatIsTooSmall checks that hosts for which no subnet is left log that once and
 // are not ready, and that one of them gets a subnet as soon as a lease is deleted.
+//
+//stages:rest TestRestartIntoAFullNetwork has a pool without a free subnet
 func TestPoolThatIsTooSmall(t *testing.T) {
 	t.Parallel()
 	const hosts, pool = 20, 16

@@ -258,6 +258,8 @@ func TestLocationsVXLAN(t *testing.T) {
 }
 
 // TestLocationsHostGW has host-gw inside of locations, and WireGuard between them.
+//
+//stages:rest TestLocationsVXLAN does the same with a tunnel
 func TestLocationsHostGW(t *testing.T) {
 	t.Parallel()
 	testLocations(t, "host-gw")

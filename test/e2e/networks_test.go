@@ -458,6 +458,8 @@ func TestNetworkDeletedMeanwhile(t *testing.T) {
 
 // TestNetworksRestart restarts a daemon with ten networks of several backends, of both families.
 // Nothing may change in the kernel, and no packet may be lost.
+//
+//stages:rest TestNetworks has restarts of one network
 func TestNetworksRestart(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, "")

@@ -161,6 +161,8 @@ func TestGCEOverflow(t *testing.T) {
 
 // TestOverflowOutside has two hosts in a VPC, one in another VPC, and one outside of the cloud. The
 // routers know only the routes of the first VPC.
+//
+//stages:rest TestGCE and TestAWSVPC show routes of clouds
 func TestOverflowOutside(t *testing.T) {
 	t.Parallel()
 	v := newCloudBed(t, 4, dual, `{"Type":"aws-vpc","Overflow":{"Type":"vxlan","VNI":1}}`, newEC2())

@@ -373,6 +373,8 @@ func TestPageEtcd(t *testing.T) {
 // TestPageMigration runs the commands of the page on two hosts, one after the other. A
 // flanneld in flannel's place runs before the migration. The test itself stops and starts
 // the daemons instead of systemd.
+//
+//stages:rest TestFlannelctlMigrate runs most commands of the page
 func TestPageMigration(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

@@ -142,6 +142,8 @@ func (r relayed) expectReported(t *testing.T, relay *lab.Host) {
 //
 // With the WireGuard of the kernel it would take minutes: the device of the killed daemon goes on sending keepalives,
 // so the relay counts as up until its sessions end.
+//
+//stages:rest it waits for handshakes that fail; TestUserspaceWireGuardBetweenNATs has hosts that reach each other
 func TestUserspaceWireGuardRelay(t *testing.T) {
 	t.Parallel()
 	l := newNATLab(t, userspace, [2]natKind{symmetric, symmetric})
@@ -172,6 +174,8 @@ func TestUserspaceWireGuardRelay(t *testing.T) {
 
 // TestUserspaceWireGuardRelayIsLeft checks that two hosts use a relay while a firewall lies between them, and
 // leave it with a short pause when the firewall lets their packets through.
+//
+//stages:rest it waits for handshakes that fail; TestUserspaceWireGuardBetweenNATs has hosts that reach each other
 func TestUserspaceWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, userspace, 3*time.Second) }
 
 // TestVMWireGuardRelayIsLeft is TestUserspaceWireGuardRelayIsLeft with the WireGuard of the kernel.

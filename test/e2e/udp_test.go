@@ -42,6 +42,8 @@ func TestUDPWithoutABackend(t *testing.T) {
 
 // TestUDPHealing damages everything that the user-space path consists of, and checks that
 // the daemon repairs it.
+//
+//stages:rest it repairs one damage after the other; TestHealing does so with other backends
 func TestUDPHealing(t *testing.T) {
 	t.Parallel()
 	newDamagedHost(t, "udp", dual).testAllRepairs(t)

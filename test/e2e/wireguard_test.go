@@ -52,6 +52,8 @@ func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
 // TestUserspaceWireGuardHealing damages everything that the backend has set up in user
 // space and in the kernel, and checks that the daemon repairs it. The log must name what cuts off
 // packets.
+//
+//stages:rest it repairs one damage after the other; TestHealing does so with other backends
 func TestUserspaceWireGuardHealing(t *testing.T) {
 	t.Parallel()
 	p := newDamagedHost(t, userspace, dual)

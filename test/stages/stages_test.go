@@ -140,6 +140,8 @@ func TestFailureIsAtTheEnd(t *testing.T) {
 }
 
 // A package that ends before its tests is a failure that names them, also if other tests have failed.
+//
+//stages:rest it waits until tests are ended; TestStages has tests that end
 func TestTestsThatDoNotEnd(t *testing.T) {
 	module(t, map[string]string{
 		"hangs/a_test.go": source("hangs", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Error("reason shown") }
@@ -196,6 +198,8 @@ func TestTestsThatWaited(t *testing.T) {
 }
 
 // Every test is in one of the parts, and the table names those of the other part.
+//
+//stages:rest it runs go test several times; TestStages does once
 func TestParts(t *testing.T) {
 	files := map[string]string{
 		"Makefile": "build:\n",
@@ -379,6 +383,8 @@ func TestScript(t *testing.T) {
 }
 
 // Tests end when the run is ended.
+//
+//stages:rest it waits until tests are ended; TestStages has tests that end
 func TestEnded(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "stages")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput(); err != nil {
@@ -453,6 +459,8 @@ func poll(t *testing.T, what string, ok func() bool) {
 
 // A fuzzer that failed only because its time was over runs once more. It does not run
 // again after another failure, or after the second one.
+//
+//stages:rest fuzzing is left to the rest as well
 func TestFuzzTimeIsOver(t *testing.T) {
 	const minimizing = "fuzz: minimizing 41-byte failing input file\n"
 	const over, finding = "    context deadline exceeded", "    a_test.go:1: context deadline exceeded"
