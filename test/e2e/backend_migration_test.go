@@ -113,11 +113,17 @@ type traffic struct {
 // pods.
 func startTraffic(t *testing.T, l *lab.Lab, rate int) *traffic {
 	t.Helper()
-	all, pods := &traffic{flows: startFlows(t, l, rate)}, l.Pods()
+	return &traffic{flows: startFlows(t, l, rate), streams: startStreams(t, l)}
+}
+
+// startStreams starts a TCP stream in both directions between each two pods, in every family.
+func startStreams(t *testing.T, l *lab.Lab) (all []*stream) {
+	t.Helper()
+	pods := l.Pods()
 	for i, from := range pods {
 		for _, to := range pods[i+1:] {
 			for _, f := range l.Families() {
-				all.streams = append(all.streams, startStream(t, from, to, f))
+				all = append(all, startStream(t, from, to, f))
 			}
 		}
 	}

@@ -300,7 +300,13 @@ func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
 	const most = 2400 // packets per second
 	pods := len(l.Pods())
-	rate = min(rate, most/(pods*(pods-1)*len(l.Families())))
+	return startFlowsAt(t, l, min(rate, most/(pods*(pods-1)*len(l.Families()))))
+}
+
+// startFlowsAt is startFlows with rate packets per second in each flow, for tests that have the machine for
+// themselves.
+func startFlowsAt(t *testing.T, l *lab.Lab, rate int) []flow {
+	t.Helper()
 	expectConverged(t, l)
 	var flows []flow
 	for _, from := range l.Pods() {
