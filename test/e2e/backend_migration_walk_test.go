@@ -30,8 +30,9 @@ func allPairs(backends ...string) []string {
 
 // TestBackendMigrationWalk migrates running networks from each backend to each other one, without a
 // restart of a daemon. All packets arrive, and no TCP stream is interrupted. Most migrations begin while
-// the devices of earlier ones are still there. Each flow has a packet each millisecond. Those between five
-// hosts, 20,000 packets per second and their answers, need the whole machine, so no other test runs meanwhile.
+// the devices of earlier ones are still there. Each flow has a packet each millisecond, or less if the machine is
+// too slow: two CPUs carry some 11,000 packets per second and their answers, which is more than 1 kHz between each
+// two of the five hosts. The test needs the whole machine for that, so no other one runs meanwhile.
 //
 //stages:rest it makes many migrations, one after the other
 func TestBackendMigrationWalk(t *testing.T) {
