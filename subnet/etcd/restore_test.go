@@ -231,8 +231,6 @@ func TestRestartBytes(t *testing.T) {
 
 // TestRestartAtAnotherStore restarts a node whose last known state is not of the store that it
 // finds, or is damaged. It must know what the store has, and hold what another store lacks.
-//
-//stages:rest it restarts a node with many kinds of stores; TestRestartsComeToTheSame has the usual ones
 func TestRestartAtAnotherStore(t *testing.T) {
 	t.Parallel()
 	peers := func(f *fixture, tb testing.TB, n ...int) {
