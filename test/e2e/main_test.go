@@ -33,16 +33,21 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, "these tests make network namespaces: run them as root")
 		os.Exit(1)
 	}
-	if _, err := os.Stat(flanneld()); err != nil {
-		fmt.Fprintln(os.Stderr, "no daemon to test (make build):", err)
-		os.Exit(1)
+	for _, name := range []string{"flanneld", "flannelctl"} {
+		if _, err := os.Stat(built(name)); err != nil {
+			fmt.Fprintln(os.Stderr, "no program to test (make build):", err)
+			os.Exit(1)
+		}
 	}
 	os.Exit(m.Run())
 }
 
 // flanneld returns the path of the binary under test.
-func flanneld() string {
-	path, err := filepath.Abs("../../bin/flanneld")
+func flanneld() string { return built("flanneld") }
+
+// built returns the path of a binary that make build builds.
+func built(name string) string {
+	path, err := filepath.Abs(filepath.Join("../../bin", name))
 	if err != nil {
 		return ""
 	}
@@ -115,7 +120,7 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		}
 		cfg.Network = reserveSubnetsFrom200(t, network)
 	}
-	cfg.Flanneld = flanneld()
+	cfg.Flanneld, cfg.Etcd.Program = flanneld(), built("flannelctl")
 	l, err := lab.New(testContext(t), cfg)
 	if err != nil {
 		t.Fatal(err)

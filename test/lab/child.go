@@ -24,8 +24,8 @@ type etcdConfig struct {
 }
 
 // RunChild must be the first call in main, or in TestMain, of every binary that builds
-// labs. The store runs as a child process of the same binary under another name; in that
-// process RunChild runs the store and does not return.
+// labs. The store runs as a child process under another name, of the same binary unless
+// EtcdOptions names one; in that process RunChild runs the store and does not return.
 func RunChild() {
 	if os.Args[0] != etcdChild {
 		return

@@ -26,6 +26,11 @@ type EtcdOptions struct {
 	// TLS makes the store use TLS; ClientCerts makes it also require client certificates.
 	// The lab configures its own clients and daemons accordingly.
 	TLS, ClientCerts bool
+
+	// Program is the path of a binary whose main calls RunChild first, such as flannelctl. It
+	// runs the store; empty means this binary. A test names one that is built without the race
+	// detector, with which a store needs several times the CPU time.
+	Program string
 }
 
 // Etcd is a store with a single member. It is a separate process in the router's
@@ -34,6 +39,7 @@ type Etcd struct {
 	n     *Namespace
 	addrs []netip.Addr
 	files TLSFiles // zero without TLS
+	path  string   // of the binary that runs the store
 
 	mu   sync.Mutex
 	proc *process // nil before the first start
@@ -46,11 +52,16 @@ const (
 )
 
 func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
-	e := &Etcd{n: n, addrs: addrs}
+	e := &Etcd{n: n, addrs: addrs, path: opt.Program}
+	var err error
+	if e.path == "" {
+		if e.path, err = os.Executable(); err != nil {
+			return nil, fmt.Errorf("find the binary that runs etcd: %w", err)
+		}
+	}
 	if !opt.TLS {
 		return e, nil
 	}
-	var err error
 	e.files, err = writeTLSFiles(n.Path(tlsDir), "etcd", addrs, opt.ClientCerts)
 	return e, err
 }
@@ -69,17 +80,13 @@ func (e *Etcd) Start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	self, err := os.Executable()
-	if err != nil {
-		return fmt.Errorf("start etcd: %w", err)
-	}
 	serving, out, err := os.Pipe()
 	if err != nil {
 		return fmt.Errorf("start etcd: %w", err)
 	}
 	defer serving.Close()
 	p, err := startProcess(ctx, e.n, processSpec{
-		name: etcdChild, path: self, args: []string{string(arg)}, env: childEnv(nil), out: out,
+		name: etcdChild, path: e.path, args: []string{string(arg)}, env: childEnv(nil), out: out,
 	})
 	out.Close()
 	if err != nil {
