@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/subnet"
@@ -286,12 +287,9 @@ func location(s string) (string, error) {
 	return s, subnet.CheckLocation(s)
 }
 
-// labelForm is the form of the key of a label in Kubernetes.
-var labelForm = regexp.MustCompile(`^(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$`)
-
 // label parses the key of a label in Kubernetes. Empty text is none.
 func label(s string) (string, error) {
-	if s != "" && !labelForm.MatchString(s) {
+	if s != "" && len(validation.IsQualifiedName(s)) > 0 {
 		return "", errors.New("expected the key of a label, such as topology.kubernetes.io/zone")
 	}
 	return s, nil
