@@ -53,6 +53,8 @@ func TestAliVPC(t *testing.T) {
 }
 
 // TestAliVPCRestart restarts the daemons while packets flow.
+//
+//stages:rest TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCRestart(t *testing.T) {
 	t.Parallel()
 	newAli(t, 2, v4).testRestart()
@@ -60,7 +62,7 @@ func TestAliVPCRestart(t *testing.T) {
 
 // TestAliVPCFaults causes faults of Alibaba Cloud.
 //
-//stages:rest it takes half a minute; TestAliVPCRestart looks for lost packets
+//stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCFaults(t *testing.T) {
 	t.Parallel()
 	v := newAli(t, 4, v4)

@@ -507,6 +507,8 @@ func TestBackendMigrationInUserspace(t *testing.T) {
 
 // TestBackendMigrationBystander leaves out a host, and one on which the next backend cannot start.
 // Both must go on by the present backend, and the others must name them.
+//
+//stages:rest TestFlannelctlMigrate has a host that does not follow
 func TestBackendMigrationBystander(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, backendConfig("vxlan"))
@@ -545,6 +547,8 @@ func TestBackendMigrationBystander(t *testing.T) {
 
 // TestBackendMigrationDataLater migrates while a host cannot have data for the next backend. When the
 // reason is gone, the host must publish the data by itself, and must not lose a packet.
+//
+//stages:rest TestFlannelctlMigrate migrates hosts that have published their data
 func TestBackendMigrationDataLater(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("vxlan"))

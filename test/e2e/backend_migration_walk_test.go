@@ -64,6 +64,8 @@ func TestBackendMigrationWalkDualStack(t *testing.T) {
 
 // TestBackendMigrationPortOfFormerTunnel migrates from udp to vxlan, and at once to wireguard in user space
 // with the port of udp. The daemons still run the tunnel of udp then, and must close it.
+//
+//stages:rest TestBackendMigrationInUserspace changes between tunnels with different ports
 func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("udp"))

@@ -32,6 +32,8 @@ func TestCleanup(t *testing.T) {
 
 // TestCleanupNexthopObjects checks that cleanup removes the nexthop objects of a daemon with
 // many peers, and leaves the nexthop object of another program.
+//
+//stages:rest TestCleanup removes the objects of a daemon with few peers
 func TestCleanupNexthopObjects(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(`{"Network":"10.0.0.0/8","SubnetLen":24,"SubnetMax":"10.1.0.0","Backend":{"Type":"host-gw"}}`)}, "")

@@ -319,6 +319,8 @@ func TestCNIPorts(t *testing.T) {
 
 // TestCNIOverrides checks that the network configuration can set the bridge, the MTU, an
 // additional route and masquerading. flanneld does not masquerade in this test.
+//
+//stages:rest TestCNI uses the defaults; TestDelegation of cmd/flannel-cni has overrides
 func TestCNIOverrides(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -362,6 +364,8 @@ func TestCNIOverrides(t *testing.T) {
 
 // TestCNIFailures checks ADD without flanneld, a second ADD, CHECK without the plugin's note, and
 // DEL after the host has got another subnet.
+//
+//stages:rest TestCNI has the calls that succeed; TestErrors and TestAddTwice of cmd/flannel-cni have failures
 func TestCNIFailures(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
@@ -421,6 +425,8 @@ func TestCNIFailures(t *testing.T) {
 // TestCNIAfterFlannelPlugin checks DEL of one interface of a pod that flannel's own plugin
 // attached twice. That plugin has one note for a pod, which belongs to the interface that it
 // attached last. This plugin must read the note and leave the other interface.
+//
+//stages:rest TestDelAfterFlannelsPlugin of cmd/flannel-cni has one interface
 func TestCNIAfterFlannelPlugin(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)

@@ -169,6 +169,8 @@ const (
 // TestConfigurationChangeAndLostSubnet checks a change of the VNI on a host whose subnet now
 // belongs to a peer. The device of the former VNI still has the address of the gateway to that
 // peer. The daemon must remove the device and add the route to the peer.
+//
+//stages:rest TestConfigurationChange keeps the subnet
 func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6} {
@@ -204,6 +206,8 @@ func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 
 // TestFormerDeviceIsForgotten checks that the daemon removes the device of a former VNI only
 // once. Afterwards an operator may use its name, even if the external interface changes.
+//
+//stages:rest TestConfigurationChange looks at the devices of the new configuration
 func TestFormerDeviceIsForgotten(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

@@ -82,6 +82,8 @@ func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 
 // TestVXLANAcrossSegments checks that vxlan connects pods of hosts in different subnets of the
 // underlay.
+//
+//stages:rest TestDirectRouting has peers in other segments
 func TestVXLANAcrossSegments(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, `{"Type":"vxlan"}`)

@@ -130,6 +130,8 @@ func TestExtension(t *testing.T) {
 // TestExtensionLostSubnet checks a host whose subnet was taken by another host while it was
 // down, and whose device still has the old address. It must get another subnet, publish the
 // MAC of its new device and reach the other host.
+//
+//stages:rest TestExtension and TestOwnLeaseDeleted have the parts
 func TestExtensionLostSubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, extensionVXLANConfig(t))

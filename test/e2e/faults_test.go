@@ -31,6 +31,8 @@ func TestVMWireGuardFaults(t *testing.T) { testFaults(t, backendConfig("wireguar
 func TestUserspaceWireGuardFaults(t *testing.T) { testFaults(t, backendConfig(userspace), false) }
 
 // TestExtensionFaults checks faults of etcd with routes that are written by commands.
+//
+//stages:rest TestExtension has the commands, and TestExtensionFailsToStart a command that fails
 func TestExtensionFaults(t *testing.T) {
 	testFaults(t, extensionConfig(t, map[string]any{
 		"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,

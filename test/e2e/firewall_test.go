@@ -414,6 +414,8 @@ func TestFirewallSwitchIsLogged(t *testing.T) {
 // TestTwoDaemonsMasquerade checks that two daemons for two networks on one host do not change
 // each other's rules, even if one of them is killed, and starts again without masquerading and
 // then with it.
+//
+//stages:rest TestMasquerade has one daemon, and TestTwoNetworksOnOneHost two
 func TestTwoDaemonsMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -716,6 +718,8 @@ func TestVariantOfKubernetes(t *testing.T) {
 
 // TestWithoutBridgeNetfilter checks that the daemon logs one warning for each family, and
 // starts, on a host without br_netfilter. This includes a start from the last known state.
+//
+//stages:rest TestServicesOnABridge has bridges whose packets do not pass netfilter
 func TestWithoutBridgeNetfilter(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")

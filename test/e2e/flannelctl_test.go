@@ -182,6 +182,8 @@ func TestFlannelctlOnLeases(t *testing.T) {
 
 // TestFlannelctlMovesAHost checks that a running host keeps its subnet if another one is reserved
 // for it, and takes the reserved one at its next start.
+//
+//stages:rest TestFlannelctlOnLeases changes leases
 func TestFlannelctlMovesAHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -210,6 +212,8 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 
 // TestFlannelctlReservesWhatHostsCanGet checks that reserve refuses a subnet that no host could
 // get under the configuration, and that without a configuration it accepts any subnet.
+//
+//stages:rest TestFlannelctlOnLeases reserves a subnet
 func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: json.RawMessage(

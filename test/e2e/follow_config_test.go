@@ -149,6 +149,8 @@ func TestConfigurationFollowedInPlace(t *testing.T) {
 
 // TestConfigurationFollowedInUserspace is TestConfigurationFollowedInPlace with backends whose packets
 // the daemon carries.
+//
+//stages:rest TestConfigurationFollowedInPlace has the same changes in the kernel
 func TestConfigurationFollowedInUserspace(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
@@ -586,6 +588,8 @@ func TestConfigurationFollowedInKubernetes(t *testing.T) {
 
 // TestConfigurationFollowedByNetworks changes one of several networks. Packets of both networks
 // arrive, and nothing of the other network changes in the kernel.
+//
+//stages:rest TestConfigurationFollowedInPlace has one network
 func TestConfigurationFollowedByNetworks(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")

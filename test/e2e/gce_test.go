@@ -127,6 +127,8 @@ func TestGCE(t *testing.T) {
 }
 
 // TestGCERestart restarts the daemons while packets flow.
+//
+//stages:rest TestAWSVPCRestart looks for lost packets with another cloud
 func TestGCERestart(t *testing.T) {
 	t.Parallel()
 	v, _ := newGCE(t, 2, v4)
@@ -135,7 +137,7 @@ func TestGCERestart(t *testing.T) {
 
 // TestGCEFaults causes faults of Google Cloud.
 //
-//stages:rest it takes half a minute; TestGCERestart looks for lost packets
+//stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestGCEFaults(t *testing.T) {
 	t.Parallel()
 	v, c := newGCE(t, 4, v4)

@@ -585,6 +585,8 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 // TestDirectRouteByAnotherInterface checks that direct routes are restored after the link of a
 // second interface went down and up, and that a refused peer gets its route when the bridge with
 // its subnet is deleted. The kernel announces none of the routes that it deletes then.
+//
+//stages:rest TestDirectRouteFollowsTheUnderlay changes the underlay too
 func TestDirectRouteByAnotherInterface(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan","DirectRouting":true}`)
@@ -727,6 +729,8 @@ func TestChecksumOffload(t *testing.T) {
 // TestTwoHostsWithOnePublicAddress starts a host with the public address of another one. It
 // deletes that lease, as it does with its own from a restored backup. The other host takes its
 // subnet again, and each refuses the lease of the other and logs the conflict.
+//
+//stages:rest TestLeasesWithOnePublicAddress has the peers of such hosts
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -748,6 +752,8 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 // TestAddressChangesDuringStoreOutage checks a change of the host's address while etcd is
 // down. The host must apply the address at once, and the lease and the peers must follow when
 // etcd is back.
+//
+//stages:rest TestAddressChangesAfterTheConfiguration and TestStoreOutages have the parts
 func TestAddressChangesDuringStoreOutage(t *testing.T) {
 	t.Parallel()
 	for name, restarts := range map[string]struct{ before, after bool }{

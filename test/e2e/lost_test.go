@@ -328,6 +328,8 @@ func TestRebootDuringStoreOutage(t *testing.T) {
 // TestRebootBeforeTheAddresses checks that a host which boots while the store is away
 // uses the last known state although its interface gets its addresses after the daemon
 // has started, one after the other.
+//
+//stages:rest TestRebootDuringStoreOutage reboots, and TestInterfaceWithoutAddress waits for an address
 func TestRebootBeforeTheAddresses(t *testing.T) {
 	t.Parallel()
 	p := newDamagedHost(t, "vxlan", dual)

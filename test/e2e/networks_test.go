@@ -515,6 +515,8 @@ func TestNetworksRestart(t *testing.T) {
 }
 
 // TestNetworksOfOneBackend serves two networks of each backend that has a port, with both families.
+//
+//stages:rest TestNetworks has one network of each backend
 func TestNetworksOfOneBackend(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, "")
@@ -537,6 +539,8 @@ func TestNetworksOfOneBackend(t *testing.T) {
 
 // TestNetworksOfCommands serves networks of extension and alloc beside one of vxlan. Nothing but the
 // test connects the hosts of the network of alloc. A deleted network of extension runs its commands.
+//
+//stages:rest TestNetworks has networks of other backends
 func TestNetworksOfCommands(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
@@ -618,6 +622,8 @@ func TestVMNetworksIPIP(t *testing.T) {
 
 // TestNetworksFlannelctl looks at one of two networks with each command of flannelctl, and removes
 // all that the daemon has left.
+//
+//stages:rest TestFlannelctlOnLeases has the commands for one network
 func TestNetworksFlannelctl(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
@@ -683,6 +689,8 @@ func TestNetworksOfAnEmptiedStore(t *testing.T) {
 
 // TestNetworksOfACompactedStore starts a daemon at an etcd that was emptied while the daemon was down,
 // and whose history does not go back to that time. The network must go on until it is deleted.
+//
+//stages:rest TestNetworksOfAnEmptiedStore has a store that has lost its networks
 func TestNetworksOfACompactedStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")

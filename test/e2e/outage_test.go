@@ -154,6 +154,8 @@ func TestStoreOutages(t *testing.T) {
 // TestStoreStartsAfterDaemon checks that a daemon which starts before its store logs each
 // obstacle once and within seconds, stays healthy, and becomes ready when the last
 // obstacle is gone.
+//
+//stages:rest TestStoreOutages has a store that comes back
 func TestStoreStartsAfterDaemon(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")

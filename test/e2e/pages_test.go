@@ -298,6 +298,8 @@ func (m *machine) enable(program, settings string) {
 
 // TestPageEtcd runs the commands of the page on hosts of two labs. The commands add users
 // to the first store. The second store requires client certificates.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageEtcd(t *testing.T) {
 	t.Parallel()
 	const program, settings, reserved = "/usr/local/bin/flanneld", "/etc/flannel/flanneld.env", "10.5.77.0-24"
@@ -410,6 +412,8 @@ func TestPageMigration(t *testing.T) {
 }
 
 // TestPagesAboutAHost runs the commands of the pages about operating a host that works.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page
 func TestPagesAboutAHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

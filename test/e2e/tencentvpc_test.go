@@ -58,6 +58,8 @@ func TestTencentVPC(t *testing.T) {
 }
 
 // TestTencentVPCRestart restarts the daemons while packets flow.
+//
+//stages:rest TestAWSVPCRestart looks for lost packets with another cloud
 func TestTencentVPCRestart(t *testing.T) {
 	t.Parallel()
 	newTencent(t, 2).testRestart()
@@ -65,7 +67,7 @@ func TestTencentVPCRestart(t *testing.T) {
 
 // TestTencentVPCFaults causes faults of Tencent Cloud.
 //
-//stages:rest it takes half a minute; TestTencentVPCRestart looks for lost packets
+//stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestTencentVPCFaults(t *testing.T) {
 	t.Parallel()
 	v := newTencent(t, 4)

@@ -74,6 +74,8 @@ func TestUDPStop(t *testing.T) {
 // TestUDPNetworkConflict checks that the packets of one family are carried although
 // another device takes those of the other family, also when the daemon must create its
 // own device again.
+//
+//stages:rest TestUserspaceWireGuardNetworkConflict has such a device with another backend
 func TestUDPNetworkConflict(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("udp"))

@@ -339,6 +339,8 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 // TestUserspaceWireGuardBehindNAT checks that a host keeps sending to the port of a NAT
 // that it has learned from packets. The host behind the NAT cannot be reached at the port
 // in its lease.
+//
+//stages:rest TestUserspaceWireGuardBetweenNATs has two of them
 func TestUserspaceWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, userspace) }
 
 // TestVMWireGuardBehindNAT is TestUserspaceWireGuardBehindNAT with the WireGuard of the
