@@ -85,10 +85,14 @@ func TestProcess(t *testing.T) {
 
 func TestThisMachine(t *testing.T) {
 	m, err := ThisMachine()
-	if err != nil || m.Kernel == "" || m.CPU == "" || m.CPUs < 1 {
+	if err != nil || m.Kernel == "" || m.CPU == "" || m.CPUs < 1 || m.SystemCall <= 0 || m.PageFault <= 0 {
 		t.Errorf("got %+v, %v", m, err)
 	}
 	if got, want := (Machine{Kernel: "6.1", CPU: "any", CPUs: 2}).String(), "Linux 6.1, 2 CPUs (any)"; got != want {
+		t.Errorf("String returns %q, want %q", got, want)
+	}
+	m = Machine{Kernel: "6.1", CPU: "any", CPUs: 2, PageFault: 16_700, SystemCall: 1_090}
+	if got, want := m.String(), "Linux 6.1, 2 CPUs (any), 16.7 µs for a page fault and 1.1 µs for a system call"; got != want {
 		t.Errorf("String returns %q, want %q", got, want)
 	}
 }
