@@ -348,6 +348,8 @@ func TestDelegateFails(t *testing.T) {
 
 // TestDelDespiteConfig deletes and checks a pod, and collects others, with a
 // configuration that is invalid for adding pods.
+//
+//stages:rest TestErrors has invalid configurations
 func TestDelDespiteConfig(t *testing.T) {
 	for name, keys := range map[string]string{
 		"name in delegate": `"delegate":{"name":"x"}`,

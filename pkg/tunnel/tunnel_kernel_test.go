@@ -32,6 +32,8 @@ func families(name string) []prefix.Family {
 // TestKernelStreams sends data over TCP in both directions between ends in every mode,
 // and compares the received data. The kernel of an end without offloads verifies every
 // checksum.
+//
+//stages:rest TestKernelDatagrams has the same ends, and takes a third of the time
 func TestKernelStreams(t *testing.T) {
 	for _, family := range []string{"IPv4", "IPv6", "dual"} {
 		for _, m := range modes() {

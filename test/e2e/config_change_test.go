@@ -233,6 +233,8 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 
 // TestConfigurationChangeInterrupted checks that the daemon remembers a former configuration
 // until all of its objects are removed, even if it is killed at various moments after the change.
+//
+//stages:rest TestConfigurationChange removes what the former configuration has left
 func TestConfigurationChangeInterrupted(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan","VNI":1}`)}, "")

@@ -242,6 +242,8 @@ func TestExtensionCommandFailures(t *testing.T) {
 
 // TestExtensionShutdown checks that ShutdownCommand runs when the daemon stops, and that the
 // daemon can start again afterwards.
+//
+//stages:rest TestExtension has the other commands
 func TestExtensionShutdown(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, extensionConfig(t, map[string]any{

@@ -271,6 +271,8 @@ func sortLines(text string) string {
 
 // TestFirewallRestarts checks that masqueraded connections survive 20 restarts of the daemon,
 // and that no restart writes rules.
+//
+//stages:rest TestRestartsWriteNothing restarts too, and counts what is written
 func TestFirewallRestarts(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {

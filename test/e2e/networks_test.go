@@ -183,6 +183,8 @@ func TestNetworks(t *testing.T) {
 
 // TestNetworkTakesOverADevice changes the device of one network by a migration, and gives the former
 // device to another network at once. That one must wait until the device is removed.
+//
+//stages:rest TestNetworks changes and deletes networks, each with a device of its own
 func TestNetworkTakesOverADevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -221,6 +223,8 @@ func TestNetworkTakesOverADevice(t *testing.T) {
 // TestRefusedNetworkIsServedAgain takes the subnet of a host away while a changed configuration of the
 // network is refused. The host must take another subnet of the former configuration, and follow the next
 // configuration that is admitted.
+//
+//stages:rest TestConfigurationRejected refuses changes of a network
 func TestRefusedNetworkIsServedAgain(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
@@ -421,6 +425,8 @@ func TestNetworksReady(t *testing.T) {
 
 // TestNetworkDeletedMeanwhile deletes a network while one daemon is down, and takes another one out
 // of its flags. The history of etcd does not tell of the deletion any more.
+//
+//stages:rest TestNetworks deletes a network while the daemon runs
 func TestNetworkDeletedMeanwhile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -752,6 +758,8 @@ func TestNetworksOfACompactedStore(t *testing.T) {
 
 // TestPageNetworks runs the commands of the page on a host, in their order. It starts the daemon where
 // the page does, and compares what flannelctl networks prints.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageNetworks(t *testing.T) {
 	t.Parallel()
 	const page = "networks.md"

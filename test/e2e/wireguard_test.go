@@ -177,6 +177,8 @@ func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 // TestUserspaceWireGuardClonedDisk checks that two hosts with the same private key log
 // this, and that the instructions of the page on troubleshooting give the younger host
 // another key.
+//
+//stages:rest TestClonedDisk has the state of another host
 func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
