@@ -475,6 +475,8 @@ func tryTwice(t *testing.T, m *machine, args []string) {
 
 // TestPageDocker runs the commands of the page on a host whose dockerd records the
 // arguments that it gets, instead of running containers.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page; dist has tests of the drop-in
 func TestPageDocker(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

@@ -50,6 +50,7 @@ func ask(ctx context.Context, s *lab.APIServer, h *lab.Host, token, method, path
 	return resp.StatusCode, string(text), err
 }
 
+//stages:rest TestKubePods of test/e2e has pods on hosts with an API server
 func TestKernelAPIServer(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Segments: 2, Families: dual})
 	s := apiServer(t, l)

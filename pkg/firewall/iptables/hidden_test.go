@@ -140,6 +140,8 @@ const surplus = `for i in 1 2 3; do IPT -A FORWARD -m comment --comment "flannel
 
 // TestKernelHidden tests tables that iptables-save does not print because of one rule.
 // flanneld's rules must still be written to them.
+//
+//stages:rest TestKernelSaveFails has one such table, and TestKernelHiddenChain such a chain
 func TestKernelHidden(t *testing.T) {
 	for _, r := range []string{
 		"ct state { new, established } accept", "log prefix \"x\" accept", "quota over 10 bytes accept", "fib saddr type local accept",
