@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -194,12 +193,8 @@ func expectUnreachable(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 // dockerFixes returns the fixes that flannelctl doctor advises for Docker.
 func dockerFixes(t *testing.T, h *lab.Host) (fixes []string) {
 	t.Helper()
-	tool, err := filepath.Abs("../../bin/flannelctl")
-	if err != nil {
-		t.Fatal(err)
-	}
-	shell(t, h.Namespace, "mount -t sysfs none /sys")              // sysfs shows the interfaces of the namespace that mounts it
-	out, _ := h.Exec(testContext(t), tool, "doctor", "-o", "json") // doctor fails if it finds a problem
+	shell(t, h.Namespace, "mount -t sysfs none /sys")                             // sysfs shows the interfaces of the namespace that mounts it
+	out, _ := h.Exec(testContext(t), built("flannelctl"), "doctor", "-o", "json") // doctor fails if it finds a problem
 	var found []struct{ Problem, Fix string }
 	if err := json.NewDecoder(strings.NewReader(string(out))).Decode(&found); err != nil {
 		t.Fatalf("%v: %s", err, out)

@@ -21,11 +21,7 @@ import (
 // flannelctl runs flannelctl on h with the etcd of its lab.
 func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err error) {
 	t.Helper()
-	path, err := filepath.Abs("../../bin/flannelctl")
-	if err != nil {
-		t.Fatal(err)
-	}
-	text, err := h.Exec(testContext(t), "env", append([]string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint(), path}, args...)...)
+	text, err := h.Exec(testContext(t), "env", append([]string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint(), built("flannelctl")}, args...)...)
 	return string(text), err
 }
 
@@ -33,16 +29,12 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 // time, sign and want. The line must come after the one of the previous call.
 func watchFlannelctl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
-	path, err := filepath.Abs("../../bin/flannelctl")
-	if err != nil {
-		t.Fatal(err)
-	}
 	out, err := os.Create(filepath.Join(t.TempDir(), "out"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer out.Close()
-	cmd := exec.Command(path, args...)
+	cmd := exec.Command(built("flannelctl"), args...)
 	cmd.Env = []string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint()}
 	cmd.Stdout, cmd.Stderr = out, out
 	if err := h.Start(cmd); err != nil {

@@ -57,49 +57,52 @@ func ThisMachine() (Machine, error) {
 			break
 		}
 	}
-	m.SystemCall = systemCall()
-	m.PageFault, err = pageFault()
+	if m.SystemCall, err = least(systemCall); err != nil {
+		return m, err
+	}
+	m.PageFault, err = least(pageFault)
 	return m, err
 }
 
-// attempts is how often a time is measured. The least counts, because other work only adds.
-const attempts = 5
-
-func systemCall() time.Duration {
-	const calls = 10_000
-	least := time.Duration(0)
-	for i := range attempts {
-		start := time.Now()
-		for range calls {
-			_ = unix.Getppid()
+// least returns the least of several measurements, because other work only adds to one.
+func least(measure func() (time.Duration, error)) (shortest time.Duration, err error) {
+	for i := range 5 {
+		took, err := measure()
+		if err != nil {
+			return 0, err
 		}
-		if took := time.Since(start) / calls; i == 0 || took < least {
-			least = took
+		if i == 0 || took < shortest {
+			shortest = took
 		}
 	}
-	return least
+	return shortest, nil
 }
 
-func pageFault() (least time.Duration, err error) {
+func systemCall() (time.Duration, error) {
+	const calls = 10_000
+	start := time.Now()
+	for range calls {
+		_ = unix.Getppid()
+	}
+	return time.Since(start) / calls, nil
+}
+
+func pageFault() (time.Duration, error) {
 	const pages = 1000
 	size := os.Getpagesize()
-	for i := range attempts {
-		memory, err := unix.Mmap(-1, 0, pages*size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
-		if err != nil {
-			return 0, fmt.Errorf("map memory: %w", err)
-		}
-		// A kernel without huge pages refuses this, and does not need it.
-		_ = unix.Madvise(memory, unix.MADV_NOHUGEPAGE)
-		start := time.Now()
-		for p := range pages {
-			memory[p*size] = 1
-		}
-		if took := time.Since(start) / pages; i == 0 || took < least {
-			least = took
-		}
-		if err := unix.Munmap(memory); err != nil {
-			return 0, fmt.Errorf("unmap memory: %w", err)
-		}
+	memory, err := unix.Mmap(-1, 0, pages*size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		return 0, fmt.Errorf("map memory: %w", err)
 	}
-	return least, nil
+	// A kernel without huge pages refuses this, and does not need it.
+	_ = unix.Madvise(memory, unix.MADV_NOHUGEPAGE)
+	start := time.Now()
+	for p := range pages {
+		memory[p*size] = 1
+	}
+	took := time.Since(start) / pages
+	if err := unix.Munmap(memory); err != nil {
+		return 0, fmt.Errorf("unmap memory: %w", err)
+	}
+	return took, nil
 }
