@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command stages runs the tests in stages, one after another, and prints a table of
-// results and times at the end. If a stage fails, the others still run, except those that
-// need it: these count as failed too. Arguments name the stages that run, in addition to
-// those that they need. Without arguments all stages run.
+// results and times at the end. A stage that mostly waits runs in the background of those
+// after it. If a stage fails, the others still run, except those that need it: these count
+// as failed too. Arguments name the stages that run, in addition to those that they need.
+// Without arguments all stages run.
 //
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
@@ -30,6 +31,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"text/tabwriter"
 	"time"
@@ -41,7 +43,9 @@ type stage struct {
 	help  string
 	needs string // the stage that must pass before this one runs; empty if none
 	rest  bool   // belongs to the rest as a whole
-	run   func(ctx context.Context, r *run, s selection) error
+	// background means that the stages after this one do not wait for its end.
+	background bool
+	run        func(ctx context.Context, r *run, s selection) error
 }
 
 type options struct {
@@ -59,12 +63,13 @@ func stages(o options) []stage {
 		}},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
+		// Clusters mostly wait for their programs: alone, the stage would use a quarter of two CPUs.
+		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
+			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
 		{name: "fuzz", help: "every fuzz target for a while", rest: true, run: func(ctx context.Context, r *run, s selection) error {
 			return fuzz(ctx, r, s, o.fuzzTime)
 		}},
-		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true,
-			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 	}
 }
 
@@ -112,13 +117,26 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	if err != nil {
 		return false, err
 	}
+	out = &lockedWriter{w: out}
+	start := time.Now()
+	results := runAll(ctx, chosen, sel, out)
+	return summary(out, results, time.Since(start)), nil
+}
+
+// runAll runs the stages and returns their results in the same order, without those that an
+// interrupted run did not reach.
+func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) []*run {
 	strict := os.Getenv("CI") == "true"
 	var results []*run
-	out = &lockedWriter{w: out}
+	var background sync.WaitGroup
+	defer background.Wait()
 	for _, s := range chosen {
-		r := &run{stage: s.name, part: o.part, strict: strict, out: out}
+		if ctx.Err() != nil {
+			break
+		}
+		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
 		results = append(results, r)
-		if s.rest && o.part == short {
+		if s.rest && sel.part == short {
 			r.whole = true
 			continue
 		}
@@ -127,15 +145,23 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 			continue
 		}
 		fmt.Fprintf(out, "== %s: %s\n", s.name, s.help)
-		start := time.Now()
-		r.err = logged(r, func() error { return s.run(ctx, r, sel.of(s)) })
-		r.took = time.Since(start)
-		if ctx.Err() != nil {
-			r.err = fmt.Errorf("interrupted")
-			break
+		if s.background {
+			background.Go(func() { runOne(ctx, s, r, sel) })
+		} else {
+			runOne(ctx, s, r, sel)
 		}
 	}
-	return summary(out, results), nil
+	return results
+}
+
+// runOne runs a stage and stores its result in r.
+func runOne(ctx context.Context, s stage, r *run, sel selection) {
+	start := time.Now()
+	r.err = logged(r, func() error { return s.run(ctx, r, sel.of(s)) })
+	r.took = time.Since(start)
+	if ctx.Err() != nil {
+		r.err = fmt.Errorf("interrupted")
+	}
 }
 
 // logs is the folder that gets the output of all tests, one file for each stage.
@@ -201,16 +227,15 @@ func with(chosen []stage, s stage) []stage {
 // summary prints the table, the tests that were left to the other part, the reasons of
 // failures and, on the last line, the totals. If something failed, the last lines say where
 // to look first.
-func summary(out io.Writer, results []*run) bool {
+func summary(out io.Writer, results []*run, took time.Duration) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(w, "stage\tresult\tseconds\tCPU\tpassed\tfailed\tskipped\tleft\t")
 	ok, total, left := true, counts{}, 0
-	var took, cpu time.Duration
+	var cpu time.Duration
 	for _, r := range results {
 		ok = ok && r.ok()
 		total.add(r.counts)
-		took += r.took
 		cpu += r.cpu
 		left += len(r.left)
 		fmt.Fprintf(w, "%s\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%s\t\n",

@@ -27,8 +27,8 @@ func (c *counts) add(d counts) {
 	c.skipped += d.skipped
 }
 
-// lockedWriter lets several go commands of a stage, and their parsers, write to one
-// place.
+// lockedWriter lets several go commands of one or more stages, and their parsers, write to
+// one place.
 type lockedWriter struct {
 	mu sync.Mutex
 	w  io.Writer
@@ -252,10 +252,10 @@ func (p *reader) line(line string) {
 
 func testName(e event) string { return e.Package + "." + e.Test }
 
+// show writes the output of a test, package or build in one piece, because another stage may
+// run in the background.
 func (p *reader) show(key string) {
-	for _, s := range p.output[key] {
-		fmt.Fprint(p.run.out, s)
-	}
+	fmt.Fprint(p.run.out, strings.Join(p.output[key], ""))
 	p.forget(key)
 }
 

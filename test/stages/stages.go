@@ -21,7 +21,7 @@ import (
 )
 
 // vmBudget limits the run time of the guest in the vm stage.
-const vmBudget = 20 * time.Minute
+const vmBudget = 30 * time.Minute
 
 func build(ctx context.Context, r *run, _ selection) error {
 	r.noTests = true

@@ -99,6 +99,36 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
+// A stage in the background runs while those after it do, and the run waits for its result.
+func TestBackground(t *testing.T) {
+	module(t, map[string]string{})
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	reached := make(chan struct{})
+	results := runAll(ctx, []stage{
+		{name: "clusters", background: true, run: func(_ context.Context, r *run, _ selection) error {
+			r.noTests = true
+			select {
+			case <-reached:
+				return errors.New("after the next stage")
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}},
+		{name: "next", run: func(_ context.Context, r *run, _ selection) error {
+			r.noTests = true
+			close(reached)
+			return nil
+		}},
+	}, selection{}, io.Discard)
+	if len(results) != 2 || !results[1].ok() {
+		t.Fatalf("got results %+v, want two, with the second ok", results)
+	}
+	if err := results[0].err; err == nil || err.Error() != "after the next stage" {
+		t.Errorf("the stage in the background ended with %v", err)
+	}
+}
+
 // The last five lines name the failed test, its output and the command that runs it alone,
 // even if the test prints long logs.
 func TestFailureIsAtTheEnd(t *testing.T) {
@@ -537,7 +567,7 @@ func TestSummary(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			var out bytes.Buffer
-			if ok := summary(&out, []*run{tt.run}); ok != tt.ok {
+			if ok := summary(&out, []*run{tt.run}, 0); ok != tt.ok {
 				t.Errorf("got ok %v, want %v", ok, tt.ok)
 			}
 			if got := tt.run.result(); got != tt.result {
