@@ -5,7 +5,6 @@ package dist_test
 import (
 	"archive/tar"
 	"bytes"
-	"compress/gzip"
 	"debug/elf"
 	"encoding/json"
 	"errors"
@@ -69,17 +68,8 @@ func releaseTarballs(t *testing.T, tree, dir string) {
 // unpack returns the files of a tarball. All must belong to root and have the same time.
 func unpack(t *testing.T, path string) map[string][]byte {
 	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	z, err := gzip.NewReader(f)
-	if err != nil {
-		t.Fatal(err)
-	}
 	files := map[string][]byte{}
-	for r := tar.NewReader(z); ; {
+	for r := tar.NewReader(bytes.NewReader(gunzip(t, read(t, path)))); ; {
 		h, err := r.Next()
 		if errors.Is(err, io.EOF) {
 			return files

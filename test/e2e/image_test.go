@@ -4,7 +4,7 @@ package e2e
 
 import (
 	"archive/tar"
-	"compress/gzip"
+	"bytes"
 	"crypto/x509"
 	"debug/elf"
 	"encoding/json"
@@ -77,18 +77,13 @@ func decodeJSONFile(t *testing.T, path string, into any) {
 // extract unpacks a tar archive, which may be compressed with gzip.
 func extract(t *testing.T, archive, dir string) {
 	t.Helper()
-	f, err := os.Open(archive)
+	// With the race detector, Go's own package takes twenty times as long. --force copies what is
+	// not compressed.
+	text, err := exec.CommandContext(t.Context(), "gzip", "--decompress", "--stdout", "--force", archive).Output()
 	if err != nil {
-		t.Fatal(err)
+		t.Fatalf("gzip: %v", err)
 	}
-	defer f.Close()
-	var r io.Reader = f
-	if z, err := gzip.NewReader(f); err == nil {
-		r = z
-	} else if _, err := f.Seek(0, io.SeekStart); err != nil {
-		t.Fatal(err)
-	}
-	for tr := tar.NewReader(r); ; {
+	for tr := tar.NewReader(bytes.NewReader(text)); ; {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
 			return
