@@ -198,7 +198,7 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 	cp -r README.md LICENSE SECURITY.md CHANGELOG.md CONTRIBUTING.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	rm $(OUT)/$*/Documentation/*.go
 	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(abspath $(OUT))/$*/
-	cd $(OUT)/$* && $(TAR) -cf - * | gzip -9n > ../$(@F)
+	cd $(OUT)/$* && $(TAR) -cf - * | gzip -n > ../$(@F)
 	rm -rf $(OUT)/$*
 
 # The URI of the machine or service that builds a release, for its statement of provenance.
