@@ -121,6 +121,8 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		cfg.Network = reserveSubnetsFrom200(t, network)
 	}
 	cfg.Flanneld, cfg.Etcd.Program = flanneld(), built("flannelctl")
+	// A store has little to do. With several threads, most of its CPU time would go into waking them.
+	cfg.Etcd.Env = []string{"GOMAXPROCS=1"}
 	l, err := lab.New(testContext(t), cfg)
 	if err != nil {
 		t.Fatal(err)

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net/url"
 	"os"
-	"runtime"
 
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.etcd.io/etcd/server/v3/storage/wal"
@@ -46,7 +45,6 @@ func serveEtcd(args []string) error {
 	if err := json.Unmarshal([]byte(args[0]), &c); err != nil {
 		return fmt.Errorf("parse %s: %w", args[0], err)
 	}
-	runtime.GOMAXPROCS(1) // with little to do, threads that wake each other take most of the CPU time
 	cfg := embed.NewConfig()
 	cfg.Dir = c.Dir
 	cfg.LogLevel, cfg.LogOutputs = "error", []string{"stderr"}

@@ -31,6 +31,8 @@ type EtcdOptions struct {
 	// runs the store; empty means this binary. A test names one that is built without the race
 	// detector, with which a store needs several times the CPU time.
 	Program string
+
+	Env []string // variables of the store's process, as NAME=value
 }
 
 // Etcd is a store with a single member. It is a separate process in the router's
@@ -40,6 +42,7 @@ type Etcd struct {
 	addrs []netip.Addr
 	files TLSFiles // zero without TLS
 	path  string   // of the binary that runs the store
+	env   []string
 
 	mu   sync.Mutex
 	proc *process // nil before the first start
@@ -52,7 +55,7 @@ const (
 )
 
 func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
-	e := &Etcd{n: n, addrs: addrs, path: opt.Program}
+	e := &Etcd{n: n, addrs: addrs, path: opt.Program, env: opt.Env}
 	var err error
 	if e.path == "" {
 		if e.path, err = os.Executable(); err != nil {
@@ -86,7 +89,7 @@ func (e *Etcd) Start(ctx context.Context) error {
 	}
 	defer serving.Close()
 	p, err := startProcess(ctx, e.n, processSpec{
-		name: etcdChild, path: e.path, args: []string{string(arg)}, env: childEnv(nil), out: out,
+		name: etcdChild, path: e.path, args: []string{string(arg)}, env: childEnv(e.env), out: out,
 	})
 	out.Close()
 	if err != nil {
