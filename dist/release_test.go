@@ -328,11 +328,26 @@ func read(t *testing.T, path string) []byte {
 // gunzip decompresses a file. With the race detector, Go's own package takes twenty times as long.
 func gunzip(t *testing.T, compressed []byte) []byte {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), "gzip", "--decompress", "--stdout")
-	cmd.Stdin = bytes.NewReader(compressed)
-	raw, err := cmd.Output()
+	out, err := os.CreateTemp(t.TempDir(), "gunzip")
 	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	cmd := exec.CommandContext(t.Context(), "gzip", "--decompress", "--stdout")
+	cmd.Stdin, cmd.Stdout = bytes.NewReader(compressed), out
+	if err := cmd.Run(); err != nil {
 		t.Fatalf("gzip: %v", err)
+	}
+	return read(t, out.Name())
+}
+
+// content returns a file of a tar archive. With the race detector, a buffer that grows would take
+// most of the time of a test.
+func content(t *testing.T, r *tar.Reader, h *tar.Header) []byte {
+	t.Helper()
+	raw := make([]byte, h.Size)
+	if _, err := io.ReadFull(r, raw); err != nil {
+		t.Fatalf("%s: %v", h.Name, err)
 	}
 	return raw
 }
@@ -380,8 +395,8 @@ func untar(t *testing.T, from io.Reader) map[string][]byte {
 		}
 		if h.Typeflag == tar.TypeSymlink {
 			files[h.Name] = []byte(h.Linkname)
-		} else if files[h.Name], err = io.ReadAll(r); err != nil {
-			t.Fatal(err)
+		} else {
+			files[h.Name] = content(t, r, h)
 		}
 	}
 }

@@ -87,9 +87,7 @@ func unpack(t *testing.T, path string) map[string][]byte {
 		if h.FileInfo().IsDir() {
 			continue
 		}
-		if files[h.Name], err = io.ReadAll(r); err != nil {
-			t.Fatal(err)
-		}
+		files[h.Name] = content(t, r, h)
 	}
 }
 
