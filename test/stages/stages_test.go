@@ -488,8 +488,8 @@ func poll(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// A fuzzer that failed only because its time was over runs again. It does not run
-// again after another failure, or after the second one.
+// A fuzzer that failed only because its time was over runs again, up to fuzzTries times. It
+// does not run again after another failure.
 //
 //stages:rest fuzzing is left to the rest as well
 func TestFuzzTimeIsOver(t *testing.T) {
