@@ -92,19 +92,15 @@ func (c *Cell) reach(ctx context.Context) error {
 }
 
 func (c *Cell) measure(ctx context.Context, d time.Duration) error {
-	// On a busy machine a single answer may be late.
 	const tries = 3
-	var lost error
 	for range tries {
 		rtt, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 		if err != nil {
-			lost = err
-		} else if c.RTT == 0 || rtt < c.RTT {
+			return err
+		}
+		if c.RTT == 0 || rtt < c.RTT {
 			c.RTT = rtt
 		}
-	}
-	if c.RTT == 0 {
-		return fmt.Errorf("%d times: %w", tries, lost)
 	}
 	var err error
 	c.BitsPerSecond, err = c.From.Throughput(ctx, c.To, c.Family, d)
