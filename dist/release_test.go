@@ -325,7 +325,8 @@ func read(t *testing.T, path string) []byte {
 	return raw
 }
 
-// gunzip decompresses a file. With the race detector, Go's own package takes twenty times as long.
+// gunzip decompresses a file. With the race detector, Go's own package takes nine times as long
+// as without.
 func gunzip(t *testing.T, compressed []byte) []byte {
 	t.Helper()
 	out, err := os.CreateTemp(t.TempDir(), "gunzip")
