@@ -131,9 +131,6 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 	var background sync.WaitGroup
 	defer background.Wait()
 	for _, s := range chosen {
-		if ctx.Err() != nil {
-			break
-		}
 		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
 		results = append(results, r)
 		if s.rest && sel.part == short {
@@ -147,12 +144,16 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 		fmt.Fprintf(out, "== %s: %s\n", s.name, s.help)
 		if s.background {
 			background.Go(func() { runOne(ctx, s, r, sel) })
-		} else {
-			runOne(ctx, s, r, sel)
+			continue
+		}
+		if runOne(ctx, s, r, sel); errors.Is(r.err, errInterrupted) {
+			break
 		}
 	}
 	return results
 }
+
+var errInterrupted = errors.New("interrupted")
 
 // runOne runs a stage and stores its result in r.
 func runOne(ctx context.Context, s stage, r *run, sel selection) {
@@ -160,7 +161,7 @@ func runOne(ctx context.Context, s stage, r *run, sel selection) {
 	r.err = logged(r, func() error { return s.run(ctx, r, sel.of(s)) })
 	r.took = time.Since(start)
 	if ctx.Err() != nil {
-		r.err = fmt.Errorf("interrupted")
+		r.err = errInterrupted
 	}
 }
 

@@ -20,7 +20,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// vmBudget limits the run time of the guest in the vm stage.
+// vmBudget limits the run time of the guest in the vm stage, which shares the CPUs with a stage in
+// the background.
 const vmBudget = 30 * time.Minute
 
 func build(ctx context.Context, r *run, _ selection) error {
@@ -114,20 +115,17 @@ func fuzz(ctx context.Context, r *run, s selection, each string) error {
 // further lines, or the log says that the input is being minimized.
 var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    context deadline exceeded\nFAIL$`)
 
-// fuzzTries is how often a target runs whose time is over. On a busy machine two in a row are
-// not rare.
-const fuzzTries = 4
-
-// fuzzTarget runs one target. If only the end of its time made it fail, it runs again.
+// fuzzTarget runs one target. If only the end of its time made it fail, it runs once
+// more.
 func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, error) {
-	for try := 1; ; try++ {
+	for again := false; ; again = true {
 		var said bytes.Buffer
 		r := &run{stage: stage.stage, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
 		err := goTest(ctx, r, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
-		if try == fuzzTries || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
+		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
 		}
-		fmt.Fprintf(stage.out, "      %s runs again: the end of its time is not a failure, see go.dev/issue/75804\n", t.name)
+		fmt.Fprintf(stage.out, "      %s runs once more: the end of its time is not a failure, see go.dev/issue/75804\n", t.name)
 	}
 }
 

@@ -129,6 +129,23 @@ func TestBackground(t *testing.T) {
 	}
 }
 
+// A run that is interrupted before a stage has begun is no success.
+func TestInterruptedEarly(t *testing.T) {
+	module(t, map[string]string{})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	pass := func(_ context.Context, r *run, _ selection) error {
+		r.noTests = true
+		return nil
+	}
+	for _, background := range []bool{false, true} {
+		results := runAll(ctx, []stage{{name: "one", background: background, run: pass}}, selection{}, io.Discard)
+		if len(results) != 1 || results[0].ok() {
+			t.Errorf("background %v: got results %+v, want one that is not ok", background, results)
+		}
+	}
+}
+
 // The last five lines name the failed test, its output and the command that runs it alone,
 // even if the test prints long logs.
 func TestFailureIsAtTheEnd(t *testing.T) {
@@ -488,8 +505,8 @@ func poll(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// A fuzzer that failed only because its time was over runs again, up to fuzzTries times. It
-// does not run again after another failure.
+// A fuzzer that failed only because its time was over runs once more. It does not run
+// again after another failure, or after the second one.
 //
 //stages:rest fuzzing is left to the rest as well
 func TestFuzzTimeIsOver(t *testing.T) {
@@ -504,7 +521,7 @@ func TestFuzzTimeIsOver(t *testing.T) {
 		counts string
 	}{
 		{"time", "", over, false, 2, "1 passed, 0 failed, 0 skipped"},
-		{"time always", "", over, true, fuzzTries, "0 passed, 1 failed, 0 skipped"},
+		{"time twice", "", over, true, 2, "0 passed, 1 failed, 0 skipped"},
 		{"a finding that is made smaller", minimizing, over, false, 1, "0 passed, 1 failed, 0 skipped"},
 		{"a finding", "", finding, false, 1, "0 passed, 1 failed, 0 skipped"},
 	} {
