@@ -27,9 +27,10 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
+// Managers take none of the subnets from 10.5.200.0 on. Tests use them for leases of other hosts.
 const (
-	configV4   = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
-	configDual = `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+	configV4   = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.199.0","Backend":{"Type":"vxlan"}}`
+	configDual = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.199.0","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
 	configV6   = `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
 )
 
