@@ -123,6 +123,7 @@ func (c *cache) applyRouteEvent(r Route, e Event) bool {
 
 // applyWrites updates the cache by operations that the kernel has acknowledged.
 func (c *cache) applyWrites(ops []Op) {
+	c.reserveFor(ops)
 	for _, op := range ops {
 		switch o := op.Object.(type) {
 		case Link: // a change of a link deletes or resets objects on it

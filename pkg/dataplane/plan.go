@@ -92,6 +92,7 @@ type Changes struct {
 // that conflict with want.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
+	p.reserve()
 	p.links()
 	p.addrs()
 	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })

@@ -118,6 +118,13 @@ func (r *Reconciler) Changed() <-chan struct{} {
 // Record makes the Reconciler responsible for the routes of s: it deletes them when they
 // are no longer wanted, on any device and even if another program created them.
 func (r *Reconciler) Record(s State) {
+	n := 0
+	for route := range s.AllRoutes() {
+		if !r.cache.scope.device(route.Dev) {
+			n++
+		}
+	}
+	r.recorded = roomFor(r.recorded, n)
 	for route := range s.AllRoutes() {
 		r.record(route)
 	}

@@ -6,25 +6,32 @@ package parallel
 import (
 	"runtime"
 	"sync"
+	"sync/atomic"
 )
 
-// least is the number of iterations per goroutine below which waking another CPU costs more
-// than it saves.
-const least = 500
+// chunk is the number of iterations that a CPU takes at a time. For fewer, waking another CPU costs
+// more than it saves. With more, a CPU that has to run another program meanwhile delays the end.
+const chunk = 250
 
 // For calls f(0) to f(n-1), in any order and on as many CPUs as the program may use. It
 // returns when all calls have returned. f must be cheap and safe for concurrent use.
 func For(n int, f func(i int)) {
-	parts := max(1, min(runtime.GOMAXPROCS(0), n/least))
-	part := func(k int) {
-		for i := k * n / parts; i < (k+1)*n/parts; i++ {
-			f(i)
+	var taken atomic.Int64 // iterations
+	work := func() {
+		for {
+			end := int(taken.Add(chunk))
+			if end-chunk >= n {
+				return
+			}
+			for i := end - chunk; i < min(end, n); i++ {
+				f(i)
+			}
 		}
 	}
 	var wg sync.WaitGroup
-	for k := 1; k < parts; k++ {
-		wg.Go(func() { part(k) })
+	for range min(runtime.GOMAXPROCS(0), n/(2*chunk)) - 1 {
+		wg.Go(work)
 	}
-	part(0)
+	work()
 	wg.Wait()
 }

@@ -119,6 +119,9 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		l.entries[i].value = nil
 		e := m.cfg.Interner.intern(&l.entries[i])
 		cache.entries[e.key] = e
+		if cache.newest == nil || e.modRevision > cache.newest.modRevision {
+			cache.newest = e
+		}
 		logUndecodable(ctx, old.entries[e.key], e)
 	}
 	cache.retainFrom(old)
