@@ -118,13 +118,6 @@ func (r *Reconciler) Changed() <-chan struct{} {
 // Record makes the Reconciler responsible for the routes of s: it deletes them when they
 // are no longer wanted, on any device and even if another program created them.
 func (r *Reconciler) Record(s State) {
-	n := 0
-	for route := range s.AllRoutes() {
-		if !r.cache.scope.device(route.Dev) {
-			n++
-		}
-	}
-	r.recorded = roomFor(r.recorded, n)
 	for route := range s.AllRoutes() {
 		r.record(route)
 	}
@@ -171,6 +164,7 @@ func (r *Reconciler) Counts() map[string]Count {
 // fails, or if other programs keep undoing its changes. The error wraps the first few
 // causes. The other changes remain, and the report counts them.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
+	r.reserveRecorded(want)
 	r.Record(want)
 	r.want, r.all = want, true
 	return r.converge(ctx, sweep)

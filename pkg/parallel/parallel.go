@@ -9,9 +9,14 @@ import (
 	"sync/atomic"
 )
 
-// chunk is the number of iterations that a CPU takes at a time. For fewer, waking another CPU costs
-// more than it saves. With more, a CPU that has to run another program meanwhile delays the end.
-const chunk = 250
+const (
+	// least is the number of iterations per goroutine below which waking another CPU costs more
+	// than it saves.
+	least = 500
+	// chunk is the number of iterations that a goroutine takes at a time. The call waits for the
+	// last chunk, which takes longer if its CPU has to run another program meanwhile.
+	chunk = 250
+)
 
 // For calls f(0) to f(n-1), in any order and on as many CPUs as the program may use. It
 // returns when all calls have returned. f must be cheap and safe for concurrent use.
@@ -29,7 +34,7 @@ func For(n int, f func(i int)) {
 		}
 	}
 	var wg sync.WaitGroup
-	for range min(runtime.GOMAXPROCS(0), n/(2*chunk)) - 1 {
+	for range min(runtime.GOMAXPROCS(0), n/least) - 1 {
 		wg.Go(work)
 	}
 	work()
