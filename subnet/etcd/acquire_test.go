@@ -27,7 +27,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// Managers take none of the subnets from 10.5.200.0 on. Tests use them for leases of other hosts.
+// With these configurations managers take no subnet from 10.5.200.0 on. Tests use such subnets for
+// leases of other hosts.
 const (
 	configV4   = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.199.0","Backend":{"Type":"vxlan"}}`
 	configDual = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.199.0","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`

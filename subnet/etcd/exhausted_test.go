@@ -13,7 +13,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestFullPoolIsReadOnce lets a host wait for a subnet while other hosts write their leases again.
+// TestExhaustedPoolIsReadOnce lets a host wait for a subnet while other hosts write their leases again.
 // The host must read the leases once, and notice each change that concerns it.
 func TestExhaustedPoolIsReadOnce(t *testing.T) {
 	const subnets = 255
@@ -73,7 +73,7 @@ func TestExhaustedPoolIsReadOnce(t *testing.T) {
 	}
 }
 
-// TestFullPoolOfAnotherConfiguration expects that a host does not wait for the pool of a previous
+// TestExhaustedPoolOfAnotherConfiguration expects that a host does not wait for the pool of a previous
 // configuration, or for the lease of a previous address.
 func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 	f := newFixture(t, newServer(t))
@@ -103,7 +103,7 @@ func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 	}
 }
 
-// TestFullPoolWhoseConfigurationHasChanged changes the configuration and then a lease, before a
+// TestExhaustedPoolWhoseConfigurationHasChanged changes the configuration and then a lease, before a
 // host begins to wait. etcd may send the later change first, so the host tries several times.
 func TestExhaustedPoolWhoseConfigurationHasChanged(t *testing.T) {
 	f := newFixture(t, newServer(t))

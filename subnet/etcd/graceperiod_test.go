@@ -76,3 +76,23 @@ func TestListAfterTheGracePeriod(t *testing.T) {
 		t.Errorf("there are %v, of these expiring %v", keys, cache.expiring)
 	}
 }
+
+// TestListKeepsLeasesOfOneAddress lists two leases with one public address. One of them was retained,
+// and was written again while the host did not watch. The other one must not replace it.
+func TestListKeepsLeasesOfOneAddress(t *testing.T) {
+	lease := func(key, s string) *entry {
+		e := subnet.Endpoint{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr("192.0.2.1")}
+		return &entry{key: key, subnets: []netip.Prefix{e.Subnet}, lease: subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{e}}}
+	}
+	a, b := lease("a", "10.5.1.0/24"), lease("b", "10.5.2.0/24")
+	now := time.Now()
+	for range 50 { // the order of a map is random
+		during := gracePeriod{lastContact: now, until: now.Add(time.Minute), expiring: map[string]struct{}{"a": {}}}
+		old := leaseCache{entries: map[string]*entry{"a": a}, gracePeriod: during}
+		cache := leaseCache{entries: map[string]*entry{"a": a, "b": b}, gracePeriod: during}
+		cache.retainFrom(old)
+		if keys := slices.Sorted(maps.Keys(cache.entries)); !slices.Equal(keys, []string{"a", "b"}) || len(cache.expiring) > 0 {
+			t.Fatalf("there are %v, of these expiring %v", keys, cache.expiring)
+		}
+	}
+}

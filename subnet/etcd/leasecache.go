@@ -62,7 +62,7 @@ func (c *leaseCache) written(e *entry) {
 // replace replaces an entry by the same one with its revision, or by what a list has.
 func (c *leaseCache) replace(e *entry) {
 	c.entries[e.key] = e
-	c.byAge = nil // e may have any age
+	c.newest, c.byAge = nil, nil // e may have any age
 }
 
 // newestEntry returns the entry in the store that was written last, or nil if there is none.
@@ -123,6 +123,9 @@ func (c *leaseCache) retainFrom(old leaseCache) {
 		return
 	}
 	listed := slices.Collect(maps.Values(c.entries))
+	for key := range c.entries { // those that were written again while the host did not watch
+		delete(c.expiring, key)
+	}
 	for key, e := range old.entries {
 		if _, there := c.entries[key]; !there && c.retain(key) {
 			c.entries[key] = e

@@ -61,7 +61,7 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	}
 }
 
-// TestRetakenLeaseIsJudgedLater finds an own lease that was taken again by a call that ended before
+// TestRecreatedLeaseIsComparedLater finds an own lease that was taken again by a call that ended before
 // it could compare it with older leases. The next check of the lease must do so.
 func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
