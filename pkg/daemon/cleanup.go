@@ -180,7 +180,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	if !c.Yes {
 		return nil
 	}
-	return rules.Remove(ctx, networks)
+	return rules.NewHost().Remove(ctx, networks)
 }
 
 // files removes the subnet file, private keys that were written elsewhere, and the files

@@ -70,7 +70,7 @@ func TestKernelSessions(t *testing.T) {
 		t.Errorf("repairs %v and %d cleanups, want one repair and a cleanup for each session", repairs, cleaned)
 	}
 	expect("the rules were deleted", nft, true, false)
-	if err := Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {
+	if err := NewHost().Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {
 		t.Fatal(err)
 	}
 	expect("the first network is removed", nft, false, false)

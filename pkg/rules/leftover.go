@@ -14,14 +14,22 @@ import (
 )
 
 // Remove removes the traffic rules of networks from every firewall of this host. If it
-// fails in one of them it continues with the others.
-func Remove(ctx context.Context, networks []netip.Prefix) error {
+// fails in one of them it continues with the others. No session writes rules meanwhile: it
+// would write again what it has read before.
+func (h *Host) Remove(ctx context.Context, networks []netip.Prefix) error {
+	h.writing.Lock()
+	defer h.writing.Unlock()
 	var errs []error
 	for _, l := range leftovers("", firewall.Policy{Former: networks}, nil) {
 		_, err := l.applier.Apply(ctx, l.gone)
 		errs = append(errs, err)
 	}
 	return oneline.Join(errs...)
+}
+
+// Remove is like Host.Remove.
+func (k *Keeper) Remove(ctx context.Context, networks []netip.Prefix) error {
+	return k.host.Remove(ctx, networks)
 }
 
 // leftover is a firewall that may contain rules and should contain none.

@@ -19,7 +19,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/daemon/ownership"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -180,7 +179,7 @@ func (p *parts) retireAll(ctx context.Context) error {
 		}
 		r.release(former.Scope)
 	}
-	if err := rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
+	if err := p.rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
 		return err
 	}
 	if s, ok := p.store.(subnet.Releaser); ok {
