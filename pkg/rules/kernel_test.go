@@ -3,9 +3,12 @@
 package rules
 
 import (
+	"context"
 	"net/netip"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
@@ -77,4 +80,36 @@ func TestKernelSessions(t *testing.T) {
 	expect("the first network is removed", iptables, false, true)
 	start(two, IPTables, firewall.Policy{Former: []netip.Prefix{netip.MustParsePrefix("10.6.0.0/16")}})
 	expect("the second network is a former one", iptables, false, false)
+}
+
+// pausedApplier is an Applier whose pass has read the rules, and waits before it writes them.
+type pausedApplier struct {
+	hasRead, write chan struct{}
+	written        atomic.Bool
+}
+
+func (p *pausedApplier) Apply(context.Context, ...firewall.Policy) (bool, error) {
+	close(p.hasRead)
+	<-p.write
+	p.written.Store(true)
+	return true, nil
+}
+
+// TestKernelRemoveWaitsForPass removes the rules of a network while a pass is about to write what it
+// has read before. The removal must wait for the pass, or the pass writes the rules again.
+func TestKernelRemoveWaitsForPass(t *testing.T) {
+	firewalltest.Enter(t)
+	h := NewHost()
+	pass := &pausedApplier{hasRead: make(chan struct{}), write: make(chan struct{})}
+	w := &writer{applier: pass, turn: &h.writing}
+	go w.pass(t.Context())
+	<-pass.hasRead
+	// Much longer than a removal takes that does not wait for the pass.
+	time.AfterFunc(time.Second, func() { close(pass.write) })
+	if err := h.Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {
+		t.Fatal(err)
+	}
+	if !pass.written.Load() {
+		t.Error("Remove returned before the pass had written, want after that")
+	}
 }
