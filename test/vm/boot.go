@@ -25,13 +25,15 @@ func boot(ctx context.Context, g guest, r *report) error {
 	defer cancel()
 	// Emulation is slow. A plain CPU helps: programs use the extensions of newer CPUs if
 	// they exist, and these take longer to emulate. norandmaps helps too: code at the
-	// same address in each process is found at once in the cache of translated code. A guest
+	// same address in each process is found at once in the cache of translated code. So does a
+	// kernel without its protection against attackers and without accounts of memory. A guest
 	// whose CPUs are locked up for a minute panics, and its console has the stacks then.
 	cmd := command(ctx, "", "qemu-system-x86_64",
 		"-accel", "tcg,thread=multi", "-cpu", "qemu64,+rdrand", "-smp", strconv.Itoa(g.cpus), "-m", strconv.Itoa(g.memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-net", "none",
 		"-kernel", g.kernel.image, "-initrd", g.image,
-		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off norandmaps clocksource=tsc tsc=reliable watchdog_thresh=30 softlockup_panic=1",
+		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off norandmaps clocksource=tsc tsc=reliable watchdog_thresh=30 softlockup_panic=1"+
+			" init_on_alloc=0 hardened_usercopy=off randomize_kstack_offset=off audit=0 lsm=landlock cgroup.memory=nokmem,nosocket",
 		"-serial", "file:"+g.console, "-serial", "stdio")
 	cmd.Stderr = os.Stderr
 	pipe, err := cmd.StdoutPipe()
