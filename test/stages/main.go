@@ -95,7 +95,8 @@ func endings() []os.Signal {
 	return signals
 }
 
-// execute runs the stages that args name. ok reports whether all of them passed.
+// execute runs the stages that args name. ok reports whether all of them passed. It writes
+// what has failed to a file in logs, also if no stage has run.
 func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err error) {
 	flags := flag.NewFlagSet("stages", flag.ContinueOnError)
 	var o options
@@ -106,21 +107,42 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	if err := flags.Parse(args); err != nil {
 		return false, err
 	}
-	chosen, err := choose(stages(o), flags.Args())
-	if err != nil {
-		return false, err
-	}
 	if !slices.Contains([]part{short, rest, all}, o.part) {
 		return false, fmt.Errorf("unknown part %q: want short, rest or all", o.part)
 	}
-	sel, err := newSelection(ctx, o.part, o.run)
-	if err != nil {
-		return false, err
-	}
 	out = &lockedWriter{w: out}
 	start := time.Now()
-	results := runAll(ctx, chosen, sel, out)
-	return summary(out, results, time.Since(start)), nil
+	results, err := o.results(ctx, flags.Args(), out)
+	if err != nil {
+		return false, errors.Join(err, o.part.writeFailures(err.Error()+"\n"))
+	}
+	ok = summary(out, results, time.Since(start))
+	failed := ""
+	if !ok {
+		failed = failures(results)
+	}
+	return ok, o.part.writeFailures(failed)
+}
+
+// results runs the stages with these names.
+func (o options) results(ctx context.Context, names []string, out io.Writer) ([]*run, error) {
+	chosen, err := choose(stages(o), names)
+	if err != nil {
+		return nil, err
+	}
+	sel, err := newSelection(ctx, o.part, o.run)
+	if err != nil {
+		return nil, err
+	}
+	return runAll(ctx, chosen, sel, out), nil
+}
+
+// writeFailures writes what has failed to the file of a part. .ci/run prints it at the end.
+func (p part) writeFailures(text string) error {
+	if err := os.MkdirAll(logs, 0o755); err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(logs, "failed-"+string(p)), []byte(text), 0o600)
 }
 
 // runAll runs the stages and returns their results in the same order, without those that an
@@ -165,7 +187,8 @@ func runOne(ctx context.Context, s stage, r *run, sel selection) {
 	}
 }
 
-// logs is the folder that gets the output of all tests, one file for each stage.
+// logs is the folder that gets the output of all tests, one file for each stage, and what has
+// failed, one file for each part.
 const logs = "bin/tests"
 
 // logged runs a stage and writes the output of its tests to a file.
@@ -251,17 +274,24 @@ func summary(out io.Writer, results []*run, took time.Duration) bool {
 			fmt.Fprintf(out, "%s: left to make %s: %s\n", r.stage, r.other(), names)
 		}
 	}
-	for _, r := range results {
-		for _, reason := range r.reasons() {
-			fmt.Fprintf(out, "%s: %s\n", r.stage, reason)
-		}
-	}
+	fmt.Fprint(out, failures(results))
 	if i := slices.IndexFunc(results, func(r *run) bool { return !r.ok() }); i >= 0 {
 		fmt.Fprintln(out)
 		results[i].lookAt(out)
 	}
 	fmt.Fprintf(out, "\n%d passed, %d failed, %d skipped\n", total.passed, total.failed, total.skipped)
 	return ok
+}
+
+// failures returns the reasons of failures and the skipped tests, one per line.
+func failures(results []*run) string {
+	var lines strings.Builder
+	for _, r := range results {
+		for _, reason := range r.reasons() {
+			fmt.Fprintf(&lines, "%s: %s\n", r.stage, reason)
+		}
+	}
+	return lines.String()
 }
 
 func word(ok bool) string {

@@ -177,6 +177,14 @@ func TestFailureIsAtTheEnd(t *testing.T) {
 	if diff := cmp.Diff(want, lines[len(lines)-5:]); diff != "" {
 		t.Errorf("last lines (-want +got):\n%s", diff)
 	}
+	failed, err := os.ReadFile("bin/tests/failed-all")
+	if want := "unit: failed: sample.TestBad/a_(b): a_test.go:7: reason shown\nunit: failed: sample.TestBad\n"; err != nil || string(failed) != want {
+		t.Errorf("the list of failures is %q (%v), want %q", failed, err, want)
+	}
+	_, none := execute(t.Context(), []string{"none"}, io.Discard)
+	if failed, err := os.ReadFile("bin/tests/failed-all"); err != nil || none == nil || string(failed) != none.Error()+"\n" {
+		t.Errorf("without such a stage the list of failures is %q (%v), want %v", failed, err, none)
+	}
 	log, err := os.ReadFile("bin/tests/unit.log")
 	if want := "TestGood"; err != nil || !strings.Contains(string(log), want) || strings.Count(string(log), "line\n") != 1000 {
 		t.Errorf("the log (%v) does not contain %s and the lines of TestBad:\n%s", err, want, log)
