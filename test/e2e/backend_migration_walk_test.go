@@ -183,8 +183,8 @@ func (w migrationWalk) test(t *testing.T) {
 	for _, f := range tr.flows {
 		sent += f.Stats().Sent
 	}
-	tr.expectNoLoss(t)
 	t.Logf("%d flows have sent %d packets in %s, %.0f per second", len(tr.flows), sent, took.Round(time.Second), float64(sent)/took.Seconds())
+	tr.expectNoLoss(t)
 	expectMatrix(t, l)
 }
 
