@@ -17,14 +17,6 @@ import (
 
 var netipComparer = cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
 
-func prefixes(s ...string) []netip.Prefix {
-	var out []netip.Prefix
-	for _, p := range s {
-		out = append(out, netip.MustParsePrefix(p))
-	}
-	return out
-}
-
 func TestParseConfig(t *testing.T) {
 	v4 := []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}
 	v6 := []subnet.Network{{Prefix: netip.MustParsePrefix("fd00:10:5::/48")}}

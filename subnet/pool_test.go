@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -182,16 +183,16 @@ func TestAllocate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	wanted := prefixes("10.5.0.8/30", "fd00:0:0:7::/64", "10.5.0.12/30")
-	got, err := subnet.Allocate(pools, wanted, prefixes("10.5.0.0/29"), nil)
-	if err != nil || !slices.Equal(got, prefixes("10.5.0.8/30", "fd00:0:0:7::/64")) {
+	wanted := prefixtest.Parse("10.5.0.8/30", "fd00:0:0:7::/64", "10.5.0.12/30")
+	got, err := subnet.Allocate(pools, wanted, prefixtest.Parse("10.5.0.0/29"), nil)
+	if err != nil || !slices.Equal(got, prefixtest.Parse("10.5.0.8/30", "fd00:0:0:7::/64")) {
 		t.Errorf("got %v, %v", got, err)
 	}
-	got, err = subnet.Allocate(pools, wanted, prefixes("10.5.0.8/32", "fd00:0:0:7::/65"), nil)
+	got, err = subnet.Allocate(pools, wanted, prefixtest.Parse("10.5.0.8/32", "fd00:0:0:7::/65"), nil)
 	if err != nil || got[0] != wanted[2] || got[1] == wanted[1] {
 		t.Errorf("got %v, %v", got, err)
 	}
-	_, err = subnet.Allocate(pools, wanted, prefixes("10.5.0.0/16"), nil)
+	_, err = subnet.Allocate(pools, wanted, prefixtest.Parse("10.5.0.0/16"), nil)
 	if want := "out of subnets: all 3 from 10.5.0.4/30 to 10.5.0.12/30 are taken"; !errors.Is(err, subnet.ErrNoSubnets) || err.Error() != want {
 		t.Errorf("error is %v, want %q", err, want)
 	}

@@ -9,14 +9,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
-)
 
-func prefixes(texts ...string) (ps []netip.Prefix) {
-	for _, t := range texts {
-		ps = append(ps, netip.MustParsePrefix(t))
-	}
-	return ps
-}
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
+)
 
 func byCall(dst, target string) Route {
 	return Route{Table: "t1", Dst: netip.MustParsePrefix(dst), Target: target, ByCall: true}
@@ -71,7 +66,7 @@ func TestOverlap(t *testing.T) {
 	for network, want := range map[string]string{
 		"10.5.0.0/16": "", "192.168.7.0/24": "192.168.0.0/16", "192.0.0.0/8": "192.168.0.0/16", "fd00:10::/32": "fd00::/16",
 	} {
-		n, r, found := Overlap(tables, prefixes("172.16.0.0/16", network), own)
+		n, r, found := Overlap(tables, prefixtest.Parse("172.16.0.0/16", network), own)
 		if found != (want != "") || found && (n.String() != network || r.Dst.String() != want) {
 			t.Errorf("%s: %s overlaps %s (%v), want %q", network, n, r, found, want)
 		}
@@ -85,8 +80,8 @@ func TestUnclaimed(t *testing.T) {
 	tables := []Table{{ID: "t1", Routes: []Route{
 		byCall("10.5.1.0/24", "me"), byCall("10.5.2.0/25", "peer"), byCall("10.6.1.0/24", "gone"), byCall("10.0.0.0/8", "gone"), byCall("0.0.0.0/0", "gone"), kept, gone4, gone6,
 	}}}
-	leases := prefixes("10.5.1.0/24", "10.5.2.0/24", "fd00:10:5:1::/64")
-	got := unclaimed(tables, prefixes("10.5.0.0/16", "fd00:10:5::/48"), func(dst netip.Prefix) bool { return slices.ContainsFunc(leases, dst.Overlaps) })
+	leases := prefixtest.Parse("10.5.1.0/24", "10.5.2.0/24", "fd00:10:5:1::/64")
+	got := unclaimed(tables, prefixtest.Parse("10.5.0.0/16", "fd00:10:5::/48"), func(dst netip.Prefix) bool { return slices.ContainsFunc(leases, dst.Overlaps) })
 	if want := []Route{gone4, gone6}; !slices.Equal(got, want) {
 		t.Errorf("got %v, want only %v", got, want)
 	}

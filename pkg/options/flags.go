@@ -8,6 +8,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 
 // setting is a flag and the option that it sets.
@@ -176,7 +177,7 @@ func kubeSettings() []setting {
 			usage:   "URL of the API server, instead of the one in the kubeconfig.",
 			binding: to(func(o *Options) *string { return &o.KubeAPIURL }, apiURL),
 		}, {
-			name: "kube-annotation-prefix", arg: "PREFIX", def: "flannel.alpha.coreos.com",
+			name: "kube-annotation-prefix", arg: "PREFIX", def: annotation.DefaultPrefix,
 			usage:   "Prefix of the annotations in which nodes publish their addresses and backend data.",
 			binding: to(func(o *Options) *string { return &o.KubeAnnotationPrefix }, annotationPrefix),
 		}, {

@@ -22,7 +22,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 
 // socketOff is the value of --status-socket that disables the socket.
@@ -120,7 +120,7 @@ func regex(s string) error {
 
 // annotationPrefix validates a prefix of annotations.
 func annotationPrefix(s string) (string, error) {
-	_, err := kube.AnnotationPrefix(s)
+	_, err := annotation.Prefix(s)
 	return s, err
 }
 

@@ -4,11 +4,11 @@ package prefix_test
 
 import (
 	"fmt"
-	"net/netip"
 	"strings"
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 )
 
 func TestMerge(t *testing.T) {
@@ -26,11 +26,7 @@ func TestMerge(t *testing.T) {
 		{"fd00:5::/32 fd00:4::/32 0.0.0.0/0", "[0.0.0.0/0 fd00:4::/31]"},
 		{"10.5.7.1/16", "[10.5.0.0/16]"},
 	} {
-		var all []netip.Prefix
-		for s := range strings.FieldsSeq(tc.all) {
-			all = append(all, netip.MustParsePrefix(s))
-		}
-		if got := fmt.Sprint(prefix.Merge(all)); got != tc.want {
+		if got := fmt.Sprint(prefix.Merge(prefixtest.Parse(strings.Fields(tc.all)...))); got != tc.want {
 			t.Errorf("Merge(%s) = %s, want %s", tc.all, got, tc.want)
 		}
 	}

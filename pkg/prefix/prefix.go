@@ -127,3 +127,14 @@ func Merge(all []netip.Prefix) []netip.Prefix {
 	}
 	return merged
 }
+
+// OfFamily returns the first of prefixes that belongs to f. All of them must be valid. ok is false
+// if none belongs to f.
+func OfFamily(prefixes []netip.Prefix, f Family) (p netip.Prefix, ok bool) {
+	for _, p := range prefixes {
+		if FamilyOf(p.Addr()) == f {
+			return p, true
+		}
+	}
+	return netip.Prefix{}, false
+}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // ownLease is the own key as it was last written, or found to be current.
@@ -248,7 +249,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		logDeleted(ctx, p.stale, own)
 		return nil
 	}
-	own, err := claimOn(formatKey(p.subnets), p.subnets, c)
+	own, err := claimOn(codec.FormatKey(p.subnets), p.subnets, c)
 	if err != nil {
 		return err
 	}
@@ -292,7 +293,7 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 		own.claim.Endpoints = append(own.claim.Endpoints, e)
 	}
 	var err error
-	own.value, err = encode(own.claim)
+	own.value, err = codec.Encode(own.claim)
 	return own, err
 }
 

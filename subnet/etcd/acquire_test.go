@@ -22,8 +22,10 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -48,7 +50,9 @@ func leaseValue(ip string) string {
 	return fmt.Sprintf(`{"PublicIP":"%s","PublicIPv6":null,"BackendType":"host-gw"}`, ip)
 }
 
-func withPrevious(s ...string) func(*Config) { return func(c *Config) { c.Previous = prefixes(s...) } }
+func withPrevious(s ...string) func(*Config) {
+	return func(c *Config) { c.Previous = prefixtest.Parse(s...) }
+}
 
 func acquire(tb testing.TB, m *Manager, c subnet.Claim) subnet.Lease {
 	tb.Helper()
@@ -496,7 +500,7 @@ func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c su
 	t.Helper()
 	ctx, cancel := contextWithCancel(t)
 	given := make(chan error, 1)
-	subnets, err := parseKey(key)
+	subnets, err := codec.ParseKey(key)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -528,7 +532,7 @@ func TestChoose(t *testing.T) {
 	}
 	mine := netip.MustParseAddr("192.0.2.1")
 	node := func(key, ip string) entry {
-		subnets, err := parseKey(key)
+		subnets, err := codec.ParseKey(key)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -559,8 +563,8 @@ func TestChoose(t *testing.T) {
 		{name: "of two the one we had", wanted: b.subnets, entries: []entry{a, b, other}, keep: b.key, twin: a.key},
 		{name: "what we had beats another lease of ours", wanted: b.subnets, entries: []entry{a, other}, take: b.subnets, stale: 1},
 		{name: "unless somebody has it", wanted: other.subnets, entries: []entry{a, other}, keep: a.key},
-		{name: "or it is none of the pool's", wanted: prefixes("10.7.1.0/24", "10.5.1.0/25"), entries: []entry{a}, keep: a.key},
-		{name: "what we had, nothing in the store", wanted: prefixes("10.5.1.0/25", "10.5.9.0/24"), take: prefixes("10.5.9.0/24")},
+		{name: "or it is none of the pool's", wanted: prefixtest.Parse("10.7.1.0/24", "10.5.1.0/25"), entries: []entry{a}, keep: a.key},
+		{name: "what we had, nothing in the store", wanted: prefixtest.Parse("10.5.1.0/25", "10.5.9.0/24"), take: prefixtest.Parse("10.5.9.0/24")},
 		{name: "ours, but ruled out", entries: []entry{outside, other}, stale: 1},
 		{name: "ours, one ruled out and one not", entries: []entry{outside, b}, keep: b.key, stale: 1},
 		{name: "and a reservation", wanted: outside.subnets, entries: []entry{outside, reserved}, keep: reserved.key, stale: 1},
@@ -581,7 +585,7 @@ func TestChoose(t *testing.T) {
 		{name: "an older lease stays beside one that is kept while we run", running: running, wanted: b.subnets, entries: []entry{at(a, 3), at(b, 4)}, keep: b.key, twin: a.key},
 		{name: "it goes when what we ran with is taken again", running: running, wanted: b.subnets, entries: []entry{at(a, 9), other}, take: b.subnets, stale: 1},
 		{name: "a lease that was made since stays", running: running, wanted: b.subnets, entries: []entry{at(a, 11), other}, take: b.subnets, twin: a.key},
-		{name: "two older ones go", wanted: prefixes("10.5.9.0/24"), entries: []entry{a, b, other}, take: prefixes("10.5.9.0/24"), stale: 2},
+		{name: "two older ones go", wanted: prefixtest.Parse("10.5.9.0/24"), entries: []entry{a, b, other}, take: prefixtest.Parse("10.5.9.0/24"), stale: 2},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			p, err := choose(pools, tc.wanted, tc.running, func(e entry) bool { return hasPublicIP(e.lease, mine) }, tc.entries)

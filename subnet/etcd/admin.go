@@ -15,6 +15,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // Errors of an Admin.
@@ -136,8 +137,8 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	for _, e := range c.Endpoints {
 		subnets = append(subnets, e.Subnet)
 	}
-	key = formatKey(subnets)
-	value, err := encode(c)
+	key = codec.FormatKey(subnets)
+	value, err := codec.Encode(c)
 	if err != nil {
 		return "", err
 	}
@@ -218,9 +219,3 @@ func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error 
 	}
 	return a.swap(ctx, "delete", a.m.dir+key, e.modRevision, clientv3.OpDelete(a.m.dir+key))
 }
-
-// ParseKey returns the subnets in the name of a key below subnets/, IPv4 first.
-func ParseKey(key string) ([]netip.Prefix, error) { return parseKey(key) }
-
-// Key returns the name of the key of subnets, which must be IPv4 first.
-func Key(subnets []netip.Prefix) string { return formatKey(subnets) }

@@ -11,6 +11,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -78,7 +79,7 @@ func TestRestoredBackupHasAnOlderLease(t *testing.T) {
 
 				m := f.manager(t, withPrevious(tc.had...))
 				now := acquire(t, m, tc.claim)
-				if !slices.Equal(subnetsOf(now), prefixes(tc.had...)) {
+				if !slices.Equal(subnetsOf(now), prefixtest.Parse(tc.had...)) {
 					t.Fatalf("took %v, want %v", subnetsOf(now), tc.had)
 				}
 				if running {

@@ -6,7 +6,7 @@
 //
 // The methods of the Manager are in these files:
 //
-//   - Config: etcd.go; codec.go decodes keys and values, and list.go lists all leases
+//   - Config: etcd.go; package codec decodes keys and values, and list.go lists all leases
 //   - Recall: list.go
 //   - Acquire: acquire.go chooses and creates the own lease, write.go has the transactions, and
 //     exhausted.go waits for a free subnet

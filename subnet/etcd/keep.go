@@ -14,6 +14,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // errOwnChanged ends a watch of the own key, which has to be read again.
@@ -134,7 +135,7 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	}
 	own := ownLease{key: l.Key, create: int64(l.Order), claim: l.Claim()}
 	var err error
-	own.value, err = encode(own.claim)
+	own.value, err = codec.Encode(own.claim)
 	return own, err
 }
 
@@ -186,7 +187,7 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) erro
 	if err != nil {
 		return err
 	}
-	subnets, err := parseKey(own.key)
+	subnets, err := codec.ParseKey(own.key)
 	if err != nil {
 		return fmt.Errorf("own key: %w", err)
 	}

@@ -20,6 +20,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // entry is one key below subnets/.
@@ -46,12 +47,12 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 		modRevision:    kv.ModRevision,
 		leaseID:        clientv3.LeaseID(kv.Lease),
 	}
-	if e.subnets, e.err = parseKey(e.key); e.err != nil {
+	if e.subnets, e.err = codec.ParseKey(e.key); e.err != nil {
 		return e
 	}
 	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Permanent: kv.Lease == 0}
 	var c subnet.Claim
-	c, e.err = decode(e.subnets, kv.Value)
+	c, e.err = codec.Decode(e.subnets, kv.Value)
 	e.lease.BackendType, e.lease.NextType, e.lease.Endpoints = c.BackendType, c.NextType, c.Endpoints
 	return e
 }

@@ -15,6 +15,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -297,7 +298,7 @@ func TestNetworkMissingAfterAnAbsence(t *testing.T) {
 				f.put(t, lease, `{"PublicIP":"192.0.2.1"}`)
 			}
 			m := f.manager(t)
-			red, err := m.Network("red", Config{Previous: prefixes("10.5.7.0/24")})
+			red, err := m.Network("red", Config{Previous: prefixtest.Parse("10.5.7.0/24")})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -18,6 +18,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // lastKnown is what this node knew when it ran before: the leases at one revision of a store,
@@ -104,7 +105,7 @@ func newLastKnown(cfg Config) *lastKnown {
 			e.leaseID = unknownLeaseID
 		}
 		var err error
-		if e.subnets, err = parseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
+		if e.subnets, err = codec.ParseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
 			return nil
 		}
 		k.entries[e.key] = cfg.Interner.intern(e)
@@ -124,7 +125,7 @@ func (k *lastKnown) survivesIn(l listing) bool {
 
 // matchesKey reports whether the endpoints of a lease are those that its key names.
 func matchesKey(l subnet.Lease, key string) bool {
-	subnets, err := parseKey(key)
+	subnets, err := codec.ParseKey(key)
 	return err == nil && slices.EqualFunc(subnets, l.Endpoints, func(s netip.Prefix, e subnet.Endpoint) bool { return s == e.Subnet })
 }
 

@@ -70,7 +70,7 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 	claim := subnet.Claim{BackendType: c.BackendType, NextType: c.NextType, Endpoints: es}
 	want, wrong := m.wanted(s, claim)
 	m.warnIgnored(ctx, wrong)
-	if changes := m.keys.difference(s.published(), want); len(changes) > 0 {
+	if changes := m.keys.Difference(s.published(), want); len(changes) > 0 {
 		if err := m.annotate(ctx, name, changes); err != nil {
 			return subnet.Lease{}, err
 		}

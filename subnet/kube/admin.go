@@ -15,6 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
@@ -27,7 +28,7 @@ type Entry struct {
 // Entries lists the leases of all Nodes that flannel manages, by name of the Node.
 // It uses only APIURL, Kubeconfig and AnnotationPrefix of cfg.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
-	p, err := AnnotationPrefix(cmp.Or(cfg.AnnotationPrefix, DefaultAnnotationPrefix))
+	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
 	if err != nil {
 		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
 	}
@@ -36,9 +37,9 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 		return nil, err
 	}
 	defer c.renew()
-	k := newKeys(p)
+	k := annotation.NewKeys(p)
 	cache := &nodeCache{keys: k, entries: map[string]*entry{}}
-	_, err = c.list(ctx, k.newDecoder(), query{}, func(n *wire.Node) { cache.put(n, true, &nodeCache{}) })
+	_, err = c.list(ctx, newDecoder(k), query{}, func(n *wire.Node) { cache.put(n, true, &nodeCache{}) })
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
@@ -47,9 +48,9 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 		switch {
 		case e.lease != nil:
 			all = append(all, Entry{*e.lease, e.partialErr})
-		case e.notes[managed].text == "true" && e.cidrs == nil:
+		case e.notes[annotation.Managed].Text == "true" && e.cidrs == nil:
 			all = append(all, Entry{subnet.Lease{Key: e.name}, errNoPodCIDR})
-		case !errors.Is(e.err, errNotManaged):
+		case !errors.Is(e.err, annotation.ErrNotManaged):
 			all = append(all, Entry{subnet.Lease{Key: e.name}, e.err})
 		}
 	}

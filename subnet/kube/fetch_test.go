@@ -19,6 +19,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -65,7 +66,7 @@ func TestManyNewNodes(t *testing.T) {
 // TestLabelHasChanged expects that Nodes are requested by name if their label is not that of their
 // event any more.
 func TestLabelHasChanged(t *testing.T) {
-	d := defaultKeys().newDecoder()
+	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	var names []string
 	for n := range 2*together + 1 {
@@ -119,7 +120,7 @@ func (c *countingServer) times() []time.Time {
 func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
 		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-		outage: outage.New("the API", nil), keys: defaultKeys(), decoder: defaultKeys().newDecoder(),
+		outage: outage.New("the API", nil), keys: defaultKeys(), decoder: newDecoder(defaultKeys()),
 		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond},
 	}
 	m.name.Store(&name)
@@ -174,7 +175,7 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 		for n := range nodes {
 			cache.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
 		}
-		cache.entries["1"].notes[managed] = note{"true", true}
+		cache.entries["1"].notes[annotation.Managed] = annotation.Note{Text: "true", Present: true}
 		for range daemons {
 			f := newFetcher(emulated("n0", nodes, c), cache)
 			go func() {

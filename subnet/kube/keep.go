@@ -13,6 +13,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
@@ -126,7 +127,7 @@ func (m *Manager) todo(s *ownNode) *todo {
 	own := *m.own.Load()
 	want, wrong := m.wanted(s, own)
 	t := &todo{
-		annotate: m.keys.difference(s.published(), want), lost: lostPodCIDRs(own, s),
+		annotate: m.keys.Difference(s.published(), want), lost: lostPodCIDRs(own, s),
 		announce: m.ready() && s.network != "False", wrong: wrong,
 	}
 	if len(t.annotate) == 0 && !t.announce && !t.lost && textOf(wrong) == *m.ignores.Load() {
@@ -138,7 +139,7 @@ func (m *Manager) todo(s *ownNode) *todo {
 // lostPodCIDRs reports whether the Node has other podCIDRs than the lease.
 func lostPodCIDRs(own subnet.Claim, s *ownNode) bool {
 	for _, e := range own.Endpoints {
-		if cidr, ok := ofFamily(s.cidrs, e.Family()); !ok || cidr != e.Subnet {
+		if cidr, ok := prefix.OfFamily(s.cidrs, e.Family()); !ok || cidr != e.Subnet {
 			return true
 		}
 	}

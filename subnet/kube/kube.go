@@ -18,8 +18,9 @@
 //     compares that state with a list later.
 //   - Lead and Leader: leader.go
 //
-// Below them, annotations.go converts between annotations and leases, stream.go lists and watches,
-// client.go sends requests, and package wire decodes Nodes. Functions for operators are in admin.go.
+// Below them, package annotation converts between annotations and leases, podcidrs.go reads the
+// subnets of a Node, stream.go lists and watches, client.go sends requests, and package wire decodes
+// Nodes. Functions for operators are in admin.go.
 package kube
 
 import (
@@ -38,6 +39,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
@@ -51,8 +53,8 @@ type Config struct {
 	NodeName, PodName, PodNamespace string
 	// NetConfig is the path of the network configuration.
 	NetConfig string
-	// AnnotationPrefix is the argument of the function AnnotationPrefix. Empty means
-	// DefaultAnnotationPrefix.
+	// AnnotationPrefix is the argument of annotation.Prefix. Empty means
+	// annotation.DefaultPrefix.
 	AnnotationPrefix string
 	// LocationLabel is the key of the label of the own Node that contains its location. It may be empty.
 	LocationLabel string
@@ -79,7 +81,7 @@ type Manager struct {
 	cfg     Config
 	timing  timing
 	client  *client
-	keys    *keys
+	keys    *annotation.Keys
 	decoder *wire.Decoder
 	outage  *outage.Tracker
 	events  *eventSender
@@ -147,9 +149,9 @@ func New(cfg Config) (*Manager, error) {
 		return nil, errors.New("the node's name is not known: NODE_NAME, or POD_NAME and POD_NAMESPACE, must be set in the environment")
 	}
 	if cfg.AnnotationPrefix == "" {
-		cfg.AnnotationPrefix = DefaultAnnotationPrefix
+		cfg.AnnotationPrefix = annotation.DefaultPrefix
 	}
-	p, err := AnnotationPrefix(cfg.AnnotationPrefix)
+	p, err := annotation.Prefix(cfg.AnnotationPrefix)
 	if err != nil {
 		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
 	}
@@ -161,9 +163,9 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
-	k := newKeys(p)
+	k := annotation.NewKeys(p)
 	m := &Manager{
-		cfg: cfg, client: c, keys: k, decoder: k.newDecoder().WithLabel(cfg.LocationLabel), outage: outage.New("the Kubernetes API", cfg.OnStatus),
+		cfg: cfg, client: c, keys: k, decoder: newDecoder(k).WithLabel(cfg.LocationLabel), outage: outage.New("the Kubernetes API", cfg.OnStatus),
 		timing: timing{
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,

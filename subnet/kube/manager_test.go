@@ -10,6 +10,7 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"net/url"
 	"slices"
 	"strings"
@@ -30,8 +31,12 @@ import (
 
 const vtep = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`
 
+func endpoint(public string) subnet.Endpoint {
+	return subnet.Endpoint{PublicIP: netip.MustParseAddr(public), Data: json.RawMessage(vtep)}
+}
+
 func vxlanClaim(public string) subnet.Claim {
-	return subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", public, vtep)}}
+	return subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint(public)}}
 }
 
 func acquire(t *testing.T, m *Manager, c subnet.Claim) subnet.Lease {
@@ -125,7 +130,7 @@ func TestPodCIDRThatDoesNotFit(t *testing.T) {
 			f.setConfig(t, tt.config)
 			f.addNode(t, "n1", tt.cidrs...)
 			c := vxlanClaim("192.0.2.1")
-			c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
+			c.Endpoints = append(c.Endpoints, endpoint("2001:db8::1"))
 			_, err := subnettest.Acquire(t.Context(), f.manager(t, "n1"), c)
 			if !errors.Is(err, subnet.ErrUnfit) {
 				t.Fatalf("got %v, want ErrUnfit", err)
@@ -208,7 +213,7 @@ func TestPublicIPOverwrite(t *testing.T) {
 	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): "198.51.100.1"})
 	m := f.manager(t, "n1")
 	c := vxlanClaim("192.0.2.1")
-	c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
+	c.Endpoints = append(c.Endpoints, endpoint("2001:db8::1"))
 	own := acquire(t, m, c)
 	if got := own.Endpoints[0].PublicIP.String(); got != "192.0.2.1" {
 		t.Errorf("the own lease has %s, want what was detected", got)

@@ -16,13 +16,14 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // nodeCache is the copy of all Nodes that Watch keeps. Comments name the API server's own cache "the
 // server's cache".
 type nodeCache struct {
-	keys    *keys
+	keys    *annotation.Keys
 	own     string            // name of the own Node
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
@@ -52,8 +53,8 @@ type entry struct {
 	host          string // the label wire.HostnameLabel, while podCIDRs have to be requested
 	order         uint64
 	cidrs         []netip.Prefix // of the spec; nil if they are not known
-	notes         notes
-	err           error         // why it is no lease now; errNotManaged is no problem
+	notes         annotation.Notes
+	err           error         // why it is no lease now; annotation.ErrNotManaged is no problem
 	partialErr    error         // why a family of the lease is not the one that the Node has now
 	lease         *subnet.Lease // the last one that could be read, nil if there was none; read-only
 	fresh         bool          // lease has changed and has to be published
@@ -63,7 +64,7 @@ type entry struct {
 
 // needsRequest reports whether the Node has to be requested.
 func (e *entry) needsRequest() bool {
-	return e != nil && e.cidrs == nil && e.notes[managed].text == "true"
+	return e != nil && e.cidrs == nil && e.notes[annotation.Managed].Text == "true"
 }
 
 // lastKnown is the last known state of this node.
@@ -198,8 +199,8 @@ func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 func (e *entry) setNotes(n *wire.Node) (changed bool) {
 	for i := range e.notes {
 		text := n.Annotations[i]
-		if have := &e.notes[i]; have.present != (text != nil) || have.text != string(text) {
-			*have = note{string(text), text != nil}
+		if have := &e.notes[i]; have.Present != (text != nil) || have.Text != string(text) {
+			*have = annotation.Note{Text: string(text), Present: text != nil}
 			changed = true
 		}
 	}
@@ -222,13 +223,13 @@ func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 func (c *nodeCache) decode(e *entry) {
 	e.partialErr = nil
 	if e.cidrs == nil { // the Node is requested, if flannel manages it
-		e.err = errNotManaged
+		e.err = annotation.ErrNotManaged
 		return
 	}
 	if len(e.cidrs) == 0 {
 		return
 	}
-	claim, err := c.keys.decode(e.notes, e.cidrs, e.lease)
+	claim, err := c.keys.Decode(e.notes, e.cidrs, e.lease)
 	if len(claim.Endpoints) == 0 {
 		e.err = err
 		return
@@ -380,7 +381,7 @@ func (c *nodeCache) snapshot() subnet.Snapshot {
 // problem returns the reason why a Node cannot be read. It is empty if the Node can be read, or is not
 // managed by flannel.
 func (e *entry) problem() string {
-	if e == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
+	if e == nil || errors.Is(e.err, annotation.ErrNotManaged) && e.lease == nil {
 		return ""
 	}
 	return textOf(cmp.Or(e.err, e.partialErr))

@@ -114,7 +114,7 @@ func (w *randomStore) step() {
 func TestChangesAndSnapshotsAgree(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: defaultKeys().newDecoder(), nodes: map[string]*corev1.Node{}}
+	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: newDecoder(defaultKeys()), nodes: map[string]*corev1.Node{}}
 	w.v = &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}}
 	w.sink(w.v.update(nil))
 	same := cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
@@ -145,7 +145,7 @@ func TestChangesAndSnapshotsAgree(t *testing.T) {
 func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
-	d := defaultKeys().newDecoder()
+	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	n := newNode("n1", 1)
 	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "fd00:5::/64"}
@@ -177,7 +177,7 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 // TestHeartbeatsAllocateNothing expects that an event that changes nothing of a lease costs the
 // cache no allocation, because there are hundreds of them in a second.
 func TestHeartbeatsAllocateNothing(t *testing.T) {
-	d := defaultKeys().newDecoder()
+	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), entries: map[string]*entry{}}
 	n := newNode("node-4711", 1)
 	n.ResourceVersion, n.Spec.PodCIDRs = "5", []string{"10.5.1.0/24"}

@@ -16,6 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
@@ -24,7 +25,7 @@ type ownNode struct {
 	exists   bool
 	uid      string
 	created  int64
-	notes    [numAnnotations]note
+	notes    [annotation.Count]annotation.Note
 	location string // the label Config.LocationLabel
 	cidrs    []netip.Prefix
 	cidrsErr error
@@ -35,20 +36,24 @@ type ownNode struct {
 	ready    bool // the network was ready at that moment
 }
 
+var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
+
 func newOwnNode(n *wire.Node, revision int64) *ownNode {
 	s := &ownNode{
 		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
 		version: n.Revision, revision: revision, read: time.Now(), location: string(n.Label),
 	}
 	for i, text := range n.Annotations {
-		s.notes[i] = note{string(text), text != nil}
+		s.notes[i] = annotation.Note{Text: string(text), Present: text != nil}
 	}
 	s.cidrs, s.cidrsErr = podCIDRs(n)
 	return s
 }
 
 // published returns the annotations that are written.
-func (s *ownNode) published() notes { return notes(s.notes[:numPublished]) }
+func (s *ownNode) published() annotation.Notes {
+	return annotation.Notes(s.notes[:annotation.Published])
+}
 
 // readNode requests one Node as it is at revision or later. It sends a list request, because early
 // roles of flannel do not permit get; the server needs as little time for it. The result says
@@ -129,12 +134,12 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 		}
 		addrs = nil
 		for _, f := range families {
-			n := annotationsOf[f].node
-			if s.notes[n].text == "" {
+			n := annotation.Of(f).Node
+			if s.notes[n].Text == "" {
 				continue
 			}
-			own, _ := ofFamily(s.cidrs, f)
-			a, err := parsePublic(f, own, s.notes[n].text)
+			own, _ := prefix.OfFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, s.notes[n].Text)
 			if err != nil {
 				m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
 				continue
@@ -144,6 +149,21 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 		return nil
 	})
 	return addrs, err
+}
+
+// parsePublic parses an address that an administrator gives this node, which has the subnet own, or
+// none yet. It refuses addresses that peers refuse: those that no host or that a pod can have.
+func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, error) {
+	a, err := subnet.ParseAddr(f, text)
+	switch {
+	case err != nil:
+		return a, err
+	case !subnet.IsHost(a):
+		return a, fmt.Errorf("%q is not an %s address that peers can reach", text, f)
+	case own.Contains(a):
+		return a, fmt.Errorf("%q lies in the node's own subnet %s", text, own)
+	}
+	return a, nil
 }
 
 // Location implements subnet.LocationSource: it returns the value of the label of the own Node.
@@ -192,22 +212,22 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 // recalled returns the readable part of the claim that the own Node has.
 func (m *Manager) recalled(s *ownNode) subnet.Claim {
 	n := s.published()
-	if n[managed].text != "true" {
+	if n[annotation.Managed].Text != "true" {
 		return subnet.Claim{}
 	}
-	c := subnet.Claim{BackendType: n[backendType].text, NextType: n[nextBackendType].text}
+	c := subnet.Claim{BackendType: n[annotation.BackendType].Text, NextType: n[annotation.NextBackendType].Text}
 	for _, f := range families {
-		cidr, ok := ofFamily(s.cidrs, f)
-		of := annotationsOf[f]
-		public, err := subnet.ParseAddr(f, n[of.public].text)
+		cidr, ok := prefix.OfFamily(s.cidrs, f)
+		of := annotation.Of(f)
+		public, err := subnet.ParseAddr(f, n[of.Public].Text)
 		if !ok || err != nil {
 			continue
 		}
 		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
-		if e.Data, err = parseData(n[of.data].text); err != nil {
+		if e.Data, err = annotation.ParseData(n[of.Data].Text); err != nil {
 			e.Data = nil
 		}
-		if e.NextData, err = parseData(n[of.nextData].text); err != nil {
+		if e.NextData, err = annotation.ParseData(n[of.NextData].Text); err != nil {
 			e.NextData = nil
 		}
 		c.Endpoints = append(c.Endpoints, e)
@@ -221,36 +241,21 @@ func (m *Manager) recalled(s *ownNode) subnet.Claim {
 // wanted returns the annotations with which the Node s publishes c. Addresses in the annotations
 // public-ip-overwrite and public-ipv6-overwrite replace detected ones. wrong is the error of an
 // annotation that cannot be used.
-func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n notes, wrong error) {
-	n = encode(c)
+func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n annotation.Notes, wrong error) {
+	n = annotation.Encode(c)
 	for _, f := range families {
-		of := annotationsOf[f]
-		if text := s.notes[of.overwrite].text; text != "" && n[of.public].present {
-			own, _ := ofFamily(s.cidrs, f)
+		of := annotation.Of(f)
+		if text := s.notes[of.Overwrite].Text; text != "" && n[of.Public].Present {
+			own, _ := prefix.OfFamily(s.cidrs, f)
 			a, err := parsePublic(f, own, text)
 			if err != nil {
-				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.keys[of.overwrite], err))
+				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.keys[of.Overwrite], err))
 				continue
 			}
-			n[of.public].text = a.String()
+			n[of.Public].Text = a.String()
 		}
 	}
 	return n, wrong
-}
-
-// difference returns the patch that turns have into want: nil for an annotation that has to be
-// removed.
-func (k *keys) difference(have, want notes) map[string]*string {
-	changes := map[string]*string{}
-	for i := range want {
-		switch {
-		case want[i].present && want[i] != have[i]:
-			changes[k[i]] = &want[i].text
-		case !want[i].present && have[i].present:
-			changes[k[i]] = nil
-		}
-	}
-	return changes
 }
 
 // patch sends a patch of the own Node's status, which may also change annotations. flannel's role
@@ -304,7 +309,7 @@ func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]sub
 	var es []subnet.Endpoint
 	for _, n := range cfg.Networks {
 		f := n.Family()
-		cidr, ok := ofFamily(cidrs, f)
+		cidr, ok := prefix.OfFamily(cidrs, f)
 		e, public := c.Endpoint(f)
 		switch {
 		case !ok:

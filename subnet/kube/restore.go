@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
@@ -69,7 +70,7 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 		return
 	}
 	for _, e := range c.entries {
-		if e.needsRequest() || e.fresh || e.err != nil && e.notes[managed].text == "true" { // the state file would not contain the Node
+		if e.needsRequest() || e.fresh || e.err != nil && e.notes[annotation.Managed].Text == "true" { // the state file would not contain the Node
 			return
 		}
 	}
@@ -158,7 +159,7 @@ func (c *nodeCache) differing(l listed) []string {
 		_, gone := c.deleted[name]
 		switch {
 		case e == nil:
-			if !gone && is.notes[managed].text == "true" { // others have no lease, and no state file has them
+			if !gone && is.notes[annotation.Managed].Text == "true" { // others have no lease, and no state file has them
 				names = append(names, name)
 			}
 		case e.uid == "" || e.version < is.version:

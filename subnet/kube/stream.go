@@ -16,8 +16,12 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
+
+// newDecoder returns a decoder of Nodes that keeps the annotations with these keys, by their ID.
+func newDecoder(k *annotation.Keys) *wire.Decoder { return wire.NewDecoder(k[:]) }
 
 // errRelist means that a watch cannot continue from its revision.
 var errRelist = errors.New("watch cannot be resumed")

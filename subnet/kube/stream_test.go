@@ -85,10 +85,10 @@ func (p firstPage) RoundTrip(*http.Request) (*http.Response, error) {
 func TestPageThatWasNotAskedFor(t *testing.T) {
 	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
 	on := func(*wire.Node) {}
-	if _, err := c.list(t.Context(), defaultKeys().newDecoder(), query{}, on); !errors.Is(err, wire.ErrMalformed) {
+	if _, err := c.list(t.Context(), newDecoder(defaultKeys()), query{}, on); !errors.Is(err, wire.ErrMalformed) {
 		t.Errorf("the first page counts as the complete list: %v", err)
 	}
-	if l, err := c.list(t.Context(), defaultKeys().newDecoder(), query{limit: 1}, on); err != nil || l.Continue != "token" {
+	if l, err := c.list(t.Context(), newDecoder(defaultKeys()), query{limit: 1}, on); err != nil || l.Continue != "token" {
 		t.Errorf("the first page continues with %q, %v, want the token", l.Continue, err)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -19,9 +20,9 @@ const (
 )
 
 // annotationKey returns the key of an annotation.
-func annotationKey(name string) string { return DefaultAnnotationPrefix + "/" + name }
+func annotationKey(name string) string { return annotation.DefaultPrefix + "/" + name }
 
-func defaultKeys() *keys { return newKeys(DefaultAnnotationPrefix + "/") }
+func defaultKeys() *annotation.Keys { return annotation.NewKeys(annotation.DefaultPrefix + "/") }
 
 // backing puts an API server to the suite.
 type backing struct{ *fixture }

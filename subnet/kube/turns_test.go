@@ -98,7 +98,7 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 		name := fmt.Sprintf("n%d", n)
 		m := &Manager{
 			client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-			outage: outage.New("the API", nil), decoder: defaultKeys().newDecoder(),
+			outage: outage.New("the API", nil), decoder: newDecoder(defaultKeys()),
 			timing: timing{
 				request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 				spread: time.Millisecond, silence: time.Hour, late: time.Hour, audit: time.Hour,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package etcd
+package codec
 
 import (
 	"encoding/json"
@@ -12,36 +12,29 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-func prefixes(s ...string) []netip.Prefix {
-	var out []netip.Prefix
-	for _, p := range s {
-		out = append(out, netip.MustParsePrefix(p))
-	}
-	return out
-}
-
 func TestKey(t *testing.T) {
 	for key, want := range map[string][]netip.Prefix{
-		"10.5.52.0-24":                   prefixes("10.5.52.0/24"),
-		"10.5.1.0-24&fd00:0:0:16::-64":   prefixes("10.5.1.0/24", "fd00:0:0:16::/64"),
-		"0.0.0.0-0&fd50:0:0:16::-64":     prefixes("fd50:0:0:16::/64"),
-		"10.5.67.0-24&fd00:10:5:2a::-64": prefixes("10.5.67.0/24", "fd00:10:5:2a::/64"),
-		"0.0.0.0-1":                      prefixes("0.0.0.0/1"),
-		"10.5.1.0-31":                    prefixes("10.5.1.0/31"),
-		"0.0.0.0-0&fd00:0:0:1::-127":     prefixes("fd00:0:0:1::/127"),
+		"10.5.52.0-24":                   prefixtest.Parse("10.5.52.0/24"),
+		"10.5.1.0-24&fd00:0:0:16::-64":   prefixtest.Parse("10.5.1.0/24", "fd00:0:0:16::/64"),
+		"0.0.0.0-0&fd50:0:0:16::-64":     prefixtest.Parse("fd50:0:0:16::/64"),
+		"10.5.67.0-24&fd00:10:5:2a::-64": prefixtest.Parse("10.5.67.0/24", "fd00:10:5:2a::/64"),
+		"0.0.0.0-1":                      prefixtest.Parse("0.0.0.0/1"),
+		"10.5.1.0-31":                    prefixtest.Parse("10.5.1.0/31"),
+		"0.0.0.0-0&fd00:0:0:1::-127":     prefixtest.Parse("fd00:0:0:1::/127"),
 	} {
-		got, err := parseKey(key)
+		got, err := ParseKey(key)
 		if err != nil || !slices.Equal(got, want) {
-			t.Errorf("parseKey(%q) = %v, %v, want %v", key, got, err, want)
+			t.Errorf("ParseKey(%q) = %v, %v, want %v", key, got, err, want)
 		}
-		if again := formatKey(want); again != key {
-			t.Errorf("formatKey(%v) = %q, want %q", want, again, key)
+		if again := FormatKey(want); again != key {
+			t.Errorf("FormatKey(%v) = %q, want %q", want, again, key)
 		}
 	}
-	if got, err := parseKey("10.5.1.7-24"); err != nil || got[0] != netip.MustParsePrefix("10.5.1.0/24") {
+	if got, err := ParseKey("10.5.1.7-24"); err != nil || got[0] != netip.MustParsePrefix("10.5.1.0/24") {
 		t.Errorf("host bits: got %v, %v", got, err)
 	}
 	for _, key := range []string{
@@ -50,11 +43,11 @@ func TestKey(t *testing.T) {
 		"fd00::-64", "0.0.0.0-0&", "10.5.1.0-24&fd00::-64&fd01::-64", "10.5.1.0-24&fe80::1%eth0-64", "10.5.1.0-24&::ffff:10.0.0.0-104",
 		strings.Repeat("x", 1000),
 	} {
-		got, err := parseKey(key)
+		got, err := ParseKey(key)
 		if err == nil {
-			t.Errorf("parseKey(%q) = %v, want an error", key, got)
+			t.Errorf("ParseKey(%q) = %v, want an error", key, got)
 		} else if strings.Contains(err.Error(), "\n") || len(err.Error()) > 250 {
-			t.Errorf("parseKey(%.20q): error is not one short line: %q", key, err)
+			t.Errorf("ParseKey(%.20q): error is not one short line: %q", key, err)
 		}
 	}
 }
@@ -77,15 +70,15 @@ func TestValue(t *testing.T) {
 			`"NextBackendType":"vxlan","NextBackendData":{"VNI":1,"VtepMAC":"a6:c8:ad:df:51:5f"},"NextBackendV6Data":{"VNI":1,"VtepMAC":"5a:ee:70:44:d2:ea"}}`},
 		{"10.5.0.0-24", `{"PublicIP":"192.168.64.3","PublicIPv6":null,"NextBackendType":"host-gw"}`},
 	} {
-		subnets, err := parseKey(tc.key)
+		subnets, err := ParseKey(tc.key)
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := decode(subnets, []byte(tc.value))
+		c, err := Decode(subnets, []byte(tc.value))
 		if err != nil {
 			t.Errorf("%s: %v", tc.value, err)
 		}
-		if again, err := encode(c); err != nil || string(again) != tc.value {
+		if again, err := Encode(c); err != nil || string(again) != tc.value {
 			t.Errorf("got  %s, %v\nwant %s", again, err, tc.value)
 		}
 	}
@@ -140,7 +133,7 @@ func TestDecode(t *testing.T) {
 		},
 		{"the other family's address does not matter", `{"PublicIP":"","PublicIPv6":"2001:db8::1"}`, dual[1:], []subnet.Endpoint{{Subnet: v6, PublicIP: ip6}}},
 	} {
-		got, err := decode(tc.subnets, []byte(tc.value))
+		got, err := Decode(tc.subnets, []byte(tc.value))
 		if diff := cmp.Diff(tc.want, got.Endpoints, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
 			t.Errorf("%s: %v (-want +got):\n%s", tc.name, err, diff)
 		}
@@ -160,7 +153,7 @@ func TestDecode(t *testing.T) {
 		`{"PublicIP":"` + strings.Repeat("1", 1000) + `"}`:         "is not an IPv4 address",
 		strings.Repeat("x", 1<<20):                                 "value has 1048576 bytes",
 	} {
-		_, err := decode(dual, []byte(value))
+		_, err := Decode(dual, []byte(value))
 		if err == nil || !strings.Contains(err.Error(), want) || len(err.Error()) > 250 || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%.40s: error is %v, want one short line with %q", value, err, want)
 		}
@@ -172,7 +165,7 @@ func FuzzParseKey(f *testing.F) {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, key string) {
-		subnets, err := parseKey(key)
+		subnets, err := ParseKey(key)
 		if err != nil {
 			if strings.Contains(err.Error(), "\n") {
 				t.Errorf("error has more than one line: %q", err)
@@ -182,7 +175,7 @@ func FuzzParseKey(f *testing.F) {
 		if len(subnets) == 0 {
 			t.Fatalf("%q has no subnet and no error", key)
 		}
-		if again, err := parseKey(formatKey(subnets)); err != nil || !slices.Equal(again, subnets) {
+		if again, err := ParseKey(FormatKey(subnets)); err != nil || !slices.Equal(again, subnets) {
 			t.Errorf("%q is %v, written and read again %v, %v", key, subnets, again, err)
 		}
 	})
@@ -197,7 +190,7 @@ func FuzzParseValue(f *testing.F) {
 	} {
 		f.Add([]byte(s))
 	}
-	subnets := prefixes("10.5.1.0/24", "fd00:0:0:1::/64")
+	subnets := prefixtest.Parse("10.5.1.0/24", "fd00:0:0:1::/64")
 	f.Fuzz(func(t *testing.T, value []byte) {
 		if fast, ok := decodePlain(value); ok {
 			slow, err := decodeAny(value)
@@ -205,19 +198,19 @@ func FuzzParseValue(f *testing.F) {
 				t.Errorf("%q is read in two ways: %v (-slow +fast):\n%s", value, err, diff)
 			}
 		}
-		c, err := decode(subnets, value)
+		c, err := Decode(subnets, value)
 		if err != nil {
 			if strings.Contains(err.Error(), "\n") {
 				t.Errorf("error has more than one line: %q", err)
 			}
 			return
 		}
-		raw, err := encode(c)
+		raw, err := Encode(c)
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err = decode(subnets, raw)
-		again, err2 := encode(c)
+		c, err = Decode(subnets, raw)
+		again, err2 := Encode(c)
 		if err != nil || err2 != nil || string(again) != string(raw) {
 			t.Errorf("%s\nbecomes %s\nthen    %s, %v, %v", value, raw, again, err, err2)
 		}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package etcd
+// Package codec converts leases to the keys and values of etcd, in flannel's format, and back.
+package codec
 
 import (
 	"bytes"
@@ -21,8 +22,8 @@ const noIPv4 = "0.0.0.0-0"
 // maxValue is the length of the longest value that is read, in bytes. A lease has some hundred.
 const maxValue = 64 << 10
 
-// formatKey returns the last component of the key for subnets, IPv4 first.
-func formatKey(subnets []netip.Prefix) string {
+// FormatKey returns the last component of the key for subnets, IPv4 first.
+func FormatKey(subnets []netip.Prefix) string {
 	var parts []string
 	for _, s := range subnets {
 		if s.Addr().Is6() && len(parts) == 0 {
@@ -33,8 +34,8 @@ func formatKey(subnets []netip.Prefix) string {
 	return strings.Join(parts, "&")
 }
 
-// parseKey returns the subnets in the last component of a key, IPv4 first and masked.
-func parseKey(key string) ([]netip.Prefix, error) {
+// ParseKey returns the subnets in the last component of a key, IPv4 first and masked.
+func ParseKey(key string) ([]netip.Prefix, error) {
 	v4, v6, dual := strings.Cut(key, "&")
 	var subnets []netip.Prefix
 	if !dual || v4 != noIPv4 {
@@ -88,8 +89,8 @@ type wireLease struct {
 	NextBackendV6Data json.RawMessage `json:",omitempty"`
 }
 
-// encode returns the value of the key of a node that publishes c.
-func encode(c subnet.Claim) ([]byte, error) {
+// Encode returns the value of the key of a node that publishes c.
+func Encode(c subnet.Claim) ([]byte, error) {
 	w := wireLease{
 		PublicIP:    json.RawMessage(`"0.0.0.0"`),
 		PublicIPv6:  json.RawMessage(`null`),
@@ -110,9 +111,9 @@ func encode(c subnet.Claim) ([]byte, error) {
 
 func quote(a netip.Addr) json.RawMessage { return json.RawMessage(strconv.Quote(a.String())) }
 
-// decode returns the claim in a lease from the subnets that its key names and its value.
+// Decode returns the claim in a lease from the subnets that its key names and its value.
 // Only the address families of the key are read.
-func decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
+func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	if len(value) > maxValue {
 		return subnet.Claim{}, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
 	}

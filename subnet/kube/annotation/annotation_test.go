@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package kube
+package annotation
 
 import (
 	"encoding/json"
@@ -12,8 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 func endpoint(subnetText, public, data string) subnet.Endpoint {
@@ -41,9 +41,9 @@ func TestEncode(t *testing.T) {
 		claim        subnet.Claim
 		want         string
 	}{
-		{"vxlan", DefaultAnnotationPrefix, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v4}},
+		{"vxlan", DefaultPrefix, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v4}},
 			`{"flannel.alpha.coreos.com/backend-data":"{\"VNI\":1,\"VtepMAC\":\"ea:00:85:05:68:33\"}","flannel.alpha.coreos.com/backend-type":"vxlan","flannel.alpha.coreos.com/kube-subnet-manager":"true","flannel.alpha.coreos.com/public-ip":"192.168.77.1"}`},
-		{"vxlan dual", DefaultAnnotationPrefix, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v4, v6}},
+		{"vxlan dual", DefaultPrefix, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v4, v6}},
 			`{"flannel.alpha.coreos.com/backend-data":"{\"VNI\":1,\"VtepMAC\":\"ea:00:85:05:68:33\"}","flannel.alpha.coreos.com/backend-type":"vxlan","flannel.alpha.coreos.com/backend-v6-data":"{\"VNI\":1,\"VtepMAC\":\"7e:cc:36:ec:a5:0e\"}","flannel.alpha.coreos.com/kube-subnet-manager":"true","flannel.alpha.coreos.com/public-ip":"192.168.77.1","flannel.alpha.coreos.com/public-ipv6":"fd00:77::1"}`},
 		{"vxlan IPv6", "six.io", subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v6}},
 			`{"six.io/backend-type":"vxlan","six.io/backend-v6-data":"{\"VNI\":1,\"VtepMAC\":\"7e:cc:36:ec:a5:0e\"}","six.io/kube-subnet-manager":"true","six.io/public-ipv6":"fd00:77::1"}`},
@@ -56,12 +56,12 @@ func TestEncode(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			p, err := AnnotationPrefix(tt.prefix)
+			p, err := Prefix(tt.prefix)
 			if err != nil {
 				t.Fatal(err)
 			}
-			k := newKeys(p)
-			got, err := json.Marshal(k.difference(notes{}, encode(tt.claim)))
+			k := NewKeys(p)
+			got, err := json.Marshal(k.Difference(Notes{}, Encode(tt.claim)))
 			if err != nil || string(got) != tt.want {
 				t.Errorf("got  %s, %v\nwant %s", got, err, tt.want)
 			}
@@ -70,27 +70,27 @@ func TestEncode(t *testing.T) {
 }
 
 func TestDifference(t *testing.T) {
-	k := newKeys("a.b/")
-	have := encode(subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", "192.0.2.1", "{}"), endpoint("", "fd00::1", "{}")}})
-	if d := k.difference(have, have); len(d) != 0 {
+	k := NewKeys("a.b/")
+	have := Encode(subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", "192.0.2.1", "{}"), endpoint("", "fd00::1", "{}")}})
+	if d := k.Difference(have, have); len(d) != 0 {
 		t.Errorf("of equal ones: %v", d)
 	}
-	want := encode(subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", "192.0.2.2", "{}")}})
+	want := Encode(subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", "192.0.2.2", "{}")}})
 	moved := "192.0.2.2"
-	if diff := cmp.Diff(map[string]*string{"a.b/public-ip": &moved, "a.b/public-ipv6": nil, "a.b/backend-v6-data": nil}, k.difference(have, want)); diff != "" {
+	if diff := cmp.Diff(map[string]*string{"a.b/public-ip": &moved, "a.b/public-ipv6": nil, "a.b/backend-v6-data": nil}, k.Difference(have, want)); diff != "" {
 		t.Errorf("a changed address, and IPv6 gone (-want +got):\n%s", diff)
 	}
-	migrating := encode(subnet.Claim{BackendType: "vxlan", NextType: "host-gw", Endpoints: []subnet.Endpoint{next(endpoint("", "192.0.2.2", "{}"), "{}")}})
+	migrating := Encode(subnet.Claim{BackendType: "vxlan", NextType: "host-gw", Endpoints: []subnet.Endpoint{next(endpoint("", "192.0.2.2", "{}"), "{}")}})
 	nextType, nextData := "host-gw", "{}"
-	if diff := cmp.Diff(map[string]*string{"a.b/next-backend-type": &nextType, "a.b/next-backend-data": &nextData}, k.difference(want, migrating)); diff != "" {
+	if diff := cmp.Diff(map[string]*string{"a.b/next-backend-type": &nextType, "a.b/next-backend-data": &nextData}, k.Difference(want, migrating)); diff != "" {
 		t.Errorf("a migration begins (-want +got):\n%s", diff)
 	}
-	if diff := cmp.Diff(map[string]*string{"a.b/next-backend-type": nil, "a.b/next-backend-data": nil}, k.difference(migrating, want)); diff != "" {
+	if diff := cmp.Diff(map[string]*string{"a.b/next-backend-type": nil, "a.b/next-backend-data": nil}, k.Difference(migrating, want)); diff != "" {
 		t.Errorf("a migration ends (-want +got):\n%s", diff)
 	}
 }
 
-func TestAnnotationPrefix(t *testing.T) {
+func TestPrefix(t *testing.T) {
 	for flag, want := range map[string]string{
 		"flannel.alpha.coreos.com": "flannel.alpha.coreos.com/",
 		"a.b/c":                    "a.b/c-",
@@ -98,32 +98,24 @@ func TestAnnotationPrefix(t *testing.T) {
 		"a.b/":                     "a.b/",
 		"a.b/c_d":                  "a.b/c_d-",
 	} {
-		if got, err := AnnotationPrefix(flag); got != want || err != nil {
+		if got, err := Prefix(flag); got != want || err != nil {
 			t.Errorf("%q gives %q, %v, want %q", flag, got, err, want)
 		}
 	}
 	for _, flag := range []string{"", "flannel", "flannel/x", "a.b/c/d", "/x", "a b.c", "A.B", ".", "a..b"} {
-		if got, err := AnnotationPrefix(flag); err == nil {
+		if got, err := Prefix(flag); err == nil {
 			t.Errorf("%q gives %q, want an error", flag, got)
 		}
 	}
 }
 
 // published returns notes from pairs of annotation and text.
-func published(pairs map[annotation]string) notes {
-	n := notes{managed: {"true", true}}
+func published(pairs map[ID]string) Notes {
+	n := Notes{Managed: {"true", true}}
 	for a, text := range pairs {
-		n[a] = note{text, true}
+		n[a] = Note{text, true}
 	}
 	return n
-}
-
-func prefixes(texts ...string) []netip.Prefix {
-	var ps []netip.Prefix
-	for _, s := range texts {
-		ps = append(ps, netip.MustParsePrefix(s))
-	}
-	return ps
 }
 
 // next returns e with data of the next backend.
@@ -134,47 +126,47 @@ func next(e subnet.Endpoint, data string) subnet.Endpoint {
 
 func TestDecode(t *testing.T) {
 	const mac = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`
-	v4, dual := prefixes("10.5.1.0/24"), prefixes("10.5.1.0/24", "fd00:5::/64")
+	v4, dual := prefixtest.Parse("10.5.1.0/24"), prefixtest.Parse("10.5.1.0/24", "fd00:5::/64")
 	tests := []struct {
 		name  string
-		notes notes
+		notes Notes
 		cidrs []netip.Prefix
 		want  []subnet.Endpoint
 		err   string
 	}{
-		{"vxlan", published(map[annotation]string{backendType: "vxlan", backendData: mac, publicIP: "192.0.2.1"}), v4,
+		{"vxlan", published(map[ID]string{BackendType: "vxlan", BackendData: mac, PublicIP: "192.0.2.1"}), v4,
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", mac)}, ""},
-		{"null data", published(map[annotation]string{backendData: "null", publicIP: "192.0.2.1"}), v4,
+		{"null data", published(map[ID]string{BackendData: "null", PublicIP: "192.0.2.1"}), v4,
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
-		{"empty data", published(map[annotation]string{backendData: "", publicIP: "192.0.2.1"}), v4,
+		{"empty data", published(map[ID]string{BackendData: "", PublicIP: "192.0.2.1"}), v4,
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
-		{"an extension's string", published(map[annotation]string{backendData: `"hi there"`, publicIP: "192.0.2.1"}), v4,
+		{"an extension's string", published(map[ID]string{BackendData: `"hi there"`, PublicIP: "192.0.2.1"}), v4,
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", `"hi there"`)}, ""},
-		{"dual", published(map[annotation]string{backendData: mac, publicIP: "192.0.2.1", publicIPv6: "2001:db8::1", backendV6Data: mac}), dual,
+		{"dual", published(map[ID]string{BackendData: mac, PublicIP: "192.0.2.1", PublicIPv6: "2001:db8::1", BackendV6Data: mac}), dual,
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", mac), endpoint("fd00:5::/64", "2001:db8::1", mac)}, ""},
-		{"dual that publishes IPv4 only", published(map[annotation]string{publicIP: "192.0.2.1"}), dual,
+		{"dual that publishes IPv4 only", published(map[ID]string{PublicIP: "192.0.2.1"}), dual,
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
-		{"IPv6 with the IPv4 pair of host-gw", published(map[annotation]string{backendData: "null", publicIP: "0.0.0.0", publicIPv6: "2001:db8::1"}), prefixes("fd00:5::/64"),
+		{"IPv6 with the IPv4 pair of host-gw", published(map[ID]string{BackendData: "null", PublicIP: "0.0.0.0", PublicIPv6: "2001:db8::1"}), prefixtest.Parse("fd00:5::/64"),
 			[]subnet.Endpoint{endpoint("fd00:5::/64", "2001:db8::1", "")}, ""},
-		{"dual in a migration", published(map[annotation]string{
-			backendData: mac, publicIP: "192.0.2.1", publicIPv6: "2001:db8::1", nextBackendType: "wireguard", nextBackendData: `{"a":1}`, nextBackendV6Data: "{}",
+		{"dual in a migration", published(map[ID]string{
+			BackendData: mac, PublicIP: "192.0.2.1", PublicIPv6: "2001:db8::1", NextBackendType: "wireguard", NextBackendData: `{"a":1}`, NextBackendV6Data: "{}",
 		}), dual, []subnet.Endpoint{next(endpoint("10.5.1.0/24", "192.0.2.1", mac), `{"a":1}`), next(endpoint("fd00:5::/64", "2001:db8::1", ""), "{}")}, ""},
-		{"mangled data of the next backend", published(map[annotation]string{nextBackendData: "{", publicIP: "192.0.2.1"}), v4, nil, `annotation a.b/next-backend-data: "{" is not JSON`},
-		{"nothing at all", notes{}, v4, nil, "no annotation kube-subnet-manager"},
-		{"not true", notes{managed: {"false", true}, publicIP: {"192.0.2.1", true}}, v4, nil, "no annotation kube-subnet-manager"},
+		{"mangled data of the next backend", published(map[ID]string{NextBackendData: "{", PublicIP: "192.0.2.1"}), v4, nil, `annotation a.b/next-backend-data: "{" is not JSON`},
+		{"nothing at all", Notes{}, v4, nil, "no annotation kube-subnet-manager"},
+		{"not true", Notes{Managed: {"false", true}, PublicIP: {"192.0.2.1", true}}, v4, nil, "no annotation kube-subnet-manager"},
 		{"no address", published(nil), v4, nil, "no annotation a.b/public-ip"},
-		{"mangled address", published(map[annotation]string{publicIP: "192.0.2"}), v4, nil, `annotation a.b/public-ip: "192.0.2" is not an IPv4 address`},
-		{"empty address", published(map[annotation]string{publicIP: ""}), v4, nil, `annotation a.b/public-ip: "" is not an IPv4 address`},
-		{"other family", published(map[annotation]string{publicIP: "::1"}), v4, nil, "not an IPv4 address"},
-		{"mapped", published(map[annotation]string{publicIPv6: "::ffff:1.2.3.4"}), dual, nil, "not an IPv6 address"},
-		{"zone", published(map[annotation]string{publicIPv6: "fe80::1%eth0"}), dual, nil, "not an IPv6 address"},
-		{"mangled data", published(map[annotation]string{backendData: "{", publicIP: "192.0.2.1"}), v4, nil, `annotation a.b/backend-data: "{" is not JSON`},
-		{"huge", published(map[annotation]string{backendData: strings.Repeat(" ", maxAnnotation+1), publicIP: "192.0.2.1"}), v4, nil, "at most"},
+		{"mangled address", published(map[ID]string{PublicIP: "192.0.2"}), v4, nil, `annotation a.b/public-ip: "192.0.2" is not an IPv4 address`},
+		{"empty address", published(map[ID]string{PublicIP: ""}), v4, nil, `annotation a.b/public-ip: "" is not an IPv4 address`},
+		{"other family", published(map[ID]string{PublicIP: "::1"}), v4, nil, "not an IPv4 address"},
+		{"mapped", published(map[ID]string{PublicIPv6: "::ffff:1.2.3.4"}), dual, nil, "not an IPv6 address"},
+		{"zone", published(map[ID]string{PublicIPv6: "fe80::1%eth0"}), dual, nil, "not an IPv6 address"},
+		{"mangled data", published(map[ID]string{BackendData: "{", PublicIP: "192.0.2.1"}), v4, nil, `annotation a.b/backend-data: "{" is not JSON`},
+		{"huge", published(map[ID]string{BackendData: strings.Repeat(" ", maxAnnotation+1), PublicIP: "192.0.2.1"}), v4, nil, "at most"},
 	}
-	k := newKeys("a.b/")
+	k := NewKeys("a.b/")
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			got, err := k.decode(tt.notes, tt.cidrs, nil)
+			got, err := k.Decode(tt.notes, tt.cidrs, nil)
 			if tt.err != "" {
 				if err == nil || !strings.Contains(err.Error(), tt.err) {
 					t.Errorf("got %v, %v, want an error with %q", got, err, tt.err)
@@ -191,35 +183,35 @@ func TestDecode(t *testing.T) {
 // TestDecodeInPart decodes Nodes with a family that cannot be read. The other family must be used,
 // and the unreadable one must keep the endpoint of the previous lease if there is one.
 func TestDecodeInPart(t *testing.T) {
-	dual := prefixes("10.5.1.0/24", "fd00:5::/64")
+	dual := prefixtest.Parse("10.5.1.0/24", "fd00:5::/64")
 	v4, v6 := endpoint("10.5.1.0/24", "192.0.2.1", ""), endpoint("fd00:5::/64", "2001:db8::1", "{}")
-	good := map[annotation]string{backendType: "vxlan", publicIP: "192.0.2.1", publicIPv6: "2001:db8::1", backendV6Data: "{}"}
+	good := map[ID]string{BackendType: "vxlan", PublicIP: "192.0.2.1", PublicIPv6: "2001:db8::1", BackendV6Data: "{}"}
 	last := &subnet.Lease{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.9", ""), v6}}
 	tests := []struct {
 		name   string
-		change map[annotation]string
+		change map[ID]string
 		last   *subnet.Lease
 		want   []subnet.Endpoint
 		err    string
 	}{
-		{"IPv6", map[annotation]string{publicIPv6: "nonsense"}, nil, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
-		{"IPv6 that was good", map[annotation]string{publicIPv6: "nonsense"}, last, []subnet.Endpoint{v4, v6}, `a.b/public-ipv6: "nonsense"`},
-		{"its data", map[annotation]string{backendV6Data: "{"}, last, []subnet.Endpoint{v4, v6}, `a.b/backend-v6-data: "{"`},
-		{"its data is huge", map[annotation]string{backendV6Data: strings.Repeat(" ", maxAnnotation+1)}, last, []subnet.Endpoint{v4, v6}, "a.b/backend-v6-data has"},
-		{"IPv4", map[annotation]string{publicIP: "nonsense"}, nil, []subnet.Endpoint{v6}, `a.b/public-ip: "nonsense"`},
-		{"IPv4 that was good", map[annotation]string{publicIP: "nonsense"}, last, []subnet.Endpoint{last.Endpoints[0], v6}, `a.b/public-ip: "nonsense"`},
-		{"another backend's", map[annotation]string{publicIPv6: "nonsense", backendType: "host-gw"}, last, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
-		{"another subnet's", map[annotation]string{publicIPv6: "nonsense"},
+		{"IPv6", map[ID]string{PublicIPv6: "nonsense"}, nil, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
+		{"IPv6 that was good", map[ID]string{PublicIPv6: "nonsense"}, last, []subnet.Endpoint{v4, v6}, `a.b/public-ipv6: "nonsense"`},
+		{"its data", map[ID]string{BackendV6Data: "{"}, last, []subnet.Endpoint{v4, v6}, `a.b/backend-v6-data: "{"`},
+		{"its data is huge", map[ID]string{BackendV6Data: strings.Repeat(" ", maxAnnotation+1)}, last, []subnet.Endpoint{v4, v6}, "a.b/backend-v6-data has"},
+		{"IPv4", map[ID]string{PublicIP: "nonsense"}, nil, []subnet.Endpoint{v6}, `a.b/public-ip: "nonsense"`},
+		{"IPv4 that was good", map[ID]string{PublicIP: "nonsense"}, last, []subnet.Endpoint{last.Endpoints[0], v6}, `a.b/public-ip: "nonsense"`},
+		{"another backend's", map[ID]string{PublicIPv6: "nonsense", BackendType: "host-gw"}, last, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
+		{"another subnet's", map[ID]string{PublicIPv6: "nonsense"},
 			&subnet.Lease{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("fd00:6::/64", "2001:db8::1", "{}")}}, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
-		{"both", map[annotation]string{publicIP: "rubbish", publicIPv6: "nonsense"}, last, nil, `"rubbish" is not an IPv4 address; annotation a.b/public-ipv6: "nonsense"`},
-		{"backend type is huge", map[annotation]string{backendType: strings.Repeat(" ", maxAnnotation+1)}, last, nil, "a.b/backend-type has"},
+		{"both", map[ID]string{PublicIP: "rubbish", PublicIPv6: "nonsense"}, last, nil, `"rubbish" is not an IPv4 address; annotation a.b/public-ipv6: "nonsense"`},
+		{"backend type is huge", map[ID]string{BackendType: strings.Repeat(" ", maxAnnotation+1)}, last, nil, "a.b/backend-type has"},
 	}
-	k := newKeys("a.b/")
+	k := NewKeys("a.b/")
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			pairs := maps.Clone(good)
 			maps.Copy(pairs, tt.change)
-			got, err := k.decode(published(pairs), dual, tt.last)
+			got, err := k.Decode(published(pairs), dual, tt.last)
 			if diff := cmp.Diff(tt.want, got.Endpoints, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); diff != "" {
 				t.Errorf("(-want +got):\n%s", diff)
 			}
@@ -230,39 +222,6 @@ func TestDecodeInPart(t *testing.T) {
 	}
 }
 
-func TestPodCIDRs(t *testing.T) {
-	with := func(one string, all ...string) *wire.Node {
-		n := &wire.Node{PodCIDR: []byte(one), NumPodCIDRs: len(all)}
-		for i, s := range all[:min(len(all), 2)] {
-			n.PodCIDRs[i] = []byte(s)
-		}
-		return n
-	}
-	for _, tt := range []struct {
-		n    *wire.Node
-		want []netip.Prefix
-		err  string
-	}{
-		{with("10.5.1.0/24"), prefixes("10.5.1.0/24"), ""},
-		{with("10.5.1.0/24", "10.5.1.0/24"), prefixes("10.5.1.0/24"), ""},
-		{with("10.5.1.7/24"), prefixes("10.5.1.0/24"), ""},
-		{with("fd00::/64", "fd00::/64", "10.5.1.0/24"), prefixes("10.5.1.0/24", "fd00::/64"), ""},
-		{with(""), nil, "no podCIDR assigned yet"},
-		{with("", "nonsense"), nil, `podCIDR "nonsense" is not a subnet`},
-		{with("", "0.0.0.0/0"), nil, "is not a subnet"},
-		{with("", "10.5.1.0/24", "10.5.2.0/24"), nil, "two podCIDRs of one family"},
-		{with("", "10.5.1.0/24", "fd00::/64", "fd01::/64"), nil, "3 podCIDRs"},
-	} {
-		got, err := podCIDRs(tt.n)
-		if (err == nil) != (tt.err == "") || err != nil && !strings.Contains(err.Error(), tt.err) {
-			t.Errorf("%s %s: error is %v, want %q", tt.n.PodCIDR, tt.n.PodCIDRs, err, tt.err)
-		}
-		if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
-			t.Errorf("%s %s (-want +got):\n%s", tt.n.PodCIDR, tt.n.PodCIDRs, diff)
-		}
-	}
-}
-
 // FuzzDecode checks that arbitrary annotations give a lease or an error of one line. When such a
 // lease is encoded and decoded again, it must stay the same.
 func FuzzDecode(f *testing.F) {
@@ -270,14 +229,14 @@ func FuzzDecode(f *testing.F) {
 	f.Add("true", "", "null", "0.0.0.0", "", "")
 	f.Add("", "host-gw", "{", "x", "\n", "fe80::1%\n")
 	f.Add("true", "host-gw", "null", "rubbish", "", "2001:db8::1")
-	k := newKeys("a.b/")
-	on := prefixes("10.5.1.0/24", "fd00:5::/64")
+	k := NewKeys("a.b/")
+	on := prefixtest.Parse("10.5.1.0/24", "fd00:5::/64")
 	f.Fuzz(func(t *testing.T, m, kind, data, public, data6, public6 string) {
-		n := notes{
-			managed: {m, true}, backendType: {kind, true}, backendData: {data, true}, publicIP: {public, true},
-			backendV6Data: {data6, data6 != ""}, publicIPv6: {public6, public6 != ""},
+		n := Notes{
+			Managed: {m, true}, BackendType: {kind, true}, BackendData: {data, true}, PublicIP: {public, true},
+			BackendV6Data: {data6, data6 != ""}, PublicIPv6: {public6, public6 != ""},
 		}
-		c, err := k.decode(n, on, nil)
+		c, err := k.Decode(n, on, nil)
 		if err != nil {
 			if strings.ContainsAny(err.Error(), "\r\n") {
 				t.Errorf("error is not one line: %q", err)
@@ -290,7 +249,7 @@ func FuzzDecode(f *testing.F) {
 		for _, e := range c.Endpoints {
 			kept = append(kept, e.Subnet)
 		}
-		again, err := k.decode(encode(c), kept, nil)
+		again, err := k.Decode(Encode(c), kept, nil)
 		if diff := cmp.Diff(c, again, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
 			t.Errorf("comes back differently, %v:\n%s", err, diff)
 		}

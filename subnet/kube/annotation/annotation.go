@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package annotation converts leases to the annotations of a Node, in flannel's format, and back.
+package annotation
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// ID is one of the annotations that are read or written.
+type ID int
+
+// The annotations. NewKeys has their names.
+const (
+	Managed ID = iota
+	BackendType
+	BackendData
+	BackendV6Data
+	PublicIP
+	PublicIPv6
+	NextBackendType // these three only during a migration
+	NextBackendData
+	NextBackendV6Data
+	// The rest is read from the own Node only, and never written.
+	PublicIPOverwrite
+	PublicIPv6Overwrite
+	NodePublicIP
+	NodePublicIPv6
+	// Count is the number of annotations.
+	Count
+	// Published is the number of those that a node publishes. They come first.
+	Published = PublicIPOverwrite
+)
+
+// DefaultPrefix is the default of the flag that Prefix takes.
+const DefaultPrefix = "flannel.alpha.coreos.com"
+
+var prefixForm = regexp.MustCompile(`^(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?$`)
+
+// Prefix returns the beginning of the keys of annotations, given the flag:
+// "flannel.alpha.coreos.com" gives "flannel.alpha.coreos.com/", and "a.b/c"
+// gives "a.b/c-", as flannel does.
+func Prefix(flag string) (string, error) {
+	p := flag
+	switch strings.Count(p, "/") {
+	case 0:
+		p += "/"
+	case 1:
+		if !strings.HasSuffix(p, "/") && !strings.HasSuffix(p, "-") {
+			p += "-"
+		}
+	default:
+		return "", errors.New("expected at most one slash")
+	}
+	if !prefixForm.MatchString(p) {
+		return "", fmt.Errorf("expected a DNS name of two parts or more, as %s, or one with /name behind it", DefaultPrefix)
+	}
+	return p, nil
+}
+
+// Keys are the full keys of the annotations.
+type Keys [Count]string
+
+// NewKeys returns the keys with prefix p, which must be a result of Prefix.
+func NewKeys(p string) *Keys {
+	k := &Keys{
+		Managed: "kube-subnet-manager", BackendType: "backend-type",
+		BackendData: "backend-data", BackendV6Data: "backend-v6-data",
+		PublicIP: "public-ip", PublicIPv6: "public-ipv6",
+		NextBackendType: "next-backend-type", NextBackendData: "next-backend-data", NextBackendV6Data: "next-backend-v6-data",
+		PublicIPOverwrite: "public-ip-overwrite", PublicIPv6Overwrite: "public-ipv6-overwrite",
+		NodePublicIP: "node-public-ip", NodePublicIPv6: "node-public-ipv6",
+	}
+	for i, name := range k {
+		k[i] = p + name
+	}
+	return k
+}
+
+// Set is the annotations that belong to one family.
+type Set struct {
+	Data, NextData ID // backend data
+	Public         ID // the public address that the node publishes
+	Overwrite      ID // replaces Public, if an administrator has set it
+	Node           ID // replaces --public-ip or --public-ipv6, if an administrator has set it
+}
+
+// Of returns the annotations that belong to f.
+func Of(f prefix.Family) Set {
+	if f == prefix.IPv6 {
+		return Set{BackendV6Data, NextBackendV6Data, PublicIPv6, PublicIPv6Overwrite, NodePublicIPv6}
+	}
+	return Set{BackendData, NextBackendData, PublicIP, PublicIPOverwrite, NodePublicIP}
+}
+
+var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
+
+// Note is the value of one annotation, if the Node has it.
+type Note struct {
+	Text    string
+	Present bool
+}
+
+// Notes are the annotations that a node publishes.
+type Notes [Published]Note
+
+// Encode returns the annotations of a node that publishes c, as flannel writes them: data as JSON
+// text, which is null if there is none. Backends other than vxlan have the IPv4 pair even on a node
+// without IPv4.
+func Encode(c subnet.Claim) Notes {
+	var n Notes
+	n[Managed] = Note{"true", true}
+	n[BackendType] = Note{c.BackendType, true}
+	if c.NextType != "" {
+		n[NextBackendType] = Note{c.NextType, true}
+	}
+	for _, f := range families {
+		of := Of(f)
+		e, ok := c.Endpoint(f)
+		switch {
+		case ok:
+			n[of.Data], n[of.Public] = Note{dataText(e.Data), true}, Note{e.PublicIP.String(), true}
+			if len(e.NextData) > 0 {
+				n[of.NextData] = Note{string(e.NextData), true}
+			}
+		case f == prefix.IPv4 && c.BackendType != "vxlan":
+			n[of.Data], n[of.Public] = Note{"null", true}, Note{"0.0.0.0", true}
+		}
+	}
+	return n
+}
+
+func dataText(data json.RawMessage) string {
+	if len(data) == 0 {
+		return "null"
+	}
+	return string(data)
+}
+
+// maxAnnotation is the length of the longest annotation that is read, in bytes. Real ones have some
+// hundred.
+const maxAnnotation = 16 << 10
+
+// ErrNotManaged means that flannel does not manage a Node, or not yet.
+var ErrNotManaged = errors.New("it has no annotation kube-subnet-manager")
+
+// Decode returns the claim that a node publishes, with endpoints on the subnets that the API gave it. A family
+// without a subnet or without annotations has no endpoint. A family that cannot be read has the
+// endpoint of last, the previous lease, unless that had another backend or subnet. err is the reason
+// then. If no family can be read, there are no endpoints.
+func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subnet.Claim, err error) {
+	if n[Managed].Text != "true" {
+		return subnet.Claim{}, ErrNotManaged
+	}
+	if c.BackendType, err = k.text(n, BackendType); err != nil {
+		return subnet.Claim{}, err
+	}
+	if c.NextType, err = k.text(n, NextBackendType); err != nil {
+		return subnet.Claim{}, err
+	}
+	readable := false
+	for _, f := range families {
+		cidr, ok := prefix.OfFamily(cidrs, f)
+		if !ok || !n[Of(f).Public].Present {
+			continue
+		}
+		e, wrong := k.endpoint(n, f, cidr)
+		if wrong == nil {
+			readable = true
+		} else {
+			err = oneline.Join(err, wrong)
+			e, ok = lastGood(last, c.BackendType, f, cidr)
+		}
+		if ok {
+			c.Endpoints = append(c.Endpoints, e)
+		}
+	}
+	switch {
+	case readable:
+		return c, err
+	case err == nil:
+		err = fmt.Errorf("no annotation %s or %s for podCIDRs %v", k[PublicIP], k[PublicIPv6], cidrs)
+	}
+	return subnet.Claim{}, err
+}
+
+// endpoint decodes one family.
+func (k *Keys) endpoint(n Notes, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, error) {
+	e, of := subnet.Endpoint{Subnet: cidr}, Of(f)
+	text, err := k.text(n, of.Public)
+	if err != nil {
+		return e, err
+	}
+	if e.PublicIP, err = subnet.ParseAddr(f, text); err != nil {
+		return e, fmt.Errorf("annotation %s: %w", k[of.Public], err)
+	}
+	if text, err = k.text(n, of.Data); err != nil {
+		return e, err
+	}
+	if e.Data, err = ParseData(text); err != nil {
+		return e, fmt.Errorf("annotation %s: %w", k[of.Data], err)
+	}
+	if text, err = k.text(n, of.NextData); err != nil {
+		return e, err
+	}
+	if e.NextData, err = ParseData(text); err != nil {
+		return e, fmt.Errorf("annotation %s: %w", k[of.NextData], err)
+	}
+	return e, nil
+}
+
+// text returns an annotation, unless it is too long to be read.
+func (k *Keys) text(n Notes, a ID) (string, error) {
+	if have := len(n[a].Text); have > maxAnnotation {
+		return "", fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k[a], have, maxAnnotation)
+	}
+	return n[a].Text, nil
+}
+
+// lastGood returns the endpoint of last that replaces one that cannot be read.
+func lastGood(last *subnet.Lease, backend string, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, bool) {
+	if last == nil || last.BackendType != backend {
+		return subnet.Endpoint{}, false
+	}
+	e, ok := last.Endpoint(f)
+	return e, ok && e.Subnet == cidr
+}
+
+// ParseData parses backend data. It returns nil if there is none.
+func ParseData(text string) (json.RawMessage, error) {
+	if text == "" || text == "null" {
+		return nil, nil
+	}
+	if !json.Valid([]byte(text)) {
+		return nil, fmt.Errorf("%q is not JSON", subnet.Shorten(text))
+	}
+	return json.RawMessage(text), nil
+}
+
+// Difference returns the patch that turns have into want: nil for an annotation that has to be
+// removed.
+func (k *Keys) Difference(have, want Notes) map[string]*string {
+	changes := map[string]*string{}
+	for i := range want {
+		switch {
+		case want[i].Present && want[i] != have[i]:
+			changes[k[i]] = &want[i].Text
+		case !want[i].Present && have[i].Present:
+			changes[k[i]] = nil
+		}
+	}
+	return changes
+}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+)
+
+// errNoPodCIDR means that the API has not given the Node its subnets yet.
+var errNoPodCIDR = errors.New("no podCIDR assigned yet")
+
+// podCIDRs returns the podCIDRs of a Node that was read in full, IPv4 first: one for each family
+// that it has. It returns errNoPodCIDR if it has none yet.
+func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
+	texts := n.PodCIDRs[:min(n.NumPodCIDRs, len(n.PodCIDRs))]
+	switch {
+	case n.NumPodCIDRs > len(n.PodCIDRs):
+		return nil, fmt.Errorf("it has %d podCIDRs, want one for each family", n.NumPodCIDRs)
+	case len(texts) == 0 && len(n.PodCIDR) == 0:
+		return nil, errNoPodCIDR
+	case len(texts) == 0:
+		texts = [][]byte{n.PodCIDR}
+	}
+	var found [2]netip.Prefix
+	for _, text := range texts {
+		p, err := netip.ParsePrefix(string(text))
+		if err != nil || p.Addr().Is4In6() || p.Bits() == 0 {
+			return nil, fmt.Errorf("podCIDR %q is not a subnet", subnet.Shorten(string(text)))
+		}
+		i := 0
+		if p.Addr().Is6() {
+			i = 1
+		}
+		if found[i].IsValid() {
+			return nil, fmt.Errorf("it has two podCIDRs of one family, %s and %s", found[i], p)
+		}
+		found[i] = p.Masked()
+	}
+	var out []netip.Prefix
+	for _, p := range found {
+		if p.IsValid() {
+			out = append(out, p)
+		}
+	}
+	return out, nil
+}
