@@ -63,8 +63,8 @@ func run() error {
 			return err
 		}
 	}
-	if err := keepCode(); err != nil {
-		return fmt.Errorf("keep the kernel from changing its code: %w", err)
+	if err := keepStaticKeys(); err != nil {
+		return fmt.Errorf("keep static keys enabled: %w", err)
 	}
 	text, err := os.ReadFile(job.File)
 	if err != nil {
@@ -96,23 +96,29 @@ func command(args ...string) error {
 	return nil
 }
 
-// keepCode makes objects in the first network namespace that stay for as long as the guest runs.
+// keepStaticKeys makes objects in the first network namespace that stay for as long as the guest runs.
+// They keep some of the kernel's static keys enabled.
 //
-// Linux changes its own code when the first of such objects appears or the last one
-// disappears, in whichever namespace. It puts a breakpoint in place of the instruction for
-// that time. qemu 7.2 may translate the code while the other CPU changes it, and then keep the
-// breakpoint in its translation. CPUs that come to this instruction never get past it: the guest
-// locks up.
-func keepCode() error {
-	rules := "table inet kept {"
+// A static key enables code for a rarely used feature. The kernel changes instructions when the
+// first user of the feature appears, in whichever namespace, and when the last one disappears.
+// While it changes an instruction, a breakpoint (int3) is in its place. qemu 7.2 may translate
+// the code at that moment, and keep the breakpoint in its translation. CPUs that come to this
+// instruction then never get past it: the guest locks up.
+func keepStaticKeys() error {
+	table := "table inet kept {"
 	for _, hook := range []string{"prerouting", "input", "forward", "output", "postrouting"} {
-		rules += fmt.Sprintf(" chain %s { type filter hook %[1]s priority 0; };", hook)
+		table += fmt.Sprintf(" chain %s { type filter hook %[1]s priority 0; };", hook)
 	}
 	for _, args := range [][]string{
-		{"nft", rules + " }"},                               // a rule at each hook of both families
-		{"ip", "link", "add", "kept0", "type", "wireguard"}, // a socket that may use reserved memory, and one of a tunnel for each family
+		// A chain at each hook: nf_hooks_needed, ingress_needed_key.
+		{"nft", table + " }"},
+		{"nft", "table netdev kept { chain ingress { type filter hook ingress device lo priority 0; }; }"},
+		// Sockets of a tunnel, which may use the memory reserves: udp_encap_needed_key,
+		// udpv6_encap_needed_key, memalloc_socks_key.
+		{"ip", "link", "add", "kept0", "type", "wireguard"},
 		{"ip", "link", "set", "kept0", "up"},
-		{"ip", "link", "add", "kept1", "type", "vxlan", "external", "dstport", "4789"}, // a tunnel with metadata
+		// A tunnel whose routes have its parameters: ip_tunnel_metadata_cnt.
+		{"ip", "link", "add", "kept1", "type", "vxlan", "external", "dstport", "4789"},
 		{"ip", "link", "set", "kept1", "up"},
 	} {
 		if err := command(args...); err != nil {
