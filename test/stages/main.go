@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command stages runs the tests in stages, one after another, and prints a table of
-// results and times at the end. A stage that mostly waits runs in the background of those
-// after it. If a stage fails, the others still run, except those that need it: these count
-// as failed too. Arguments name the stages that run, in addition to those that they need.
-// Without arguments all stages run.
+// results and times at the end. Two stages run in the background of those after them: one
+// that mostly waits, and one that takes what CPU time is left. If a stage fails, the others
+// still run, except those that need it: these count as failed too. Arguments name the stages
+// that run, in addition to those that they need. Without arguments all stages run.
 //
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
@@ -66,10 +66,10 @@ func stages(o options) []stage {
 		// Clusters mostly wait for their programs: alone, the stage would use a quarter of two CPUs.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
+		// The guest leaves a quarter of the time of two CPUs, and fuzzing takes no more than is left.
+		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true,
+			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
-		{name: "fuzz", help: "every fuzz target for a while", rest: true, run: func(ctx context.Context, r *run, s selection) error {
-			return fuzz(ctx, r, s, o.fuzzTime)
-		}},
 	}
 }
 

@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// vmBudget limits the run time of the guest in the vm stage, which shares the CPUs with a stage in
+// vmBudget limits the run time of the guest in the vm stage, which shares the CPUs with the stages in
 // the background.
 const vmBudget = 30 * time.Minute
 
@@ -86,7 +86,8 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 	return goTest(ctx, r, append(args, packagesOf(tests)...)...)
 }
 
-// fuzz runs as many targets in parallel as there are CPUs. An input that makes a target
+// fuzz runs as many targets in parallel as there are CPUs, all with the lowest priority, so that
+// a stage at the same time gets the CPU time that it wants. An input that makes a target
 // fail is saved in testdata/fuzz of its package, and from then on fails the unit stage
 // too.
 func fuzz(ctx context.Context, r *run, s selection, each string) error {
@@ -121,7 +122,8 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 	for again := false; ; again = true {
 		var said bytes.Buffer
 		r := &run{stage: stage.stage, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
-		err := goTest(ctx, r, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
+		args := goTestArgs("-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
+		err := events(command(ctx, "nice", append([]string{"-n", "19", "go"}, args...)...), r)
 		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
 		}
@@ -130,10 +132,16 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 }
 
 // goTest runs `go test -json` with args and adds the results to r. It counts failed tests
-// and does not return an error for them. With -trimpath what Go has compiled does not depend on
-// the folder of the clone, so a fresh clone uses what another one has left in Go's cache.
+// and does not return an error for them.
 func goTest(ctx context.Context, r *run, args ...string) error {
-	return events(command(ctx, "go", append([]string{"test", "-json", "-trimpath"}, args...)...), r)
+	return events(command(ctx, "go", goTestArgs(args...)...), r)
+}
+
+// goTestArgs returns the arguments of go for `go test -json` with args. With -trimpath what Go has
+// compiled does not depend on the folder of the clone, so a fresh clone uses what another one has
+// left in Go's cache.
+func goTestArgs(args ...string) []string {
+	return append([]string{"test", "-json", "-trimpath"}, args...)
 }
 
 // events runs a command that prints the events of go test -json.
