@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -105,13 +106,13 @@ func command(args ...string) error {
 // the code at that moment, and keep the breakpoint in its translation. CPUs that come to this
 // instruction then never get past it: the guest locks up.
 func keepStaticKeys() error {
-	table := "table inet kept {"
+	var chains strings.Builder
 	for _, hook := range []string{"prerouting", "input", "forward", "output", "postrouting"} {
-		table += fmt.Sprintf(" chain %s { type filter hook %[1]s priority 0; };", hook)
+		fmt.Fprintf(&chains, "chain %s { type filter hook %[1]s priority 0; }; ", hook)
 	}
 	for _, args := range [][]string{
 		// A chain at each hook: nf_hooks_needed, ingress_needed_key.
-		{"nft", table + " }"},
+		{"nft", "table inet kept { " + chains.String() + "}"},
 		{"nft", "table netdev kept { chain ingress { type filter hook ingress device lo priority 0; }; }"},
 		// Sockets of a tunnel, which may use the memory reserves: udp_encap_needed_key,
 		// udpv6_encap_needed_key, memalloc_socks_key.
