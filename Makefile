@@ -18,7 +18,11 @@ COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
 # The CNI plugin has the name that container runtimes look for, not that of its folder.
 PLUGIN := ./cmd/flannel-cni
 LDFLAGS := -s -w -buildid= -X $(MODULE)/pkg/version.Version=$(VERSION) -X $(MODULE)/pkg/version.Commit=$(COMMIT)
-GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
+GO_BUILD := CGO_ENABLED=0 go build -buildvcs=false -ldflags '$(LDFLAGS)'
+# The same flags for all go commands, so that programs, tests and components share the packages
+# that are compiled, also between clones in different folders. The linker drops debug
+# information, so the compiler, which would take a tenth longer, makes none.
+export GOFLAGS := $(GOFLAGS) -trimpath -gcflags=all=-dwarf=false
 
 # How long each fuzz target runs.
 FUZZTIME ?= 10s
@@ -231,12 +235,12 @@ components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-n
 # Plugins that support CNI 1.1, unlike those of Debian.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
 	@rm -rf $@.part && mkdir -p $@.part
-	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@.part/ tool
+	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -o $(CURDIR)/$@.part/ tool
 	@rm -rf $@ && mv $@.part $@
 
 # AWS's imitation of the metadata service of EC2.
 bin/tools/ec2-metadata-mock: test/components/ec2-metadata-mock/go.mod test/components/ec2-metadata-mock/go.sum
-	CGO_ENABLED=0 nice go build -C $(<D) -trimpath -ldflags '-s -w' -o $(CURDIR)/$@.part tool
+	CGO_ENABLED=0 nice go build -C $(<D) -ldflags '-s -w' -o $(CURDIR)/$@.part tool
 	@mv $@.part $@
 
 # FORCE, because a version that was built earlier is not newer than the link.
@@ -249,8 +253,7 @@ bin/tools/etcd-3.6: $(call etcd,3.6) FORCE
 bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6:
 	@mkdir -p bin/tools && ln -sf $< $@
 
-# The linker drops debug information, so the compiler, which would take a tenth longer, makes none.
-KUBE_BUILD = CGO_ENABLED=0 GOGC=400 nice go build -trimpath -gcflags=all=-dwarf=false -ldflags '-s -w \
+KUBE_BUILD = CGO_ENABLED=0 GOGC=400 nice go build -ldflags '-s -w \
 	-X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)'
 
 $(APISERVER):
@@ -266,18 +269,18 @@ $(KUBECTL): | $(APISERVER)
 
 $(HELM):
 	@mkdir -p $(COMPONENTS)
-	cd test/components/helm && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part helm.sh/helm/v3/cmd/helm
+	cd test/components/helm && CGO_ENABLED=0 nice go build -ldflags '-s -w' -o $@.part helm.sh/helm/v3/cmd/helm
 	@mv $@.part $@
 
 $(DOCKER_NETWORK):
 	@mkdir -p $(COMPONENTS)
-	cd test/components/docker && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part .
+	cd test/components/docker && CGO_ENABLED=0 nice go build -ldflags '-s -w' -o $@.part .
 	@mv $@.part $@
 
 # etcd v3.5.1 is built from the module etcd-3.5.
 $(COMPONENTS)/etcd-v%:
 	@mkdir -p $(COMPONENTS)
-	cd test/components/etcd-$(basename $*) && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part go.etcd.io/etcd/server/v3
+	cd test/components/etcd-$(basename $*) && CGO_ENABLED=0 nice go build -ldflags '-s -w' -o $@.part go.etcd.io/etcd/server/v3
 	@mv $@.part $@
 
 components-nodes: bin/tools/kubernetes bin/tools/containerd ## build kubelet, containerd and others for make test-kubernetes: minutes, the first time
@@ -301,7 +304,7 @@ $(NODES): | $(APISERVER)
 
 $(CONTAINERD):
 	@rm -rf $@.part && mkdir -p $@.part
-	cd test/components/containerd && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part/ tool
+	cd test/components/containerd && CGO_ENABLED=0 nice go build -ldflags '-s -w' -o $@.part/ tool
 	@rm -rf $@ && mv $@.part $@
 
 deps: ## install missing packages that tests and linters need, as root

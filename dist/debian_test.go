@@ -107,7 +107,7 @@ func TestDebianPackage(t *testing.T) {
 	if err := os.Remove(filepath.Join(programs, "flanneld")); err != nil {
 		t.Fatal(err)
 	}
-	build := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags=-s -w", "-o", programs+"/", "../cmd/flanneld")
+	build := exec.CommandContext(t.Context(), "go", "build", "-ldflags=-s -w", "-o", programs+"/", "../cmd/flanneld")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("go build: %v: %s", err, out)

@@ -128,7 +128,7 @@ func kubeNode(p peer) ([]byte, error) {
 			"nodeInfo": map[string]any{
 				"machineID": fmt.Sprintf("%032x", p.i), "systemUUID": fmt.Sprintf("%032x", p.i), "bootID": fmt.Sprintf("%032x", p.i),
 				"kernelVersion": "6.1.0-56-cloud-amd64", "osImage": "Debian GNU/Linux 12 (bookworm)", "containerRuntimeVersion": "containerd://2.1.4",
-				"kubeletVersion": "v1.36.3", "kubeProxyVersion": "", "operatingSystem": "linux", "architecture": "amd64",
+				"kubeletVersion": "v1.37.2", "kubeProxyVersion": "", "operatingSystem": "linux", "architecture": "amd64",
 			},
 		},
 	})

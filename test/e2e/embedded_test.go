@@ -18,7 +18,7 @@ import (
 func TestEmbedded(t *testing.T) {
 	t.Parallel()
 	program := filepath.Join(t.TempDir(), "embedded")
-	build := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-o", program, "../embedded")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", program, "../embedded")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v:\n%s", err, out)

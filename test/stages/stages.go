@@ -137,11 +137,9 @@ func goTest(ctx context.Context, r *run, args ...string) error {
 	return events(command(ctx, "go", goTestArgs(args...)...), r)
 }
 
-// goTestArgs returns the arguments of go for `go test -json` with args. With -trimpath what Go has
-// compiled does not depend on the folder of the clone, so a fresh clone uses what another one has
-// left in Go's cache.
+// goTestArgs returns the arguments of go for `go test -json` with args.
 func goTestArgs(args ...string) []string {
-	return append([]string{"test", "-json", "-trimpath"}, args...)
+	return append([]string{"test", "-json"}, args...)
 }
 
 // events runs a command that prints the events of go test -json.

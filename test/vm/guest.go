@@ -87,7 +87,7 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 func testsEnd(limit time.Duration) time.Duration { return limit - limit/10 }
 
 func addTest(ctx context.Context, root, dir string, j job.Job) error {
-	if err := static(ctx, "test", "-c", "-trimpath", "-o", filepath.Join(root, j.Binary), j.Package); err != nil {
+	if err := static(ctx, "test", "-c", "-o", filepath.Join(root, j.Binary), j.Package); err != nil {
 		return err
 	}
 	if err := os.MkdirAll(filepath.Join(root, j.Dir), 0o755); err != nil {
@@ -114,8 +114,7 @@ func addPrograms(root, module string) error {
 	return nil
 }
 
-// static runs the go command such that it builds static programs. Its callers use -trimpath,
-// like make build, so that both share the compiled packages.
+// static runs the go command such that it builds static programs.
 func static(ctx context.Context, args ...string) error {
 	cmd := command(ctx, "", "go", args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -140,10 +139,10 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 	if err := os.WriteFile(filepath.Join(root, "etc/hosts"), []byte("127.0.0.1 localhost\n::1 localhost\n"), 0o600); err != nil {
 		return err
 	}
-	if err := static(ctx, "build", "-trimpath", "-o", filepath.Join(root, "init"), "./test/vm/init"); err != nil {
+	if err := static(ctx, "build", "-o", filepath.Join(root, "init"), "./test/vm/init"); err != nil {
 		return err
 	}
-	if err := static(ctx, "build", "-trimpath", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json"); err != nil {
+	if err := static(ctx, "build", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json"); err != nil {
 		return err
 	}
 	for _, t := range tools {
