@@ -137,10 +137,15 @@ func goTest(ctx context.Context, r *run, args ...string) error {
 	return events(command(ctx, "go", goTestArgs(args...)...), r)
 }
 
-// goTestArgs returns the arguments of go for `go test -json` with args.
+// goTestArgs returns the arguments of go for `go test -json` with args. The tests, and the programs
+// that they run, get no variable of compilerEnv.
 func goTestArgs(args ...string) []string {
-	return append([]string{"test", "-json"}, args...)
+	return append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
 }
+
+// compilerEnv makes compilers and linkers, which end after seconds, collect garbage only when they
+// reach a limit of memory. So they take a quarter less CPU time.
+var compilerEnv = []string{"GOGC=off", "GOMEMLIMIT=2GiB"}
 
 // events runs a command that prints the events of go test -json.
 func events(cmd *exec.Cmd, r *run) error {
@@ -167,9 +172,10 @@ func events(cmd *exec.Cmd, r *run) error {
 // gets SIGINT, because go does not forward signals to the tests that it runs.
 func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Env = append(os.Environ(), compilerEnv...)
 	if os.Getenv("GORACE") == "" {
 		// Otherwise each process with the race detector waits for a second at its exit.
-		cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=50")
+		cmd.Env = append(cmd.Env, "GORACE=atexit_sleep_ms=50")
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGINT) }
