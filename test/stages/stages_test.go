@@ -48,7 +48,7 @@ func TestStages(t *testing.T) {
 		"good/a_test.go": source("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
 func TestKernelGood(t *testing.T) {}; func TestVMGood(t *testing.T) { t.Error("on the wrong machine") }
 func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
-		// What makes compilers faster must not change the tests.
+		// The tests must not get the variables of the compilers.
 		"good/env_test.go": "package good\n\nimport (\n\t\"os\"\n\t\"testing\"\n)\n\n" +
 			`func TestEnv(t *testing.T) { if v := os.Getenv("GOGC") + os.Getenv("GOMEMLIMIT"); v != "" { t.Error(v) } }`,
 		"bad/a_test.go": source("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
