@@ -62,10 +62,10 @@ func stages(o options) []stage {
 			return unit(ctx, r, s, o.short)
 		}},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
+		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		// Clusters mostly wait for their programs: alone, the stage would use a quarter of two CPUs.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
-		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		// The guest leaves a quarter of the time of two CPUs, and fuzzing takes no more than is left.
 		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
