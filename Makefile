@@ -21,7 +21,7 @@ LDFLAGS := -s -w -buildid= -X $(MODULE)/pkg/version.Version=$(VERSION) -X $(MODU
 # Compilers and linkers end after seconds. They take a quarter less CPU time if they collect garbage
 # only when they reach a limit of memory, which few do.
 GO_ENV := CGO_ENABLED=0 GOGC=off GOMEMLIMIT=2GiB
-GO_BUILD := $(GO_ENV) go build -buildvcs=false -ldflags '$(LDFLAGS)'
+GO_BUILD := $(GO_ENV) go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
 # The same flags for all go commands, so that programs, tests and components share the packages
 # that are compiled, also between clones in different folders. The linker drops debug
 # information, so the compiler, which would take a tenth longer, makes none.
