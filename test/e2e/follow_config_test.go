@@ -383,6 +383,10 @@ func TestConfigurationRejected(t *testing.T) {
 			t.Fatal(err)
 		}
 		eventually(t, "the configuration is rejected: "+step.want, func() error {
+			// The former configuration may have been rejected for the same reason.
+			if n := len(linesWith(h.Daemon(), "the network configuration cannot be used")); n <= i {
+				return fmt.Errorf("%d lines about configurations that cannot be used, want %d", n, i+1)
+			}
 			r := statusOf(t, h)
 			if !strings.Contains(r.ConfigRejected, step.want) || !r.Ready || r.Network.Phase != "serving" {
 				return fmt.Errorf("rejected %q, ready %v %v, phase %q", r.ConfigRejected, r.Ready, r.Reasons, r.Network.Phase)
