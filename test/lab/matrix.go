@@ -28,7 +28,7 @@ type Cell struct {
 // reaches no other pod in that family.
 func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.Duration) []Cell {
 	const shortest, longest = 2 * time.Millisecond, 100 * time.Millisecond
-	var cells, forth, back []*Cell
+	var cells, first, second []*Cell
 	pods := l.Pods()
 	for _, f := range families {
 		for i, from := range pods {
@@ -39,17 +39,18 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 				c := &Cell{From: from, To: to, Family: f}
 				cells = append(cells, c)
 				if i < j {
-					forth = append(forth, c)
+					first = append(first, c)
 				} else {
-					back = append(back, c)
+					second = append(second, c)
 				}
 			}
 		}
 	}
-	// Two ends of WireGuard that begin a handshake at the same moment refuse each other's, and try again
-	// after five seconds. So only one end of each pair sends first.
-	reachAll(ctx, forth)
-	reachAll(ctx, back)
+	// If both ends of a WireGuard tunnel begin a handshake at the same moment, both handshakes fail. The
+	// ends repeat them after five seconds, which is longer than reach waits. So one end of each pair
+	// sends first.
+	reachAll(ctx, first)
+	reachAll(ctx, second)
 	out := make([]Cell, len(cells))
 	for i, c := range cells {
 		if c.Err == nil { // one at a time, because the measurements share the processors

@@ -138,7 +138,7 @@ func goTest(ctx context.Context, r *run, args ...string) error {
 }
 
 // goTestArgs returns the arguments of go for `go test -json` with args. The tests, and the programs
-// that they run, get no variable of compilerEnv.
+// that they run, get neither the variables of compilerEnv nor the user's values of these.
 func goTestArgs(args ...string) []string {
 	return append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
 }
