@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -125,10 +126,7 @@ func TestFlannelctlOnLeases(t *testing.T) {
 
 	// A host gets the subnet that is reserved for it.
 	bIP := b.Addr(v4[0]).String()
-	reserved, reservedKey := "10.5.77.0/24", "10.5.77.0-24"
-	if own.Key == reservedKey {
-		reserved, reservedKey = "10.5.78.0/24", "10.5.78.0-24"
-	}
+	reserved, reservedKey := freeSubnet(t, a)
 	expectFlannelctl(t, a, []string{"reserve", reserved, bIP}, reservedKey+" is reserved for "+bIP)
 	expectFlannelctl(t, a, []string{"reservations"}, reserved, "never (reserved)")
 	expectLine("+", reservedKey, bIP, "-")
@@ -172,6 +170,22 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	expectFlannelctlFails(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
+// freeSubnet returns a subnet that hosts can get, and its key. None of these hosts, which choose
+// at random, has it.
+func freeSubnet(t *testing.T, hosts ...*lab.Host) (subnet, key string) {
+	t.Helper()
+	var taken []string
+	for _, h := range hosts {
+		taken = append(taken, statusOf(t, h).Lease.Key)
+	}
+	for third := 77; ; third++ {
+		key = fmt.Sprintf("10.5.%d.0-24", third)
+		if !slices.Contains(taken, key) {
+			return strings.Replace(key, "-", "/", 1), key
+		}
+	}
+}
+
 // TestFlannelctlMovesAHost checks that a running host keeps its subnet if another one is reserved
 // for it, and takes the reserved one at its next start.
 //
@@ -183,14 +197,15 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	startOne(t, l.Host(2), lab.FlanneldOptions{})
 	h := l.Host(2)
 	had, ip := statusOf(t, h).Lease.Key, h.Addr(v4[0]).String()
-	expectFlannelctl(t, h, []string{"reserve", "10.5.77.0/24", ip}, "10.5.77.0-24 is reserved for "+ip)
+	reserved, reservedKey := freeSubnet(t, l.Hosts()...)
+	expectFlannelctl(t, h, []string{"reserve", reserved, ip}, reservedKey+" is reserved for "+ip)
 	pause(t, 2*time.Second) // enough time for a wrong change by the watch
 	if now := statusOf(t, h).Lease.Key; now != had {
 		t.Errorf("the running host has moved from %s to %s", had, now)
 	}
 	expectStop(t, h.Daemon())
 	startOne(t, h, lab.FlanneldOptions{})
-	if now := statusOf(t, h).Lease; now.Key != "10.5.77.0-24" || !now.Permanent {
+	if now := statusOf(t, h).Lease; now.Key != reservedKey || !now.Permanent {
 		t.Errorf("after the restart the lease is %+v, want the reservation", now)
 	}
 	if out := expectFlannelctl(t, h, []string{"leases"}); strings.Contains(out, strings.Replace(had, "-", "/", 1)) {

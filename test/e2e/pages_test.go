@@ -302,19 +302,20 @@ func (m *machine) enable(program, settings string) {
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageEtcd(t *testing.T) {
 	t.Parallel()
-	const program, settings, reserved = "/usr/local/bin/flanneld", "/etc/flannel/flanneld.env", "10.5.77.0-24"
+	const program, settings = "/usr/local/bin/flanneld", "/etc/flannel/flanneld.env"
 	open := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
 	closed := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{TLS: true, ClientCerts: true}}, `{"Type":"vxlan"}`)
 	for _, h := range open.Hosts()[:2] {
 		startOne(t, h, lab.FlanneldOptions{})
 	}
 	own := statusOf(t, open.Host(1)).Lease.Key
+	_, reserved := freeSubnet(t, open.Hosts()[:2]...)
 	first, late, guarded := newMachine(t, open.Host(1)), newMachine(t, open.Host(3)), newMachine(t, closed.Host(1))
 	for _, m := range []*machine{late, guarded} {
 		m.run("install -D -m 0755 bin/flanneld " + program + " && install -D -m 0600 /dev/null " + settings)
 	}
 	set := func(m *machine, line string) { m.run("echo '" + line + "' >>" + settings) }
-	key, secrets := own, map[string]string{
+	secrets := map[string]string{
 		"/etc/flannel/etcd-ca.pem": closed.Etcd().TLSFiles().CA, "/etc/flannel/etcd.pem": closed.Etcd().TLSFiles().ClientCert,
 		"/etc/flannel/etcd-key.pem": closed.Etcd().TLSFiles().ClientKey,
 	}
@@ -345,8 +346,7 @@ func TestPageEtcd(t *testing.T) {
 			}
 		},
 		"etcdctl put": func(m *machine, command string) {
-			m.run(strings.Replace(command, "192.0.2.12", late.Addr(v4[0]).String(), 1))
-			key = reserved
+			m.run(strings.NewReplacer("192.0.2.12", late.Addr(v4[0]).String(), "10.5.77.0-24", reserved).Replace(command))
 		},
 		"FLANNELD_ETCD_ENDPOINTS=": func(_ *machine, line string) {
 			set(guarded, strings.Replace(line, "https://192.0.2.11:2379", closed.Host(1).EtcdEndpoint(), 1))
@@ -367,8 +367,8 @@ func TestPageEtcd(t *testing.T) {
 			return err
 		})
 	}
-	if out := late.run("cat /run/flannel/subnet.env"); !strings.Contains(out, "FLANNEL_SUBNET=10.5.77.1/24") {
-		t.Errorf("the host does not have the subnet that was reserved as %s: %s", key, out)
+	if out := late.run("cat /run/flannel/subnet.env"); !strings.Contains(out, "FLANNEL_SUBNET="+strings.Replace(reserved, "0-", "1/", 1)) {
+		t.Errorf("the host does not have the subnet that was reserved as %s: %s", reserved, out)
 	}
 }
 
