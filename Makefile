@@ -14,6 +14,9 @@ TAR = tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric
 
 ARCHES := amd64 arm64 arm ppc64le s390x riscv64
 OUT := dist/out
+# The folder of the built programs. A test that builds them again names another one, because other
+# tests may be starting the programs in bin.
+BIN := bin
 COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
 # The CNI plugin has the name that container runtimes look for, not that of its folder.
 PLUGIN := ./cmd/flannel-cni
@@ -52,7 +55,7 @@ ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build module demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
+.PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
 	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
@@ -64,8 +67,8 @@ help: ## print this list
 
 ## See it work
 build: ## build bin/flanneld, bin/flannelctl and the other programs, all static
-	$(GO_BUILD) -o bin/ $(COMMANDS)
-	$(GO_BUILD) -o bin/flannel $(PLUGIN)
+	$(GO_BUILD) -o $(BIN)/ $(COMMANDS)
+	$(GO_BUILD) -o $(BIN)/flannel $(PLUGIN)
 
 demo: build ## run three hosts on this machine and test every pod against every other
 	bin/flannelctl lab --hosts 3 --backend vxlan --once
@@ -88,6 +91,9 @@ test-kernel: deps components bin/tools/stages ## run the TestKernel... tests, in
 
 test-e2e: deps components bin/tools/stages ## run tests with real daemons, a real etcd and real traffic
 	@$(STAGES) $(ONE) e2e
+
+test-alone: deps components bin/tools/stages ## run the TestAlone... tests, which need the whole machine
+	@$(STAGES) $(ONE) alone
 
 test-vm: deps bin/tools/stages ## run the TestVM... tests, on a Debian kernel in qemu
 	@$(STAGES) $(ONE) vm
@@ -181,7 +187,7 @@ ARCHIVE = $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar
 
 ## Package it
 image: build bin/tools/release bin/tools/sbom ## build an OCI archive for this machine's architecture in dist/out
-	@test/tools/image.sh $(ARCHIVE) docker.io/library/flanneld:$(VERSION) $$(go env GOARCH)=bin
+	@test/tools/image.sh $(ARCHIVE) docker.io/library/flanneld:$(VERSION) $$(go env GOARCH)=$(BIN)
 
 # helm stores the time of the build, and the archive must not contain it.
 chart: bin/tools/helm ## build the archive of the Helm chart in dist/out, for images of this version
@@ -233,7 +239,7 @@ bin/tools/sbom bin/tools/release: bin/tools/%: test/components/%/go.mod FORCE
 
 components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
 
-components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 bin/tools/ec2-metadata-mock ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
+components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 bin/tools/ec2-metadata-mock bin/tools/release bin/tools/sbom ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
 
 # Plugins that support CNI 1.1, unlike those of Debian.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum

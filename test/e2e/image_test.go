@@ -21,7 +21,7 @@ func unpackImage(t *testing.T) (root string, config imageConfig) {
 	t.Helper()
 	dir := t.TempDir()
 	archive := filepath.Join(dir, "image.tar")
-	build := exec.CommandContext(t.Context(), "make", "--no-print-directory", "image", "ARCHIVE="+archive, "VERSION=test")
+	build := exec.CommandContext(t.Context(), "make", "--no-print-directory", "image", "ARCHIVE="+archive, "VERSION=test", "BIN="+filepath.Join(dir, "bin"))
 	build.Dir = "../.."
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)

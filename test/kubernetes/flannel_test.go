@@ -24,8 +24,9 @@ const version = "test" // of the image of the daemon
 // flannelImage builds the archive of `make image` and returns its path.
 func flannelImage(t *testing.T) string {
 	t.Helper()
-	file := filepath.Join(t.TempDir(), "flanneld.tar")
-	build := exec.CommandContext(t.Context(), "make", "--no-print-directory", "image", "ARCHIVE="+file, "VERSION="+version)
+	dir := t.TempDir()
+	file := filepath.Join(dir, "flanneld.tar")
+	build := exec.CommandContext(t.Context(), "make", "--no-print-directory", "image", "ARCHIVE="+file, "VERSION="+version, "BIN="+filepath.Join(dir, "bin"))
 	build.Dir = "../.."
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("make image: %v: %s", err, out)
