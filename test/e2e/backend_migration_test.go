@@ -291,7 +291,7 @@ func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
 
 // TestBackendMigration changes the backend of a network whose hosts have traffic, and does not
 // lose a packet: neither while the hosts get the second backend one after the other, nor while
-// they change their routes, nor while the first backend goes. TestBackendMigrationWalk has the other pairs
+// they change their routes, nor while the first backend goes. TestAloneBackendMigrationWalk has the other pairs
 // of backends.
 //
 //stages:rest it waits until the former devices may go
@@ -310,7 +310,7 @@ func TestBackendMigration(t *testing.T) {
 }
 
 // TestBackendMigrationFollowed changes the backend of a network whose hosts follow the configuration
-// without a restart, all at the same moment, and goes back at the first attempt. TestBackendMigrationWalk has
+// without a restart, all at the same moment, and goes back at the first attempt. TestAloneBackendMigrationWalk has
 // the other pairs of backends.
 //
 //stages:rest it waits until the former devices may go

@@ -28,14 +28,14 @@ func allPairs(backends ...string) []string {
 	return append(walk, backends[0])
 }
 
-// TestBackendMigrationWalk migrates running networks from each backend to each other one, without a
+// TestAloneBackendMigrationWalk migrates running networks from each backend to each other one, without a
 // restart of a daemon. All packets arrive, and no TCP stream is interrupted. Most migrations begin while
 // the devices of earlier ones are still there. Each flow has a packet each millisecond, or less if the machine is
 // too slow: two CPUs carry some 11,000 packets per second and their answers, which is more than 1 kHz between each
-// two of the five hosts. The test needs the whole machine for that, so no other one runs meanwhile.
+// two of the five hosts. The test needs the whole machine for that.
 //
 //stages:rest it makes many migrations, one after the other
-func TestBackendMigrationWalk(t *testing.T) {
+func TestAloneBackendMigrationWalk(t *testing.T) {
 	const rate = 1000
 	walk := allPairs("vxlan", "host-gw", "udp", userspace, vni7)
 	t.Run("five hosts", func(t *testing.T) {
@@ -86,7 +86,7 @@ func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestVMBackendMigrationWalk is TestBackendMigrationWalk with backends that need modules of the kernel.
+// TestVMBackendMigrationWalk is TestAloneBackendMigrationWalk with backends that need modules of the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMBackendMigrationWalk(t *testing.T) {

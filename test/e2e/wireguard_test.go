@@ -61,13 +61,13 @@ func TestUserspaceWireGuardHealing(t *testing.T) {
 	expectLog(t, p.host.Daemon(), `"WireGuard in user space has ended, starting it again: packets are lost meanwhile" err="the TUN device was deleted"`)
 }
 
-// TestUserspaceWireGuardRestarts checks that packets flow again within two seconds after
+// TestAloneUserspaceWireGuardRestarts checks that packets flow again within two seconds after
 // a daemon was killed or stopped and restarted. Without a daemon no packet is carried,
-// because the daemon itself encrypts. No other test runs meanwhile, because on a busy machine the start alone
+// because the daemon itself encrypts. The test needs the whole machine, because on a busy one the start itself
 // may take that long.
 //
 //stages:rest it restarts a daemon again and again
-func TestUserspaceWireGuardRestarts(t *testing.T) {
+func TestAloneUserspaceWireGuardRestarts(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(userspace))
 	startAll(t, l, lab.FlanneldOptions{})
 	flows := startFlows(t, l, 100)

@@ -8,9 +8,10 @@
 //
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
-// stage. A test that needs a kernel feature that this machine may lack, such as WireGuard
-// or IPIP, is named TestVM... and runs in test/vm. Fuzz targets are named Fuzz... A test
-// file with a build tag belongs to no stage.
+// stage. A test of test/e2e that needs the whole machine is named TestAlone... and runs
+// before a stage is in the background. A test that needs a kernel feature that this machine
+// may lack, such as WireGuard or IPIP, is named TestVM... and runs in test/vm. Fuzz targets
+// are named Fuzz... A test file with a build tag belongs to no stage.
 //
 // The tests have two parts. A test whose comment contains the line "//stages:rest reason"
 // belongs to the rest, and so do whole stages. All others are the short part. The table
@@ -62,10 +63,12 @@ func stages(o options) []stage {
 			return unit(ctx, r, s, o.short)
 		}},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
-		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
-		// Clusters mostly wait for their programs: alone, the stage would use a quarter of two CPUs.
+		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
+		// Clusters mostly wait for their programs: by itself, the stage would use a fifth of two CPUs. The
+		// stage e2e leaves a third of them.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
+		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		// The guest leaves a quarter of the time of two CPUs, and fuzzing takes no more than is left.
 		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},

@@ -64,7 +64,7 @@ func vm(ctx context.Context, r *run, s selection) error {
 	return events(command(ctx, program, append(args, packagesOf(tests)...)...), r)
 }
 
-// endToEnd runs one package at a time, so that each has the whole machine.
+// endToEnd runs one package at a time, so that packages do not share the machine.
 func endToEnd(ctx context.Context, r *run, s selection) error {
 	return goTests(ctx, r, s, "-race", s.timeout(20*time.Minute, 40*time.Minute), "-p=1", "-parallel", perCPU(4))
 }

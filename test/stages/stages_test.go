@@ -272,7 +272,7 @@ func TestSlow(*testing.T) {}
 
 //stages:rest waits for an hour
 func TestKernelSlow(*testing.T) {}`),
-		"test/e2e/a_test.go":        source("e2e", "func TestE(*testing.T) {}\n\n//stages:rest waits\nfunc TestESlow(*testing.T) {}"),
+		"test/e2e/a_test.go":        source("e2e", "func TestE(*testing.T) {}\n\n//stages:rest waits\nfunc TestESlow(*testing.T) {}\n\n//stages:rest waits\nfunc TestAloneSlow(*testing.T) {}"),
 		"test/kubernetes/a_test.go": source("kubernetes", "func TestK(*testing.T) {}"),
 	}
 	module(t, files)
@@ -284,13 +284,13 @@ func TestKernelSlow(*testing.T) {}`),
 	}{
 		{"short", "3 passed, 0 failed, 0 skipped", []string{
 			"unit: left to make test-rest: TestSlow\n", "kernel: left to make test-rest: TestKernelSlow\n",
-			"e2e: left to make test-rest: TestESlow\n", "fuzz: left to make test-rest: the whole stage\n",
+			"alone: left to make test-rest: TestAloneSlow\n", "e2e: left to make test-rest: TestESlow\n", "fuzz: left to make test-rest: the whole stage\n",
 			"kubernetes: left to make test-rest: the whole stage\n",
-		}, map[string]string{"kernel": "1", "e2e": "1", "fuzz": "all"}},
-		{"rest", "5 passed, 0 failed, 0 skipped", []string{
+		}, map[string]string{"kernel": "1", "alone": "1", "e2e": "1", "fuzz": "all"}},
+		{"rest", "6 passed, 0 failed, 0 skipped", []string{
 			"unit: left to make test: TestA, FuzzA\n", "e2e: left to make test: TestE\n",
 		}, map[string]string{"unit": "2", "kubernetes": "0"}},
-		{"all", "8 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
+		{"all", "9 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
 	} {
 		t.Run(tt.part, func(t *testing.T) {
 			var out bytes.Buffer
@@ -299,7 +299,7 @@ func TestKernelSlow(*testing.T) {}`),
 				t.Setenv("CI", "")
 			} else {
 				t.Setenv("CI", "true")
-				args = append(args, "build", "unit", "kernel", "e2e", "fuzz", "kubernetes")
+				args = append(args, "build", "unit", "kernel", "alone", "e2e", "fuzz", "kubernetes")
 			}
 			ok, err := execute(t.Context(), args, &out)
 			if err != nil || !ok {
@@ -614,7 +614,7 @@ func TestChoose(t *testing.T) {
 		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
 		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
 		{[]string{"kubernetes"}, []string{"build", "kubernetes"}},
-		{nil, []string{"build", "unit", "kernel", "e2e", "kubernetes", "fuzz", "vm"}},
+		{nil, []string{"build", "unit", "kernel", "alone", "kubernetes", "e2e", "fuzz", "vm"}},
 	} {
 		chosen, err := choose(stages(options{}), tt.names)
 		if err != nil {

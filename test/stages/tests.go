@@ -54,6 +54,8 @@ func (t test) stage() string {
 		return "vm"
 	case in(t.pkg, kubernetesFolder):
 		return "kubernetes"
+	case in(t.pkg, e2eFolder) && strings.HasPrefix(t.name, "TestAlone"):
+		return "alone"
 	case in(t.pkg, e2eFolder), in(t.pkg, tortureFolder):
 		return "e2e"
 	case strings.HasPrefix(t.name, "TestKernel"):
