@@ -69,17 +69,13 @@ func (k *Kernel) Close() error {
 
 // OnLink implements dataplane.Kernel.
 func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
-	r := routeReply{}
-	err := k.sock.ask(func(m *message) { // ask for the route itself and not for the result of the lookup
-		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
-		m.addr(unix.RTA_DST, dst)
-	}, func(_ uint16, payload []byte) { r = parseRoute(payload) })
+	r, err := k.lookup(dst)
 	switch {
 	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH),
 		errors.Is(err, unix.EINVAL), errors.Is(err, unix.EACCES): // blackhole, prohibit
 		return "", nil
 	case err != nil:
-		return "", fmt.Errorf("look up route to %s: %w", dst, err)
+		return "", err
 	}
 	if r.route.Type != dataplane.Unicast || r.route.Gateway.IsValid() || r.route.Multipath || !dataplane.IsNetwork(r.route.Dst) {
 		return "", nil
@@ -89,6 +85,18 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 		return "", err
 	}
 	return l.name, err
+}
+
+// lookup returns the route that packets to dst take: the route itself, and not the result of the lookup.
+func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
+	err = k.sock.ask(func(m *message) {
+		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
+		m.addr(unix.RTA_DST, dst)
+	}, func(_ uint16, payload []byte) { r = parseRoute(payload) })
+	if err != nil {
+		return r, fmt.Errorf("look up route to %s: %w", dst, err)
+	}
+	return r, nil
 }
 
 // rtmFibMatch is RTM_F_FIB_MATCH, for which x/sys has no constant.

@@ -85,35 +85,67 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 
 // detour repeats IPv6 routes that the kernel has refused because another route leads to
 // their gateway through another device. That is often the route to be replaced. An onlink
-// flag does not help, but a temporary route to the gateway alone does. The three steps
-// for a route are in one datagram, so that neither another program nor the end of ctx can
-// interrupt them.
+// flag does not help, but a detour does, which is a temporary route to the gateway alone.
+//
+// Packets must not take the detour. So a copy of the route that packets to the gateway take
+// precedes it, for the gateway alone too. For a new route, the kernel looks up the gateway
+// on the device of the route, and finds the detour. For packets it takes the older of two
+// equal routes, which is the copy. Only packets that arrive from the device take the detour.
+//
+// The five steps for a route are in one datagram, so that neither another program nor the
+// end of ctx can interrupt them.
 func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[string]int, errs map[int]error) {
 	var again []int
+	var copies []routeReply
 	for i, op := range ops {
 		r, ok := op.Object.(dataplane.Route)
 		if ok && !op.Delete && r.OnLink && r.Gateway.Is6() && errors.Is(errs[i], unix.EINVAL) {
-			again = append(again, i)
+			again, copies = append(again, i), append(copies, k.beforeDetour(r, indexes[r.Dev]))
 		}
 	}
-	const steps = 3
+	const steps, put = 5, 2
 	failed := k.sock.sendGroups(ctx, len(again), steps, func(i int, m *message) {
-		op := ops[again[i/steps]]
+		op, before := ops[again[i/steps]], copies[i/steps]
 		r := op.Object.(dataplane.Route)
 		index := indexes[r.Dev]
-		host := dataplane.NewDetour(r.Gateway, r.Dev)
+		detour := dataplane.NewDetour(r.Gateway, r.Dev)
 		switch i % steps {
 		case 0:
-			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, host, index)
+			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, before.route, before.oif)
+			if before.source.IsValid() {
+				m.addr(unix.RTA_PREFSRC, before.source)
+			}
 		case 1:
+			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, detour, index)
+		case put:
 			encode(m, op, index)
-		case 2:
-			encodeRoute(m, unix.RTM_DELROUTE, 0, host, index)
+		case 3:
+			encodeRoute(m, unix.RTM_DELROUTE, 0, detour, index)
+		case 4:
+			encodeRoute(m, unix.RTM_DELROUTE, 0, before.route, before.oif)
 		}
 	})
 	for j, i := range again {
-		errs[i] = failed[steps*j+1]
+		errs[i] = failed[steps*j+put]
 	}
+}
+
+// beforeDetour returns a copy of the route that packets to the gateway of r take, for the gateway alone.
+// index is the device of r. If r leads to its gateway too, packets to the gateway may take that device,
+// and beforeDetour returns the detour itself. So it does for a route that is not simple or not in the
+// main table. The kernel then refuses to create the detour a second time, or to delete it.
+func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
+	before := routeReply{route: dataplane.NewDetour(r.Gateway, r.Dev), oif: index}
+	if r.Dst.Contains(r.Gateway) {
+		return before
+	}
+	now, err := k.lookup(r.Gateway)
+	if err != nil || now.table != unix.RT_TABLE_MAIN || now.route.Type != dataplane.Unicast || now.route.Multipath || now.route.NexthopID != 0 {
+		return before
+	}
+	before.oif, before.source = now.oif, now.source
+	before.route.Gateway, before.route.OnLink, before.route.MTU = now.route.Gateway, now.route.OnLink, now.route.MTU
+	return before
 }
 
 // harmless reports whether err means that the kernel is already in the state that op

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package linux
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// detourDevice is the device of the routes that need a detour.
+const detourDevice = "flannel.1"
+
+// newDetourWorld returns a world that reaches fd00:77::/64 directly, fd00:99::/64 by a router,
+// fd00:98::/64 by a router that has announced a preference, and fd00:97::/64 by two routers.
+func newDetourWorld(t *testing.T) (w *world, eth0 int) {
+	t.Helper()
+	w = newWorld(t)
+	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	eth0, err := w.index("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	routers := []netip.Addr{netip.MustParseAddr("fd00:77::9"), netip.MustParseAddr("fd00:77::8")}
+	for network, preference := range map[string]byte{"fd00:99::/64": 0, "fd00:98::/64": 1} { // 1 is high (RFC 4191)
+		err := w.request(func(m *message) {
+			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, dataplane.NewRoute(netip.MustParsePrefix(network), routers[0], "eth0", false), eth0)
+			m.attr(unix.RTA_PREF, []byte{preference})
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	several := &netlink.Route{Dst: &net.IPNet{IP: net.ParseIP("fd00:97::"), Mask: net.CIDRMask(64, 128)}}
+	for _, neighbour := range append(routers, netip.MustParseAddr("fd00:77::2")) { // packets do not wait for an answer
+		err := w.Append(dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "eth0", IP: neighbour}, MAC: dataplane.MAC{2, 0, 0, 0, 0, 9}})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, r := range routers {
+		several.MultiPath = append(several.MultiPath, &netlink.NexthopInfo{LinkIndex: eth0, Gw: r.AsSlice()})
+	}
+	if err := w.links.RouteAdd(several); err != nil {
+		t.Fatal(err)
+	}
+	return w, eth0
+}
+
+// TestKernelDetourCarriesNoPackets checks that packets to the gateway of a route keep their device while
+// the kernel is given that route, which is through another device. So do packets to other addresses
+// of the gateway's network that arrive from that other device.
+func TestKernelDetourCarriesNoPackets(t *testing.T) {
+	const rounds = 5000
+	for name, gateway := range map[string]string{
+		"on a network of this host": "fd00:77::2",
+		"behind a router":           "fd00:99::2",
+		"behind a preferred router": "fd00:98::2",
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, eth0 := newDetourWorld(t)
+			tunnel, err := w.index(detourDevice)
+			if err != nil {
+				t.Fatal(err)
+			}
+			gateway := netip.MustParseAddr(gateway)
+			route := dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), gateway, detourDevice, true)
+			err = w.request(func(m *message) { encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, route, tunnel) })
+			if !errors.Is(err, unix.EINVAL) {
+				t.Fatalf("the kernel does not refuse the route, so the test shows nothing: %v", err)
+			}
+			conn, err := net.ListenPacket("udp6", "[fd00:77::1]:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			watched := make(chan error, 1)
+			other := w.daemon(t)
+			go func() {
+				var err error
+				for range rounds {
+					if err = watchGateway(other, conn, gateway, eth0, tunnel); err != nil {
+						break
+					}
+				}
+				watched <- err
+			}()
+			for puts := 1; ; puts++ {
+				for _, op := range []dataplane.Op{{Object: route}, {Object: route, Delete: true}} {
+					if failed := w.Apply(silentContext(t), []dataplane.Op{op}); len(failed) > 0 {
+						t.Fatal(failed[0])
+					}
+				}
+				select {
+				case err := <-watched:
+					if err != nil {
+						t.Errorf("after %d routes: %v", puts, err)
+					}
+					t.Logf("%d routes in the time of %d rounds", puts, rounds)
+					return
+				default:
+				}
+			}
+		})
+	}
+}
+
+// watchGateway returns an error if a lookup of the gateway, or of the address after it for packets that
+// arrive from tunnel, returns another device than eth0, or if a packet to the gateway has no route.
+func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunnel int) error {
+	var arrived routeReply
+	next := gateway.Next()
+	r, err := k.lookup(gateway)
+	if err == nil {
+		err = k.sock.ask(func(m *message) {
+			m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(next), 0, 0, 0, 0, 0, rtmFibMatch)...)
+			m.addr(unix.RTA_DST, next)
+			m.attr32(unix.RTA_IIF, uint32(tunnel))
+		}, func(_ uint16, payload []byte) { arrived = parseRoute(payload) })
+	}
+	// A lookup also fails if the route that it has found is deleted before the answer is written.
+	if err != nil && !errors.Is(err, unix.ENETUNREACH) {
+		return err
+	}
+	if err == nil && (r.oif != eth0 || arrived.oif != eth0) {
+		return fmt.Errorf("lookups of %s and, for packets from %s, of %s returned the devices %d and %d, want eth0, %d",
+			gateway, detourDevice, next, r.oif, arrived.oif, eth0)
+	}
+	_, err = conn.WriteTo([]byte("packet"), net.UDPAddrFromAddrPort(netip.AddrPortFrom(gateway, 9)))
+	return err
+}
+
+// TestKernelDetourWithoutCopy checks that a route is created if the route of packets to its gateway
+// cannot be copied, and that the other route stays.
+func TestKernelDetourWithoutCopy(t *testing.T) {
+	w, _ := newDetourWorld(t)
+	routes := func() int {
+		t.Helper()
+		all, err := w.links.RouteList(nil, netlink.FAMILY_V6)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(all)
+	}
+	before := routes()
+	op := dataplane.Op{Object: dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:97::2"), detourDevice, true)}
+	if failed := w.Apply(silentContext(t), []dataplane.Op{op}); len(failed) > 0 {
+		t.Fatal(failed[0])
+	}
+	if n := routes(); n != before+1 {
+		t.Errorf("%d routes are there, want %d and the new one", n, before)
+	}
+}
