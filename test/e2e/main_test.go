@@ -310,8 +310,7 @@ func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	return startFlowsAt(t, l, min(rate, most/(pods*(pods-1)*len(l.Families()))))
 }
 
-// startFlowsAt is startFlows with rate packets per second in each flow, for tests that have the machine for
-// themselves.
+// startFlowsAt is startFlows with rate packets per second in each flow, however many that are together.
 func startFlowsAt(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
 	expectConverged(t, l)

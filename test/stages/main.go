@@ -9,9 +9,9 @@
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
 // stage. A test of test/e2e that needs the whole machine is named TestAlone... and runs
-// before a stage is in the background. A test that needs a kernel feature that this machine
-// may lack, such as WireGuard or IPIP, is named TestVM... and runs in test/vm. Fuzz targets
-// are named Fuzz... A test file with a build tag belongs to no stage.
+// before the first stage in the background starts. A test that needs a kernel feature that
+// this machine may lack, such as WireGuard or IPIP, is named TestVM... and runs in test/vm.
+// Fuzz targets are named Fuzz... A test file with a build tag belongs to no stage.
 //
 // The tests have two parts. A test whose comment contains the line "//stages:rest reason"
 // belongs to the rest, and so do whole stages. All others are the short part. The table
@@ -46,7 +46,9 @@ type stage struct {
 	rest  bool   // belongs to the rest as a whole
 	// background means that the stages after this one do not wait for its end.
 	background bool
-	run        func(ctx context.Context, r *run, s selection) error
+	// after is a stage in the background that must have ended first; empty if none.
+	after string
+	run   func(ctx context.Context, r *run, s selection) error
 }
 
 type options struct {
@@ -72,7 +74,8 @@ func stages(o options) []stage {
 		// The guest leaves a quarter of the time of two CPUs, and fuzzing takes no more than is left.
 		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
-		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
+		// The emulated CPUs are slow, so tests time out if clusters take half of the time.
+		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", after: "kubernetes", run: vm},
 	}
 }
 
@@ -155,7 +158,11 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 	var results []*run
 	var background sync.WaitGroup
 	defer background.Wait()
+	ended := map[string]chan struct{}{} // by stage in the background
 	for _, s := range chosen {
+		if end, ok := ended[s.after]; ok {
+			<-end
+		}
 		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
 		results = append(results, r)
 		if s.rest && sel.part == short {
@@ -168,7 +175,12 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 		}
 		fmt.Fprintf(out, "== %s: %s\n", s.name, s.help)
 		if s.background {
-			background.Go(func() { runOne(ctx, s, r, sel) })
+			end := make(chan struct{})
+			ended[s.name] = end
+			background.Go(func() {
+				defer close(end)
+				runOne(ctx, s, r, sel)
+			})
 			continue
 		}
 		if runOne(ctx, s, r, sel); errors.Is(r.err, errInterrupted) {

@@ -102,15 +102,17 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
-// A stage in the background runs while those after it do, and the run waits for its result.
+// A stage in the background runs while those after it do, except those that wait for its end, and the
+// run waits for its result.
 func TestBackground(t *testing.T) {
 	module(t, map[string]string{})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	reached := make(chan struct{})
+	reached, ended := make(chan struct{}), make(chan struct{})
 	results := runAll(ctx, []stage{
 		{name: "clusters", background: true, run: func(_ context.Context, r *run, _ selection) error {
 			r.noTests = true
+			defer close(ended)
 			select {
 			case <-reached:
 				return errors.New("after the next stage")
@@ -123,9 +125,18 @@ func TestBackground(t *testing.T) {
 			close(reached)
 			return nil
 		}},
+		{name: "guest", after: "clusters", run: func(_ context.Context, r *run, _ selection) error {
+			r.noTests = true
+			select {
+			case <-ended:
+				return nil
+			default:
+				return errors.New("before the end of the clusters")
+			}
+		}},
 	}, selection{}, io.Discard)
-	if len(results) != 2 || !results[1].ok() {
-		t.Fatalf("got results %+v, want two, with the second ok", results)
+	if len(results) != 3 || !results[1].ok() || !results[2].ok() {
+		t.Fatalf("got results %+v, want three, with the second and the third ok", results)
 	}
 	if err := results[0].err; err == nil || err.Error() != "after the next stage" {
 		t.Errorf("the stage in the background ended with %v", err)
