@@ -74,7 +74,7 @@ func stages(o options) []stage {
 		// The guest leaves a quarter of the time of two CPUs, and fuzzing takes no more than is left.
 		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
-		// The emulated CPUs are slow, so tests time out if clusters take half of the time.
+		// The guest's CPUs are emulated and slow, so clusters do not take a part of their time.
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", after: "kubernetes", run: vm},
 	}
 }
