@@ -346,8 +346,9 @@ func expectNothingLost(t *testing.T, flows []flow) {
 	for i, s := range results {
 		if len(s.Lost) > 0 || s.Sent == 0 {
 			const clock = "15:04:05.000"
-			t.Errorf("%s: %d of %d packets were lost, the first at %s, the last at %s, longest gap %v, last error: %v",
-				flows[i].name, len(s.Lost), s.Sent, s.Begin.UTC().Format(clock), s.End.UTC().Format(clock), s.Gap, s.Err)
+			t.Errorf("%s: %d of %d packets were lost, the first at %s, the last at %s, longest gap %v, last error: %v%s",
+				flows[i].name, len(s.Lost), s.Sent, s.Begin.UTC().Format(clock), s.End.UTC().Format(clock), s.Gap, s.Err,
+				droppedBetween(s.Begin, s.End.Add(time.Second)))
 		}
 	}
 }
@@ -405,9 +406,10 @@ func expectPeersProgrammed(t *testing.T, l *lab.Lab) {
 func expectMatrix(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	expectConverged(t, l)
+	begin := time.Now()
 	for _, c := range l.Matrix(testContext(t), l.Families(), 0) {
 		if c.Err != nil {
-			t.Errorf("%s to %s by %s: %v", c.From.Name(), c.To.Name(), c.Family, c.Err)
+			t.Errorf("%s to %s by %s: %v%s%s", c.From.Name(), c.To.Name(), c.Family, c.Err, sessions(t, l), droppedBetween(begin, time.Now()))
 		}
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -67,6 +68,9 @@ func run() error {
 	if err := keepStaticKeys(); err != nil {
 		return fmt.Errorf("keep static keys enabled: %w", err)
 	}
+	if err := traceDrops(); err != nil {
+		return fmt.Errorf("trace dropped packets: %w", err)
+	}
 	text, err := os.ReadFile(job.File)
 	if err != nil {
 		return err
@@ -123,6 +127,26 @@ func keepStaticKeys() error {
 		{"ip", "link", "set", "kept1", "up"},
 	} {
 		if err := command(args...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// traceDrops makes the kernel record each packet that it drops, until the guest ends. A test that misses
+// packets then says what became of them.
+func traceDrops() error {
+	const dir = "/sys/kernel/tracing"
+	if err := unix.Mount("tracefs", dir, "tracefs", 0, ""); err != nil {
+		return err
+	}
+	for _, setting := range []struct{ file, value string }{
+		{"trace_clock", "tai"}, // the time of day
+		{"options/hash-ptr", "0"},
+		{"buffer_size_kb", "4096"}, // for each CPU, and the oldest events are lost
+		{"events/skb/kfree_skb/enable", "1"},
+	} {
+		if err := os.WriteFile(filepath.Join(dir, setting.file), []byte(setting.value), 0); err != nil {
 			return err
 		}
 	}
