@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command stages runs the tests in stages, one after another, and prints a table of
-// results and times at the end. Two stages run in the background of those after them: one
-// that mostly waits, and one that takes what CPU time is left. If a stage fails, the others
-// still run, except those that need it: these count as failed too. Arguments name the stages
-// that run, in addition to those that they need. Without arguments all stages run.
+// results and times at the end. One stage, which mostly waits, runs in the background of those
+// after it. If a stage fails, the others still run, except those that need it: these count as
+// failed too. Arguments name the stages that run, in addition to those that they need. Without
+// arguments all stages run.
 //
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
 // stage. A test of test/e2e that needs the whole machine is named TestAlone... and runs
-// before the first stage in the background starts. A test that needs a kernel feature that
+// before the stage in the background starts. A test that needs a kernel feature that
 // this machine may lack, such as WireGuard or IPIP, is named TestVM... and runs in test/vm.
 // Fuzz targets are named Fuzz... A test file with a build tag belongs to no stage.
 //
@@ -65,16 +65,15 @@ func stages(o options) []stage {
 			return unit(ctx, r, s, o.short)
 		}},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
+		{name: "fuzz", help: "every fuzz target for a while", rest: true,
+			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
 		// Clusters mostly wait for their programs: by itself, the stage would use a fifth of two CPUs. The
 		// stage e2e leaves a third of them.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
-		// The guest leaves a quarter of the time of two CPUs, and fuzzing takes no more than is left.
-		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true,
-			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
-		// The guest's CPUs are emulated and slow, so clusters do not take a part of their time.
+		// The guest's CPUs are emulated and slow, so no other stage takes a part of their time.
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", after: "kubernetes", run: vm},
 	}
 }

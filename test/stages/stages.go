@@ -20,8 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// vmBudget limits the run time of the guest in the vm stage, which shares the CPUs with the stages in
-// the background.
+// vmBudget limits the run time of the guest in the vm stage.
 const vmBudget = 30 * time.Minute
 
 func build(ctx context.Context, r *run, _ selection) error {
@@ -86,10 +85,8 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 	return goTest(ctx, r, append(args, packagesOf(tests)...)...)
 }
 
-// fuzz runs as many targets in parallel as there are CPUs, all with the lowest priority, so that
-// a stage at the same time gets the CPU time that it wants. An input that makes a target
-// fail is saved in testdata/fuzz of its package, and from then on fails the unit stage
-// too.
+// fuzz runs as many targets in parallel as there are CPUs. An input that makes a target fail is
+// saved in testdata/fuzz of its package, and from then on fails the unit stage too.
 func fuzz(ctx context.Context, r *run, s selection, each string) error {
 	targets := s.fuzzTargets()
 	var group errgroup.Group
@@ -122,8 +119,7 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 	for again := false; ; again = true {
 		var said bytes.Buffer
 		r := &run{stage: stage.stage, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
-		args := goTestArgs("-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
-		err := events(command(ctx, "nice", append([]string{"-n", "19", "go"}, args...)...), r)
+		err := goTest(ctx, r, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
 		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
 		}
@@ -132,15 +128,11 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 }
 
 // goTest runs `go test -json` with args and adds the results to r. It counts failed tests
-// and does not return an error for them.
+// and does not return an error for them. The tests, and the programs that they run, get neither
+// the variables of compilerEnv nor the user's values of these.
 func goTest(ctx context.Context, r *run, args ...string) error {
-	return events(command(ctx, "go", goTestArgs(args...)...), r)
-}
-
-// goTestArgs returns the arguments of go for `go test -json` with args. The tests, and the programs
-// that they run, get neither the variables of compilerEnv nor the user's values of these.
-func goTestArgs(args ...string) []string {
-	return append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
+	args = append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
+	return events(command(ctx, "go", args...), r)
 }
 
 // compilerEnv makes compilers and linkers, which end after seconds, collect garbage only when they

@@ -625,7 +625,7 @@ func TestChoose(t *testing.T) {
 		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
 		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
 		{[]string{"kubernetes"}, []string{"build", "kubernetes"}},
-		{nil, []string{"build", "unit", "kernel", "alone", "kubernetes", "e2e", "fuzz", "vm"}},
+		{nil, []string{"build", "unit", "kernel", "fuzz", "alone", "kubernetes", "e2e", "vm"}},
 	} {
 		chosen, err := choose(stages(options{}), tt.names)
 		if err != nil {
