@@ -191,6 +191,9 @@ func TestLedgerHasUnreadable(t *testing.T) {
 	expect("it can be read", false)
 }
 
+// TestLedgerWalk takes random steps with ledgers, and checks the rules of a ledger after each of them.
+//
+//stages:rest it checks 8,000 steps
 func TestLedgerWalk(t *testing.T) {
 	for seed := range uint64(200) {
 		rnd := rand.New(rand.NewPCG(seed, 7))

@@ -90,6 +90,8 @@ func TestPoolContains(t *testing.T) {
 }
 
 // TestPickAgainstBruteForce compares with the free subnets counted one by one.
+//
+//stages:rest it counts the free subnets of many pools
 func TestPickAgainstBruteForce(t *testing.T) {
 	for seed := range uint64(300) {
 		rnd := rand.New(rand.NewPCG(seed, 1))

@@ -111,6 +111,8 @@ func (w *randomStore) step() {
 
 // TestChangesAndSnapshotsAgree applies thousands of random changes to two ledgers, one by the changes
 // and one by the snapshots. It compares them, and in the end also with the Nodes.
+//
+//stages:rest it compares the ledgers after each of 5,000 changes
 func TestChangesAndSnapshotsAgree(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

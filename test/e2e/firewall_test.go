@@ -540,6 +540,8 @@ func TestStopWhileTheLockIsTaken(t *testing.T) {
 
 // TestFirewallAtRest checks that a daemon runs no program of iptables while nothing changes,
 // except iptables-legacy's, which must be polled. With nftables it never runs one.
+//
+//stages:rest it watches daemons for 20 seconds in which nothing must happen
 func TestFirewallAtRest(t *testing.T) {
 	t.Parallel()
 	const watched = 20 * time.Second
