@@ -57,7 +57,7 @@ func kernelDrops(from, to time.Time) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	symbols, err := kernelSymbols()
+	functions, err := kernelSymbols()
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +84,7 @@ func kernelDrops(from, to time.Time) ([]string, error) {
 		if err != nil {
 			return nil, fmt.Errorf("protocol in %q: %w", line, err)
 		}
-		counts[fmt.Sprintf("%s %#04x", symbols.of(drop["location"]), protocol)]++
+		counts[fmt.Sprintf("%s %#04x", functions.of(drop["location"]), protocol)]++
 	}
 	var drops []string
 	for _, what := range slices.Sorted(maps.Keys(counts)) {

@@ -49,6 +49,9 @@ func run() error {
 		return err
 	}
 	defer port.Close()
+	if err := traceDrops(); err != nil {
+		return fmt.Errorf("trace dropped packets: %w", err)
+	}
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
 		// An emulated CPU may stop for seconds. The kernel then takes a neighbour for dead, and drops packets
@@ -67,9 +70,6 @@ func run() error {
 	}
 	if err := keepStaticKeys(); err != nil {
 		return fmt.Errorf("keep static keys enabled: %w", err)
-	}
-	if err := traceDrops(); err != nil {
-		return fmt.Errorf("trace dropped packets: %w", err)
 	}
 	text, err := os.ReadFile(job.File)
 	if err != nil {
