@@ -76,7 +76,7 @@ func kernelDrops(from, to time.Time) ([]string, error) {
 			continue
 		}
 		drop := map[string]string{}
-		for _, f := range strings.Fields(event) {
+		for f := range strings.FieldsSeq(event) {
 			key, value, _ := strings.Cut(f, "=")
 			drop[key] = value
 		}
