@@ -15,20 +15,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestKernelPinger sends many requests at a time in both families, and some that get no answer or
-// are too big.
-func TestKernelPinger(t *testing.T) {
+// enterLossyNamespace moves the test into a network namespace of its own. Packets to 198.51.100.1 and
+// fd00:5::1 get lost there, at the peer of a veth device.
+func enterLossyNamespace(t *testing.T) {
+	t.Helper()
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatalf("make a network namespace: %v (this test needs root)", err)
 	}
-	// Packets to the peer of the veth device get lost.
 	if out, err := exec.Command("sh", "-ec", `ip link set lo up mtu 1500
 		ip link add one type veth peer name two; ip link set one up; ip link set two up
 		ip addr add 198.51.100.2/24 dev one; ip addr add fd00:5::2/64 dev one nodad
 		ip neigh add 198.51.100.1 lladdr 02:00:00:00:00:01 dev one; ip neigh add fd00:5::1 lladdr 02:00:00:00:00:01 dev one`).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
+}
+
+// TestKernelPinger sends many requests at a time in both families, and some that get no answer or
+// are too big.
+func TestKernelPinger(t *testing.T) {
+	enterLossyNamespace(t)
 	p := NewPinger()
 	type result struct {
 		rtt time.Duration
