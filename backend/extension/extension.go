@@ -91,22 +91,39 @@ func (h *Host) Shutdown(ctx context.Context) {
 }
 
 // Retire undoes what commands have done since the boot, because the network was deleted: it runs
-// SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file. It logs
-// commands that fail. The network must be closed before. If ctx ends, Retire returns its error, and
-// the next call continues.
+// SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file. It does
+// nothing if no command has run since the boot. It logs a command that fails, and does not repeat it.
+// The network must be closed before. If ctx ends, Retire returns its error. The next call repeats the
+// command that was killed, and continues.
 func (h *Host) Retire(ctx context.Context) error {
 	if !h.store.exists() {
 		return nil
 	}
 	h.store.load(ctx)
-	log := klog.FromContext(ctx)
 	timeout := time.Duration(cmp.Or(h.timeout.Load(), int64(defaultTimeout*time.Second)))
+	err := h.removeSubnets(ctx, timeout)
+	h.store.invalidateSetup() // a network that is put again begins with ShutdownCommand
+	h.store.flush(context.WithoutCancel(ctx))
+	if err != nil {
+		return err
+	}
+	h.store.setup().runUndo(ctx, timeout)
+	if err := ctx.Err(); err != nil { // the command may have been killed half-way
+		return err
+	}
+	return h.store.remove()
+}
+
+// removeSubnets runs SubnetRemoveCommand for each subnet that was added. It returns an error only if
+// ctx ends. Then the state still contains the remaining subnets.
+func (h *Host) removeSubnets(ctx context.Context, timeout time.Duration) error {
+	log := klog.FromContext(ctx)
 	entries := h.store.entries()
 	for _, s := range slices.Sorted(maps.Keys(entries)) {
 		e := entries[s]
 		output, err := e.Undo.run(ctx, e.Input, timeout)
 		if ctx.Err() != nil { // the command may have been killed half-way
-			break
+			return ctx.Err()
 		}
 		logOutput(log, e.Undo, output)
 		if err != nil {
@@ -114,24 +131,24 @@ func (h *Host) Retire(ctx context.Context) error {
 		}
 		h.store.removeEntry(s)
 	}
-	if err := ctx.Err(); err != nil {
-		h.store.flush(context.WithoutCancel(ctx))
-		return err
-	}
-	h.undo(ctx, timeout)
-	return h.store.remove()
+	return ctx.Err()
 }
 
 // undo runs the ShutdownCommand of the setup that was made last, which may differ from the
-// configured one.
+// configured one. The setup counts as undone before that, so that the command never runs twice.
 func (h *Host) undo(ctx context.Context, timeout time.Duration) {
 	s := h.store.setup()
 	if !s.Undo.configured() {
 		return
 	}
-	log := klog.FromContext(ctx)
 	h.store.markUndone()
 	h.store.flush(ctx)
+	s.runUndo(ctx, timeout)
+}
+
+// runUndo runs the ShutdownCommand of s, if it has one, and logs its output and failure.
+func (s setup) runUndo(ctx context.Context, timeout time.Duration) {
+	log := klog.FromContext(ctx)
 	output, err := s.Undo.run(ctx, s.Input, timeout)
 	logOutput(log, s.Undo, output)
 	if err != nil {

@@ -424,6 +424,43 @@ func TestRetire(t *testing.T) {
 	}
 }
 
+// TestRetireWhileShutdownHangs checks that a network whose ShutdownCommand was killed, because the context
+// has ended, runs that command again at the next Retire, also in another process.
+func TestRetireWhileShutdownHangs(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		config := logging()
+		config["ShutdownCommand"] = `echo "shutdown begins" >> $LOG; test -e $DIR/ok || sleep 60; echo "shutdown ends" >> $LOG`
+		n := newNode(t, config)
+		n.mustStart()
+		n.stop()
+		n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
+		ctx, end := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() { ended <- n.host.Retire(ctx) }()
+		n.expect("shutdown begins")
+		end()
+		if err := <-ended; !errors.Is(err, context.Canceled) {
+			t.Errorf("Retire = %v after the end of the context, want its error", err)
+		}
+		if restarted {
+			n.host = NewHost(n.host.settings)
+			n.host.store.boot = n.boot
+		}
+		if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if err := n.host.Retire(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		n.expect("shutdown begins", "shutdown ends")
+		if n.host.store.exists() {
+			t.Error("the state file still exists")
+		}
+	}
+}
+
 func TestStartFails(t *testing.T) {
 	n := newNode(t, logging())
 	n.config["PostStartupCommand"] = `echo "post" >> $LOG; echo no such device; exit 3`
