@@ -21,7 +21,7 @@ type ali struct {
 	http.Handler
 }
 
-// newAli builds a VPC with as many instances as hosts. It starts no daemons.
+// newAli builds a cloudBed in Alibaba Cloud with the given number of hosts. It starts no daemons.
 func newAli(t *testing.T, hosts int, families []prefix.Family) *cloudBed {
 	t.Helper()
 	return newCloudBed(t, hosts, families, `{"Type":"ali-vpc"}`, newAlibaba())
@@ -44,7 +44,7 @@ func (ali) env(api string) []string {
 	}
 }
 
-// TestAliVPC checks that pods reach each other.
+// TestAliVPC checks that pods reach each other with the backend ali-vpc.
 //
 //stages:rest TestAWSVPC shows the same with another cloud
 func TestAliVPC(t *testing.T) {
@@ -52,7 +52,7 @@ func TestAliVPC(t *testing.T) {
 	newAli(t, 3, dual).expectPods("CreateRouteEntry")
 }
 
-// TestAliVPCRestart restarts the daemons while packets flow.
+// TestAliVPCRestart checks that a restart of the daemons loses no packet.
 //
 //stages:rest TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCRestart(t *testing.T) {
@@ -60,7 +60,8 @@ func TestAliVPCRestart(t *testing.T) {
 	newAli(t, 2, v4).testRestart()
 }
 
-// TestAliVPCFaults causes faults of Alibaba Cloud.
+// TestAliVPCFaults checks that daemons recover from faults of Alibaba Cloud, and delete no route but that of
+// the host that ends. Descriptions of the table show its state of half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCFaults(t *testing.T) {
@@ -72,8 +73,8 @@ func TestAliVPCFaults(t *testing.T) {
 	}
 }
 
-// TestAliVPCKeyInConfiguration has a key in the network configuration, also in one that is rejected. The daemon warns
-// about the key and never shows it.
+// TestAliVPCKeyInConfiguration checks that the daemon warns about an access key in the network configuration and
+// never shows the key, even if it rejects the configuration.
 //
 //stages:rest TestSecretsAreNeverShown of each cloud has more cases, without a daemon
 func TestAliVPCKeyInConfiguration(t *testing.T) {

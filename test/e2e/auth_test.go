@@ -85,8 +85,8 @@ func otherCA(t *testing.T) string {
 	return path
 }
 
-// requireLogin switches etcd's authentication on and returns a client of the user root. The
-// users, which are names with passwords, may read and write all keys below the lab's prefix.
+// requireLogin switches etcd's authentication on and returns a client of the user root. users
+// maps names to passwords. Each user may read and write all keys below the lab's prefix.
 func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.Client {
 	t.Helper()
 	const rootPassword, role = "toor", "flannel"

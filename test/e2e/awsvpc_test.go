@@ -22,7 +22,7 @@ type ec2 struct {
 	server *ec2test.Server
 }
 
-// newVPC builds a VPC with as many instances as hosts. It starts no daemons.
+// newVPC builds a cloudBed in EC2 with the given number of hosts. It starts no daemons.
 func newVPC(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, ec2) {
 	t.Helper()
 	c := newEC2()
@@ -43,13 +43,14 @@ func (ec2) env(api string) []string {
 	return []string{"AWS_ENDPOINT_URL_EC2=http://" + api, "AWS_EC2_METADATA_SERVICE_ENDPOINT=http://" + metadataAddress}
 }
 
-// TestAWSVPC checks that pods reach each other, and that the source/dest check is switched off.
+// TestAWSVPC checks that pods reach each other, and that daemons switch the source/dest check off.
 func TestAWSVPC(t *testing.T) {
 	t.Parallel()
 	v, c := newVPC(t, 3, dual)
 	v.expectPods("CreateRoute")
 
-	// The router enforces the check, and flanneld notices that another program has set it.
+	// Another program switches the check of an instance on. The router enforces it until flanneld
+	// notices that and switches it off again.
 	from, to := v.Host(1).Pods()[0], v.Host(2).Pods()[0]
 	c.Restrict("i-2", true)
 	eventually(t, "packets dropped by the source/dest check", func() error {
@@ -61,15 +62,15 @@ func TestAWSVPC(t *testing.T) {
 	expectMatrix(t, v.Lab)
 }
 
-// TestAWSVPCRestart restarts the daemons while packets flow.
+// TestAWSVPCRestart checks that a restart of the daemons loses no packet.
 func TestAWSVPCRestart(t *testing.T) {
 	t.Parallel()
 	v, _ := newVPC(t, 2, v4)
 	v.testRestart()
 }
 
-// TestAWSVPCNewHostWaits starts a host while the cloud does not answer. It gives the reason, and
-// notices that the configuration changes.
+// TestAWSVPCNewHostWaits checks a new host that starts while the cloud does not answer. It must give
+// the reason, take no lease, and follow a change of the configuration to another backend.
 //
 //stages:rest TestAWSVPCFaults has an outage of the cloud
 func TestAWSVPCNewHostWaits(t *testing.T) {
@@ -84,7 +85,8 @@ func TestAWSVPCNewHostWaits(t *testing.T) {
 	expectLeaseCount(t, v.Lab, 1)
 }
 
-// TestAWSVPCFaults causes faults of EC2, whose descriptions are older than the last call.
+// TestAWSVPCFaults checks that daemons recover from faults of EC2, and delete no route but that of the
+// host that ends. Descriptions of the table show its state of half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPC repairs a fault too, and TestAWSVPCRestart looks for lost packets
 func TestAWSVPCFaults(t *testing.T) {

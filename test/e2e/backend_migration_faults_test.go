@@ -20,8 +20,8 @@ func startWithPod(t *testing.T, h *lab.Host, o lab.FlanneldOptions) {
 	}
 }
 
-// TestBackendMigrationJoin adds hosts to a network in the middle of a migration: one while the others
-// change their routes, and one while they finish.
+// TestBackendMigrationJoin checks that hosts can join a network in the middle of a migration, and no packet
+// is lost. One host joins while the others change their routes, and one while they finish.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationJoin(t *testing.T) {
@@ -109,8 +109,8 @@ func TestBackendMigrationAbsentHost(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationStoreOutage takes the store away shortly after each step of a migration has been
-// written, when some hosts may have read it and some not.
+// TestBackendMigrationStoreOutage checks that a migration is completed and loses no packet if the store is
+// unavailable shortly after each step is written, when some hosts may have read the step and some not.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationStoreOutage(t *testing.T) {
@@ -159,9 +159,9 @@ func TestBackendMigrationStoreOutage(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationAborted aborts migrations at different moments: before hosts have read of them,
-// while they publish, while they change their routes, and afterwards. One host does not follow the
-// configuration, as an older version would not, and is never restarted.
+// TestBackendMigrationAborted checks that no packet is lost if migrations are aborted at different moments:
+// before hosts have read of them, while they publish, while they change their routes, and afterwards. One
+// host never follows the configuration, like a host with an older version.
 //
 //stages:rest it makes many migrations, one after the other
 func TestBackendMigrationAborted(t *testing.T) {
@@ -206,8 +206,9 @@ func TestBackendMigrationAborted(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationAbortedLate goes back to the former backend at different moments after the
-// migration was finished: when some hosts may have read of the end and some not, and when all have.
+// TestBackendMigrationAbortedLate checks that no packet is lost if a network goes back to the former backend
+// at different moments after the migration was finished: when some hosts may have read of the end and some
+// not, and when all have.
 //
 //stages:rest it makes many migrations, one after the other
 func TestBackendMigrationAbortedLate(t *testing.T) {

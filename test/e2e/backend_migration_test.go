@@ -36,8 +36,9 @@ func follow(t *testing.T, h *lab.Host) {
 	startOne(t, h, oneByOne())
 }
 
-// migrate writes a configuration with the given backends and makes the hosts follow it, one
-// after the other. next may be empty.
+// migrate writes a configuration with the given backends and restarts the daemons of hosts, one
+// after the other, so that they use it. present and next are JSON objects or arguments of
+// backendConfig. If next is empty, the configuration has no NextBackend.
 func migrate(t *testing.T, l *lab.Lab, present, next string, hosts ...*lab.Host) {
 	t.Helper()
 	config := backendConfig(present)
@@ -65,7 +66,7 @@ func putConfig(t *testing.T, l *lab.Lab, backend string) {
 	}
 }
 
-// configWith returns a network configuration for l. See putConfig.
+// configWith returns the network configuration that putConfig writes.
 func configWith(t *testing.T, l *lab.Lab, backend string) []byte {
 	t.Helper()
 	const placeholder = `"BACKEND"`
@@ -109,8 +110,8 @@ type traffic struct {
 	streams []*stream
 }
 
-// startTraffic starts flows of UDP packets, and a TCP stream in both directions between each two
-// pods.
+// startTraffic starts flows as startFlows does, with at most rate packets per second each, and TCP
+// streams as startStreams does.
 func startTraffic(t *testing.T, l *lab.Lab, rate int) *traffic {
 	t.Helper()
 	return &traffic{flows: startFlows(t, l, rate), streams: startStreams(t, l)}
@@ -142,7 +143,7 @@ func (tr *traffic) expectNoLoss(t *testing.T) {
 	}
 }
 
-// stream is a TCP connection on which each message is sent back.
+// stream is a TCP connection whose far end sends each message back.
 type stream struct {
 	near    net.Conn
 	members sync.WaitGroup
@@ -204,7 +205,8 @@ func (s *stream) run() {
 	}
 }
 
-// stop ends the stream. It returns the number of messages that have come back.
+// stop ends the stream. It returns the number of messages that have come back, and the error that
+// interrupted the stream, if any.
 func (s *stream) stop() (int, error) {
 	close(s.stopped)
 	<-s.ended
@@ -216,7 +218,8 @@ func (s *stream) stop() (int, error) {
 // vni7 is a vxlan backend with another VNI.
 const vni7 = `{"Type":"vxlan","VNI":7}`
 
-// typeOf returns the type of a backend in the arguments of migrate.
+// typeOf returns the type of a backend. The argument is as for migrate; if it is a JSON object, its
+// type must be vxlan.
 func typeOf(backend string) string {
 	switch {
 	case strings.HasPrefix(backend, "{"):
@@ -263,7 +266,7 @@ func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next stri
 			if err := json.Unmarshal([]byte(one.Value), &types); err != nil {
 				return err
 			}
-			if types.BackendType == "" { // as flannel writes it
+			if types.BackendType == "" { // leases of udp have no BackendType, like those of flannel
 				types.BackendType = "udp"
 			}
 			if types.BackendType != present || types.NextBackendType != next {
@@ -289,10 +292,9 @@ func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
 	}
 }
 
-// TestBackendMigration changes the backend of a network whose hosts have traffic, and does not
-// lose a packet: neither while the hosts get the second backend one after the other, nor while
-// they change their routes, nor while the first backend goes. TestAloneBackendMigrationWalk has the other pairs
-// of backends.
+// TestBackendMigration checks that a migration loses no packet: neither while the hosts get the
+// next backend one after the other, nor while they change their routes, nor while they remove the
+// former backend. TestAloneBackendMigrationWalk has the other pairs of backends.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigration(t *testing.T) {
@@ -309,9 +311,9 @@ func TestBackendMigration(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationFollowed changes the backend of a network whose hosts follow the configuration
-// without a restart, all at the same moment, and goes back at the first attempt. TestAloneBackendMigrationWalk has
-// the other pairs of backends.
+// TestBackendMigrationFollowed checks that a migration loses no packet if all hosts follow the
+// configuration at the same moment, without a restart. The first migration is aborted, the second one is
+// finished. TestAloneBackendMigrationWalk has the other pairs of backends.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationFollowed(t *testing.T) {
@@ -342,7 +344,7 @@ func TestBackendMigrationFollowed(t *testing.T) {
 			eventuallyMigrated(t, l, typeOf(tt.to))
 			migrate(t, l, tt.to, "")
 			eventuallyWithout(t, l, tt.left)
-			pause(t, time.Second) // in which removed devices are missed, if anything uses them
+			pause(t, time.Second) // packets that still need a removed device are lost in this time
 			tr.expectNoLoss(t)
 			expectMatrix(t, l)
 			for _, h := range l.Hosts() {
@@ -355,7 +357,7 @@ func TestBackendMigrationFollowed(t *testing.T) {
 }
 
 // TestVMBackendMigration is TestBackendMigration with backends that need modules of the kernel.
-// TestVMBackendMigrationWalk has the ways back.
+// TestVMBackendMigrationWalk has the opposite directions.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMBackendMigration(t *testing.T) {
@@ -381,9 +383,8 @@ type backendMigration struct {
 	families []prefix.Family
 	left     string // part of the kernel's state while the former backend exists
 	rate     int    // packets per second of each flow
-	strict   bool   // hosts check the sources of packets strictly
-	// restartsLose is set if a restart of a daemon whose packets travel by the next backend loses
-	// packets.
+	strict   bool   // whether hosts use the strict reverse path filter
+	// restartsLose is set if a restart of a daemon loses packets that travel by the next backend.
 	restartsLose bool
 }
 
@@ -391,7 +392,8 @@ func (m backendMigration) name() string {
 	return m.from + " to " + m.to + " " + familiesName(m.families)
 }
 
-// test migrates and finishes.
+// test migrates a lab of three hosts and finishes the migration. It checks that no packet is lost
+// and that hosts keep the former device until all of them have finished.
 func (m backendMigration) test(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 3, Families: m.families}, backendConfig(m.from))
 	for _, h := range l.Hosts() {
@@ -410,14 +412,14 @@ func (m backendMigration) test(t *testing.T) {
 		tr.expectNoLoss(t)
 	}
 	migrate(t, l, m.to, "", l.Hosts()[:2]...)
-	for _, h := range l.Hosts() { // routes may go, because they are only for sending
+	for _, h := range l.Hosts() { // host-gw has no device, and its routes may go, because a host only sends by them
 		if state := kernelObjects(t, h); strings.HasPrefix(m.left, "flannel") && !strings.Contains(state, m.left) {
 			t.Errorf("%s has removed the former device although one host has not finished: no %q in\n%s", h.Name(), m.left, state)
 		}
 	}
 	follow(t, l.Host(3))
 	eventuallyWithout(t, l, m.left)
-	pause(t, time.Second) // in which removed devices are missed, if anything uses them
+	pause(t, time.Second) // packets that still need a removed device are lost in this time
 	if m.restartsLose {
 		expectMatrix(t, l)
 		return
@@ -425,8 +427,8 @@ func (m backendMigration) test(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestBackendMigrationBack begins a migration, lets all hosts change their routes, and then puts
-// the former configuration back. The second time a host is killed in each phase.
+// TestBackendMigrationBack checks that no packet is lost if the former configuration is put back
+// after all hosts have changed their routes. In the second case a daemon is killed after each step.
 //
 //stages:rest it waits until the devices may go
 func TestBackendMigrationBack(t *testing.T) {
@@ -460,8 +462,8 @@ func TestBackendMigrationBack(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationReturn goes back from the new backend alone, by the configuration with
-// both, to the former one.
+// TestBackendMigrationReturn checks that no packet is lost if hosts that have the next backend alone
+// go back: first to the configuration with both backends, and then to the former backend.
 //
 //stages:rest it waits until the devices may go
 func TestBackendMigrationReturn(t *testing.T) {
@@ -480,8 +482,9 @@ func TestBackendMigrationReturn(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestBackendMigrationInUserspace lets hosts change to backends whose packets the daemon carries,
-// until all of them have changed their routes. Later restarts of the daemon lose packets.
+// TestBackendMigrationInUserspace checks that a migration to a backend in user space loses no packet
+// until all hosts have changed their routes. Later packets are not counted, because the daemon carries
+// them and its restart loses some.
 func TestBackendMigrationInUserspace(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
@@ -505,8 +508,9 @@ func TestBackendMigrationInUserspace(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationBystander leaves out a host, and one on which the next backend cannot start.
-// Both must go on by the present backend, and the others must name them.
+// TestBackendMigrationBystander checks a migration with a host that does not follow it and a host on
+// which the next backend cannot start. The other hosts must continue to send to both by the present
+// backend, and give the reason.
 //
 //stages:rest TestFlannelctlMigrate has a host that does not follow
 func TestBackendMigrationBystander(t *testing.T) {
@@ -515,7 +519,7 @@ func TestBackendMigrationBystander(t *testing.T) {
 	startAll(t, l, oneByOne())
 	blocked, bystander := l.Host(3), l.Host(4)
 	tr := startTraffic(t, l, 300)
-	// WireGuard in user space cannot create its device.
+	// Because of this bridge, WireGuard in user space cannot create its device.
 	if out, err := blocked.Exec(testContext(t), "ip", "link", "add", "flannel-wg", "type", "bridge"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -545,8 +549,9 @@ func TestBackendMigrationBystander(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestBackendMigrationDataLater migrates while a host cannot have data for the next backend. When the
-// reason is gone, the host must publish the data by itself, and must not lose a packet.
+// TestBackendMigrationDataLater migrates while a host cannot write its private key, and so cannot publish
+// data for the next backend. When the cause is gone, the host must publish the data without a restart. No
+// packet may be lost.
 //
 //stages:rest TestFlannelctlMigrate migrates hosts that have published their data
 func TestBackendMigrationDataLater(t *testing.T) {
@@ -555,7 +560,7 @@ func TestBackendMigrationDataLater(t *testing.T) {
 	startAll(t, l, lab.FlanneldOptions{})
 	blocked := l.Host(2)
 	tr := startTraffic(t, l, 300)
-	key := blocked.Path("/var/lib/flannel/wgkey") // in a folder's place the private key cannot be written
+	key := blocked.Path("/var/lib/flannel/wgkey") // a folder with the name of the file prevents writing the private key
 	if err := os.MkdirAll(key, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -587,9 +592,9 @@ func TestBackendMigrationDataLater(t *testing.T) {
 	}
 }
 
-// TestKubeBackendMigration migrates a cluster whose leases are annotations of Nodes, and goes back.
-// The annotations of the present backend must not change in the migration, because flannel reads
-// them. Those of the next one must go with it.
+// TestKubeBackendMigration migrates a cluster whose leases are annotations of Nodes. The annotations
+// of the present backend must not change during the migration, because flannel reads them. After the
+// end of the migration the annotation for the next backend must be gone.
 //
 //stages:rest it starts an API server
 func TestKubeBackendMigration(t *testing.T) {

@@ -30,9 +30,9 @@ func allPairs(backends ...string) []string {
 
 // TestAloneBackendMigrationWalk migrates running networks from each backend to each other one, without a
 // restart of a daemon. All packets arrive, and no TCP stream is interrupted. Most migrations begin while
-// the devices of earlier ones are still there. Each flow has a packet each millisecond, or less if the machine is
-// too slow: two CPUs carry some 11,000 packets per second and their answers, which is more than 1 kHz between each
-// two of the five hosts. The test needs the whole machine for that.
+// the devices of earlier ones are still there. Each flow has 1,000 packets per second, or fewer if the machine is
+// too slow. Two CPUs carry some 11,000 packets per second and their answers, so more than 1,000 between each two of
+// the five hosts. The test needs the whole machine for that.
 //
 //stages:rest it makes many migrations, one after the other
 func TestAloneBackendMigrationWalk(t *testing.T) {
@@ -116,9 +116,9 @@ type migrationWalk struct {
 	longQueues bool
 }
 
-// lengthenQueues gives the TUN devices of the hosts long queues, also those that the daemons create later. All
-// daemons share the CPUs of one machine, so a daemon may wait for one longer than the queue of Linux lasts:
-// 500 packets are 60 ms at 1 kHz between five hosts. Linux drops what comes after them.
+// lengthenQueues gives the TUN devices of the hosts long queues, also the devices that daemons create later. All
+// daemons share the CPUs of one machine. So a daemon may wait for a CPU until Linux's default queue is full: its
+// 500 packets are 60 ms at 1 kHz between five hosts. Linux drops packets that find the queue full.
 func lengthenQueues(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	const packets = 8192
@@ -178,7 +178,7 @@ func (w migrationWalk) test(t *testing.T) {
 			t.Errorf("%s has run %d daemons, want one", h.Name(), n)
 		}
 	}
-	pause(t, time.Second) // in which removed devices are missed, if anything uses them
+	pause(t, time.Second) // packets that still need a removed device are lost in this time
 	sent, took := 0, time.Since(start)
 	for _, f := range tr.flows {
 		sent += f.Stats().Sent
@@ -188,8 +188,8 @@ func (w migrationWalk) test(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// eventuallyFinished waits until all hosts serve with the backend of the given type alone, and have
-// published that.
+// eventuallyFinished waits until all hosts serve with the backend of the given type alone, and their leases
+// have data of this backend only.
 func eventuallyFinished(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -205,7 +205,8 @@ func eventuallyFinished(t *testing.T, l *lab.Lab, backend string) {
 	expectPeersProgrammed(t, l)
 }
 
-// leftBy returns texts that kernels show as long as they have objects of backends other than last.
+// leftBy returns a text for each backend whose objects differ from those of last. The kernel shows the text
+// as long as it has objects of the backend.
 func leftBy(backends []string, last string) []string {
 	texts := map[string]string{
 		"vxlan": "flannel.1:", vni7: "flannel.7:", "host-gw": ".0/24 via 192.168.77", "udp": "flannel0", udpKernel: "flannel0",

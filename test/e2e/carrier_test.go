@@ -55,7 +55,8 @@ func TestCarrierFlaps(t *testing.T) {
 		}
 	}
 	for flap := range 3 {
-		// Routes that were written without a carrier do not use nexthop objects: write all anew.
+		// Routes that the daemon wrote without a carrier do not use nexthop objects. Delete all
+		// routes, so that the daemon writes them again.
 		p.run(t, "ip route show proto 98 | sed 's/ .*//; s/^/route del /' | ip -batch -")
 		inPlace(fmt.Sprintf("flap %d, before the loss of the carrier", flap+1))
 		if through := strings.Count(p.run(t, "ip route show proto 98"), " nhid "); through < peers/2 {

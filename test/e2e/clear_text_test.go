@@ -19,7 +19,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// marker is what sendMarkers sends.
+// marker is the payload of the packets that sendMarkers sends.
 const marker = "this packet is not encrypted"
 
 // sendMarkers makes a pod send packets to another one, in all families of the lab, until the test ends
@@ -68,8 +68,8 @@ func captureSent(t *testing.T, h *lab.Host) *capture {
 }
 
 // captureFrames calls on, from one goroutine, for each frame that a host sends through eth0, until the test
-// ends. The frame is valid until on returns. A capture that misses frames fails the test. captureFrames
-// returns a function that returns an error while frames wait for on.
+// ends. The frame is valid until on returns. A capture that misses frames fails the test. drained returns an
+// error while the socket has frames for which on has not been called yet.
 func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) (drained func() error) {
 	t.Helper()
 	fd := -1
@@ -120,8 +120,8 @@ func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) (drained fu
 	}
 }
 
-// TestBackendMigrationEndsClearText migrates from vxlan to wireguard. When a host's flannelctl says that
-// no packet leaves it in clear text, a capture must agree.
+// TestBackendMigrationEndsClearText migrates from vxlan to wireguard. As soon as flannelctl on a host says
+// that no packet to a peer leaves the host in clear text, a capture on the host must find none.
 //
 //stages:rest it makes one more migration
 func TestBackendMigrationEndsClearText(t *testing.T) {
@@ -129,7 +129,7 @@ func TestBackendMigrationEndsClearText(t *testing.T) {
 	testClearTextEnds(t, userspace)
 }
 
-// TestVMBackendMigrationEndsClearText does the same with the kernel's WireGuard.
+// TestVMBackendMigrationEndsClearText is TestBackendMigrationEndsClearText with the kernel's WireGuard.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMBackendMigrationEndsClearText(t *testing.T) {

@@ -37,7 +37,8 @@ func (v *cloudBed) takeRole(host int) {
 	v.metadata[host-1].Store(&without)
 }
 
-// expectLeader waits until all hosts name the same leader, which is not without, and returns its number.
+// expectLeader waits until all hosts except host number without name the same leader, and one of them leads.
+// It returns the number of that host. With 0 for without, it asks all hosts. It fails the test after limit.
 func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	v.t.Helper()
 	within(v.t, limit, "a leader", func() error {
@@ -66,7 +67,7 @@ func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	return leader
 }
 
-// expectCalls expects that calls of a host have succeeded, or none.
+// expectCalls fails the test unless want says whether calls of a host to the cloud have succeeded.
 func (v *cloudBed) expectCalls(host int, want bool) {
 	v.t.Helper()
 	_, body := getStatus(v.t, v.Host(host), "/metrics", "")
@@ -75,8 +76,8 @@ func (v *cloudBed) expectCalls(host int, want bool) {
 	}
 }
 
-// testLeader has three hosts of which only the first two have rights. The leader ends while packets flow,
-// and the other host takes over.
+// testLeader checks a cloud with three hosts, of which only the first two have rights. If the leader stops
+// while packets flow, the other host with rights must take over, and no packet may be lost.
 func (v *cloudBed) testLeader() {
 	t := v.t
 	t.Helper()
@@ -110,7 +111,7 @@ func (v *cloudBed) testLeader() {
 	}
 	expectNothingLost(t, flows)
 
-	// The new leader repairs the routes to all hosts, also to the one whose daemon has ended.
+	// The new leader repairs the routes to the hosts whose daemons run.
 	for i := 1; i <= 3; i++ {
 		if i == leader {
 			continue
@@ -142,8 +143,8 @@ func TestGCELeader(t *testing.T) {
 	v.testLeader()
 }
 
-// TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. Nothing is lost
-// and nothing is removed. A host without rights says so while no other host leads.
+// TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. No packet may be
+// lost, and no call may change the cloud. A host without rights gives the reason while no host leads.
 //
 //stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCLeader stops one
 func TestCloudLeaderIsKilled(t *testing.T) {
@@ -178,7 +179,7 @@ func TestCloudLeaderIsKilled(t *testing.T) {
 	}
 	expectReady(t, third)
 
-	// The store goes away for longer than a term. The leader gives its task up.
+	// The store is unavailable for longer than a term. The leader must give its task up.
 	v.Etcd().Kill()
 	within(t, time.Minute, "the end of the term", func() error {
 		if c := statusOf(t, v.Host(3-leader)).Network.Cloud; c.Leading {
@@ -200,7 +201,8 @@ func TestCloudLeaderIsKilled(t *testing.T) {
 	v.deleteRoute(dst)
 	v.expectRoute(dst, 3)
 
-	// The leader loses its right, like all hosts. It gives its task up, and the hosts name the right.
+	// All hosts lose the right to put routes. The leader names the right. When the right is back, a
+	// leader must put the route.
 	missing := "permission " + v.deny(true) + " is missing"
 	v.deleteRoute(dst)
 	expectReason(t, v.Host(now).Daemon(), missing)

@@ -18,27 +18,32 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// testCloud is the server of a cloud. It is an http.Handler for the calls of its API.
+// testCloud simulates a cloud with instances and a route table. Its http.Handler answers the
+// calls of the cloud's API. The numbers of hosts begin with 1, like those of the lab.
 type testCloud interface {
 	http.Handler
-	// add adds the instance with that number for a host. It returns its metadata service.
+	// add adds the instance with the given number, on which a host runs. It returns the metadata
+	// service of the instance.
 	add(number, host int, addresses []netip.Addr) http.Handler
 	end(number int)
-	// env returns the variables of a daemon for which the API has that address.
+	// env returns the environment variables with which a daemon calls the API at the address api,
+	// and the metadata service at metadataAddress.
 	env(api string) []string
 	table() string
 	target(number int) string
-	// routeTo returns the target of the route to dst; ok is false if there is none.
+	// routeTo returns the target of the route to dst; ok is false if there is no such route.
 	routeTo(dst netip.Prefix) (target string, ok bool)
 	deleteRoute(dst netip.Prefix)
-	// addRoute adds a route as an operator does.
+	// addRoute adds a route to the instance with the given number, as an operator does.
 	addRoute(dst netip.Prefix, number int)
-	// forwarding returns the destinations of pods to which routers deliver packets, with the
-	// addresses of the instance for each.
+	// forwarding returns the routes that the routers of the cloud use: for each destination the
+	// addresses of the instance that gets the packets.
 	forwarding() map[netip.Prefix][]netip.Addr
-	// restricted returns the addresses of the instances that may only send packets with them.
+	// restricted returns the addresses of the instances whose source addresses the cloud checks:
+	// it drops their packets from other addresses, such as those of pods.
 	restricted() []netip.Addr
-	// deny takes the right to put routes away, or gives it back. missing is the name of the right.
+	// deny takes the right to put routes away from all hosts, or gives it back if denied is false.
+	// missing is the name of the right.
 	deny(denied bool) (missing string)
 	SetAway(away bool)
 	Throttle(calls int)
@@ -49,13 +54,13 @@ type testCloud interface {
 	secrets() []string
 }
 
-// subnetTables is what the clouds have in common that have a table for each subnet.
+// subnetTables is the common part of the clouds that have a route table for each subnet.
 type subnetTables struct {
 	*vpctest.State
-	instance func(number int) string // target of an instance
-	removal  string                  // call that deletes routes
-	creation string                  // call that makes them
-	right    string                  // to make them
+	instance func(number int) string // returns the target of the routes to an instance
+	removal  string                  // name of the call that deletes a route
+	creation string                  // name of the call that makes a route
+	right    string                  // name of the right to make routes
 }
 
 func (c subnetTables) end(number int) { c.Terminate(fmt.Sprintf("i-%d", number)) }
@@ -102,28 +107,29 @@ func (c subnetTables) deletions() int { return c.Succeeded(c.removal) }
 
 func (subnetTables) secrets() []string { return []string{vpctest.Secret, vpctest.Token} }
 
-// cloudBed is a lab whose router has the routes of a table of a cloud. Each host is on a network
-// of its own, so that packets to pods pass the router.
+// cloudBed is a lab whose router has the routes of a table of a cloud. Each host is in an L2
+// segment of its own, so that packets to pods pass the router.
 type cloudBed struct {
 	*lab.Lab
 	testCloud
 	t             *testing.T
-	api, metadata []*atomic.Pointer[http.Handler] // of each host
+	api, metadata []*atomic.Pointer[http.Handler] // servers of each host, the first one of host 1
 }
 
 const (
 	metadataAddress = "127.0.0.1:8169"
-	apiAddress      = "127.0.0.1:8443" // daemons send tokens to other hosts only by https
+	apiAddress      = "127.0.0.1:8443" // on loopback, because daemons send tokens to other hosts only by HTTPS
 )
 
-// newCloudBed builds a cloud with as many instances as hosts, and a network with that Backend object. It
-// starts no daemons.
+// newCloudBed builds a lab whose hosts are instances of the cloud c. The network configuration has the
+// given Backend object. newCloudBed starts no daemons.
 func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backend string, c testCloud) *cloudBed {
 	t.Helper()
 	return newCloudBedOn(t, newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, backend), c)
 }
 
-// newCloudBedOn builds a cloud for the hosts of a lab, of which each is on a network of its own.
+// newCloudBedOn makes the hosts of a lab instances of the cloud c. Each host must be in an L2 segment of
+// its own.
 func newCloudBedOn(t *testing.T, l *lab.Lab, c testCloud) *cloudBed {
 	t.Helper()
 	v := &cloudBed{Lab: l, testCloud: c, t: t}
@@ -139,7 +145,8 @@ func newCloudBedOn(t *testing.T, l *lab.Lab, c testCloud) *cloudBed {
 	return v
 }
 
-// serve serves an address of a host. The result is what answers there.
+// serve answers HTTP requests to an address of a host until the test ends, with the handler that the
+// result contains at that time. The caller must store a handler before the first request.
 func (v *cloudBed) serve(n *lab.Namespace, address string) *atomic.Pointer[http.Handler] {
 	v.t.Helper()
 	now := &atomic.Pointer[http.Handler]{}
@@ -154,13 +161,14 @@ func (v *cloudBed) serve(n *lab.Namespace, address string) *atomic.Pointer[http.
 	return now
 }
 
-// setServers gives a host other servers of the API and of metadata.
+// setServers replaces the servers that a host finds at apiAddress and metadataAddress.
 func (v *cloudBed) setServers(host int, api, metadata http.Handler) {
 	v.api[host-1].Store(&api)
 	v.metadata[host-1].Store(&metadata)
 }
 
-// setInstance makes a host the instance with that number, which it adds.
+// setInstance adds the instance with the given number to the cloud, and makes it the instance of a host:
+// the host's metadata service describes it.
 func (v *cloudBed) setInstance(host, number int) {
 	var addresses []netip.Addr
 	for _, f := range v.Families() {
@@ -174,8 +182,8 @@ func (v *cloudBed) options() lab.FlanneldOptions {
 	return lab.FlanneldOptions{Args: []string{"--resync=2s"}, Env: v.env(apiAddress)}
 }
 
-// route makes the router follow the table until ctx ends. From restricted instances it takes only
-// packets with their addresses.
+// route makes the router follow the table until ctx ends. If an instance is restricted, the router
+// drops its packets from other source addresses than its own.
 func (v *cloudBed) route(ctx context.Context) {
 	have := map[netip.Prefix]string{}
 	checked := ""
@@ -220,7 +228,7 @@ func (v *cloudBed) route(ctx context.Context) {
 	}
 }
 
-// hostAt returns the number of the host that has an address.
+// hostAt returns the number of the host that has an address, or 0 if there is none.
 func (v *cloudBed) hostAt(a netip.Addr) int {
 	return 1 + slices.IndexFunc(v.Hosts(), func(h *lab.Host) bool {
 		return slices.Contains([]netip.Addr{h.Addr(prefix.IPv4), h.Addr(prefix.IPv6)}, a)
@@ -233,7 +241,7 @@ func (v *cloudBed) subnetOf(host int) netip.Prefix {
 	return statusOf(v.t, v.Host(host)).Lease.Subnets[0]
 }
 
-// expectRoute waits until the table leads to the instance with that number.
+// expectRoute waits until the route to dst leads to the instance with the given number.
 func (v *cloudBed) expectRoute(dst netip.Prefix, instance int) {
 	v.t.Helper()
 	eventually(v.t, fmt.Sprintf("a route %s to instance %d", dst, instance), func() error {
@@ -255,7 +263,7 @@ func expectReason(t *testing.T, d *lab.Daemon, text string) {
 	})
 }
 
-// expectNoSecrets searches everything that a host shows for the secrets of its instance.
+// expectNoSecrets fails the test if a secret of the cloud is in a daemon's log, status or metrics.
 func (v *cloudBed) expectNoSecrets() {
 	v.t.Helper()
 	for _, h := range v.Hosts() {
@@ -277,7 +285,7 @@ func (v *cloudBed) expectNoSecrets() {
 	}
 }
 
-// expectLeaseCount fails the test unless the store has that many leases.
+// expectLeaseCount fails the test unless the store has want leases.
 func expectLeaseCount(t *testing.T, l *lab.Lab, want int) {
 	t.Helper()
 	leases, err := l.Leases(testContext(t))
@@ -286,7 +294,7 @@ func expectLeaseCount(t *testing.T, l *lab.Lab, want int) {
 	}
 }
 
-// stop stops the daemon of a host.
+// stop stops the daemon of a host, and fails the test unless its exit code is 0.
 func (v *cloudBed) stop(host int) {
 	v.t.Helper()
 	if code, err := v.Host(host).Daemon().Stop(testContext(v.t)); code != 0 || err != nil {
@@ -294,8 +302,8 @@ func (v *cloudBed) stop(host int) {
 	}
 }
 
-// expectPods checks that pods reach each other with the full MTU, and without a tunnel or a route
-// on a host. call is the call that puts a route.
+// expectPods starts daemons and pods, and checks that pods reach each other with the full MTU. A
+// host must have no routes to pods of other hosts. call is the name of the call that puts a route.
 func (v *cloudBed) expectPods(call string) {
 	t := v.t
 	t.Helper()
@@ -357,8 +365,8 @@ func (v *cloudBed) testRestart() {
 	}
 }
 
-// expectOutageLogged checks that a host has logged an outage of the cloud once. Only if the outage began after
-// the first call of a comparison, which finds the host, has the next comparison another line, for that call.
+// expectOutageLogged checks that a host has logged an outage of the cloud once. If the outage began in the middle
+// of a comparison, another line is allowed: the next comparison fails at its first call, which finds the host.
 func (v *cloudBed) expectOutageLogged(host int) {
 	t := v.t
 	t.Helper()
@@ -372,8 +380,9 @@ func (v *cloudBed) expectOutageLogged(host int) {
 	}
 }
 
-// testFaults causes faults of the cloud one after the other, on four hosts between which packets
-// flow. It returns the number of the calls that have deleted a route.
+// testFaults causes faults of the cloud one after the other. flanneld must keep the leases and
+// repair the routes. The cloudBed must have four hosts; host 4 starts late. testFaults returns the
+// number of routes that calls have deleted.
 func (v *cloudBed) testFaults() (deleted int) {
 	t := v.t
 	t.Helper()
@@ -387,7 +396,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 		}
 	}
 
-	// The cloud does not answer for several comparisons, and then only that there are too many calls.
+	// The cloud does not answer for several comparisons. Then it refuses five calls as too many.
 	flows := startFlows(t, v.Lab, 100)
 	v.SetAway(true)
 	expectReason(t, v.Host(1).Daemon(), "the cloud does not answer")
@@ -412,7 +421,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 		return nil
 	})
 
-	// Host 2 loses its right. It keeps its lease and its route, also over a restart.
+	// All hosts lose the right to put routes. Host 2 keeps its lease and its route, also over a restart.
 	missing := "permission " + v.deny(true) + " is missing"
 	v.stop(2)
 	startOne(t, v.Host(2), v.options())
@@ -429,18 +438,18 @@ func (v *cloudBed) testFaults() (deleted int) {
 	v.expectRoute(of2, 2)
 	expectMatrix(t, v.Lab)
 
-	// A table without place for a new host. The others are not affected.
+	// The table has no place for the route of a new host. The host gives the limit and the route.
 	v.setQuota(3)
 	fourth := start(t, v.Host(4), v.options())
 	expectReason(t, fourth, "has reached its limit of 3 routes")
 	expectReason(t, fourth, fmt.Sprintf("put route %s to %s in table %s", v.subnetOf(4), v.target(4), v.table()))
 	expectReason(t, fourth, "or set Backend.Overflow")
-	v.setQuota(5) // one more is needed for a replacement, in some clouds
+	v.setQuota(5) // four routes, and one more because some clouds need it to replace a route
 	expectReady(t, fourth)
 	of4 := v.subnetOf(4)
 	v.expectRoute(of4, 4)
 
-	// The instance of host 3 is replaced. Its route, which leads to nowhere, is replaced.
+	// Another instance replaces that of host 3. The old route leads nowhere. flanneld replaces it.
 	of3 := v.subnetOf(3)
 	v.stop(3)
 	v.end(3)
@@ -449,7 +458,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 	v.expectRoute(of3, 33)
 	expectMatrix(t, v.Lab)
 
-	// Host 4 ends for good. Its route goes with its lease, and no other does.
+	// Host 4 ends for good. The other hosts remove its route when its lease is gone, and no other route.
 	v.stop(4)
 	v.end(4)
 	pause(t, 5*time.Second) // several comparisons, while its lease lasts
@@ -459,7 +468,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 	outside := netip.MustParsePrefix("10.99.0.0/24")
 	v.addRoute(outside, 4)
 	c, key := etcdClient(t, v.Lab), subnets+strings.ReplaceAll(of4.String(), "/", "-")
-	putKey(t, c, subnets+"10.5.210.0-24", "unreadable") // of a host that flanneld does not know
+	putKey(t, c, subnets+"10.5.210.0-24", "unreadable") // until it is readable, daemons must delete no route
 	if _, err := c.Delete(testContext(t), key); err != nil {
 		t.Fatal(err)
 	}

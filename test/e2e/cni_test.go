@@ -41,11 +41,11 @@ type cni struct {
 }
 
 // manifestDelegate is the delegate configuration that flannel's manifests install. It switches the
-// plugin's masquerading off, because flanneld of such a manifest masquerades.
+// plugin's masquerading off, because the manifests start flanneld with masquerading.
 const manifestDelegate = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
 
 // newCNI returns a container runtime with the network configuration that flannel's manifests
-// install. keys are JSON keys for flannel's plugin.
+// install. version is the version of CNI. keys are JSON keys with values for flannel's plugin.
 func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	t.Helper()
 	from := debianPlugins
@@ -200,8 +200,9 @@ func TestCNI(t *testing.T) {
 	}
 }
 
-// expectAttached executes CHECK for all pods, which must fail after a pod has lost its
-// address, and then DEL. checks is false for versions of CNI without CHECK.
+// expectAttached executes CHECK for all pods, before and after it deletes their addresses: the
+// second CHECK must fail. Then it executes DEL, which must leave nothing. checks is false for
+// versions of CNI without CHECK.
 func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 	t.Helper()
 	for _, c := range runtimes {

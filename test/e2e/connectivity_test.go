@@ -65,7 +65,7 @@ func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	}
 }
 
-// expectMTUTo checks the same for packets from one pod to one address.
+// expectMTUTo is expectMTU for packets from one pod to one address.
 func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 	t.Helper()
 	fits := ping.Options{Size: mtu, DontFragment: true}

@@ -28,7 +28,7 @@ const dockerPort = 80
 // TestDocker checks the setups of docker.md with Docker's own code, which creates its bridge,
 // its rules and a container on each of two hosts. With a complete setup containers reach each
 // other. With an incomplete one flannelctl doctor must name the missing settings. Hosts outside
-// the network may reach unpublished ports only in the setups of which the page says so.
+// the network may reach unpublished ports only in the setups for which docker.md says so.
 //
 //stages:rest it needs a component of Docker, which takes minutes to build
 func TestDocker(t *testing.T) {
@@ -174,9 +174,9 @@ func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	return string(text)
 }
 
-// expectUnreachable checks that from cannot reach a port of to that is not published. It first
-// waits until from's host reaches the bridge of to, which has the first address of the subnet, so
-// that a missing route is not the cause.
+// expectUnreachable checks that the pod from, which is on host, cannot reach an unpublished port
+// of the pod to. First it waits until host reaches the bridge of to, so that a missing route is
+// not the cause. The bridge has the address before that of to.
 func expectUnreachable(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 	t.Helper()
 	eventually(t, "the host reaches the bridge", func() error {

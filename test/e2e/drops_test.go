@@ -17,12 +17,12 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// tracing is where the guest of test/vm has the trace of the packets that its kernel drops.
-// Other machines do not trace them.
+// tracing is the folder in which the guest of test/vm has the trace of the packets that its kernel
+// drops. Other machines do not trace them.
 const tracing = "/sys/kernel/tracing"
 
 // droppedBetween returns which packets the kernel dropped between two times, for the message of a test
-// that has missed packets. It is empty outside the guest of test/vm.
+// that has missed packets. The result is empty outside the guest of test/vm.
 func droppedBetween(from, to time.Time) string {
 	if !emulated() {
 		return ""
@@ -35,7 +35,7 @@ func droppedBetween(from, to time.Time) string {
 }
 
 // sessions returns the times of the last handshakes of WireGuard in the kernel with all peers, and the
-// bytes received from them and sent to them. It is empty if the hosts have no such device.
+// bytes received from them and sent to them. The result is empty if the hosts have no such device.
 func sessions(t *testing.T, l *lab.Lab) (text string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -48,10 +48,10 @@ func sessions(t *testing.T, l *lab.Lab) (text string) {
 	return text
 }
 
-// kernelDrops returns the functions of the kernel that dropped packets between two times, each with the
-// number of packets before it and their EtherType behind it. They are those of all network namespaces of
-// the guest. An EtherType of 0 is a netlink message that the kernel frees. The kernel does not print the
-// reason for a drop if it prints the addresses of functions.
+// kernelDrops returns which functions of the kernel dropped packets between two times, in all network
+// namespaces of the guest. Each text has the number of packets, the function and the EtherType. An EtherType
+// of 0 is a netlink message that the kernel frees. The kernel does not print the reason for a drop if it
+// prints the addresses of functions.
 func kernelDrops(from, to time.Time) ([]string, error) {
 	trace, err := os.ReadFile(tracing + "/trace")
 	if err != nil {
@@ -123,7 +123,8 @@ func kernelSymbols() (symbols, error) {
 	return all, lines.Err()
 }
 
-// of returns the name of the function that contains an address, which is a hexadecimal number.
+// of returns the name of the function that contains location, a hexadecimal address. It returns location if
+// no function is known.
 func (s symbols) of(location string) string {
 	address, err := strconv.ParseUint(strings.TrimPrefix(location, "0x"), 16, 64)
 	i, _ := slices.BinarySearchFunc(s, address, func(one symbol, address uint64) int { return cmp.Compare(one.address, address) })

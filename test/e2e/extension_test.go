@@ -48,8 +48,8 @@ func extensionConfig(t *testing.T, commands map[string]any) string {
 	return string(text)
 }
 
-// expectCalls waits until the commands that ran on the host since the last call are exactly the
-// wanted ones.
+// expectCalls waits until the record of a host contains exactly the wanted commands, and then
+// clears the record.
 func expectCalls(t *testing.T, h *lab.Host, want ...string) {
 	t.Helper()
 	eventually(t, "commands on "+h.Name(), func() error {
@@ -73,9 +73,9 @@ func clearCalls(t *testing.T, h *lab.Host) {
 	}
 }
 
-// TestExtension checks a network of commands: restarts run no command and lose no packet,
-// changes of a lease run the right commands, also while the daemon is down, and data of a
-// hostile lease is not executed.
+// TestExtension checks the backend extension: restarts run no command and lose no packet,
+// changes of a lease run the right commands, also if the daemon was down meanwhile, and the shell
+// does not execute data of a hostile lease.
 func TestExtension(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extensionVXLANConfig(t))

@@ -57,7 +57,8 @@ func testFaults(t *testing.T, backend string, survives bool) {
 	own := subnets + leaseOf(t, l, one).Key
 	removeKey(t, c, own)
 	expectLog(t, one.Daemon(), "own lease was gone, taken again")
-	// The peer removes its routes for a moment. When it reports a later event, it has done so.
+	// Host 2 removes its routes to host 1 for a moment. When it has refused a later lease, it has
+	// done so, because it handles leases in order.
 	const later = "10.5.204.0-24"
 	putKey(t, c, subnets+later, `{"PublicIP":"192.168.77.204","BackendType":"pigeon"}`)
 	expectLog(t, l.Host(2).Daemon(), fmt.Sprintf(`"lease refused" lease=%q`, later))

@@ -105,8 +105,8 @@ func (p programs) run(t *testing.T) []string {
 	return strings.FieldsFunc(string(text), func(r rune) bool { return r == '\n' })
 }
 
-// masqueradeConfig returns a dual-stack network configuration with NonMasqueradeCIDRs. keys
-// replace or add keys of it.
+// masqueradeConfig returns a dual-stack network configuration with NonMasqueradeCIDRs. keys are
+// added to it, or replace its keys.
 func masqueradeConfig(keys map[string]any) json.RawMessage {
 	config := map[string]any{
 		"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": map[string]any{"Type": "vxlan"},

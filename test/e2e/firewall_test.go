@@ -29,7 +29,7 @@ func TestMasquerade(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueradeConfig(nil)}, "")
 			startAll(t, l, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
-			expectConverged(t, l) // before makeOutside, whose routes also lead to the pods
+			expectConverged(t, l) // before addOutsideAddresses, after which the router also has routes to the pods
 			addOutsideAddresses(t, l)
 			host, pod, far := l.Host(1), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
 			nft(t, host.Namespace, `table inet marker {
@@ -738,9 +738,9 @@ func TestWithoutBridgeNetfilter(t *testing.T) {
 	}
 }
 
-// TestServicesOnABridge checks the reason for that warning: with the rules of kube-proxy, in
-// both of its modes, a pod reaches a service that a pod on the same bridge serves only if
-// bridged packets pass netfilter.
+// TestServicesOnABridge checks the reason for the warning about br_netfilter: with the rules of
+// kube-proxy, in both of its modes, a pod reaches a service that a pod on the same bridge serves
+// only if bridged packets pass netfilter.
 func TestServicesOnABridge(t *testing.T) {
 	t.Parallel()
 	const service = "10.96.0.10"

@@ -27,7 +27,8 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 }
 
 // watchFlannelctl runs flannelctl until the test ends. expect waits for a line that consists of a
-// time, sign and want. The line must come after the one of the previous call.
+// time, sign and the texts of want. The line must come after the line that the previous call of
+// expect has found.
 func watchFlannelctl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
 	out, err := os.Create(filepath.Join(t.TempDir(), "out"))
@@ -170,8 +171,8 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	expectFlannelctlFails(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
-// freeSubnet returns a subnet that hosts can get, and its key. None of these hosts, which choose
-// at random, has it.
+// freeSubnet returns a subnet that a host can get, and its key. None of the given hosts has it.
+// Hosts choose subnets at random, so any subnet may be taken.
 func freeSubnet(t *testing.T, hosts ...*lab.Host) (subnet, key string) {
 	t.Helper()
 	var taken []string
@@ -186,8 +187,8 @@ func freeSubnet(t *testing.T, hosts ...*lab.Host) (subnet, key string) {
 	}
 }
 
-// TestFlannelctlMovesAHost checks that a running host keeps its subnet if another one is reserved
-// for it, and takes the reserved one at its next start.
+// TestFlannelctlMovesAHost checks that a running host keeps its subnet if another subnet is
+// reserved for it, and takes the reserved subnet at its next start.
 //
 //stages:rest TestFlannelctlOnLeases changes leases
 func TestFlannelctlMovesAHost(t *testing.T) {
@@ -281,8 +282,8 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 	expectFlannelctl(t, h, []string{"config", "get"}, "10.9.0.0/16")
 }
 
-// TestFlannelctlStatus checks the status of a daemon that is ready, of one on another host, of
-// one without etcd, and of none.
+// TestFlannelctlStatus checks the output of status for a ready daemon, for a daemon on another
+// host, for a daemon without etcd, and if no daemon runs.
 func TestFlannelctlStatus(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -310,7 +311,7 @@ func TestFlannelctlStatus(t *testing.T) {
 	expectFlannelctlFails(t, a, []string{"status"}, "not ready", "away")
 }
 
-// TestFlannelctlCheck checks that check finds no fault in a network without one, and names the
+// TestFlannelctlCheck checks that check reports no fault if nothing is dropped, and names the
 // right layer if packets are dropped.
 func TestFlannelctlCheck(t *testing.T) {
 	t.Parallel()

@@ -22,10 +22,10 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// followed is the line of the log after a change of the configuration.
+// followed is the message that a daemon logs after it has followed a change of the configuration.
 const followed = "the network uses the changed configuration"
 
-// edits writes network configurations, and knows how many the daemons should have followed.
+// edits writes network configurations, and counts the changes that each daemon must have followed.
 type edits struct {
 	t    *testing.T
 	lab  *lab.Lab
@@ -64,7 +64,8 @@ func (e *edits) expectFollowed() {
 	expectPeersProgrammed(e.t, e.lab)
 }
 
-// dualConfig returns a dual-stack network configuration with more keys.
+// dualConfig returns a dual-stack network configuration. more contains further keys, each after a
+// comma. backend is a JSON object.
 func dualConfig(more, backend string) string {
 	return fmt.Sprintf(`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:5::/48"%s,"Backend":%s}`, more, backend)
 }
@@ -180,9 +181,9 @@ func TestConfigurationFollowedInUserspace(t *testing.T) {
 	}
 }
 
-// TestConfigurationFollowedAfterAMove changes the configuration of hosts whose external interface has
-// changed before, so that their first session has ended. Rules alone change first, and then the
-// backend. Peers that come later must be served.
+// TestConfigurationFollowedAfterAMove changes the configuration after the external interface of a host
+// has changed, so that the host's first session has ended. The first change affects only traffic rules,
+// the second one the backend. The host must serve a peer that joins in between.
 func TestConfigurationFollowedAfterAMove(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
@@ -225,7 +226,7 @@ func TestConfigurationFollowedAfterAMove(t *testing.T) {
 	put("", `{"Type":"vxlan","VNI":7}`)
 	expectPeersProgrammed(t, l)
 	expectInOutput(t, h, "ip link", "flannel.7")
-	pause(t, 2*time.Second) // in which a session that was forgotten would repair its objects
+	pause(t, 2*time.Second) // a former session that still runs would restore its objects in this time
 	if state := kernelObjects(t, h); strings.Contains(state, "flannel.1:") {
 		t.Errorf("the former device is back:\n%s", state)
 	}
@@ -234,8 +235,8 @@ func TestConfigurationFollowedAfterAMove(t *testing.T) {
 	}
 }
 
-// TestConfigurationFollowed changes what needs other kernel objects or another lease. Afterwards all
-// pods reach each other, and nothing of the former configuration is left.
+// TestConfigurationFollowed makes changes that need other kernel objects or another lease. After each
+// change all pods must reach each other, and nothing of the former configuration may be left.
 //
 //stages:rest it makes many changes, one after the other
 func TestConfigurationFollowed(t *testing.T) {
@@ -290,8 +291,8 @@ func TestConfigurationFollowed(t *testing.T) {
 	}
 }
 
-// TestConfigurationEnablesIPv6 adds the second family to a network, and removes it again. No packet of
-// the first one may be lost, and all hosts keep their IPv4 subnets.
+// TestConfigurationEnablesIPv6 adds IPv6 to an IPv4 network, and removes it again. No IPv4 packet may be
+// lost, and all hosts must keep their IPv4 subnets.
 func TestConfigurationEnablesIPv6(t *testing.T) {
 	t.Parallel()
 	const one = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
@@ -332,8 +333,8 @@ func TestConfigurationEnablesIPv6(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// expectNothingOf waits until the kernel shows none of the texts, and the state file lists nothing
-// to remove.
+// expectNothingOf waits until the host's kernel shows none of the texts, and its state file lists no
+// objects to remove.
 func expectNothingOf(t *testing.T, h *lab.Host, texts ...string) {
 	t.Helper()
 	eventually(t, h.Name()+" has no objects of the former configuration", func() error {
@@ -348,15 +349,16 @@ func expectNothingOf(t *testing.T, h *lab.Host, texts ...string) {
 	expectNoFormer(t, h)
 }
 
-// TestConfigurationRejected writes configurations that cannot be used. All packets arrive, except if
-// the backend does not start in another network. The daemons stay ready and give the reason, and they follow the next usable configuration.
+// TestConfigurationRejected writes configurations that cannot be used. No packet may be lost, except
+// with the last one, which has another Network and a backend that does not start. The daemons must stay
+// ready, give the reason, and follow the next usable configuration.
 func TestConfigurationRejected(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
 	flows := startFlows(t, l, fast)
 	h := l.Host(1)
-	for _, h := range l.Hosts() { // ipip does not start
+	for _, h := range l.Hosts() { // prevents the backend ipip from starting
 		if out, err := h.Exec(testContext(t), "ip", "link", "add", "flannel.ipip", "type", "bridge"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
@@ -375,8 +377,8 @@ func TestConfigurationRejected(t *testing.T) {
 		switch i {
 		case 4: // the only subnet belongs to another host
 			putKey(t, etcdClient(t, l), subnets+"10.6.1.0-24", `{"PublicIP":"192.0.2.9","BackendType":"vxlan"}`)
-		case 6: // the lease in another network is in the store before the backend fails
-			pause(t, time.Second) // for packets that a late pass would lose
+		case 6: // packets may be lost: the lease in the other Network is in the store before the backend fails
+			pause(t, time.Second) // a late pass would lose packets in this time
 			expectNothingLost(t, flows)
 		}
 		if err := l.PutNetwork(testContext(t), json.RawMessage(step.config)); err != nil {
@@ -422,8 +424,8 @@ func TestConfigurationRejected(t *testing.T) {
 
 // TestConfigurationRejectedAtAStart restarts a daemon while the store has a configuration that cannot
 // be used. The host must go on with the former one as if it had not been restarted: it keeps its
-// lease, learns of new peers, gives the reason, and follows the next usable configuration. All packets
-// arrive, except if the backend does not start.
+// lease, learns of new peers, gives the reason, and follows the next usable configuration. No packet may
+// be lost, except with the first configuration, whose backend does not start.
 //
 //stages:rest TestConfigurationRejected refuses configurations while the daemon runs
 func TestConfigurationRejectedAtAStart(t *testing.T) {
@@ -440,7 +442,7 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 		}
 	}
 	had := leases(t, l)
-	for _, h := range l.Hosts() { // ipip does not start
+	for _, h := range l.Hosts() { // prevents the backend ipip from starting
 		if out, err := h.Exec(testContext(t), "ip", "link", "add", "flannel.ipip", "type", "bridge"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
@@ -456,7 +458,7 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 		{`{"Network":`, "invalid network configuration"},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlam"}}`, "unknown backend type"},
 	} {
-		if i == 1 { // until then the store has had the lease of ipip for a moment
+		if i == 1 { // packets may be lost before: the store had a lease with the backend ipip for a moment
 			expectMatrix(t, l)
 			var err error
 			if flow, err = l.Pods()[0].StartFlow(testContext(t), l.Pods()[1], prefix.IPv4, 1000); err != nil {
@@ -496,8 +498,8 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestConfigurationFollowedAfterACrash kills a daemon at various moments of a change. The next one
-// uses the new configuration, and removes what the former one had left.
+// TestConfigurationFollowedAfterACrash kills a daemon at various moments of a change. The next daemon
+// must use the new configuration, and remove all objects of the former one.
 //
 //stages:rest TestConfigurationFollowedInPlace follows the same keys without a crash
 func TestConfigurationFollowedAfterACrash(t *testing.T) {
@@ -537,7 +539,8 @@ func TestConfigurationFollowedAfterACrash(t *testing.T) {
 	}
 }
 
-// TestConfigurationFollowedInKubernetes changes the mounted ConfigMap.
+// TestConfigurationFollowedInKubernetes checks that daemons follow changes of the mounted ConfigMap
+// without a lost packet, and reject an unusable one. The rejection must be an Event of the Node.
 //
 //stages:rest it waits for the daemons, which read the file every ten seconds
 func TestConfigurationFollowedInKubernetes(t *testing.T) {
@@ -653,7 +656,7 @@ func TestConfigurationFollowedByNetworks(t *testing.T) {
 	}
 	expectNothingLost(t, flows[:1])
 
-	// A network that has changed while the daemon was stopped.
+	// The configuration of red changes while one daemon is stopped.
 	expectStop(t, h.Daemon())
 	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","MTU":1300}}`)
 	start(t, h, lab.FlanneldOptions{Args: []string{"--networks=red,green", "--ip-masq"}})
@@ -668,10 +671,10 @@ type edit struct {
 	network string // IPv4 network
 	more    string // further keys of the configuration
 	backend string // keys of the backend
-	path    string // of packets
+	path    string // the type of the backend, and the VNI and port of vxlan: with another path packets may be lost
 }
 
-// config returns the text of the configuration. It migrates to the backends in next.
+// config returns the text of the configuration. If next is given, the network migrates to its backend.
 func (e edit) config(next ...edit) string {
 	text := fmt.Sprintf(`{"Network":%q%s,"Backend":{%s}`, e.network, e.more, e.backend)
 	for _, n := range next {
@@ -683,7 +686,8 @@ func (e edit) config(next ...edit) string {
 // inUserspace reports whether the daemon carries the packets.
 func (e edit) inUserspace() bool { return e.path == "udp" }
 
-// lossless reports whether no packet may be lost when hosts change to another configuration at once.
+// lossless reports whether no packet may be lost when hosts change to another configuration without a
+// migration.
 func (e edit) lossless(to edit) bool {
 	if e.inUserspace() && e.network != to.network { // the backend has to start again
 		return false
@@ -691,7 +695,7 @@ func (e edit) lossless(to edit) bool {
 	return e.path == to.path
 }
 
-// device returns the device of the backend, or "".
+// device returns the device of the backend, or "" if the backend has none.
 func (e edit) device() string {
 	switch {
 	case e.typeOf() == "host-gw":
@@ -732,7 +736,8 @@ func randomEdit(r *rand.Rand, before edit) edit {
 	}
 }
 
-// randomNext returns a configuration to which a network with the configuration before can migrate.
+// randomNext returns a configuration to which a network can migrate from the configuration before. Both
+// differ only in their backends, which must not have the same device.
 func randomNext(r *rand.Rand, before edit) edit {
 	for {
 		next := randomEdit(r, before)
@@ -762,7 +767,7 @@ func usedBy(h *lab.Host) (cfg subnet.Config, err error) {
 	return file.State.Config, err
 }
 
-// eventuallyUsed waits until all hosts serve with a configuration.
+// eventuallyUsed waits until all hosts serve with the given configuration.
 func eventuallyUsed(t *testing.T, l *lab.Lab, config string) {
 	t.Helper()
 	want, _, err := subnet.ParseConfig([]byte(config))
@@ -803,10 +808,10 @@ const walkRate = 200
 // walkOptions are the options of the daemons of a configWalk.
 func walkOptions() lab.FlanneldOptions { return lab.FlanneldOptions{Args: []string{"--ip-masq"}} }
 
-// walkEdits changes the configuration at random. With migrations, one of four changes is a migration,
-// which is finished or aborted. In some changes it kills a daemon in between. All pods must reach each
-// other after each change, and no packet may be lost unless the change gives packets another path at
-// once, or the daemon carries them and starts again.
+// walkEdits changes the configuration at random, as many times as steps says. If migrations is set, one
+// of four changes is a migration, which is finished or aborted. During some changes it kills a daemon.
+// Afterwards all pods must reach each other. A change may lose packets only if it gives them another path
+// without a migration, or if the daemon carries them and its backend or the daemon starts again.
 func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -837,10 +842,10 @@ func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	}
 }
 
-// edit changes from a configuration to another one, which it returns.
+// edit changes the configuration from now to a random one. It returns the new configuration.
 func (w *configWalk) edit(now edit) edit {
 	next := randomEdit(w.r, now)
-	if w.r.IntN(4) == 0 { // garbage first
+	if w.r.IntN(4) == 0 { // write an invalid configuration first
 		text := next.config()
 		w.put(text[:len(text)-1])
 	}
@@ -857,7 +862,7 @@ func (w *configWalk) edit(now edit) edit {
 
 // The moments at which migrate ends a migration.
 const (
-	anyMoment     = iota // perhaps before some hosts have read of it
+	anyMoment     = iota // perhaps before some hosts have read of the migration
 	whenPublished        // when all hosts have published data for both backends
 	whenMigrated         // when all hosts send by the next backend
 	moments
@@ -911,7 +916,8 @@ func (w *configWalk) crash() {
 	startOne(w.t, h, walkOptions())
 }
 
-// through makes a change, in which packets may be lost unless it is lossless.
+// through makes a change. If the change is not lossless, through stops the flows before it and starts new
+// flows after it, so that packets may be lost in between.
 func (w *configWalk) through(lossless bool, change func()) {
 	w.t.Helper()
 	if !lossless {
@@ -923,7 +929,7 @@ func (w *configWalk) through(lossless bool, change func()) {
 	}
 }
 
-// TestConfigurationWalk changes the configuration some dozen times.
+// TestConfigurationWalk makes 24 random changes of the configuration. See walkEdits.
 //
 //stages:rest it walks for a minute; TestConfigurationFollowedInPlace changes each key once
 func TestConfigurationWalk(t *testing.T) {

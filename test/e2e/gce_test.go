@@ -19,7 +19,7 @@ import (
 // gce is Google Cloud as a testCloud.
 type gce struct{ *gcetest.Server }
 
-// newGCE builds a VPC network with as many instances as hosts. It starts no daemons.
+// newGCE builds a cloudBed in Google Cloud with the given number of hosts. It starts no daemons.
 func newGCE(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, gce) {
 	t.Helper()
 	c := newGoogle()
@@ -34,7 +34,7 @@ func newGoogle() gce {
 
 func (g gce) add(number, _ int, addresses []netip.Addr) http.Handler {
 	name := g.AddInstance(number, addresses...).Name
-	g.SetScopes(name, "cloud-platform") // with it a new host can check its permissions in the project
+	g.SetScopes(name, "cloud-platform") // a new host needs this scope to check its permissions in the project
 	return g.Metadata(name)
 }
 
@@ -51,7 +51,7 @@ func (gce) table() string { return gcetest.Network }
 
 func (gce) target(number int) string { return fmt.Sprintf("%s/host-%d", gcetest.Zone, number) }
 
-// routeTo returns no target while there are several routes.
+// routeTo returns true without a target while there are several routes to dst.
 func (g gce) routeTo(dst netip.Prefix) (target string, ok bool) {
 	all := g.RoutesTo(gcetest.Network, dst)
 	if len(all) != 1 {
@@ -126,7 +126,7 @@ func TestGCE(t *testing.T) {
 	expectMatrix(t, v.Lab)
 }
 
-// TestGCERestart restarts the daemons while packets flow.
+// TestGCERestart checks that a restart of the daemons loses no packet.
 //
 //stages:rest TestAWSVPCRestart looks for lost packets with another cloud
 func TestGCERestart(t *testing.T) {
@@ -135,7 +135,8 @@ func TestGCERestart(t *testing.T) {
 	v.testRestart()
 }
 
-// TestGCEFaults causes faults of Google Cloud.
+// TestGCEFaults checks that daemons recover from faults of Google Cloud, and delete only the routes of the host
+// that ends and of the instance that is replaced.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestGCEFaults(t *testing.T) {

@@ -28,7 +28,7 @@ func packetFromOutside(to netip.Addr, text string) []byte {
 	return packetFrom(netip.MustParseAddr("203.0.113.9"), to, text)
 }
 
-// packetFrom returns the same packet with another source address.
+// packetFrom returns an IP packet with a UDP datagram to a pod, with the given source address.
 func packetFrom(from, to netip.Addr, text string) []byte {
 	udp := make([]byte, 8, 8+len(text))
 	binary.BigEndian.PutUint16(udp, listenPort)
@@ -97,9 +97,9 @@ func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b
 	}
 }
 
-// listenInPod returns a function that returns the texts that have arrived at the pod. The
-// function sends a text from the other pod, which is allowed, and waits for its arrival. Earlier
-// texts have arrived by then or never will.
+// listenInPod makes pod listen for texts. arrived returns the texts that have arrived since its
+// last call, sorted and without duplicates. It first sends a text from the other pod, which is
+// allowed, and waits for its arrival. Earlier texts have arrived by then or never will.
 func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	t.Helper()
 	var conn *net.UDPConn
@@ -257,8 +257,8 @@ func TestGuardVXLAN(t *testing.T) {
 	}
 }
 
-// TestVMGuardIPIP checks the same for ipip, where a pod needs the capability to send packets of
-// any protocol. It uses nftables only, because the guest has no iptables.
+// TestVMGuardIPIP checks that a pod with CAP_NET_RAW cannot send packets into the network by
+// sending IPIP packets to a host. It uses nftables only, because the guest has no iptables.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMGuardIPIP(t *testing.T) {
@@ -274,8 +274,8 @@ func TestVMGuardIPIP(t *testing.T) {
 	expectArrived(t, "with the guard", arrived(), nil)
 	restart("--guard-tunnel=false")
 	send()
-	// The packets to host 2 do not arrive. Masqueraded they would have the same addresses as the
-	// hosts' own IPIP packets, which conntrack knows already. IPIP has no ports that could
-	// differ, so masquerading drops them.
+	// The packets to host 2 do not arrive. After masquerading, they would have the same addresses
+	// as the hosts' own IPIP packets, which conntrack knows already. IPIP has no ports that could
+	// differ, so masquerading drops the packets.
 	expectArrived(t, "without the guard", arrived(), []string{"to host 1"})
 }

@@ -46,8 +46,8 @@ type damage struct {
 	// restores is set if the script ends with a repair that flanneld has to wait for. The
 	// time of the daemon's repair counts from the end of the script.
 	restores bool
-	// moves is set if the daemon then uses another external interface. The kernel's state may be right
-	// before it does, but WireGuard in user space loses packets when it begins to.
+	// moves is set if the daemon must move to another external interface. The kernel's state may be right
+	// before the move. The test waits for the move, because WireGuard in user space loses packets in it.
 	moves bool
 }
 
@@ -150,7 +150,7 @@ func TestHealing(t *testing.T) {
 	testHealing(t, dual)
 }
 
-// TestHealingOfOneFamily checks the same on hosts with a single address family.
+// TestHealingOfOneFamily is TestHealing on hosts with a single address family.
 //
 //stages:rest TestHealing does the same with both families
 func TestHealingOfOneFamily(t *testing.T) {
@@ -529,7 +529,7 @@ func (p *damagedHost) testAddressChange(t *testing.T) {
 			}
 			return nil
 		})
-		if tunIndex(t, p.host) != 0 { // the kernel does not show the addresses that daemons have learned
+		if tunIndex(t, p.host) != 0 { // daemons carry the packets, and the kernel does not show the addresses that they have learned
 			expectConverged(t, l)
 		}
 		p.expectPings(t)
@@ -726,9 +726,9 @@ func TestChecksumOffload(t *testing.T) {
 	}
 }
 
-// TestTwoHostsWithOnePublicAddress starts a host with the public address of another one. It
-// deletes that lease, as it does with its own from a restored backup. The other host takes its
-// subnet again, and each refuses the lease of the other and logs the conflict.
+// TestTwoHostsWithOnePublicAddress starts host 2 with the public address of host 1. Host 2 deletes
+// the lease of host 1, like an old lease of its own from a restored backup. Host 1 must take its
+// subnet again. Each host must refuse the lease of the other and log the conflict.
 //
 //stages:rest TestLeasesWithOnePublicAddress has the peers of such hosts
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
@@ -915,8 +915,8 @@ func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 	}
 }
 
-// TestAddressChangesAfterTheConfiguration checks that a daemon that does not follow the
-// configuration keeps using that of its start after another was written, also when it publishes a new address.
+// TestAddressChangesAfterTheConfiguration checks that a daemon with --follow-config=false keeps the
+// configuration of its start after another was written, also when it publishes a new address.
 func TestAddressChangesAfterTheConfiguration(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct{ config, log string }{

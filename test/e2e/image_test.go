@@ -70,8 +70,8 @@ func decodeJSONFile(t *testing.T, path string, into any) {
 	}
 }
 
-// extract unpacks a tar archive, which may be compressed with gzip. The program tar does it: the
-// race detector would make this process wait for each large copy, and other tests with it.
+// extract unpacks a tar archive, which may be compressed with gzip. It runs the program tar. In
+// this process each large copy would be slow under the race detector, and would delay other tests.
 func extract(t *testing.T, archive, dir string) {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o755); err != nil {

@@ -12,7 +12,7 @@ import (
 // packet size fits.
 func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) { testEveryPodReachesEveryPod(t, "ipip", dual) }
 
-// TestVMIPIPOfOneFamily checks the same with a single address family.
+// TestVMIPIPOfOneFamily is TestVMIPIPEveryPodReachesEveryPod with a single address family.
 //
 //stages:rest TestVMIPIPEveryPodReachesEveryPod does the same with both families
 func TestVMIPIPOfOneFamily(t *testing.T) { testFamilies(t, "ipip", v4, v6) }

@@ -17,9 +17,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestKubeAWSVPC has a cluster in a VPC, with the roles of the manifests: pods reach each other by the routes to the
-// podCIDRs. The route of a Node that is deleted goes. With a leader, one of the two Nodes with permissions writes
-// all routes, which a Lease elects.
+// TestKubeAWSVPC checks a cluster in a VPC, with the roles of the manifests. Pods must reach each other by the routes
+// to the podCIDRs, and the route of a deleted Node must be removed. With a leader, a Lease elects one of the two Nodes
+// with permissions, which writes all routes.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeAWSVPC(t *testing.T) {
@@ -84,7 +84,7 @@ func TestKubeAWSVPC(t *testing.T) {
 
 			v.stop(3)
 			v.end(3)
-			pause(t, 5*time.Second) // several comparisons, while there is the Node
+			pause(t, 5*time.Second) // several comparisons, while the Node still exists
 			gone := netip.MustParsePrefix(c.podCIDRs(3)[0])
 			if _, ok := v.routeTo(gone); !ok {
 				t.Error("the route of host 3 is gone before its Node")

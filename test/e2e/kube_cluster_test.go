@@ -137,7 +137,7 @@ func (c *cluster) start() {
 // time. Many at once take longer than a test waits.
 var apiServerStarts = make(chan struct{}, 2)
 
-// starting calls start, which starts an API server, as soon as few others start.
+// starting calls start, which starts an API server, as soon as apiServerStarts allows it.
 func (c *cluster) starting(start func(context.Context) error) {
 	c.t.Helper()
 	apiServerStarts <- struct{}{}
@@ -205,8 +205,8 @@ func (c *cluster) addFlannelRole() {
 	}, "")
 }
 
-// podCIDRs returns the podCIDRs of Node n in the families of the lab. Even Nodes have
-// them in reverse order, because Kubernetes allows both orders.
+// podCIDRs returns the podCIDRs of Node n in the families of the lab. If n is even, IPv6
+// comes first, because Kubernetes allows both orders.
 func (c *cluster) podCIDRs(n int) []string {
 	var cidrs []string
 	if slices.Contains(c.Families(), prefix.IPv4) {

@@ -68,8 +68,8 @@ func (c *cluster) startProxy() *proxy {
 }
 
 // refuse makes the proxy answer every request with a status, closes all connections so
-// that watches get it too, and waits until it has answered several requests. Status 0
-// ends this.
+// that watches get the status too, and waits until the proxy has answered several
+// requests. With status 0, the proxy passes requests to the API server again.
 func (f *proxy) refuse(t *testing.T, status int) {
 	t.Helper()
 	f.status.Store(int32(status))

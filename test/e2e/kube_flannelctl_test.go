@@ -108,8 +108,8 @@ func TestKubeFlannelctlConfig(t *testing.T) {
 	expectFlannelctlFails(t, h, []string{"config", "get", daemon}, "403", "configmaps")
 }
 
-// followEdit runs the commands that the page recommends instead of config set. An editor
-// script makes the change.
+// followEdit runs the commands that flannelctl.md recommends instead of config set. An
+// editor script makes the change.
 func (c *cluster) followEdit(h *lab.Host) {
 	c.t.Helper()
 	const after = `{"Network":"10.5.1.0/29","Backend":{"Type":"vxlan"}}`

@@ -121,7 +121,8 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 	}
 }
 
-// runBlock runs a block of a page as an administrator.
+// runBlock runs the commands of a block of a page as an administrator. begins is the text
+// with which the block begins.
 func (c *cluster) runBlock(page, begins string) {
 	c.t.Helper()
 	command := pageBlock(c.t, page, begins)
@@ -132,8 +133,8 @@ func (c *cluster) runBlock(page, begins string) {
 	}
 }
 
-// TestPageKubernetesInstall runs the commands of the page, except those that remove
-// flanneld, and checks the images and the configuration after them.
+// TestPageKubernetesInstall runs the commands of kubernetes-install.md, except those that
+// remove flanneld, and checks the images and the configuration after them.
 //
 //stages:rest it needs kubectl and helm, which take minutes to build
 func TestPageKubernetesInstall(t *testing.T) {
@@ -209,8 +210,8 @@ func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) 
 	}
 }
 
-// flannelManifest writes the manifest of a cluster that runs flannel. install is the command
-// that installs the CNI configuration.
+// flannelManifest writes the manifest of a cluster that runs flannel, and returns its path.
+// install is the command that installs the CNI configuration.
 func (c *cluster) flannelManifest(install ...string) string {
 	c.t.Helper()
 	text, err := os.ReadFile("testdata/existing.yaml")

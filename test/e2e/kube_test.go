@@ -45,7 +45,8 @@ func (c *cluster) expectNodeCondition(n int, want string) {
 	})
 }
 
-// Peers without a host begin at node100.
+// peerIP returns the public address of Node n. Nodes without a host of the lab have
+// numbers from 100.
 
 func (c *cluster) peerIP(n int) string { return fmt.Sprintf("192.168.77.%d", n) }
 
@@ -133,8 +134,8 @@ func TestKubeOlderEtcd(t *testing.T) {
 				if log := d.Log(); strings.Contains(log, "not usable") {
 					t.Errorf("the API was reported as not usable after node %d was deleted:\n%s", gone, log)
 				}
-				// The revision of the next state is one that the cache does not reach
-				// by itself.
+				// After this write, the daemon's next state file has a revision that the
+				// cache does not reach by itself.
 				otherwise()
 			}
 		})

@@ -241,8 +241,8 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 }
 
 // TestNoSubnetForTheLastKnownState checks a host that restarts while its subnet belongs to another
-// host, and no other is free. The host serves its own subnet until the store answers, and not
-// longer. It then waits for a free one.
+// host, and no subnet is free. The host must serve its former subnet only until the store answers,
+// and then wait for a free subnet.
 func TestNoSubnetForTheLastKnownState(t *testing.T) {
 	t.Parallel()
 	const why = "is not this node's any more"
@@ -290,8 +290,8 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 	}
 }
 
-// takeSubnets gives the subnets of the network with that begin, which is a /22, to other hosts. It
-// returns the keys of their leases.
+// takeSubnets gives all three subnets of a /22 network to other hosts. begin is the first two bytes
+// of the network, such as "10.5". takeSubnets returns the keys of the leases.
 func takeSubnets(t *testing.T, c *clientv3.Client, begin string) (keys []string) {
 	t.Helper()
 	for i := 1; i <= 3; i++ {

@@ -224,7 +224,7 @@ func TestMainLoopHangs(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	deaf := newSupervisor(t, l.Host(1), "notify")
-	const most = time.Minute + 2*time.Second // the longest time without a round that is healthy with this resync
+	const most = time.Minute + 2*time.Second // with this resync, a main loop counts as healthy for so long without a round
 	begin := time.Now()
 	d := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--resync=1s"}, Env: deaf.env("WATCHDOG_USEC=2000")})
 	within(t, most+patience, "/healthz", func() error {
@@ -373,7 +373,7 @@ func TestStdoutIsEmpty(t *testing.T) {
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started, done := make(chan struct{}), make(chan error, 1)
-	go func() { // Pdeathsig refers to the thread that starts it, so this thread must live on
+	go func() { // the kernel sends Pdeathsig when the thread that started the process ends, so this thread must wait
 		done <- h.Do(ctx, func() error {
 			err := cmd.Start()
 			close(started)

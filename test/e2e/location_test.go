@@ -20,9 +20,9 @@ import (
 
 // way counts the frames that one host has sent to another.
 type way struct {
-	clear     int // with the text of pods, in vxlan or without a tunnel
-	vxlan     int
-	encrypted int // of WireGuard, with data of pods
+	clear     int // frames with a marker in clear text, in vxlan or without a tunnel
+	vxlan     int // frames of vxlan
+	encrypted int // frames of WireGuard that carry a packet
 }
 
 // locationBed is a lab whose hosts have locations. It captures what they send to each other.
@@ -31,21 +31,21 @@ type locationBed struct {
 	t      *testing.T
 	inside string // type of the backend inside of locations
 
-	drained []func() error // see captureFrames; by host
+	drained []func() error // results of captureFrames, in the order of the hosts
 
-	markers map[[2]string]func() // end the markers, by the names of sender and receiver
+	markers map[[2]string]func() // functions that end the markers, by the names of the sending and the receiving pod
 
 	mu   sync.Mutex
-	ways map[[2]int]way // by the numbers of sender and receiver
+	ways map[[2]int]way // by the numbers of the sending and the receiving host, from 1
 }
 
-// newLocationBed builds a lab in which pods will send markers to each other. It captures all frames before
-// the first daemon starts.
+// newLocationBed builds a lab in which pods will send markers to each other. inside is the type of the
+// backend inside of locations. The capture of all frames begins before the first daemon starts.
 func newLocationBed(t *testing.T, inside string, hosts int) *locationBed {
 	t.Helper()
 	b := &locationBed{t: t, inside: inside, ways: map[[2]int]way{}, markers: map[[2]string]func(){}}
 	b.Lab = newLab(t, lab.Config{Hosts: hosts, Families: dual}, fmt.Sprintf(`{"Type":"wireguard","Implementation":"userspace","SameLocation":%q}`, inside))
-	numbers := map[[6]byte]int{} // by MAC
+	numbers := map[[6]byte]int{} // of hosts, by the MAC of eth0
 	for i, h := range b.Hosts() {
 		err := h.Do(testContext(t), func() error {
 			eth0, err := net.InterfaceByName("eth0")
@@ -103,14 +103,14 @@ func (w *way) add(frame []byte) {
 	}
 }
 
-// sent returns what was sent so far, by sender and receiver.
+// sent returns the counts so far, by the numbers of the sending and the receiving host.
 func (b *locationBed) sent() map[[2]int]way {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return maps.Clone(b.ways)
 }
 
-// start starts the daemon of a host at a location, or at none if it is empty.
+// start starts the daemon of host n with a location, or without one if location is empty.
 func (b *locationBed) start(n int, location string) *lab.Daemon {
 	b.t.Helper()
 	var o lab.FlanneldOptions
@@ -132,15 +132,16 @@ func (b *locationBed) sendMarkers() {
 	}
 }
 
-// stopMarkers ends the markers between the pods of two hosts.
+// stopMarkers ends the markers between the pods of hosts n and m, in both directions.
 func (b *locationBed) stopMarkers(n, m int) {
 	p, q := b.Pods()[n-1].Name(), b.Pods()[m-1].Name()
 	b.markers[[2]string{p, q}]()
 	b.markers[[2]string{q, p}]()
 }
 
-// expectLocations waits until all hosts know the locations, which are in the order of the hosts. Then it
-// checks for a while by which way every host sends to every other one.
+// expectLocations waits until all hosts report the given locations, which are in the order of the hosts and
+// may be empty. Then it waits until packets have passed between all hosts: between hosts of one location by
+// the backend inside, and otherwise encrypted. It fails the test if a frame goes the wrong way.
 func (b *locationBed) expectLocations(locations ...string) {
 	t := b.t
 	t.Helper()
@@ -196,8 +197,9 @@ func (b *locationBed) expectLocations(locations ...string) {
 	})
 }
 
-// testLocations has two hosts at each of two locations. A host restarts at the other one while packets flow
-// to and from a host of its former location, and another host restarts without a location.
+// testLocations checks a lab with two hosts at each of two locations. Host 2 restarts at the other location
+// while packets flow between it and host 1 of its former location. No packet may be lost. Then host 4
+// restarts without a location.
 func testLocations(t *testing.T, inside string) {
 	t.Helper()
 	b := newLocationBed(t, inside, 4)
@@ -223,8 +225,8 @@ func testLocations(t *testing.T, inside string) {
 	t.Log(expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peers by "+inside+", to 2 by wireguard"))
 
 	// WireGuard in user space carries nothing while its daemon restarts, so the flows are only between the
-	// two hosts that had the same location. They are slow and alone there, because at most 128 packets wait for
-	// a handshake.
+	// two hosts that had the same location. The flows are slow, and the markers between these hosts stop,
+	// because at most 128 packets wait for a handshake.
 	b.stopMarkers(1, 2)
 	var flows []flow
 	for _, pair := range [][2]int{{0, 1}, {1, 0}} {
@@ -251,13 +253,13 @@ func testLocations(t *testing.T, inside string) {
 	b.expectLocations("east", "west", "west", "")
 }
 
-// TestLocationsVXLAN has vxlan inside of locations, and WireGuard between them.
+// TestLocationsVXLAN checks vxlan inside of locations, and WireGuard between them.
 func TestLocationsVXLAN(t *testing.T) {
 	t.Parallel()
 	testLocations(t, "vxlan")
 }
 
-// TestLocationsHostGW has host-gw inside of locations, and WireGuard between them.
+// TestLocationsHostGW checks host-gw inside of locations, and WireGuard between them.
 //
 //stages:rest TestLocationsVXLAN does the same with a tunnel
 func TestLocationsHostGW(t *testing.T) {
@@ -265,8 +267,8 @@ func TestLocationsHostGW(t *testing.T) {
 	testLocations(t, "host-gw")
 }
 
-// TestLocationRefused checks that a location is refused without SameLocation, and that a host goes on with
-// its configuration if the key is removed.
+// TestLocationRefused checks that a host with a location does not start if the configuration has no
+// SameLocation. If SameLocation is removed later, a running host must keep its former configuration.
 func TestLocationRefused(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
@@ -284,7 +286,8 @@ func TestLocationRefused(t *testing.T) {
 	})
 }
 
-// TestLocationMigration migrates from vxlan to wireguard with locations, and back, while packets flow.
+// TestLocationMigration migrates from vxlan to wireguard with locations, and back. No packet may be lost
+// until all hosts send by wireguard.
 //
 //stages:rest TestLocationsVXLAN changes the way of packets, and other tests migrate
 func TestLocationMigration(t *testing.T) {
@@ -338,8 +341,8 @@ func TestLocationMigration(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestKubeLocationLabel takes the locations of hosts from a label of their Nodes. A host that restarts while
-// the API is away keeps its location.
+// TestKubeLocationLabel checks that hosts take their locations from a label of their Nodes. A host that
+// restarts while the API is unavailable must keep its location.
 //
 //stages:rest TestLocation in subnet/kube reads the label, and TestLocationsVXLAN uses locations
 func TestKubeLocationLabel(t *testing.T) {

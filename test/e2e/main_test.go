@@ -26,7 +26,8 @@ import (
 // patience limits every wait of a test. It is much longer than anything normally takes.
 const patience = 60 * time.Second
 
-// TestMain runs the tests, unless the user or a missing binary makes all of them fail.
+// TestMain runs the tests. It exits with code 1 if the user is not root or a binary is
+// missing, because all tests would fail.
 func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Geteuid() != 0 {
@@ -89,16 +90,17 @@ func testContext(t *testing.T) context.Context {
 	return ctx
 }
 
-// userspace is the wireguard backend without the WireGuard of the kernel.
+// userspace is the argument of backendConfig for wireguard in user space.
 const userspace = "wireguard in userspace"
 
-// backendConfig returns the key Backend of a network configuration.
+// backendConfig returns the value of the key Backend of a network configuration. backend is
+// a type, userspace or udpKernel.
 func backendConfig(backend string) string {
 	if backend == userspace {
 		return `{"Type":"wireguard","Implementation":"userspace"}`
 	}
 	switch backend {
-	case "udp": // even if the kernel could do it
+	case "udp": // the default is the kernel if it can carry the packets
 		return `{"Type":"udp","Mode":"userspace"}`
 	case udpKernel:
 		return `{"Type":"udp","Mode":"kernel"}`
@@ -106,8 +108,10 @@ func backendConfig(backend string) string {
 	return fmt.Sprintf(`{"Type":%q}`, backend)
 }
 
-// newLab builds a lab whose store has a network with the given backend. It does not start
-// daemons. If the test fails, it logs what the daemons have logged.
+// newLab builds a lab, and writes a network configuration to the store: cfg.Network, or
+// otherwise one with the JSON object backend. If both are empty, the store stays empty. newLab
+// does not start daemons. At the end of the test it fails the test if a daemon has crashed. If
+// the test has failed, it logs the daemons' logs.
 func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	t.Helper()
 	if cfg.Families == nil {
@@ -148,7 +152,7 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	return l
 }
 
-// putNetwork replaces the lab's network configuration by one with the given backend.
+// putNetwork replaces the lab's network configuration by one with the JSON object backend.
 func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend string) {
 	t.Helper()
 	network, err := lab.NetworkConfig(families, json.RawMessage(backend))
@@ -301,16 +305,16 @@ type flow struct {
 }
 
 // startFlows starts a flow between every two pods, in both directions and in every
-// family, as soon as all pods reach each other. Each has rate packets per second, or less if all
-// flows together would have more than a small machine carries beside other tests.
+// family, as soon as all pods reach each other. Each flow has rate packets per second. The rate
+// is lower if all flows together would exceed what a small machine carries beside other tests.
 func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
-	const most = 2400 // packets per second
+	const most = 2400 // packets per second of all flows together
 	pods := len(l.Pods())
 	return startFlowsAt(t, l, min(rate, most/(pods*(pods-1)*len(l.Families()))))
 }
 
-// startFlowsAt is startFlows with rate packets per second in each flow, however many that are together.
+// startFlowsAt is startFlows without a limit for all flows together: each has rate packets per second.
 func startFlowsAt(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
 	expectConverged(t, l)
@@ -415,7 +419,7 @@ func expectMatrix(t *testing.T, l *lab.Lab) {
 }
 
 // eventually polls until check returns nil. After patience it fails the test with the
-// last error. The message names the expected result by the parameter what.
+// last error. In the message, what names the expected result.
 func eventually(t *testing.T, what string, check func() error) {
 	t.Helper()
 	within(t, patience, what, check)
