@@ -266,7 +266,7 @@ func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next stri
 			if err := json.Unmarshal([]byte(one.Value), &types); err != nil {
 				return err
 			}
-			if types.BackendType == "" { // leases of udp have no BackendType, like those of flannel
+			if types.BackendType == "" { // leases of udp may have no BackendType, like those of flannel
 				types.BackendType = "udp"
 			}
 			if types.BackendType != present || types.NextBackendType != next {
@@ -392,8 +392,9 @@ func (m backendMigration) name() string {
 	return m.from + " to " + m.to + " " + familiesName(m.families)
 }
 
-// test migrates a lab of three hosts and finishes the migration. It checks that no packet is lost
-// and that hosts keep the former device until all of them have finished.
+// test migrates a lab of three hosts and finishes the migration. It checks that hosts keep the
+// former device until all of them have finished, and that no packet is lost. If restartsLose is set,
+// it counts packets only until all hosts have changed their routes.
 func (m backendMigration) test(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 3, Families: m.families}, backendConfig(m.from))
 	for _, h := range l.Hosts() {

@@ -67,7 +67,7 @@ func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	return leader
 }
 
-// expectCalls fails the test unless want says whether calls of a host to the cloud have succeeded.
+// expectCalls checks that calls of a host to the cloud have succeeded, or that none has if want is false.
 func (v *cloudBed) expectCalls(host int, want bool) {
 	v.t.Helper()
 	_, body := getStatus(v.t, v.Host(host), "/metrics", "")

@@ -809,9 +809,10 @@ const walkRate = 200
 func walkOptions() lab.FlanneldOptions { return lab.FlanneldOptions{Args: []string{"--ip-masq"}} }
 
 // walkEdits changes the configuration at random, as many times as steps says. If migrations is set, one
-// of four changes is a migration, which is finished or aborted. During some changes it kills a daemon.
-// Afterwards all pods must reach each other. A change may lose packets only if it gives them another path
-// without a migration, or if the daemon carries them and its backend or the daemon starts again.
+// of four changes is a migration, which is finished or aborted. During some changes it kills a daemon. At
+// the end all pods must reach each other. A change may lose packets only if it gives them another path
+// without a migration of which all hosts have read, or if the daemon carries them and its backend or the
+// daemon starts again.
 func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

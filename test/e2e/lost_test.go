@@ -646,8 +646,8 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 }
 
 // TestTwoDaemonsOnOneDevice checks that a second daemon exits if the first one uses its
-// device, because each would replace the other's settings. It starts when the first one
-// uses another device.
+// device, because each would replace the other's settings. The second daemon must start
+// after the first one has changed to another device.
 func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

@@ -22,7 +22,8 @@ import (
 // meshArgs are flags of daemons that flannelctl mesh can ask.
 var meshArgs = []string{"--probe", "--statusz-address=0.0.0.0:8287"}
 
-// meshOf returns what flannelctl mesh prints as JSON. The exit code says whether a path is broken.
+// meshOf returns the JSON output of flannelctl mesh. failure is not nil if a path is broken, because
+// the exit code says that, or if the output is not valid.
 func meshOf(t *testing.T, h *lab.Host, args ...string) (m mesh.Data, failure error) {
 	t.Helper()
 	out, err := flannelctl(t, h, append([]string{"mesh", "-o", "json"}, args...)...)
@@ -43,8 +44,9 @@ func breakDirection(t *testing.T, from, to *lab.Host) {
 		"table netdev broken { chain in { type filter hook ingress device flannel.1 priority 0; ip saddr %s icmp type echo-request drop; } ; }", device))
 }
 
-// TestMesh breaks one direction between two of four hosts, of which one does not answer and one lease has
-// no host. flannelctl mesh names exactly that direction, in every form.
+// TestMesh breaks one direction between two of four hosts, of which the last one sends no probes.
+// flannelctl mesh must name exactly this direction, in every form of its output. It must also name leases
+// without a host that answers for them.
 func TestMesh(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, `{"Type":"vxlan"}`)
@@ -137,8 +139,8 @@ func (c *cluster) addDaemonPod(n int) {
 	}}, "application/merge-patch+json")
 }
 
-// TestKubeMesh asks daemons through the proxy of a real API server, with the rights that the page names
-// and without them.
+// TestKubeMesh checks that flannelctl mesh asks the daemons of a cluster through the proxy of the API
+// server. Without the rights that the documentation names, it must report which right is missing.
 //
 //stages:rest a real API server, and TestMesh shows the command
 func TestKubeMesh(t *testing.T) {

@@ -46,7 +46,7 @@ func overviewOf(t *testing.T, h *lab.Host) map[string]status.NetworkSummary {
 	return all
 }
 
-// expectPhase waits until the daemons of all hosts have a network in a phase.
+// expectPhase waits until a network is in a phase on all hosts. In the phase serving it must also be ready.
 func expectPhase(t *testing.T, l *lab.Lab, network, phase string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -90,8 +90,9 @@ func expectAnswers(t *testing.T, pods []*lab.Pod) {
 	})
 }
 
-// TestNetworks serves networks with different backends by one daemon on each host. While packets
-// flow in one of them, others are changed, broken, deleted and added.
+// TestNetworks checks networks with different backends that one daemon on each host serves. While packets
+// flow in one network, others are changed, broken, deleted and added. No packet may be lost, and no kernel
+// object of the first network may change.
 func TestNetworks(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, "")
@@ -117,7 +118,7 @@ func TestNetworks(t *testing.T) {
 	}
 	monitor := newKernelMonitor(t, l.Host(1))
 
-	// Another network clashes with red, until it gets a VNI and a range of its own.
+	// Another network clashes with red, until it gets a VNI of its own.
 	putKey(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan"}}`)
 	expectPhase(t, l, "pink", "refused")
 	if why := overviewOf(t, l.Host(1))["pink"].Reasons; len(why) != 1 || !strings.Contains(why[0], "network red, which was there first: both have the device flannel.1") {
@@ -139,7 +140,7 @@ func TestNetworks(t *testing.T) {
 	expectPhase(t, l, "green", "serving")
 	expectAnswers(t, podsIn(l, "10.6."))
 
-	// A deleted network leaves nothing, and another one that clashes with it starts.
+	// A deleted network must leave nothing. Then a network that has clashed with it must start.
 	putKey(t, s, networksRoot+"grey/config", `{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
 	expectPhase(t, l, "grey", "refused")
 	removeKey(t, s, networksRoot+"green/config")
@@ -273,7 +274,8 @@ func podsIn(l *lab.Lab, begin string) []*lab.Pod {
 	return slices.DeleteFunc(l.Pods(), func(p *lab.Pod) bool { return !strings.HasPrefix(p.Addrs()[0].String(), begin) })
 }
 
-// TestNetworksWithoutTheStore restarts a daemon with several networks while etcd is away.
+// TestNetworksWithoutTheStore restarts a daemon with several networks while etcd does not answer. The daemon
+// must serve all of them from the last known state, and no packet may be lost.
 func TestNetworksWithoutTheStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
@@ -327,8 +329,9 @@ func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
 	}
 }
 
-// TestNetworksOfFlannel07 starts on keys as flannel 0.7 has written them: a host's reservation, a lease
-// of a peer whose backend data has no VNI, and keys of a single network beside them.
+// TestNetworksOfFlannel07 starts a daemon on the keys that flannel 0.7 has written: a host's reservation, a
+// lease of a peer whose backend data has no VNI, and the keys of a single network beside them. The daemon
+// must serve only the network red.
 func TestNetworksOfFlannel07(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -358,8 +361,8 @@ func TestNetworksOfFlannel07(t *testing.T) {
 	})
 }
 
-// TestNetworkMasquerade looks at the source address of packets from a pod of one network to a pod
-// of another.
+// TestNetworkMasquerade checks that packets from a pod of one network to a pod of another are masqueraded
+// if and only if --masquerade-between-networks is true.
 func TestNetworkMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, between := range []bool{false, true} {
@@ -390,9 +393,9 @@ func TestNetworkMasquerade(t *testing.T) {
 	}
 }
 
-// TestNetworksReady starts a daemon with four networks. One cannot start, because its only subnet
-// has another owner. One is refused, and one has no configuration. READY=1 must wait for the first
-// of these only.
+// TestNetworksReady starts a daemon with four networks. One works. One cannot start, because another
+// host has its only subnet: READY=1 must wait for it. READY=1 must not wait for the other two: one is
+// refused, and one has no configuration.
 func TestNetworksReady(t *testing.T) {
 	t.Parallel()
 	const taken = networksRoot + "green/subnets/10.6.1.0-24"
@@ -423,8 +426,9 @@ func TestNetworksReady(t *testing.T) {
 	s.expect(t, "STOPPING=1")
 }
 
-// TestNetworkDeletedMeanwhile deletes a network while one daemon is down, and takes another one out
-// of its flags. The history of etcd does not tell of the deletion any more.
+// TestNetworkDeletedMeanwhile deletes a network while the daemon is down, and removes another network
+// from the daemon's flags. etcd has compacted its history, which contained the deletion. After the start,
+// no device and no lease of the two networks may be left.
 //
 //stages:rest TestNetworks deletes a network while the daemon runs
 func TestNetworkDeletedMeanwhile(t *testing.T) {
@@ -520,7 +524,8 @@ func TestNetworksRestart(t *testing.T) {
 	}
 }
 
-// TestNetworksOfOneBackend serves two networks of each backend that has a port, with both families.
+// TestNetworksOfOneBackend checks that one daemon serves two networks with udp and two with wireguard, each
+// with its own ports and both families.
 //
 //stages:rest TestNetworks has one network of each backend
 func TestNetworksOfOneBackend(t *testing.T) {
@@ -543,8 +548,9 @@ func TestNetworksOfOneBackend(t *testing.T) {
 	}
 }
 
-// TestNetworksOfCommands serves networks of extension and alloc beside one of vxlan. Nothing but the
-// test connects the hosts of the network of alloc. A deleted network of extension runs its commands.
+// TestNetworksOfCommands checks two networks with extension and one with alloc beside one with vxlan. The test
+// itself adds the routes of the network with alloc. If a network with extension is deleted, its commands must
+// run.
 //
 //stages:rest TestNetworks has networks of other backends
 func TestNetworksOfCommands(t *testing.T) {
@@ -601,8 +607,8 @@ func TestNetworksOfCommands(t *testing.T) {
 	}
 }
 
-// TestVMNetworksIPIP serves a network of ipip beside one of vxlan. A second one of ipip is refused until
-// the first one is deleted.
+// TestVMNetworksIPIP checks a network with ipip beside one with vxlan. A second network with ipip must be
+// refused until the first one is deleted.
 //
 //stages:rest the kernel of the guest is emulated
 func TestVMNetworksIPIP(t *testing.T) {
@@ -626,8 +632,8 @@ func TestVMNetworksIPIP(t *testing.T) {
 	expectAnswers(t, podsIn(l, "10.52."))
 }
 
-// TestNetworksFlannelctl looks at one of two networks with each command of flannelctl, and removes
-// all that the daemon has left.
+// TestNetworksFlannelctl checks commands of flannelctl for one of two networks, and that cleanup removes
+// everything that the daemon has left of both.
 //
 //stages:rest TestFlannelctlOnLeases has the commands for one network
 func TestNetworksFlannelctl(t *testing.T) {
@@ -660,8 +666,8 @@ func TestNetworksFlannelctl(t *testing.T) {
 	}
 }
 
-// TestNetworksOfAnEmptiedStore expects that networks go on when etcd was emptied, and that they
-// come back with their configurations.
+// TestNetworksOfAnEmptiedStore checks that a network loses no packet if etcd loses all data: hosts must
+// publish their leases again, and serve the network when its configuration is back.
 func TestNetworksOfAnEmptiedStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
@@ -693,8 +699,8 @@ func TestNetworksOfAnEmptiedStore(t *testing.T) {
 	}
 }
 
-// TestNetworksOfACompactedStore starts a daemon at an etcd that was emptied while the daemon was down,
-// and whose history does not go back to that time. The network must go on until it is deleted.
+// TestNetworksOfACompactedStore starts daemons after etcd has lost all data while they were down. etcd has a
+// higher revision than before, and no history from that time. The network must go on until it is deleted.
 //
 //stages:rest TestNetworksOfAnEmptiedStore has a store that has lost its networks
 func TestNetworksOfACompactedStore(t *testing.T) {
@@ -756,8 +762,8 @@ func TestNetworksOfACompactedStore(t *testing.T) {
 	}
 }
 
-// TestPageNetworks runs the commands of the page on a host, in their order. It starts the daemon where
-// the page does, and compares what flannelctl networks prints.
+// TestPageNetworks runs the commands of networks.md on a host, in their order. It starts the daemon where
+// the page does, and checks that flannelctl networks prints the same as on the page.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageNetworks(t *testing.T) {
@@ -769,7 +775,7 @@ func TestPageNetworks(t *testing.T) {
 	for _, command := range pageCommands(t, page) {
 		args := strings.Fields(command)
 		switch program := args[0]; {
-		case program == "flanneld" && args[1] == "--watch-networks": // instead of the command before it
+		case program == "flanneld" && args[1] == "--watch-networks": // on the page, an alternative to the command before
 		case program == "flanneld":
 			startNetworks(t, l, args[1:]...)
 			expectPhase(t, l, "red", "serving")

@@ -17,8 +17,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// expectByTunnel waits until packets from and to the hosts in outside go by the tunnel, and all others by the
-// cloud. The status of the other hosts must have the reasons, which are the values.
+// expectByTunnel waits until packets from and to the hosts in outside go by the tunnel, and all other packets by
+// the cloud. The keys of outside are the numbers of hosts, from 1. Each value is a part of the reason that the
+// hosts not in outside must report for this peer.
 func (v *cloudBed) expectByTunnel(outside map[int]string) {
 	t := v.t
 	t.Helper()
@@ -64,8 +65,8 @@ func (v *cloudBed) expectByTunnel(outside map[int]string) {
 	}
 }
 
-// newOverflowBed builds a cloud with three instances and place for two routes. Their packets can overflow
-// into vxlan.
+// newOverflowBed builds a cloudBed with three hosts and place for two routes, with a backend of type kind and
+// vxlan as Overflow. It starts all hosts.
 func newOverflowBed(t *testing.T, kind string, c testCloud) *cloudBed {
 	t.Helper()
 	v := newCloudBed(t, 3, v4, fmt.Sprintf(`{"Type":%q,"Overflow":"vxlan"}`, kind), c)
@@ -74,7 +75,8 @@ func newOverflowBed(t *testing.T, kind string, c testCloud) *cloudBed {
 	return v
 }
 
-// startInOrder starts all hosts, of which the first two have a route before the third one starts.
+// startInOrder starts a daemon and a pod on all hosts, one after the other. Hosts 1 and 2 have a route before
+// the next host starts.
 func (v *cloudBed) startInOrder() {
 	t := v.t
 	t.Helper()
@@ -89,8 +91,8 @@ func (v *cloudBed) startInOrder() {
 	}
 }
 
-// testOverflow fills the table, so that the third host has no place there. It restarts all hosts, and then
-// raises the quota. All of that while 1,000 packets flow per second between all pods.
+// testOverflow checks a cloudBed of newOverflowBed, where the table has no place for the route of host 3. It
+// restarts all daemons, and then raises the quota, while packets flow between all pods. No packet may be lost.
 func (v *cloudBed) testOverflow() {
 	t := v.t
 	t.Helper()
@@ -119,7 +121,7 @@ func (v *cloudBed) testOverflow() {
 	}
 	v.expectByTunnel(map[int]string{3: "the quota of routes is used up"})
 
-	v.setQuota(5) // one more is needed for a replacement, in some clouds
+	v.setQuota(5) // enough for three routes, and for one more because some clouds need it to replace a route
 	v.expectRoute(v.subnetOf(3), 3)
 	v.expectByTunnel(nil)
 	pause(t, time.Second)
@@ -127,7 +129,7 @@ func (v *cloudBed) testOverflow() {
 	expectOnce(t, v.Host(3).Daemon(), "the routes of the cloud to this host are in order")
 	v.expectNoSecrets()
 
-	// A route that is lost and has no place any more.
+	// A route is deleted, and the table has no place for it any more.
 	v.setQuota(2)
 	v.deleteRoute(v.subnetOf(3))
 	v.expectByTunnel(map[int]string{3: "the quota of routes is used up"})
@@ -145,13 +147,13 @@ func expectLogged(t *testing.T, d *lab.Daemon, text string) {
 	})
 }
 
-// TestAWSVPCOverflow reaches a host for which the table has no place by vxlan.
+// TestAWSVPCOverflow checks that vxlan carries the packets of a host if the table has no place for its route.
 func TestAWSVPCOverflow(t *testing.T) {
 	t.Parallel()
 	newOverflowBed(t, "aws-vpc", newEC2()).testOverflow()
 }
 
-// TestGCEOverflow does the same in Google Cloud.
+// TestGCEOverflow is TestAWSVPCOverflow in Google Cloud.
 //
 //stages:rest TestAWSVPCOverflow shows the same with another cloud
 func TestGCEOverflow(t *testing.T) {
@@ -159,8 +161,8 @@ func TestGCEOverflow(t *testing.T) {
 	newOverflowBed(t, "gce", newGoogle()).testOverflow()
 }
 
-// TestOverflowOutside has two hosts in a VPC, one in another VPC, and one outside of the cloud. The
-// routers know only the routes of the first VPC.
+// TestOverflowOutside checks two hosts in a VPC, one in another VPC, and one outside of the cloud. Packets from
+// and to the last two must go by the tunnel, because the router has only the routes of the first VPC.
 //
 //stages:rest TestGCE and TestAWSVPC show routes of clouds
 func TestOverflowOutside(t *testing.T) {
@@ -170,7 +172,7 @@ func TestOverflowOutside(t *testing.T) {
 	other.AddTable("rtb-other", "subnet-3")
 	v.setServers(3, other, ec2test.Metadata(other.AddInstance(3, "subnet-3", v.Host(3).Addr(prefix.IPv4), v.Host(3).Addr(prefix.IPv6))))
 	v.setServers(4, http.NotFoundHandler(), http.NotFoundHandler())
-	for _, h := range v.Hosts() { // both directions must go the same way
+	for _, h := range v.Hosts() { // with the strict filter, both directions must go by the same device
 		if out, err := h.Exec(testContext(t), "sysctl", "-w", "net.ipv4.conf.all.rp_filter=1"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
@@ -196,7 +198,7 @@ func TestOverflowOutside(t *testing.T) {
 	pause(t, 3*time.Second)
 	expectNothingLost(t, flows)
 
-	// Host 1 loses its right and its route. It must not stay with the tunnel without notice.
+	// Host 1 loses its right and its route. Its log must say why its packets go by the tunnel.
 	v.deny(true)
 	v.deleteRoute(v.subnetOf(1))
 	v.expectByTunnel(map[int]string{1: "permissions are missing", 3: "", 4: ""})
@@ -207,7 +209,8 @@ func TestOverflowOutside(t *testing.T) {
 	expectMatrix(t, v.Lab)
 }
 
-// TestOverflowFollowed begins to use Overflow, and ends that, while packets flow.
+// TestOverflowFollowed checks that no packet is lost when Overflow is added to the configuration of a running
+// network, and when it is removed.
 //
 //stages:rest TestAWSVPCOverflow changes the way of packets more often
 func TestOverflowFollowed(t *testing.T) {
@@ -224,9 +227,9 @@ func TestOverflowFollowed(t *testing.T) {
 	expectMatrix(t, v.Lab)
 }
 
-// TestOverflowWithLeader has a leader, and a table with a place for two of three hosts. The third one has no
-// rights, and knows from the leader that it has no route. The leader is killed, all daemons restart, and a place
-// becomes free, while packets flow.
+// TestOverflowWithLeader checks Overflow with a leader, and with a table that has place for the routes of two of
+// three hosts. Host 3 has no rights, and learns from the leader that it has no route. While packets flow, the
+// leader is killed, all daemons restart, and a place becomes free. No packet may be lost.
 //
 //stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCOverflow and TestAWSVPCLeader show the two alone
 func TestOverflowWithLeader(t *testing.T) {
@@ -263,7 +266,7 @@ func TestOverflowWithLeader(t *testing.T) {
 		startOne(t, h, v.options())
 	}
 	v.expectLeader(patience, 0)
-	pause(t, 5*time.Second) // more than one comparison, and reading of the announcement
+	pause(t, 5*time.Second) // more than one comparison, after which hosts have read the leader's announcement
 	v.expectByTunnel(full)
 	if n := v.Writes() - writes; n != 0 {
 		t.Errorf("%d calls have changed the cloud, want none", n)
@@ -279,7 +282,7 @@ func TestOverflowWithLeader(t *testing.T) {
 	expectNothingLost(t, flows)
 	v.expectCalls(3, false)
 
-	// A route that is lost and has no place any more.
+	// A route is deleted, and the table has no place for it any more.
 	v.setQuota(2)
 	v.deleteRoute(v.subnetOf(3))
 	v.expectByTunnel(full)

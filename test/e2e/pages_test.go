@@ -193,8 +193,8 @@ func followPage(t *testing.T, page string, machines []*machine, special map[stri
 
 var message = regexp.MustCompile(`\] ("[^"]+")`)
 
-// logMessages returns the messages of a daemon's log up to the one that it is ready, without
-// their values. They are sorted, because concurrent messages have no fixed order.
+// logMessages returns the messages of a daemon's log, without their values, up to the message
+// that the daemon is ready. They are sorted, because concurrent messages have no fixed order.
 func logMessages(log string) (messages []string) {
 	for _, m := range message.FindAllStringSubmatch(log, -1) {
 		messages = append(messages, m[1])
@@ -206,7 +206,7 @@ func logMessages(log string) (messages []string) {
 	return messages
 }
 
-// TestPageGettingStarted runs the commands of the page on two hosts, from the
+// TestPageGettingStarted runs the commands of getting-started.md on two hosts, from the
 // installation to a ping between their pods.
 func TestPageGettingStarted(t *testing.T) {
 	t.Parallel()
@@ -296,8 +296,8 @@ func (m *machine) enable(program, settings string) {
 	})
 }
 
-// TestPageEtcd runs the commands of the page on hosts of two labs. The commands add users
-// to the first store. The second store requires client certificates.
+// TestPageEtcd runs the commands of etcd.md and etcd-outages.md on hosts of two labs. The
+// commands add users to the first store. The second store requires client certificates.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageEtcd(t *testing.T) {
@@ -372,8 +372,8 @@ func TestPageEtcd(t *testing.T) {
 	}
 }
 
-// TestPageMigration runs the commands of the page on two hosts, one after the other. A
-// flanneld in flannel's place runs before the migration. The test itself stops and starts
+// TestPageMigration runs the commands of migration.md on two hosts, one after the other.
+// Before the migration, a flanneld runs in flannel's place. The test itself stops and starts
 // the daemons instead of systemd.
 //
 //stages:rest TestFlannelctlMigrate runs most commands of the page
@@ -411,7 +411,8 @@ func TestPageMigration(t *testing.T) {
 	expectPeersProgrammed(t, l)
 }
 
-// TestPagesAboutAHost runs the commands of the pages about operating a host that works.
+// TestPagesAboutAHost runs the commands of troubleshooting.md, status.md, backends/vxlan.md and
+// operations.md on a host that works.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPagesAboutAHost(t *testing.T) {
@@ -455,8 +456,8 @@ func TestPagesAboutAHost(t *testing.T) {
 	}
 }
 
-// tryTwice starts a second daemon, and expects that a third one with the same flags ends. It leaves
-// nothing of them.
+// tryTwice starts a second daemon, and expects that a third one with the same flags ends. Then it
+// stops the second daemon and removes everything that both have left.
 func tryTwice(t *testing.T, m *machine, args []string) {
 	t.Helper()
 	options := lab.FlanneldOptions{Args: append(args, "--healthz-port=0")} // the page has the port of a real host
@@ -473,7 +474,7 @@ func tryTwice(t *testing.T, m *machine, args []string) {
 	m.run("bin/flannelctl cleanup --yes")
 }
 
-// TestPageDocker runs the commands of the page on a host whose dockerd records the
+// TestPageDocker runs the commands of docker.md on a host whose dockerd records the
 // arguments that it gets, instead of running containers.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page; dist has tests of the drop-in
@@ -543,7 +544,8 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 	}
 }
 
-// TestPagesOnTheLab runs every command with flannelctl lab --once on any page, once.
+// TestPagesOnTheLab runs the commands on all pages that are flannelctl lab with --once. It runs a
+// command once, even if several pages contain it.
 //
 //stages:rest it runs many commands of the documentation
 func TestPagesOnTheLab(t *testing.T) {

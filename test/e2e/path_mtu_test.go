@@ -21,7 +21,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// probing returns the key Backend of a configuration with which hosts find the MTUs of paths.
+// probing returns backendConfig(backend) with "MTU":"probe", so that hosts find the MTUs of paths.
 func probing(t *testing.T, backend string) string {
 	t.Helper()
 	var keys map[string]any
@@ -37,14 +37,14 @@ func probing(t *testing.T, backend string) string {
 }
 
 // narrowRouter makes the router of a lab carry only packets of up to mtu bytes between segments, without
-// any ICMP error, and drop fragments. An mtu of 0 makes it an ordinary router again. With hosts only the
-// ways to these are narrow.
+// any ICMP error. Hosts drop fragments. With an mtu of 0 narrowRouter undoes that. If hosts are given, only
+// the paths to them are narrow, otherwise all paths between segments.
 func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	t.Helper()
 	if len(hosts) == 0 {
 		hosts = l.Hosts()
 	}
-	if mtu > 0 { // first, because the kernel of a host remembers an error for ten minutes
+	if mtu > 0 { // before paths are narrow, because the kernel of a host remembers an ICMP error for ten minutes
 		nft(t, l.Underlay(), `table inet silent { chain out { type filter hook output priority 0;
 			icmp type { destination-unreachable, time-exceeded, parameter-problem } drop;
 			icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } drop; } ; }`)
@@ -70,13 +70,13 @@ func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	}
 }
 
-// pathStream is a TCP connection between two pods, which always has more data to send.
+// pathStream is a TCP connection between two pods that sends data all the time. It counts the received bytes.
 type pathStream struct {
 	name     string
 	received atomic.Int64
 }
 
-// startPathStream opens a connection and keeps it full until the end of the test.
+// startPathStream opens a connection and sends data through it until the end of the test.
 func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStream {
 	t.Helper()
 	ctx := testContext(t)
@@ -96,7 +96,7 @@ func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStre
 	t.Cleanup(func() { _, _ = near.Close(), far.Close() })
 	s := &pathStream{name: fmt.Sprintf("%s to %s by %s", from.Name(), to.Name(), f)}
 	go func() {
-		tick := time.NewTicker(20 * time.Millisecond) // a small machine need not be busy
+		tick := time.NewTicker(20 * time.Millisecond) // limits the rate, so that a small machine is not busy
 		defer tick.Stop()
 		for chunk := make([]byte, 1<<13); ; <-tick.C {
 			if _, err := near.Write(chunk); err != nil {
@@ -131,14 +131,14 @@ func expectProgress(t *testing.T, when string, streams []*pathStream) {
 	})
 }
 
-// narrowPath is a network whose paths are narrowed.
+// narrowPath describes a lab whose paths the test makes narrow.
 type narrowPath struct {
 	backend  string
 	families []prefix.Family
 	mtu      int           // of the narrow paths between hosts
-	overhead [2]int        // of IPv4 and IPv6
+	overhead [2]int        // bytes that the backend adds to a packet, for IPv4 and IPv6
 	pad      int           // the tunnel makes the size of each packet a multiple of this
-	restart  time.Duration // within which the sizes are known after a restart
+	restart  time.Duration // the longest time after a restart until the daemon knows the MTUs again
 }
 
 // TestPathMTU narrows the paths between two segments while the router reports nothing and drops
@@ -151,27 +151,27 @@ func TestPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{
 		{"vxlan", v4, 1300, [2]int{50}, 1, time.Second},
 		{"vxlan", dual, 1400, [2]int{50, 70}, 1, time.Second},
-		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second}, // the device goes with the process
+		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second}, // the device and its routes end with the process
 		{userspace, dual, 1400, [2]int{60, 80}, 16, 20 * time.Second},
 	})
 }
 
-// TestVMIPIPPathMTU does the same with ipip.
+// TestVMIPIPPathMTU is TestPathMTU with ipip.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{{"ipip", dual, 1400, [2]int{20, 40}, 1, time.Second}})
 }
 
-// TestVMUDPKernelPathMTU does the same with udp in the kernel.
+// TestVMUDPKernelPathMTU is TestPathMTU with udp in the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPathMTU(t *testing.T) {
 	loadFOU(t)
-	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}}) // the device goes with the process
+	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}}) // the device and its routes end with the process
 }
 
-// TestVMWireGuardPathMTU does the same with the kernel's WireGuard.
+// TestVMWireGuardPathMTU is TestPathMTU with the kernel's WireGuard.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPathMTU(t *testing.T) {
@@ -288,13 +288,14 @@ func TestPathMTUThroughMigration(t *testing.T) {
 	eventuallyCarriedBy(t, a, "udp", b)
 	eventuallyCarriedBy(t, b, "udp", a)
 	expectProgress(t, "by the next backend", streams)
-	expectSize(1250) // the smaller one of both
+	expectSize(1250) // the smaller MTU of both backends
 	putConfig(t, l, probing(t, "udp"))
 	expectSize(1272)
 	expectProgress(t, "after the migration", streams)
 }
 
-// expectPathMTU waits until a host has that MTU for the paths to all peers.
+// expectPathMTU waits until a host reports the MTU want for the paths to all peers. 0 means that the paths
+// carry the full MTU.
 func expectPathMTU(t *testing.T, h *lab.Host, want int) {
 	t.Helper()
 	within(t, patience, fmt.Sprintf("%s finds the MTU %d", h.Name(), want), func() error {
@@ -334,8 +335,8 @@ func TestPathMTUOneWay(t *testing.T) {
 	}
 }
 
-// TestPathMTUOfBusyPathsFirst narrows the path that connections use, in a network with some hundreds of hosts that
-// are down. In its turn it would be checked once in three minutes.
+// TestPathMTUOfBusyPathsFirst narrows the path that connections use, in a network with 800 other hosts, which are
+// down. Hosts must check the used path first. If all paths took turns, each would be checked once in three minutes.
 //
 //stages:rest unit tests have the order of checks
 func TestPathMTUOfBusyPathsFirst(t *testing.T) {

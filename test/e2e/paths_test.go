@@ -11,8 +11,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestProbes breaks the path between two hosts that probe it. Status, metrics and log name the peer and
-// the part that is broken, and then that the path works again. Traffic is never touched.
+// TestProbes breaks the path between two hosts that probe it. Status, metrics and log must name the peer and
+// the part that is broken, and then report that the path works again.
 func TestProbes(t *testing.T) {
 	testProbes(t, pathFault{"vxlan", "ip saddr 192.168.77.1 udp dport 8472 drop", "network", "(vxlan: UDP 8472)"})
 }

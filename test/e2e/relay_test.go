@@ -41,7 +41,8 @@ func startRelayed(t *testing.T, pair [2]*lab.Host, relays ...*lab.Host) relayed 
 	return r
 }
 
-// by returns the relay that carries the packets from a host of the pair to the other one, or nil.
+// by returns the relay that carries the packets from pair[from] to the other host of the pair, or nil if
+// none does.
 func (r relayed) by(t *testing.T, from int) (relay *lab.Host, err error) {
 	t.Helper()
 	report, err := askReport(t, r.pair[from])
@@ -62,8 +63,8 @@ func (r relayed) by(t *testing.T, from int) (relay *lab.Host, err error) {
 	return relay, nil
 }
 
-// expectBy waits until both hosts of the pair publish that they reach at least that many relays, and reach each
-// other by one of these. It returns that.
+// expectBy waits until both hosts of the pair publish that they reach at least the given number of relays, and
+// reach each other by the same relay. It returns this relay.
 func (r relayed) expectBy(t *testing.T, l *lab.Lab, relays int) (relay *lab.Host) {
 	t.Helper()
 	within(t, time.Minute, "both hosts reach each other by a relay", func() (err error) {
@@ -86,12 +87,12 @@ func (r relayed) expectBy(t *testing.T, l *lab.Lab, relays int) (relay *lab.Host
 				return err
 			}
 		}
-		return r.use(t, relay) // the hosts may have changed it meanwhile
+		return r.use(t, relay) // the hosts may have changed the relay meanwhile
 	})
 	return relay
 }
 
-// use returns an error unless both hosts of the pair use that relay, or none if it is nil.
+// use returns an error unless both hosts of the pair use the given relay, or no relay if it is nil.
 func (r relayed) use(t *testing.T, relay *lab.Host) error {
 	t.Helper()
 	for i, h := range r.pair {
@@ -113,7 +114,7 @@ func nameOf(relay *lab.Host) string {
 	return "the relay " + relay.Name()
 }
 
-// published returns the relays in the lease of a host of the pair.
+// published returns the relays in the lease of pair[host].
 func (r relayed) published(t *testing.T, l *lab.Lab, host int) []string {
 	t.Helper()
 	for _, one := range leases(t, l) {
@@ -125,7 +126,8 @@ func (r relayed) published(t *testing.T, l *lab.Lab, host int) []string {
 	return nil
 }
 
-// expectReported checks log, status, command and metrics of the pair that reaches each other by a relay.
+// expectReported checks that the log, flannelctl status and the metrics of both hosts of the pair report
+// the relay.
 func (r relayed) expectReported(t *testing.T, relay *lab.Host) {
 	t.Helper()
 	for i, h := range r.pair {
@@ -138,10 +140,10 @@ func (r relayed) expectReported(t *testing.T, relay *lab.Host) {
 }
 
 // TestUserspaceWireGuardRelay checks that two hosts behind symmetric NATs reach each other by a relay, and
-// by another one when that dies.
+// by another relay when the first one dies.
 //
-// With the WireGuard of the kernel it would take minutes: the device of the killed daemon goes on sending keepalives,
-// so the relay counts as up until its sessions end.
+// With the WireGuard of the kernel the test would take minutes: the device of the killed daemon goes on sending
+// keepalives, so the relay counts as up until its sessions end.
 //
 //stages:rest it waits for handshakes that fail; TestUserspaceWireGuardBetweenNATs has hosts that reach each other
 func TestUserspaceWireGuardRelay(t *testing.T) {
@@ -183,7 +185,8 @@ func TestUserspaceWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, usersp
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, "wireguard", 10*time.Second) }
 
-// testRelayIsLeft allows a gap of that length between the two ways.
+// testRelayIsLeft checks that two hosts leave a relay. gap is the longest allowed time without packets when
+// they change from the relay to the direct path.
 func testRelayIsLeft(t *testing.T, backend string, gap time.Duration) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, relayConfig(backend))
@@ -232,7 +235,7 @@ func relayConfig(backend string) string {
 	return strings.TrimSuffix(backendConfig(backend), "}") + `,"PersistentKeepaliveInterval":1,"EndpointSharingInterval":1}`
 }
 
-// wall drops the packets of tunnels with these ports between two hosts.
+// wall drops the packets of tunnels with the given UDP ports between two hosts. It replaces an earlier wall.
 func wall(t *testing.T, pair [2]*lab.Host, ports ...int) {
 	t.Helper()
 	var in, out []string
@@ -246,9 +249,9 @@ func wall(t *testing.T, pair [2]*lab.Host, ports ...int) {
 		strings.Join(in, " "), strings.Join(out, " ")))
 }
 
-// TestRelayThroughBackendMigration migrates a network to vxlan, in which two hosts reach each other by a relay. These
-// have no way to each other by vxlan until a firewall lets its packets through, so until then they go on by
-// wireguard and the relay, and are named. No packet is lost.
+// TestRelayThroughBackendMigration migrates a network from wireguard to vxlan. Two hosts reach each other only by a
+// relay, because a firewall drops their packets of both backends. Until the firewall lets vxlan through, the two
+// must continue by wireguard and the relay, and report the reason. No packet may be lost.
 //
 //stages:rest other tests have relays and migrations alone
 func TestRelayThroughBackendMigration(t *testing.T) {
@@ -295,8 +298,8 @@ func TestRelayThroughBackendMigration(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestRelayInNextBackend migrates a network from vxlan to wireguard, in which two hosts reach each other only by a
-// relay. They go on by vxlan until a host is a relay, and then by that. No packet is lost.
+// TestRelayInNextBackend migrates a network from vxlan to wireguard. By wireguard two hosts reach each other only by
+// a relay. They must continue by vxlan until a host is a relay, and then use the relay. No packet may be lost.
 //
 //stages:rest other tests have relays and migrations alone
 func TestRelayInNextBackend(t *testing.T) {
@@ -328,7 +331,8 @@ func TestRelayInNextBackend(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestRelayNeedsWireGuard checks that the daemon says what a relay needs.
+// TestRelayNeedsWireGuard checks that a daemon with --relay ends with the reason if the backend is not wireguard or
+// sends no keepalives.
 func TestRelayNeedsWireGuard(t *testing.T) {
 	t.Parallel()
 	for backend, why := range map[string]string{

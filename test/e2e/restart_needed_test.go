@@ -64,9 +64,9 @@ func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string)
 	}
 }
 
-// TestRestartNeeded checks that daemons that do not follow the configuration report a changed one as
-// the reason for a restart, that --exit-on-config-change ends a daemon without changing the data path,
-// and that changes without effect, such as another order of keys, are not reported.
+// TestRestartNeeded checks that daemons that do not follow the configuration report a changed
+// configuration as the reason for a restart, that --exit-on-config-change ends a daemon without changing
+// the data path, and that changes without effect, such as another order of keys, are not reported.
 func TestRestartNeeded(t *testing.T) {
 	t.Parallel()
 	const changed = "Backend.VNI default -> 7"

@@ -21,8 +21,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestLeasesWithOnePublicAddress checks with every backend that runs here that leases
-// with the same public address are all served.
+// TestLeasesWithOnePublicAddress checks that leases with the same public address are all
+// served, with each backend that the kernel of a usual test machine supports.
 func TestLeasesWithOnePublicAddress(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "udp", userspace} {

@@ -23,7 +23,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// fast is a rate of packets at which a gap of a millisecond is noticed. See startFlows.
+// fast is a rate in packets per second at which a test notices a gap of a millisecond. See startFlows.
 const fast = 1000
 
 // kernelMonitor receives the kernel's notifications on a host about links, addresses,
@@ -81,8 +81,8 @@ func (e *kernelMonitor) notifications(t *testing.T) []string {
 	}
 }
 
-// describeNotification describes a notification. It is empty for changes that the kernel makes by
-// itself, such as learning a neighbour.
+// describeNotification describes a notification. The result is empty for changes that the kernel
+// makes by itself, such as learning a neighbour.
 func describeNotification(typ uint16, payload []byte) string {
 	const permanentAt, flagsAt = 8, 8
 	kinds := map[uint16]string{
@@ -166,7 +166,7 @@ func TestRestartsWriteNothing(t *testing.T) {
 				t.Errorf("the kernel changed after the restarts: %q", changes)
 			}
 			expectNothingLost(t, flows)
-			// The monitor really receives notifications.
+			// Check that the monitor really receives notifications.
 			if out, err := h.Exec(testContext(t), "ip", "route", "add", "198.51.100.0/24", "dev", "eth0"); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
@@ -234,7 +234,8 @@ func (n node) publish(t *testing.T, c *clientv3.Client) {
 	}
 }
 
-// newNode returns the n-th node as another flannel daemon would publish it.
+// newNode returns a node as another flannel daemon would publish it. Its subnets are 10.5.n.0/24
+// and fd00:5:0:n::/64. public returns its public address of a family.
 func newNode(t *testing.T, families []prefix.Family, backend string, n int, public func(prefix.Family) netip.Addr) node {
 	one := node{subnets: map[prefix.Family]netip.Prefix{}, publics: map[prefix.Family]netip.Addr{}, macs: map[prefix.Family]string{}}
 	type data struct {
@@ -338,7 +339,8 @@ func runOtherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers [
 	}
 }
 
-// runOtherDaemons runs otherDaemon on every host, with the leases in the store.
+// runOtherDaemons publishes the lease of every host again, and calls runOtherDaemon for the host
+// with all leases in the store.
 func runOtherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	c := etcdClient(t, l)
@@ -369,8 +371,8 @@ func expectAddresses(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// datapathOf returns the lines of a host's kernel about the data path to a node's subnets. They
-// contain the names of the devices.
+// datapathOf returns the lines of a host's kernel about the data path to a node's subnets,
+// sorted and with the names of the devices.
 func datapathOf(t *testing.T, h *lab.Host, n node) []string {
 	t.Helper()
 	var lines []string

@@ -14,14 +14,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// tencent is Tencent Cloud as a testCloud. The target of an instance is its address.
+// tencent is Tencent Cloud as a testCloud. The target of a route is the address of an instance.
 type tencent struct {
 	subnetTables
 	http.Handler
-	addresses *sync.Map // texts, by number of the instance
+	addresses *sync.Map // a netip.Addr by the number of each instance
 }
 
-// newTencent builds a VPC with as many instances as hosts. It starts no daemons.
+// newTencent builds a cloudBed in Tencent Cloud with the given number of hosts. It starts no daemons.
 func newTencent(t *testing.T, hosts int) *cloudBed {
 	t.Helper()
 	return newCloudBed(t, hosts, []prefix.Family{prefix.IPv4}, `{"Type":"tencent-vpc"}`, newTencentCloud())
@@ -49,7 +49,7 @@ func (tencent) env(api string) []string {
 	}
 }
 
-// TestTencentVPC checks that pods reach each other.
+// TestTencentVPC checks that pods reach each other with the backend tencent-vpc.
 //
 //stages:rest TestAWSVPC shows the same with another cloud
 func TestTencentVPC(t *testing.T) {
@@ -57,7 +57,7 @@ func TestTencentVPC(t *testing.T) {
 	newTencent(t, 3).expectPods("CreateRoutes")
 }
 
-// TestTencentVPCRestart restarts the daemons while packets flow.
+// TestTencentVPCRestart checks that a restart of the daemons loses no packet.
 //
 //stages:rest TestAWSVPCRestart looks for lost packets with another cloud
 func TestTencentVPCRestart(t *testing.T) {
@@ -65,7 +65,8 @@ func TestTencentVPCRestart(t *testing.T) {
 	newTencent(t, 2).testRestart()
 }
 
-// TestTencentVPCFaults causes faults of Tencent Cloud.
+// TestTencentVPCFaults checks that daemons recover from faults of Tencent Cloud, and delete no route but that of
+// the host that ends. Descriptions of the table show its state of half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestTencentVPCFaults(t *testing.T) {

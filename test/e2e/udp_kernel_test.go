@@ -21,7 +21,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// udpKernel is the udp backend whose packets the kernel carries.
+// udpKernel is the argument of backendConfig for udp in the kernel.
 const udpKernel = "udp in the kernel"
 
 // loadFOU loads the module fou, as the administrator must: the kernel does not load it on
@@ -170,8 +170,9 @@ func TestVMUDPKernelPath(t *testing.T) {
 }
 
 // expectNoLoopback checks that packets from a peer with a loopback address as source or
-// destination do not reach a service of host 1 that listens on all addresses. If
-// wrongPort is 1, packets from another port of the peer must not arrive either.
+// destination do not reach a service of host 1 that listens on all addresses. wrongPort is
+// the number of packets that host 1 must drop because they come from another port of the
+// peer: 1, or 0 if it does not check the source.
 func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort float64) {
 	t.Helper()
 	h := l.Host(1)

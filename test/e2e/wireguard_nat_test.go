@@ -23,14 +23,15 @@ type natKind string
 const (
 	// fullCone gives a host one port for all destinations, and lets in packets from everywhere.
 	fullCone natKind = "full cone"
-	// portRestricted gives it one port, and lets in packets only from an address and port that it has
-	// sent to.
+	// portRestricted gives a host one port, and lets in packets only from an address and port to which
+	// the host has sent.
 	portRestricted natKind = "port-restricted"
-	// symmetric gives it another port for each destination.
+	// symmetric gives a host another port for each destination.
 	symmetric natKind = "symmetric"
 )
 
-// rules returns the rules of a NAT with the address outside. It gives the host inside the port.
+// rules returns the nftables rules of a NAT whose own address is outside. The NAT gives WireGuard on the
+// host with the address inside the given port, unless it is symmetric.
 func (k natKind) rules(inside, outside netip.Addr, port int) string {
 	mapped, forward := fmt.Sprintf(":%d", port), ""
 	if k == symmetric {
@@ -53,13 +54,14 @@ func (k natKind) rules(inside, outside netip.Addr, port int) string {
 		}`)
 }
 
-// gateway is a host of a lab that is the NAT of another one, or of another NAT.
+// gateway is a host of a lab that is the NAT of another host, or of another NAT. inside is the address of
+// the host behind it, and outside its own address.
 type gateway struct {
 	*lab.Host
 	inside, outside netip.Addr
 }
 
-// set makes the gateway behave as k, and forgets the connections that it knows.
+// set makes the gateway behave as k and use the given port, and forgets the connections that it knows.
 func (g gateway) set(t *testing.T, k natKind, port int) {
 	t.Helper()
 	nft(t, g.Namespace, k.rules(g.inside, g.outside, port))
@@ -69,9 +71,9 @@ func (g gateway) set(t *testing.T, k natKind, port int) {
 	}
 }
 
-// hide puts h behind a NAT. All are on one segment, but h has only an address of a private network
-// that no other host has a route to, and sends everything to the gateway. n is the number of the private
-// network.
+// hide puts h behind the NAT router. All hosts are in one segment, but h has only an address of the private
+// range 10.99.n.0/24, to which only router has a route, and sends everything to router. The caller must set
+// the behavior of the gateway.
 func hide(t *testing.T, h, router *lab.Host, n int) gateway {
 	t.Helper()
 	inside := netip.AddrFrom4([4]byte{10, 99, byte(n), 2})
@@ -84,7 +86,7 @@ func hide(t *testing.T, h, router *lab.Host, n int) gateway {
 	return gateway{router, inside, router.Addr(prefix.IPv4)}
 }
 
-// natLab is a lab with an open host and two that are hidden, each behind a NAT of its own.
+// natLab is a lab with an open host and two hidden hosts, each behind a NAT of its own.
 type natLab struct {
 	*lab.Lab
 	open   *lab.Host
@@ -105,7 +107,7 @@ func newNATLab(t *testing.T, backend string, kinds [2]natKind) natLab {
 	return l
 }
 
-// start starts a daemon and a pod on the open host and on the hidden ones.
+// start starts a daemon and a pod on the open host and on the hidden hosts.
 func (l natLab) start(t *testing.T) {
 	t.Helper()
 	for _, h := range []*lab.Host{l.open, l.hidden[0], l.hidden[1]} {
@@ -116,7 +118,7 @@ func (l natLab) start(t *testing.T) {
 	}
 }
 
-// reaches returns an error unless the first pod of one host gets an answer from that of the other.
+// reaches returns an error unless the first pod of one host gets an answer from the first pod of the other.
 func reaches(t *testing.T, from, to *lab.Host) error {
 	t.Helper()
 	_, err := from.Pods()[0].Ping(testContext(t), to.Pods()[0].Addr(prefix.IPv4), ping.Options{Timeout: time.Second})
@@ -136,7 +138,8 @@ func (l natLab) expectAllReached(t *testing.T) {
 	})
 }
 
-// expectDirect checks that a hidden host sends to the other one's NAT, and not to the address of its lease.
+// expectDirect checks that each hidden host sends to the NAT of the other one, and not to the address in
+// the other's lease.
 func (l natLab) expectDirect(t *testing.T) {
 	t.Helper()
 	for i, h := range l.hidden {
@@ -148,7 +151,7 @@ func (l natLab) expectDirect(t *testing.T) {
 	}
 }
 
-// sharedIn returns the endpoints that the lease of h shares.
+// sharedIn returns the shared endpoints in the lease of h, by the public keys of the peers.
 func sharedIn(t *testing.T, l *lab.Lab, h *lab.Host) map[string]string {
 	t.Helper()
 	for _, one := range leases(t, l) {
@@ -177,8 +180,8 @@ func TestVMWireGuardBetweenNATs(t *testing.T) {
 	testBetweenNATs(t, "wireguard", [2]natKind{portRestricted, portRestricted})
 }
 
-// TestUserspaceWireGuardBetweenOtherNATs does the same with other kinds of NAT of which one lets the
-// other host in.
+// TestUserspaceWireGuardBetweenOtherNATs is TestUserspaceWireGuardBetweenNATs with a full cone, which lets
+// in every host, and a second NAT of any kind.
 //
 //stages:rest TestUserspaceWireGuardBetweenNATs does the same with the most frequent kind
 func TestUserspaceWireGuardBetweenOtherNATs(t *testing.T) {
@@ -209,7 +212,7 @@ func testBetweenNATs(t *testing.T, backend string, kinds [2]natKind) {
 func TestUserspaceWireGuardDoubleNAT(t *testing.T) {
 	t.Parallel()
 	l := newNATLab(t, userspace, [2]natKind{portRestricted, portRestricted})
-	// The first NAT gets behind host 6.
+	// Put the first NAT behind host 6.
 	inner, outer := l.nats[0], l.Host(6)
 	second := hide(t, inner.Host, outer, 7)
 	shell(t, inner.Namespace, "ip addr add 10.99.0.1/24 dev eth0")
@@ -222,8 +225,8 @@ func TestUserspaceWireGuardDoubleNAT(t *testing.T) {
 	l.expectDirect(t)
 }
 
-// TestUserspaceWireGuardNATsWithoutAWay checks that hosts behind NATs which do not let each other in still
-// reach the open host, and that the trials of endpoints harm nothing.
+// TestUserspaceWireGuardNATsWithoutAWay checks two hosts behind NATs that do not let each other in. While
+// they try shared endpoints in vain, the open host must still reach both.
 //
 //stages:rest it waits for what must not happen
 func TestUserspaceWireGuardNATsWithoutAWay(t *testing.T) {
@@ -257,8 +260,8 @@ func TestUserspaceWireGuardNATsWithoutAWay(t *testing.T) {
 }
 
 // TestUserspaceWireGuardNATChangesMapping changes the port that a NAT gives a host while packets flow. The
-// open host must share the new one. A full cone lets the hidden hosts go on at once, and with two
-// port-restricted NATs they go on when their session has ended.
+// open host must share the new port. The hidden hosts must reach each other again: soon if the other NAT is
+// a full cone, and otherwise when their session has ended.
 //
 //stages:rest a session ends after three minutes
 func TestUserspaceWireGuardNATChangesMapping(t *testing.T) {
@@ -305,26 +308,28 @@ func TestUserspaceWireGuardNATChangesMapping(t *testing.T) {
 	}
 }
 
-// setHosts makes programs on h find the addresses of names in text, which has the form of /etc/hosts.
+// setHosts makes text the content of /etc/hosts for programs on h.
 func setHosts(t *testing.T, h *lab.Host, text string) {
 	t.Helper()
 	shell(t, h.Namespace, fmt.Sprintf("mountpoint -q /etc/hosts || { touch /run/hosts; mount --bind /run/hosts /etc/hosts; }; echo %q >/run/hosts", text))
 }
 
-// TestUserspaceWireGuardPublicEndpoint checks that a host reaches another one at the port that a NAT
-// forwards to it, by its name. Packets begin at the host that is not behind a NAT.
+// TestUserspaceWireGuardPublicEndpoint checks that an open host reaches a host behind a NAT by the name
+// and the port that this host publishes. The NAT forwards the port. The open host must send first.
 func TestUserspaceWireGuardPublicEndpoint(t *testing.T) {
 	testPublicEndpoint(t, "192.168.77.3")
 }
 
-// TestUserspaceWireGuardPublicEndpointChanges checks the same if the name has another address at first.
+// TestUserspaceWireGuardPublicEndpointChanges is TestUserspaceWireGuardPublicEndpoint with a name that has
+// another address at first.
 //
 //stages:rest a name is resolved again after half a minute
 func TestUserspaceWireGuardPublicEndpointChanges(t *testing.T) {
 	testPublicEndpoint(t, "192.168.77.99")
 }
 
-// testPublicEndpoint gives the name of the hidden host the address first, until it was tried.
+// testPublicEndpoint gives the name of the hidden host the address first. When the open host has tried this
+// address, the name gets the address of the NAT.
 func testPublicEndpoint(t *testing.T, first string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig(userspace))
@@ -334,7 +339,7 @@ func testPublicEndpoint(t *testing.T, first string) {
 	setHosts(t, open, first+" node2.example.org")
 	for _, h := range []*lab.Host{open, hidden} {
 		if h == hidden {
-			// The hidden host learns of no other one, so that it does not send first.
+			// Drop the first packets of the hidden host to others, so that the open host must send first.
 			nft(t, hidden.Namespace, "table ip filter { chain out { type filter hook output priority filter; udp dport 51820 ct state new drop; }; }")
 			startOne(t, h, lab.FlanneldOptions{Args: []string{"--public-endpoint=node2.example.org:40002"}})
 		} else {
@@ -351,14 +356,15 @@ func testPublicEndpoint(t *testing.T, first string) {
 		return nil
 	})
 	setHosts(t, open, nat.outside.String()+" node2.example.org")
-	// The name is resolved again with the next trial after half a minute.
+	// The open host resolves the name again at its next attempt after half a minute.
 	within(t, 3*time.Minute, "the open host reaches the hidden one", func() error { return reaches(t, open, hidden) })
 	if err := reaches(t, hidden, open); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestPublicEndpointNeedsWireGuard checks that the daemon says which backend a name needs.
+// TestPublicEndpointNeedsWireGuard checks that a daemon with --public-endpoint ends with the reason if the
+// backend is not wireguard.
 func TestPublicEndpointNeedsWireGuard(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

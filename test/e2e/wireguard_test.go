@@ -25,7 +25,8 @@ func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	testEveryPodReachesEveryPod(t, "wireguard", dual)
 }
 
-// TestVMWireGuardOfOneFamily checks the same with a single address family.
+// TestVMWireGuardOfOneFamily is TestVMWireGuardEveryPodReachesEveryPod with a single address
+// family.
 //
 //stages:rest TestVMWireGuardEveryPodReachesEveryPod does the same with both families
 func TestVMWireGuardOfOneFamily(t *testing.T) { testFamilies(t, "wireguard", v4, v6) }
@@ -50,8 +51,8 @@ func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
 }
 
 // TestUserspaceWireGuardHealing damages everything that the backend has set up in user
-// space and in the kernel, and checks that the daemon repairs it. The log must name what cuts off
-// packets.
+// space and in the kernel, and checks that the daemon repairs it. If packets are lost
+// meanwhile, the log must give the reason.
 //
 //stages:rest it repairs one damage after the other; TestHealing does so with other backends
 func TestUserspaceWireGuardHealing(t *testing.T) {
@@ -436,7 +437,8 @@ func addNAT(t *testing.T, h *lab.Host) {
 		}`)
 }
 
-// expectLearnedEndpoint waits until h sends to a port of the NAT. Packets from behind it must be arriving.
+// expectLearnedEndpoint waits until h sends to a port of the NAT, and returns this endpoint. The host
+// behind the NAT must be sending packets.
 func expectLearnedEndpoint(t *testing.T, h *lab.Host) (learnt string) {
 	t.Helper()
 	eventually(t, h.Name()+" sends to a port of the NAT", func() error {
