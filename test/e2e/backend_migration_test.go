@@ -278,7 +278,7 @@ func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next stri
 }
 
 // eventuallyWithout waits until no kernel shows text, which is part of an object of a former
-// backend.
+// backend, and no state file lists objects to remove.
 func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
 	t.Helper()
 	for _, h := range l.Hosts() {

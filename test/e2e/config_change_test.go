@@ -160,7 +160,7 @@ func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 	})
 }
 
-// ownProtocol is the protocol of flanneld's routes, bootProtocol that of routes by ip(8).
+// ownProtocol is the protocol of flanneld's routes, bootProtocol that of routes that ip(8) adds.
 const (
 	ownProtocol  = 98
 	bootProtocol = 3

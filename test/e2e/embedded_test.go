@@ -12,7 +12,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestEmbedded runs the program of embedding.md on two hosts, and flanneld on a third one.
+// TestEmbedded runs the program of embedding.md on two hosts, and flanneld on a third one. All pods must
+// reach each other, also while the program is stopped and after its restart.
 //
 //stages:rest it builds a program
 func TestEmbedded(t *testing.T) {

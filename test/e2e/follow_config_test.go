@@ -87,8 +87,8 @@ func expectInOutput(t *testing.T, h *lab.Host, command string, want ...string) {
 	})
 }
 
-// TestConfigurationFollowedInPlace changes what a running network can change without a loss, under
-// a steady stream of packets between all pods. No packet may be lost, and the device stays.
+// TestConfigurationFollowedInPlace makes changes that a running network can follow without a loss, under
+// a steady stream of packets between all pods. No packet may be lost, and the device must stay.
 func TestConfigurationFollowedInPlace(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: json.RawMessage(dualConfig("", `{"Type":"vxlan"}`))}, "")

@@ -58,8 +58,9 @@ var underlayDamages = []damage{
 	{name: "underlay deleted and created again", do: "ip link del eth0; sleep 0.2; {recreate}; {restore}", restores: true, moves: true},
 }
 
-// deleteAllRoutes deletes every route of the backend once. "ip route flush" lists and deletes until none
-// is left, so it competes with flanneld that puts them back, and rarely fails with "No such process".
+// deleteAllRoutes deletes every route of the backend once. "ip route flush" lists and deletes routes until
+// none is left. So it competes with flanneld, which restores routes, and in rare cases it fails with "No such
+// process".
 const deleteAllRoutes = `{ip} route show proto 98 | sed -E 's/^((blackhole )?[^ ]+).*/route del \1/' | {ip} -batch -`
 
 // damages contains the damages for each backend.

@@ -25,7 +25,7 @@ type way struct {
 	encrypted int // frames of WireGuard that carry a packet
 }
 
-// locationBed is a lab whose hosts have locations. It captures what they send to each other.
+// locationBed is a lab whose hosts have locations. It counts the frames that they send to each other.
 type locationBed struct {
 	*lab.Lab
 	t      *testing.T

@@ -797,7 +797,7 @@ func TestPageNetworks(t *testing.T) {
 }
 
 // TestNetworksCNI gives pods on two hosts an interface in each of two networks, by two CNI
-// configurations.
+// configurations. The pods must reach each other in both networks.
 //
 //stages:rest it needs the CNI plugins of a component
 func TestNetworksCNI(t *testing.T) {

@@ -230,7 +230,7 @@ func testRelayIsLeft(t *testing.T, backend string, gap time.Duration) {
 	})
 }
 
-// relayConfig returns the key Backend of a configuration with which hosts use a relay within seconds.
+// relayConfig returns backendConfig(backend) with short intervals, so that hosts use a relay within seconds.
 func relayConfig(backend string) string {
 	return strings.TrimSuffix(backendConfig(backend), "}") + `,"PersistentKeepaliveInterval":1,"EndpointSharingInterval":1}`
 }

@@ -343,7 +343,7 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 // that it has learned from packets. The host behind the NAT cannot be reached at the port
 // in its lease.
 //
-//stages:rest TestUserspaceWireGuardBetweenNATs has two of them
+//stages:rest TestUserspaceWireGuardBetweenNATs has two hosts behind NATs
 func TestUserspaceWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, userspace) }
 
 // TestVMWireGuardBehindNAT is TestUserspaceWireGuardBehindNAT with the WireGuard of the
