@@ -47,8 +47,8 @@ func TestAloneBackendMigrationWalk(t *testing.T) {
 }
 
 // TestBackendMigrationWalkDualStack migrates networks with IPv6 away from host-gw and back, without a
-// restart of a daemon. On the way back the pods' bridge is older than the devices of the backends, so
-// the kernel treats the base address of the IPv6 subnet as an anycast address.
+// restart of a daemon. No packet may be lost. On the way back the pods' bridge is older than the devices
+// of the backends, so the kernel treats the base address of the IPv6 subnet as an anycast address.
 //
 //stages:rest it makes several migrations, one after the other
 func TestBackendMigrationWalkDualStack(t *testing.T) {

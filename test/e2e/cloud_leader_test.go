@@ -128,6 +128,7 @@ func (v *cloudBed) testLeader() {
 	v.expectNoSecrets()
 }
 
+// TestAWSVPCLeader checks in EC2 that another host takes over from a leader that stops.
 func TestAWSVPCLeader(t *testing.T) {
 	t.Parallel()
 	v, _ := newVPC(t, 3, dual)

@@ -544,7 +544,7 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 	}
 }
 
-// TestPagesOnTheLab runs the commands on all pages that are flannelctl lab with --once. It runs a
+// TestPagesOnTheLab runs every command with flannelctl lab and --once that a page contains. It runs a
 // command once, even if several pages contain it.
 //
 //stages:rest it runs many commands of the documentation

@@ -141,9 +141,9 @@ type narrowPath struct {
 	restart  time.Duration // the longest time after a restart until the daemon knows the MTUs again
 }
 
-// TestPathMTU narrows the paths between two segments while the router reports nothing and drops
-// fragments. The hosts find the MTU of each path, so that existing TCP connections go on, and raise it
-// when the paths are wide again. Paths inside of a segment, subnet.env and the device stay as they are.
+// TestPathMTU narrows the paths between two segments as narrowRouter does. The hosts must find the MTU of
+// each path, so that existing TCP connections go on, and raise it when the paths are wide again. Paths
+// inside of a segment and subnet.env must stay as they are.
 //
 //stages:rest the MTU is raised after half a minute
 func TestPathMTU(t *testing.T) {
@@ -266,7 +266,7 @@ func testPathMTU(t *testing.T, cases []narrowPath) {
 }
 
 // TestPathMTUThroughMigration migrates a network from one backend to another while a path is narrow. Each
-// backend finds the MTU of its own path, and connections go on.
+// backend must find the MTU of its own path, and connections must go on.
 //
 //stages:rest a search may have to wait for probes of the migration
 func TestPathMTUThroughMigration(t *testing.T) {
@@ -308,8 +308,8 @@ func expectPathMTU(t *testing.T, h *lab.Host, want int) {
 	})
 }
 
-// TestPathMTUOneWay narrows one direction of a path. The host that sends in this direction finds its MTU,
-// and the other host sends packets of the full MTU.
+// TestPathMTUOneWay narrows one direction of a path. The host that sends in this direction must find the
+// MTU, and the other host must keep the full MTU.
 //
 //stages:rest the MTU is raised after half a minute
 func TestPathMTUOneWay(t *testing.T) {
