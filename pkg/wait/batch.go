@@ -9,29 +9,30 @@ import (
 )
 
 // Batch runs a function for many callers at once: all callers that come before a run begins share
-// its result, which is therefore never older than their call. One run follows the other. The zero
-// Batch is usable.
+// its result, which is therefore never older than their call. Runs do not overlap. The zero Batch is
+// usable.
 type Batch[T any] struct {
-	// Rest is the time from the end of a run to the begin of the next one.
+	// Rest is the minimum time from the end of a run to the begin of the next one.
 	Rest time.Duration
 
 	mu   sync.Mutex
 	last *run[T] // the latest run; nil before the first
-	next *run[T] // the same run while it accepts callers, which is until it begins
+	next *run[T] // the run that new callers join: last until that run begins, then nil
 }
 
 // run is one run of the function.
 type run[T any] struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
-	callers int           // whose context has not ended
-	done    chan struct{} // closed when the two next fields are set
+	callers int           // number of callers whose contexts have not ended
+	done    chan struct{} // closed when ended and result are set
 	ended   time.Time
 	result  T
 }
 
-// Do returns the result of a run of f that begins after the call. The first caller of a run runs its f
-// on its own goroutine. The context of f ends when the contexts of all callers have ended.
+// Do returns the result of a run that begins after the call. The first caller of a run calls its f on its
+// own goroutine, and the f of the other callers is not used. The context of f ends when the contexts of
+// all callers have ended. Do waits for the end of the run even if ctx has ended.
 func (b *Batch[T]) Do(ctx context.Context, f func(context.Context) T) T {
 	r, before, first := b.join(ctx)
 	defer context.AfterFunc(ctx, func() { b.leave(r) })()
@@ -51,8 +52,9 @@ func (b *Batch[T]) Do(ctx context.Context, f func(context.Context) T) T {
 	return r.result
 }
 
-// join returns the next run. first is set if the caller must run it, after the run before it if there
-// is one.
+// join adds a caller to the next run and returns that run. first is set for the first caller, who must
+// call the function after the run before has ended. before is nil for the other callers, and for the
+// first run.
 func (b *Batch[T]) join(ctx context.Context) (r, before *run[T], first bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -66,7 +68,8 @@ func (b *Batch[T]) join(ctx context.Context) (r, before *run[T], first bool) {
 	return b.next, before, first
 }
 
-// leave counts a caller whose context has ended. A run that all callers have left accepts no others.
+// leave removes a caller whose context has ended. When all callers have left r, leave cancels the context
+// of r, and r accepts no further callers.
 func (b *Batch[T]) leave(r *run[T]) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// TestBatch lets many callers come while a run is going on. They share the next run.
+// TestBatch checks that all callers that come during the first run share the second one.
 func TestBatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const callers = 100
@@ -31,7 +31,7 @@ func TestBatch(t *testing.T) {
 					t.Errorf("a call during the first run got the result of run %d, want 2", got)
 				}
 			})
-			time.Sleep(time.Millisecond) // a caller that waits for the mutex does not let time pass
+			time.Sleep(time.Millisecond) // until the caller has joined: a wait for a mutex stops the clock of the bubble
 		}
 		first.Wait()
 		group.Wait()
@@ -41,8 +41,8 @@ func TestBatch(t *testing.T) {
 	})
 }
 
-// TestBatchEnds ends the contexts of callers. The function must notice when all of them have
-// ended, and a later caller must get a run of its own.
+// TestBatchEnds checks that the context of a run ends when the contexts of all its callers have ended,
+// and that a later caller gets a run of its own.
 func TestBatchEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var b Batch[error]

@@ -10,15 +10,16 @@ import (
 
 // Renewal keeps something that expires unless it is renewed, such as the lease of a leader.
 type Renewal struct {
-	// TTL is the time after which it expires.
+	// TTL is the time from a renewal to the expiry.
 	TTL time.Duration
-	// Renew renews it once. lost is set if that cannot succeed any more.
+	// Renew makes one attempt. With an error, lost is set if no later attempt can succeed.
 	Renew func(ctx context.Context) (lost bool, err error)
 }
 
-// Hold runs f while the renewal succeeds. began is the time at which it was taken, or before. It is
-// renewed after each third of the TTL. The context of f ends after two thirds without a successful
-// renewal, so that f can end before another host may take it. Hold returns after f.
+// Hold calls f, and renews after each third of the TTL until f returns. began is the time at which the
+// caller took what it holds, or an earlier time. The context of f ends when ctx ends, when Renew
+// reports a loss, and after two thirds of the TTL without a successful renewal: f can then end before
+// another host may take over. Hold returns after f.
 func (r Renewal) Hold(ctx context.Context, began time.Time, f func(ctx context.Context)) {
 	inner, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -31,7 +32,7 @@ func (r Renewal) Hold(ctx context.Context, began time.Time, f func(ctx context.C
 	f(inner)
 }
 
-// keep renews until ctx ends, or the renewal has failed for too long.
+// keep renews until ctx ends, Renew reports a loss, or two thirds of the TTL pass without a success.
 func (r Renewal) keep(ctx context.Context, began time.Time) {
 	for ok := true; ok; {
 		inner, cancel := context.WithDeadline(ctx, began.Add(r.TTL/3*2))
@@ -40,8 +41,8 @@ func (r Renewal) keep(ctx context.Context, began time.Time) {
 	}
 }
 
-// next renews once when that is due, with several tries until ctx ends. It returns the begin of the
-// successful one.
+// next waits until due, and repeats Renew until it succeeds, it reports a loss, or ctx ends. ok is set if
+// it has succeeded before ctx ended. began is then the begin of the successful call.
 func (r Renewal) next(ctx context.Context, due time.Time) (began time.Time, ok bool) {
 	backoff := Backoff{Least: r.TTL / 60, Most: r.TTL / 15, Share: 0.5}
 	for err := For(ctx, time.Until(due)); err == nil; err = backoff.Wait(ctx, 0) {

@@ -10,12 +10,12 @@ import (
 	"time"
 )
 
-// TestRenewal holds something with a TTL of 30 seconds, and expects its end after the renewals fail.
+// TestRenewal checks when the context of the function ends, with a TTL of 30 seconds.
 func TestRenewal(t *testing.T) {
 	failed := errors.New("failed")
 	for name, test := range map[string]struct {
-		renew func(at time.Duration) (lost bool, err error)
-		ends  time.Duration
+		renew func(at time.Duration) (lost bool, err error) // at is the time since the start
+		ends  time.Duration                                 // time from the start to the end of the context
 	}{
 		"it is renewed until the caller ends":        {func(time.Duration) (bool, error) { return false, nil }, time.Hour},
 		"no renewal succeeds":                        {func(time.Duration) (bool, error) { return false, failed }, 20 * time.Second},

@@ -4,17 +4,18 @@ package wait
 
 import "sync"
 
-// Shared is one subscription to changes that several goroutines share. It begins with the first of
-// them and ends with the last one. The zero Shared is usable.
+// Shared lets several goroutines share one subscription to changes. The subscription begins when the
+// first goroutine joins, and ends when the last one leaves. The zero Shared is usable.
 type Shared struct {
 	mu        sync.Mutex
 	listeners map[Signal]bool
 	stop      func() // ends the subscription; nil if there is none
 }
 
-// Join returns a signal that is sent after each change, until Leave. If there is no subscription
-// yet, start begins it, and first is set. start must not call wake itself. The stop that it returns
-// must wait for the end of calls of wake.
+// Join returns a signal that is sent after each change, until Leave. If there is no subscription, Join
+// begins one by start, and first is set. The subscription calls wake after each change, but start itself
+// must not call it. stop ends the subscription, and must wait until calls of wake have returned. If
+// start fails, Join returns the error.
 func (s *Shared) Join(start func(wake func()) (stop func(), err error)) (changed Signal, first bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -37,7 +38,8 @@ func (s *Shared) wake() {
 	}
 }
 
-// Leave ends what Join began.
+// Leave ends the signals to changed, which Join has returned. After the last Leave the subscription has
+// ended.
 func (s *Shared) Leave(changed Signal) {
 	s.mu.Lock()
 	delete(s.listeners, changed)

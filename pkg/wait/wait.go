@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wait contains what goroutines wait for: the end of a time, the next try of
-// something that fails, a signal of another goroutine, and a run for several callers.
+// Package wait makes goroutines wait: for the end of a time, the next try of something
+// that fails, a signal of another goroutine, or a run that they share with other callers.
 package wait
 
 import (
@@ -26,9 +26,10 @@ func For(ctx context.Context, d time.Duration) error {
 // HeldMost limits the time of WhileHeld.
 const HeldMost = 2 * time.Second
 
-// WhileHeld calls try again, with short pauses, while it returns true because a socket or lock is in use,
-// until HeldMost is over or ctx ends. The sockets and locks of a process that has just ended are free a
-// moment later: a child that it had forked, such as iptables, has them until it runs its own program.
+// WhileHeld calls try until it returns false. try returns true while a socket or lock is in use. WhileHeld
+// pauses shortly between the calls, and gives up after HeldMost or when ctx ends. The sockets and locks of
+// a process that has just ended may be in use for a moment: a child that the process has forked to run
+// another program, such as iptables, has them until that program starts.
 func WhileHeld(ctx context.Context, try func() (held bool)) {
 	const pause = 20 * time.Millisecond
 	for end := time.Now().Add(HeldMost); try() && time.Now().Before(end) && For(ctx, pause) == nil; {
@@ -42,7 +43,7 @@ func Vary(d time.Duration, share float64) time.Duration {
 	return time.Duration(float64(d) * (1 - share + 2*share*rand.Float64()))
 }
 
-// Values of the fields of Backoff that are zero.
+// Defaults for the fields of Backoff that are zero.
 const (
 	defaultLeast = 100 * time.Millisecond
 	defaultMost  = 30 * time.Second
@@ -56,7 +57,7 @@ type Backoff struct {
 	Least, Most time.Duration
 	Share       float64
 
-	pause time.Duration // the last one
+	pause time.Duration // the last pause before it was varied; 0 at first
 }
 
 // Next returns the next pause.
@@ -69,14 +70,14 @@ func (b *Backoff) Next() time.Duration {
 // Reset makes the next pause the shortest one again.
 func (b *Backoff) Reset() { b.pause = 0 }
 
-// Wait blocks for the next pause and for more. It returns the error of ctx if ctx ends
-// first.
+// Wait blocks for the sum of the next pause and more. It returns the error of ctx if ctx
+// ends first.
 func (b *Backoff) Wait(ctx context.Context, more time.Duration) error {
 	return For(ctx, more+b.Next())
 }
 
-// Signal wakes a goroutine that receives from it. Several calls of Send before it receives
-// are one signal, so the receiver must read the current state each time.
+// Signal wakes a goroutine that receives from it. Several calls of Send before the goroutine
+// receives are one signal, so the goroutine must read the current state each time.
 type Signal chan struct{}
 
 // NewSignal returns a Signal.

@@ -28,7 +28,7 @@ func Eventually(tb testing.TB, limit time.Duration, what string, check func() er
 	}
 }
 
-// Until is Eventually for a check that has no reason to tell.
+// Until is Eventually for a check that reports only whether it has succeeded.
 func Until(tb testing.TB, limit time.Duration, what string, check func() bool) {
 	tb.Helper()
 	Eventually(tb, limit, what, func() error {
