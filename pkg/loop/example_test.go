@@ -37,7 +37,7 @@ func ExampleLoop() {
 	var running sync.WaitGroup
 	running.Go(func() { _ = l.Run(ctx) }) // runs the first step at once
 
-	// Both changes lead to one further step, which needs only the last one.
+	// Both changes lead to one further step, which needs only the last change.
 	_ = l.Do(ctx, func() { wanted = 2 })
 	_ = l.Do(ctx, func() { wanted = 3 })
 	l.Wake()

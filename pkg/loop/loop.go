@@ -37,7 +37,7 @@ func New(resync time.Duration, step func(context.Context) error) *Loop {
 }
 
 // After is the error that a successful step returns when it must run again after the
-// given time.
+// given time at the latest.
 type After time.Duration
 
 // Error implements error.
@@ -47,8 +47,8 @@ func (a After) Error() string { return "again after " + time.Duration(a).String(
 func (l *Loop) Wake() { l.wake.Send() }
 
 // Do runs f on the goroutine of the loop, between two steps, and returns after f. If ctx
-// ends before the loop can run f, or the loop has ended, f does not run and Do returns
-// the error of ctx.
+// ends before the loop can run f, f does not run and Do returns the error of ctx. If the
+// loop has ended, Do blocks until ctx ends.
 func (l *Loop) Do(ctx context.Context, f func()) error {
 	done := make(chan struct{})
 	select {

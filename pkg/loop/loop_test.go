@@ -14,7 +14,7 @@ import (
 )
 
 // start runs a loop in the synctest bubble. It returns the loop and the times of its
-// steps, relative to the start. The first fails steps fail.
+// steps, relative to the start. fails is the number of steps that fail before one succeeds.
 func start(t *testing.T, resync time.Duration, fails int) (*loop.Loop, *[]time.Duration) {
 	t.Helper()
 	begin := time.Now()
@@ -146,8 +146,8 @@ func TestDoRunsBetweenSteps(t *testing.T) {
 		if err := l.Do(t.Context(), func() { seen = len(*steps) }); err != nil || seen != before {
 			t.Errorf("Do: %v, %d steps, want %d: Do must not cause a step", err, seen, before)
 		}
-		advance(61 * time.Minute) // shorter than the longest resync period, and Do must not delay it
-		advance(12 * time.Minute)
+		advance(61 * time.Minute) // a resync period of an hour varies from 48 to 72 minutes
+		advance(12 * time.Minute) // after 73 minutes a step has run, because Do does not delay it
 		if n := len(*steps); n != before+1 {
 			t.Errorf("%d steps in an hour, want one more than %d", n, before)
 		}
