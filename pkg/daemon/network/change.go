@@ -25,7 +25,7 @@ import (
 // change is another network configuration, and everything that the network needs to use it.
 type change struct {
 	config subnet.Config
-	same   bool // the configuration is the present one, and only the claim is another
+	same   bool // the configuration stays the present one, and only the claim changes
 	iface  underlay.Interface
 	be     backend.Backend // nil if the backend and the lease are not affected
 	warns  []string        // about the configuration of be
@@ -38,8 +38,8 @@ const (
 	// refusedPause is the time after which a configuration that was refused is tried again. The
 	// reason may be gone, such as an interface without an IPv6 address.
 	refusedPause = 30 * time.Second
-	// turnOfHost is the time for each host over which the writes of all hosts after a change of the
-	// configuration are spread. etcd passes each of them on to all hosts.
+	// turnOfHost, multiplied by the number of hosts, is the time over which all hosts spread their
+	// writes after a change of the configuration, because etcd passes each write on to all hosts.
 	turnOfHost = 10 * time.Millisecond
 )
 
@@ -50,16 +50,16 @@ func (s *session) turn() time.Duration {
 }
 
 // awaitChange waits until the network can change to another configuration, and sends that change to
-// prepared. Session s goes on meanwhile, and awaitChange publishes changes of its data. A configuration
-// that cannot be used is refused, and tried again later. published is closed when the store has the lease
-// of s.
+// prepared. Session s goes on meanwhile, and awaitChange publishes changes of the data in its lease. A
+// configuration that cannot be used is refused, and tried again later. published is closed when the store
+// has the lease of s.
 func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published <-chan struct{}, prepared chan<- *change) error {
 	if s.begin.Load().Recalled { // the start follows the configuration
 		return nil
 	}
-	var stored <-chan struct{} // published, if other data is to be published after that; nil never receives
-	var due <-chan time.Time   // for publishing it; nil never receives
-	failed := false            // the last attempt; the failure is logged once
+	var stored <-chan struct{} // set to published while changed data waits for it; nil never receives
+	var due <-chan time.Time   // receives when changed data is to be published; nil never receives
+	failed := false            // the last republish has failed; only the first failure is logged
 	if s.behind {
 		stored = published
 	}
@@ -95,7 +95,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			}
 		case <-s.republish:
 			s.behind = true
-			if due == nil { // otherwise a store that is away would get a call for each change
+			if due == nil { // otherwise a store that does not answer would get a call for each change
 				stored = published // two goroutines must not write the own lease
 			}
 		case <-stored:
@@ -118,8 +118,8 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 	return ctx.Err()
 }
 
-// prepareClaim returns a change to the same configuration with another claim, or nil if the claim is
-// the same.
+// prepareClaim returns a change to the same configuration with another claim. It returns nil if the
+// claim is the same, or if it fails, which it logs.
 func (r *runner) prepareClaim(ctx context.Context, s *session) *change {
 	now := *s.begin.Load()
 	c := &change{config: now.Config, same: true, iface: now.Interface}
@@ -127,7 +127,7 @@ func (r *runner) prepareClaim(ctx context.Context, s *session) *change {
 	if c.be, _, err = r.catalog.New(r.env(c.iface, c.config)); err == nil {
 		c.claim, err = c.be.Claim(ctx, now.Own.Claim())
 	}
-	if err != nil { // the network asks again
+	if err != nil { // the backend's network asks again
 		klog.FromContext(ctx).Error(err, "cannot publish more data in the own lease")
 		return nil
 	}
@@ -171,8 +171,8 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 }
 
 // prepareChange obtains what the change to cfg needs. It changes nothing on the host. If the subnets
-// of s do not fit cfg, it takes others, which the store gives in exchange. With an error it may
-// return a change whose devices are locked.
+// of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. With an
+// error it may return a change whose devices are locked.
 func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
 	now := *s.begin.Load()
 	c = &change{config: cfg, iface: now.Interface}
@@ -213,8 +213,8 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	return c, err
 }
 
-// fits reports whether own has one subnet for each network of cfg, which cfg can assign. With
-// Kubernetes the API assigns them, so they only have to be in the networks.
+// fits reports whether own has, for each network of cfg, one subnet that cfg can assign. With
+// Kubernetes the API assigns the subnets, so they only have to be in the networks.
 func (r *runner) fits(cfg subnet.Config, own subnet.Lease) bool {
 	if len(cfg.Networks) != len(own.Endpoints) {
 		return false
@@ -251,7 +251,7 @@ func sameForwarding(from, to subnet.Config) bool {
 // not start, the network goes back to the former configuration.
 func (r *runner) change(ctx context.Context, s *session, c *change) (*session, error) {
 	if c.be == nil {
-		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // the session goes on to change other fields
+		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // no other field, because the session goes on and may change them
 		now, _ := r.state.Get()
 		now.Peers, now.Fresh = subnet.LedgerState{}, nil
 		s.begin.Store(&now)
@@ -262,7 +262,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	pause := s.turn()
 	r.progress.change()
 	s.leave(ctx)
-	before, _ := r.state.Get() // now, because the session may have removed what a former configuration had left
+	before, _ := r.state.Get() // only now, because the session may have cleared Former before its end
 	before.Peers, before.Fresh = s.ledger.State(), nil
 	next, err := r.serveChanged(ctx, before, c)
 	if err == nil {
@@ -295,8 +295,9 @@ func (r *runner) changed(ctx context.Context, c *change) {
 	log.Info("the network uses the changed configuration", "backend", c.config.BackendType, "networks", c.config.Prefixes())
 }
 
-// serveChanged starts a session with another configuration. before is the state that the last one
-// has left. The objects that it needs exist before those that only the last one needed are removed.
+// serveChanged starts a session with the configuration of c. before is the state that the last session
+// has left. The objects of the new session exist before those that only the last session needed are
+// removed.
 func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change) (*session, error) {
 	now := before
 	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)
@@ -319,10 +320,10 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 	return s, nil
 }
 
-// goBack starts a session with the configuration before a change that has failed. It repeats that
-// until it succeeds or ctx ends.
+// goBack starts a session from before, the state before change c, which has failed. It repeats the
+// attempt until it succeeds or ctx ends.
 func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) (s *session, err error) {
-	if c.own != nil { // the subnets of before have to be taken again
+	if c.own != nil { // the session must take the subnets of before again
 		before.Stored = c.own
 	}
 	err = retry(ctx, "cannot go back to the former network configuration, trying again", func() error {
@@ -330,7 +331,7 @@ func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) 
 		if err != nil {
 			return err
 		}
-		failed, _ := r.state.Get() // the change is among its former configurations if it has begun
+		failed, _ := r.state.Get() // Former contains the configuration of c if the change has begun
 		before.Former, before.Rules = r.leftBehind(failed, be), failed.FormerNetworks(before.Config)
 		if s, err = r.serve(ctx, be, func(now *lastknown.State) { *now = before }); err != nil {
 			r.ready.health.Beat()

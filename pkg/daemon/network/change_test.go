@@ -26,7 +26,7 @@ func parseConfig(t *testing.T, text string) subnet.Config {
 	return cfg
 }
 
-// TestSameForwarding expects that the backend goes on only if the change cannot concern it.
+// TestSameForwarding checks which changes of a configuration leave the backend as it is.
 func TestSameForwarding(t *testing.T) {
 	from := parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)
 	for text, want := range map[string]bool{
@@ -46,8 +46,8 @@ func TestSameForwarding(t *testing.T) {
 	}
 }
 
-// TestFits expects that a host keeps its subnets if the configuration can assign them. With
-// Kubernetes, which assigns them itself, they only have to be in the networks.
+// TestFits checks that a host keeps its subnets if the configuration can assign them. With Kubernetes
+// the API assigns the subnets, so they only have to be in the networks.
 func TestFits(t *testing.T) {
 	own := subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.7.0/24")}}}
 	for text, want := range map[string]struct{ etcd, kube bool }{
@@ -71,8 +71,8 @@ func TestFits(t *testing.T) {
 	}
 }
 
-// TestGoBack changes to a configuration whose backend does not start. The network must serve the
-// former one again, report why, and not try the other one again.
+// TestGoBack changes to a configuration whose backend does not start. The network must go back to the
+// former configuration, report why, and not try the other configuration again.
 func TestGoBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -118,9 +118,10 @@ func TestGoBack(t *testing.T) {
 	})
 }
 
-// TestStateDuringAChange reads the state file while the backend of another configuration starts. The
-// next process must begin with the former configuration, know what the other one may have left, and which
-// lease the store has. When the backend has started, the file must have the other configuration.
+// TestStateDuringAChange reads the state file while the backend of another configuration starts. The file
+// must then have the former configuration for the next process, the other configuration among those that
+// may have left objects, and the lease that the store has. When the backend has started, the file must
+// have the other configuration.
 func TestStateDuringAChange(t *testing.T) {
 	for name, fails := range map[string]bool{"it starts": false, "the process is told to stop": true} {
 		t.Run(name, func(t *testing.T) {
@@ -177,8 +178,9 @@ func TestStateDuringAChange(t *testing.T) {
 	}
 }
 
-// TestChangeThatIsNotFree changes to a configuration of which another network has a part by then. The
-// network must not start it, and must not remove its objects, because they are those of the other network.
+// TestChangeThatIsNotFree changes to a configuration after another network has claimed a part of it. The
+// network must neither start the configuration nor remove its objects, which are those of the other
+// network.
 func TestChangeThatIsNotFree(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var started []int

@@ -15,7 +15,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// ErrConfigChanged ends the daemon with --exit-on-config-change.
+// ErrConfigChanged means that the configuration in the store has changed. It ends the daemon with
+// --exit-on-config-change. Otherwise it ends only an attempt to start the network.
 var ErrConfigChanged = errors.New("the network configuration has changed")
 
 // configWatch compares the network configuration in the store with the one that the network uses.
@@ -29,7 +30,7 @@ type configWatch struct {
 	used     subnet.Config
 	running  bool           // used is set
 	stored   *subnet.Config // the configuration in the store; nil if there is none, or it is invalid
-	missing  bool           // there is none in the store
+	missing  bool           // the store has no configuration
 	failed   bool           // stored was tried and did not start
 	rejected string         // why the configuration in the store cannot be used; "" if it can
 	differs  []string       // changes from used to stored
@@ -49,7 +50,7 @@ func (w *configWatch) use(cfg subnet.Config) {
 }
 
 // next returns the configuration that the network should use instead of the present one, or nil, and
-// a channel that is closed when the result changes.
+// a channel that is closed when the result may have changed.
 func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -74,14 +75,14 @@ func (w *configWatch) compare() {
 	}
 }
 
-// wake tells those that wait for another result of next. The caller holds w.mu.
+// wake wakes goroutines that wait for another result of next. The caller holds w.mu.
 func (w *configWatch) wake() {
 	close(w.changed)
 	w.changed = make(chan struct{})
 }
 
-// restartNeeded returns a description of what a restart would change, or "" if it would change
-// nothing.
+// restartNeeded returns why the network does not use the configuration in the store, if only a restart
+// could change that. Otherwise it returns "". It also reports that the store has no configuration.
 func (w *configWatch) restartNeeded() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -103,8 +104,8 @@ func (w *configWatch) rejection() string {
 	return w.rejected
 }
 
-// apply handles the text of the configuration in the store, which is nil if there is none. Only one
-// goroutine at a time may call it.
+// apply records and logs a change of the configuration in the store. text is nil if there is none. Only
+// one goroutine at a time may call apply.
 func (w *configWatch) apply(ctx context.Context, text []byte) {
 	var cfg subnet.Config
 	var err error
@@ -128,7 +129,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		w.stored = &cfg
 	}
 	w.compare()
-	if news { // also if differs, which hides values, has the same text as before
+	if news { // compare does not wake if w.differs, which hides values, has the same text as before
 		w.wake()
 	}
 	switch {
@@ -150,8 +151,8 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 }
 
 // refuse records why the network cannot change to cfg. It has no effect if the store has another
-// configuration by now. It logs the first reason only, because a text may contain addresses that
-// change all the time.
+// configuration by now. It logs the first reason only, because its text may contain addresses
+// that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -215,7 +216,8 @@ func (w *configWatch) reject(ctx context.Context, why error) {
 	}
 }
 
-// exit waits for a changed configuration that is valid, and returns ErrConfigChanged.
+// exit waits for a changed configuration that is valid, and returns ErrConfigChanged, wrapped. It
+// returns nil if ctx ends first.
 func (w *configWatch) exit(ctx context.Context) error {
 	for {
 		cfg, changed := w.next()

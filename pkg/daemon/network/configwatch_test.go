@@ -53,8 +53,8 @@ func TestConfigWatch(t *testing.T) {
 	}
 }
 
-// TestConfigWatchHiddenValue corrects a configuration that did not start in a value that the log must not
-// contain, so that the text of the changes stays the same. The network must try it again.
+// TestConfigWatchHiddenValue corrects a secret value in a configuration that did not start. The text of
+// the changes hides such values, so it stays the same. next must return the configuration again.
 func TestConfigWatchHiddenValue(t *testing.T) {
 	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) {
 		cfg, _, err := subnet.ParseConfig(text)
@@ -79,8 +79,8 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	}
 }
 
-// TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. The watch may
-// have told of a newer one by then, which must be offered.
+// TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. If the watch
+// has reported a newer configuration by then, next must return that one, and it is not rejected.
 func TestConfigWatchRefusesTheFirst(t *testing.T) {
 	parse := func(text string) subnet.Config {
 		cfg, _, err := subnet.ParseConfig([]byte(text))
@@ -110,8 +110,8 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 	}
 }
 
-// TestConfigWatchFollows expects each usable configuration to be offered once the store has it, and
-// reasons why others are not. They end with the next usable configuration.
+// TestConfigWatchFollows checks that next returns each usable configuration as soon as the store has it,
+// and that there is a rejection until the next usable configuration.
 func TestConfigWatchFollows(t *testing.T) {
 	parse := func(text []byte) (subnet.Config, error) {
 		cfg, _, err := subnet.ParseConfig(text)

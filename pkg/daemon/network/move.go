@@ -19,9 +19,10 @@ import (
 )
 
 // work keeps the network up to date with the store, beginning with session s, until attending ends
-// or the network configuration changes. It then leaves the last session as it is, and returns it
-// with the change. If the external interface changes, it starts a new session, which lasts until ctx
-// ends, from the state that the old one leaves.
+// or the network can change to another configuration. It then returns the last session, which it
+// leaves running, and the change, which is nil if attending has ended. If the external interface
+// changes, work ends the session and starts another one from the state that it leaves. The new session
+// lasts until ctx ends.
 func (r *runner) work(ctx, attending context.Context, m Store, s *session, changed <-chan underlay.Interface) (*session, *change, error) {
 	for {
 		to, next, err := r.attend(attending, m, s, changed)
@@ -36,6 +37,7 @@ func (r *runner) work(ctx, attending context.Context, m Store, s *session, chang
 
 // attend passes the leases of other nodes to s, and the own lease to the store, until ctx
 // ends, the external interface changes, or the network can change to another configuration.
+// It returns the changed interface or the change, and nil for the other one.
 func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
 	group, ctx := errgroup.WithContext(ctx)
 	ctx, cancel := context.WithCancel(ctx)
@@ -62,14 +64,14 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 		return nil, next, err
 	}
 	select {
-	case c := <-prepared: // for the former interface
+	case c := <-prepared: // it was prepared for the former interface
 		r.abandon(c, s)
 	default:
 	}
 	return to, nil, err
 }
 
-// abandon gives up a change that was prepared while s goes on.
+// abandon gives up a prepared change. The network goes on with the configuration of s.
 func (r *runner) abandon(c *change, s *session) {
 	if c.be != nil {
 		r.releaseDevices(c.be.Scope(), s)
@@ -88,9 +90,9 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 	}
 	cfg, own := s.begin.Load().Config, s.own()
 	if own.NextType != "" && own.NextType != r.storedNext() {
-		// Peers probe the way through the next backend when they see this lease. The first pass removes
-		// what an earlier use of that backend has left for them. Otherwise they might use just that. A pass
-		// that fails may leave it, but must not keep the lease from the store.
+		// When peers see this lease, they probe the way through the next backend. An earlier use of that
+		// backend may have left objects for the peers, and the probes might use these. The first pass
+		// removes them. If it fails, they may stay, but that must not prevent the publication.
 		select {
 		case <-s.compared:
 		case <-ctx.Done():
@@ -113,7 +115,8 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 	return nil
 }
 
-// storedNext returns the next backend of the own lease as the store has it, if that differs from the lease.
+// storedNext returns the next backend in the store's version of the own lease. It returns "" if the store
+// has the same version as this host.
 func (r *runner) storedNext() string {
 	if now, _ := r.state.Get(); now.Stored != nil {
 		return now.Stored.NextType
@@ -131,11 +134,12 @@ func lostTo(own, published subnet.Lease) error {
 	return nil
 }
 
-// republishTimeout limits the time for publishing other data of the own lease. Meanwhile the network
-// does not notice another configuration.
+// republishTimeout limits the time for publishing changed data of the own lease. Meanwhile the network
+// does not notice a changed configuration.
 const republishTimeout = 30 * time.Second
 
-// republish writes the own lease with the data that the backend has by now, while s goes on.
+// republish writes the own lease with the data that the backend has by now, while s goes on. It returns
+// ErrLeaseLost, wrapped, like publish.
 func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session) error {
 	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
 	defer cancel()
@@ -144,7 +148,7 @@ func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session) er
 	if err != nil {
 		return err
 	}
-	if claim.NextType != now.Own.NextType { // s runs for what the lease has; see backend.Reclaimer
+	if claim.NextType != now.Own.NextType { // only another session can use another next backend; see backend.Reclaimer
 		return fmt.Errorf("the next backend would be %q instead of %q", claim.NextType, now.Own.NextType)
 	}
 	if !reflect.DeepEqual(claim, now.Own.Claim()) {

@@ -41,14 +41,15 @@ type Config struct {
 	OpenStore func(etcd.Config) (Store, error)
 	// Announce is called once, when the network is ready.
 	Announce func(context.Context)
-	// Others returns the prefixes of other networks of the daemon, and a channel that is closed
-	// when they change. Packets to them are not masqueraded. It is nil if there are none.
+	// Others returns the prefixes of the daemon's other networks, and a channel that is closed when
+	// these prefixes change. Packets to them are not masqueraded. The field is nil if there are no
+	// other networks, or if their prefixes are not exempt from masquerading.
 	Others func() ([]netip.Prefix, <-chan struct{})
-	// Holds is called with everything that the network has on this host from then on: before it
-	// begins to use a configuration, and when it has less. The first Holding is the configuration in
-	// use. Holds returns an error if another network has a part of it by now. The network then does
-	// not use the configuration. There is no error if the network has all of it already. Holds may be
-	// nil.
+	// Holds is called with everything that the network has on this host from then on. The network
+	// calls it before it begins to use a configuration, and after it has removed objects of a former
+	// one. The first Holding is the configuration in use. Holds returns an error if another network
+	// claims something that this network does not have yet. This network then does not use the
+	// configuration. Holds may be nil.
 	Holds func([]Holding) error
 }
 
@@ -118,15 +119,17 @@ func (n *Network) Close() {
 	}
 }
 
-// Shutdown does what must be done on the host when the daemon is told to stop.
+// Shutdown lets the backends do what they must do on the host when the daemon stops, such as running
+// ShutdownCommand.
 func (n *Network) Shutdown(ctx context.Context) {
 	if n.catalog.Shutdown != nil {
 		n.catalog.Shutdown(ctx)
 	}
 }
 
-// Run starts the network and serves it until ctx ends. It then returns nil. It returns
-// ErrConfigChanged, wrapped, if --exit-on-config-change says so.
+// Run starts the network and serves it until ctx ends. It then returns nil, or an error if the start
+// was not over. With --exit-on-config-change it returns ErrConfigChanged, wrapped, when the
+// configuration has changed.
 func (n *Network) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -163,8 +166,9 @@ func (n *Network) startAndServe(ctx context.Context) error {
 	}
 }
 
-// serveFirst starts the first session with the store's answers. If its backend does not start, and
-// there was a session from the last known state, it goes back to the configuration of that one.
+// serveFirst starts the first session with the store's answers. If that session does not start, and
+// there was a session from the last known state with another configuration, serveFirst goes back to
+// the configuration of the last known state.
 func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
 	differs := n.differs(now.Config)
 	former, _ := n.state.Get()
@@ -178,19 +182,19 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	}
 	n.config.use(former.Config)
 	n.config.refuseFirst(ctx, now.Config, err)
-	if !errors.Is(err, state.ErrInUse) { // another process may release its device
+	if !errors.Is(err, state.ErrInUse) { // otherwise the network tries again, because another process may release the device
 		n.config.giveUp(ctx, now.Config, err)
 	}
 	former.Peers, former.Fresh, former.Recalled = now.Peers, nil, false
 	return n.goBack(ctx, former, &change{config: now.Config, iface: now.Interface, own: &now.Own})
 }
 
-// errChange ends what serveUntilChange runs.
+// errChange ends the goroutines of serveUntilChange when there is a change.
 var errChange = errors.New("the network changes to another configuration")
 
-// serveUntilChange serves the network with one configuration, beginning with session s. It returns a
-// change to another configuration, with the last session, which it leaves running. next is nil when
-// ctx has ended.
+// serveUntilChange serves the network with one configuration, beginning with session s. When the
+// network can change to another configuration, serveUntilChange returns this change and the last
+// session, which it leaves running. next is nil if ctx has ended, or with an error.
 func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *session, next *change, err error) {
 	now := *s.begin.Load()
 	changed := make(chan underlay.Interface, 1)
@@ -218,8 +222,9 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *sessi
 	return nil, nil, err
 }
 
-// followConfig makes group follow changes of the configuration, if Watch does not do so
-// already, and end the network if the options ask for that.
+// followConfig makes group watch the configuration in the store, unless Manager.Watch does so
+// already. With --exit-on-config-change it makes group end the network when the configuration
+// has changed.
 func (n *Network) followConfig(ctx context.Context, group *errgroup.Group) {
 	if w, ok := n.store.(subnet.ConfigWatcher); ok {
 		group.Go(func() error {
@@ -231,19 +236,20 @@ func (n *Network) followConfig(ctx context.Context, group *errgroup.Group) {
 	}
 }
 
-// Configure passes on the configuration that the store has, if the network does not read it itself.
-// Only one goroutine at a time may call it.
+// Configure tells the network the text of the configuration in the store. It is for one of several
+// networks, which do not watch their configurations themselves. Only one goroutine at a time may
+// call it.
 func (n *Network) Configure(ctx context.Context, text []byte) { n.config.apply(ctx, text) }
 
-// Refuse records why the configuration in the store cannot be used, if the caller has found that
-// out.
+// Refuse records why the configuration in the store cannot be used. It is for a caller that has
+// checked the configuration and logged the reason.
 func (n *Network) Refuse(why error) { n.config.refused(why) }
 
 // Rejected returns why the configuration in the store cannot be used, or "" if it can.
 func (n *Network) Rejected() string { return n.config.rejection() }
 
-// Retire removes everything that the network has on this host, and its lease in the store. It is
-// not served any more.
+// Retire removes everything that the network has on this host, and its lease in the store. The
+// caller must not have called Run.
 func (n *Network) Retire(ctx context.Context) error { return n.retireAll(ctx) }
 
 // Alive implements health.Source.
@@ -252,7 +258,7 @@ func (n *Network) Alive() error { return n.ready.health.Alive() }
 // Ready implements health.Source.
 func (n *Network) Ready() (ready bool, reasons []string) { return n.ready.health.Ready() }
 
-// Up is closed when the network has become ready for the first time.
+// Up returns a channel that is closed when the network has become ready for the first time.
 func (n *Network) Up() <-chan struct{} { return n.ready.up }
 
 // WasReady reports whether Up is closed.
@@ -271,7 +277,7 @@ func (n *Network) Phase() Phase { return n.progress.phase() }
 // Metrics returns the metrics of the network.
 func (n *Network) Metrics() *metrics.Metrics { return n.metrics }
 
-// Report returns the status for people. It does not use the name in q.
+// Report returns the report for /statusz. It ignores the name of the network in q.
 func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {
 	return reporter{n.runner}.report(ctx, q)
 }

@@ -37,14 +37,14 @@ type Host struct {
 	Journal  *status.Journal
 	Tuner    *tune.Tuner
 	Started  time.Time
-	Probes   *paths.Limit  // for all networks
-	PathMTUs *rate.Limiter // the same for the probes of MTUs
+	Probes   *paths.Limit  // limits the probes of paths of all networks
+	PathMTUs *rate.Limiter // limits the probes of path MTUs of all networks
 }
 
 // Store is a manager with its connection.
 type Store interface {
 	subnet.Manager
-	// Reconnect replaces a connection from an address that was removed.
+	// Reconnect replaces the connection, after the local address of the old one was removed.
 	Reconnect()
 	// Close ends the connection.
 	Close() error
@@ -53,23 +53,21 @@ type Store interface {
 // parts are what one network has from its opening to its end. Start-up, sessions and reports use
 // them.
 type parts struct {
-	host    *Host
-	name    string // empty if it is the only network
-	opts    options.Options
-	kernel  *linux.Kernel
-	devices *ownership.Locks
-	catalog backend.Catalog
-	state   *lastknown.Store
-	past    lastknown.State // of the last process, when the network was opened
-	store   Store
-	config  *configWatch
-	ready   *readiness
-	metrics *metrics.Metrics
-	rules   *rules.Keeper
-	// others returns the prefixes of other networks of this daemon, and a channel that is closed
-	// when they change. Packets to them are not masqueraded. It is nil if there are none.
-	others   func() ([]netip.Prefix, <-chan struct{})
-	holds    func([]Holding) error // see Config
+	host     *Host
+	name     string // empty if it is the only network
+	opts     options.Options
+	kernel   *linux.Kernel
+	devices  *ownership.Locks
+	catalog  backend.Catalog
+	state    *lastknown.Store
+	past     lastknown.State // last known state of the last process, as Open has read it
+	store    Store
+	config   *configWatch
+	ready    *readiness
+	metrics  *metrics.Metrics
+	rules    *rules.Keeper
+	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
+	holds    func([]Holding) error                    // see Config.Holds
 	progress progress
 	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
 }
@@ -93,8 +91,8 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	}
 }
 
-// location returns the location of this host. If the store has it, it is the last known one of the same
-// label until it was read.
+// location returns the location of this host, or "" if there is none. With --location-label the store has
+// it. Until the location was read from the store, the last known one counts if it is of the same label.
 func (p *parts) location() string {
 	now := p.labelled.Load()
 	switch {
@@ -108,7 +106,8 @@ func (p *parts) location() string {
 	return ""
 }
 
-// readLocation reads the location of this host from the store, if that has it.
+// readLocation reads the location of this host from the store if --location-label is set and the store
+// has locations.
 func (p *parts) readLocation(ctx context.Context) error {
 	l, ok := p.store.(subnet.LocationSource)
 	if !ok || p.opts.LocationLabel == "" {
@@ -121,7 +120,8 @@ func (p *parts) readLocation(ctx context.Context) error {
 	return err
 }
 
-// newBackend returns the backend of a configuration that the network is about to use.
+// newBackend returns the backend of a configuration that the network is about to use. It returns an error
+// if the backend cannot use one of the flags.
 func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []string, err error) {
 	be, warnings, err = p.catalog.New(env)
 	if err != nil {
@@ -186,9 +186,9 @@ func (p *parts) connected() time.Time {
 	return since
 }
 
-// underlayOptions returns the options from cfg and the flags, and the interface that this
-// process, or the last one, has used. last has the addresses from the store, which replace those
-// of the flags.
+// underlayOptions returns the options for choosing the external interface, from cfg, the flags, and
+// the interface that this process or the last one has used. The public addresses in last come from
+// the store and replace those of the flags.
 func (p *parts) underlayOptions(cfg subnet.Config, last lastknown.State) underlay.Options {
 	public := last.PublicIPs
 	if now, ok := p.state.Get(); ok {
@@ -201,7 +201,7 @@ func (p *parts) underlayOptions(cfg subnet.Config, last lastknown.State) underla
 	}
 	for _, one := range cfg.Networks {
 		o.Families = append(o.Families, one.Family())
-		// The hosts may use a subnet of a former network themselves.
+		// A subnet of a former network is left out, because hosts may use its addresses themselves.
 		if e, ok := last.Own.Endpoint(one.Family()); ok && one.Prefix.Contains(e.Subnet.Addr()) {
 			o.Pods = append(o.Pods, e.Subnet)
 		}
@@ -237,7 +237,7 @@ func describe(i underlay.Interface) []string {
 }
 
 // latest returns a function that sends a value to ch and replaces a value that was not
-// received yet. Only this function may send to ch.
+// received yet. Only this function may send to ch, which must have a buffer of one.
 func latest[T any](ch chan T) func(T) {
 	return func(v T) {
 		select {
@@ -248,7 +248,8 @@ func latest[T any](ch chan T) func(T) {
 	}
 }
 
-// ended returns nil if ctx has ended, because a member that ends then was told to.
+// ended returns nil if ctx has ended, and otherwise err. It hides every error after the end of ctx,
+// because the end may be the cause.
 func ended(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil
@@ -261,7 +262,8 @@ func ended(ctx context.Context, err error) error {
 const retryPause = time.Second
 
 // retry repeats try until it succeeds or ctx ends. It logs each new error once. A success
-// counts even if ctx has ended.
+// counts even if ctx has ended. retry returns at once if the error is ErrUnfit or
+// ErrConfigChanged.
 func retry(ctx context.Context, what string, try func() error) error {
 	logged := ""
 	for {

@@ -89,7 +89,7 @@ func (p *progress) derive() Phase {
 	return p.waiting
 }
 
-// set changes the facts and announces the phase if it is another one then.
+// set calls change, which changes the facts, and announces the phase if that has changed too.
 func (p *progress) set(change func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -113,7 +113,8 @@ func (p *progress) session(recalled, retiring bool) {
 // retired records that nothing of former configurations is left.
 func (p *progress) retired() { p.set(func() { p.retiring = false }) }
 
-// move records that the session has ended and that another one will follow.
+// move records that the session has ended and that another one will follow, on the changed external
+// interface.
 func (p *progress) move() { p.set(func() { p.moving = true }) }
 
 // change records that the session has ended and that another one will follow, with another

@@ -44,7 +44,7 @@ func TestKernelPhases(t *testing.T) {
 	}
 	w := newWalk(t)
 
-	// The store is empty, then its range of subnets is used up, then there is a wider one.
+	// The store is empty, then its range of subnets is used up, then it gets a wider range.
 	stop := w.start()
 	w.expect(PhaseNoConfiguration)
 	w.store.Put(peerOn("10.5.1.0/24", "192.0.2.9"))
@@ -57,7 +57,8 @@ func TestKernelPhases(t *testing.T) {
 	w.mtu(1400)
 	w.expect(PhaseMoving, PhaseServing)
 
-	// The configuration changes: the device, the network, back, and then only traffic rules.
+	// The configuration changes: another device, another network, the first configuration again, and
+	// then only other traffic rules.
 	for _, config := range []string{
 		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`, `{"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}}`,
 		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`,
@@ -89,7 +90,7 @@ func TestKernelPhases(t *testing.T) {
 	w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
 	stop()
 
-	// After a restart the subnet is another host's, and the only one.
+	// After a restart another host has the subnet, and there is no other one.
 	w.store.Put(peerOn("10.6.1.0/25", "192.0.2.9"))
 	w.away(true)
 	stop = w.start()
@@ -108,7 +109,7 @@ func TestKernelPhases(t *testing.T) {
 }
 
 // TestKernelStartWithoutAFreeSubnet restarts a network while neither the changed configuration nor the
-// former one has a subnet for this host. It must wait, and use the first subnet of the changed one.
+// former one has a subnet for this host. It must wait, and use the first free subnet of the changed configuration.
 func TestKernelStartWithoutAFreeSubnet(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
@@ -133,9 +134,9 @@ func TestKernelStartWithoutAFreeSubnet(t *testing.T) {
 	stop()
 }
 
-// TestKernelStartWaitsForAFormerSubnet restarts a network with an unknown backend in the store, and
-// without a subnet for the former configuration. It must wait for a subnet, because the store still has
-// the configuration that it has refused, and follow the next usable configuration.
+// TestKernelStartWaitsForAFormerSubnet restarts a network while the configuration in the store has an
+// unknown backend, and the former configuration has no free subnet. The network must wait for a subnet of
+// the former configuration, and follow the next usable configuration.
 func TestKernelStartWaitsForAFormerSubnet(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
@@ -172,8 +173,8 @@ func TestKernelStartWaitsForAFormerSubnet(t *testing.T) {
 	}
 }
 
-// TestKernelHoldings changes the device of a network twice. The network must tell that it has each
-// former device until it has removed it, also after a restart before that.
+// TestKernelHoldings changes the device of a network twice, the second time with a restart. The network
+// must report each former device to Holds until it has removed that device.
 func TestKernelHoldings(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
@@ -198,7 +199,7 @@ func TestKernelHoldings(t *testing.T) {
 }
 
 // TestKernelStartWithAnUnusableConfiguration restarts a network while the store has a configuration that
-// cannot be used. It must be served with the former one, and follow the next usable one.
+// cannot be used. The network must use the former configuration, and follow the next usable one.
 func TestKernelStartWithAnUnusableConfiguration(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
@@ -226,7 +227,7 @@ func TestKernelStartWithAnUnusableConfiguration(t *testing.T) {
 	stop()
 }
 
-// holds records the devices of what the network has.
+// holds records the devices of all Holdings. It implements Config.Holds.
 func (w *walk) holds(all []Holding) error {
 	var devices []string
 	for _, h := range all {
@@ -238,7 +239,7 @@ func (w *walk) holds(all []Holding) error {
 	return nil
 }
 
-// expectHeld compares what the network has told since the last call.
+// expectHeld compares the devices of each call of holds since the last expectHeld with want.
 func (w *walk) expectHeld(want string) {
 	w.t.Helper()
 	w.mu.Lock()
@@ -273,7 +274,7 @@ type walk struct {
 	seen    map[Phase]bool
 	gate    gate
 	network *Network   // of the last start
-	held    [][]string // the devices of each Holding, as told
+	held    [][]string // the devices of all Holdings, for each call of holds
 	mu      sync.Mutex // guards held
 }
 
@@ -358,8 +359,8 @@ func (w *walk) start() (stop func()) {
 	}
 }
 
-// expectNoSubnets waits until the network says that it does not use the configuration in the store,
-// because no subnet is free.
+// expectNoSubnets waits until Rejected says that the configuration in the store cannot be used because
+// no subnet is free.
 func (w *walk) expectNoSubnets() {
 	w.t.Helper()
 	waittest.Eventually(w.t, 10*time.Second, "the configuration is refused", func() error {
@@ -370,7 +371,7 @@ func (w *walk) expectNoSubnets() {
 	})
 }
 
-// expect waits until the network has gone through exactly these phases.
+// expect waits until the network has gone through exactly these phases, in this order.
 func (w *walk) expect(phases ...Phase) {
 	w.t.Helper()
 	for _, want := range phases {
@@ -439,10 +440,10 @@ func (s gatedStore) Config(ctx context.Context) (subnet.Config, error) {
 	return s.Manager.Config(ctx)
 }
 
-// Reconnect implements store.
+// Reconnect implements Store.
 func (gatedStore) Reconnect() {}
 
-// Close implements store.
+// Close implements Store.
 func (gatedStore) Close() error { return nil }
 
 // peerOn returns the lease of another host.

@@ -27,7 +27,7 @@ func (r *runner) newProber(s *session) *paths.Prober {
 	}
 	if w, ok := r.store.(subnet.Warner); ok {
 		c.Changed = func(p paths.Result) {
-			if !p.OK && p.Broken != paths.Underlay { // every other host reports a host that is down, and Kubernetes does
+			if !p.OK && p.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
 				w.Warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", p.Subnet, p.PublicIP, p.Broken, p.Advice))
 			}
 		}
@@ -36,7 +36,7 @@ func (r *runner) newProber(s *session) *paths.Prober {
 }
 
 // reachable returns the peers that packets are sent to, with their paths. ok is false if the lease loop
-// is busy for long.
+// does not answer within statusTimeout.
 func (s *session) reachable(ctx context.Context) (peers []paths.Peer, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()

@@ -71,7 +71,7 @@ func (r *readiness) reportStore(ctx context.Context, err error) {
 	r.report(ctx, partDatastore, err)
 }
 
-// wasReady reports whether the daemon has been ready at some time.
+// wasReady reports whether the network has been ready at some time.
 func (r *readiness) wasReady() bool {
 	select {
 	case <-r.up:

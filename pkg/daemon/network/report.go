@@ -27,7 +27,8 @@ const statusTimeout = 2 * time.Second
 // reporter tells operators the state of a network.
 type reporter struct{ *runner }
 
-// inspect returns the state of the present session, if there is one.
+// inspect returns the state of the present session, or zero values if there is none. holdings selects
+// whether it includes the kernel objects of each peer.
 func (o reporter) inspect(ctx context.Context, holdings bool) (lastknown.State, backend.Inspection) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
@@ -39,7 +40,7 @@ func (o reporter) inspect(ctx context.Context, holdings bool) (lastknown.State, 
 	last, _ := o.state.Get()
 	now.Own = last.Own // renewed in the meantime
 	in, err := s.inspect(ctx, holdings)
-	if s.left.Load() != nil { // the reason why the next session does not start
+	if s.left.Load() != nil { // s has ended: report why the next session does not start
 		_, err = o.ready.health.Part(partDatapath)
 	}
 	if err != nil {
@@ -136,7 +137,7 @@ func EmptyReport(h *Host, o options.Options) status.Report {
 	}
 }
 
-// report returns the status for people.
+// report returns the report for /statusz. If q.AllPaths is set, it has all paths, but no peers and events.
 func (o reporter) report(ctx context.Context, q status.Query) (status.Report, error) {
 	now, in := o.inspect(ctx, !q.AllPaths)
 	r := EmptyReport(o.host, o.opts)
@@ -210,7 +211,7 @@ func (o reporter) firewall() (f status.Firewall) {
 	return f
 }
 
-// worstPaths is the number of the worst paths in a report.
+// worstPaths is the number of the worst paths in a report without q.AllPaths.
 const worstPaths = 20
 
 func statusPaths(o paths.Outcome) *status.Paths {

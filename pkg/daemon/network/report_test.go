@@ -24,11 +24,11 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// announced is told that a network is ready.
+// announced implements Config.Announce. It does nothing.
 func announced(context.Context) {}
 
-// TestStatusFirewall follows a daemon from its start until the rules are applied and then
-// fail.
+// TestStatusFirewall checks the firewall in the status of a network from its start until the
+// rules are applied and then fail.
 func TestStatusFirewall(t *testing.T) {
 	n := reporter{&runner{parts: &parts{
 		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil, announced),
@@ -56,8 +56,8 @@ func TestStatusFirewall(t *testing.T) {
 	expect(status.Firewall{})
 }
 
-// TestStatusWithoutAnything checks that empty lists are [] from the start of a daemon on,
-// because jq does not accept null.
+// TestStatusWithoutAnything checks that empty lists in the status are [] from the start of a
+// daemon on, because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
 	n := reporter{&runner{parts: &parts{host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced), config: newConfigWatch(false, nil)}}}
 	r, err := n.report(t.Context(), status.Query{})
@@ -84,8 +84,8 @@ func TestReasonsAreDocumented(t *testing.T) {
 	}
 }
 
-// TestPoolUse checks that the own lease takes a subnet, that a peer that the store has
-// lost takes none, and that the family with the fewest free subnets counts.
+// TestPoolUse checks that the own lease takes a subnet, that a held peer takes none, and that
+// the family with the fewest free subnets counts.
 func TestPoolUse(t *testing.T) {
 	const four, six = `"Network":"10.5.0.0/16","SubnetLen":24`, `"EnableIPv6":true,"IPv6Network":"fd00:5::/60","IPv6SubnetLen":64`
 	lease := func(n int, permanent bool) subnet.Lease {
@@ -117,8 +117,8 @@ func TestPoolUse(t *testing.T) {
 	}
 }
 
-// TestStoreGrace makes the store unavailable for as long as the lease lasts. The host
-// must become unready after the grace period or after half of the lease time.
+// TestStoreGrace makes the store unavailable. The host must become unready after the grace
+// period or half of the remaining lease time, whichever is shorter.
 func TestStoreGrace(t *testing.T) {
 	const grace = 5 * time.Minute
 	for name, tc := range map[string]struct{ left, want time.Duration }{
@@ -139,7 +139,7 @@ func TestStoreGrace(t *testing.T) {
 				if tc.left != 0 {
 					end = time.Now().Add(tc.left)
 				}
-				for range 2 { // once for each activity that reports it
+				for range 2 { // two goroutines report the same failure: the second report must not change the grace period
 					r.reportStore(t.Context(), errors.New("away"))
 					time.Sleep(tc.want / 4)
 				}
@@ -156,7 +156,8 @@ func TestStoreGrace(t *testing.T) {
 	}
 }
 
-// TestConnectedAndUsed expects what backends are told about the store and the past of the host.
+// TestConnectedAndUsed checks what Env tells a backend about the store and about the backends that the host
+// has used.
 func TestConnectedAndUsed(t *testing.T) {
 	p := &parts{ready: newReadiness(options.Options{}, func() time.Time { return time.Time{} }, announced)}
 	if at := p.connected(); !at.IsZero() {

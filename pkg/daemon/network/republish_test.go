@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// changing is a backend whose data changes while it runs, and its network. It records which data the
-// store has.
+// changing is a backend whose data changes while it runs, and also the network of that backend. It
+// records the data that the store has, as Published reports them.
 type changing struct {
 	starter
 	data      atomic.Pointer[string]
@@ -46,8 +46,8 @@ var (
 	_ backend.Publisher = (*changing)(nil)
 )
 
-// recorder is a store that records the data of leases. Its first failures calls return an error, and
-// others the lease with that key.
+// recorder is a store that records the data of leases. Acquire fails as often as failures says, and then
+// returns the lease under the given key.
 type recorder struct {
 	unanswered
 	failures int
@@ -64,8 +64,8 @@ func (r *recorder) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 	return subnet.Lease{Key: r.key, Endpoints: c.Endpoints}, nil
 }
 
-// TestRepublish changes the data of a backend while its session runs. The store must get it, also after
-// a failure, and the session goes on.
+// TestRepublish changes the data of a backend while its session runs. The store must get the new data,
+// also after a failure, and the session must go on.
 func TestRepublish(t *testing.T) {
 	for name, tt := range map[string]struct {
 		store   recorder
@@ -111,8 +111,8 @@ func TestRepublish(t *testing.T) {
 	}
 }
 
-// TestRepublishKeepsTheBackends has a migration whose next backend can be used only now. Peers must not hear
-// of it before it runs.
+// TestRepublishKeepsTheBackends checks that republish does not publish another next backend. Peers must
+// not learn of the next backend before a session runs it.
 func TestRepublishKeepsTheBackends(t *testing.T) {
 	be := &changing{starter: starter{close: func() {}}, next: "wireguard"}
 	be.data.Store(new("2"))
@@ -129,8 +129,8 @@ func TestRepublishKeepsTheBackends(t *testing.T) {
 	n.stopServing()
 }
 
-// TestRepublishGoesOn has a session that is attended again, which a change of the traffic rules causes,
-// before its changed data was published. The store must get the data all the same.
+// TestRepublishGoesOn ends work before it has published changed data, as a change of the traffic rules
+// does, and calls it again for the same session. The second call must publish the data.
 func TestRepublishGoesOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, s, be := publishing(t)
@@ -151,7 +151,8 @@ func TestRepublishGoesOn(t *testing.T) {
 	})
 }
 
-// TestRepublishPause changes the data while the store is away. Each change must not cause a call.
+// TestRepublishPause changes the data every second while the store fails. There must be a pause between
+// the calls of the store, so that not every change causes one.
 func TestRepublishPause(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const calls = 1000
@@ -175,7 +176,8 @@ func TestRepublishPause(t *testing.T) {
 	})
 }
 
-// publishing returns a session whose store has the data 1 of the backend.
+// publishing returns a runner with a session and its backend. The backend, the session and the state have
+// the data 1.
 func publishing(t *testing.T) (*runner, *session, *changing) {
 	be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
 	be.data.Store(new("1"))

@@ -19,18 +19,19 @@ import (
 
 // resumption is a session on the last known state, or the attempt to start one.
 type resumption struct {
-	// endTries prevents new starts and waits for one in progress. The store knows of a session
-	// that has started.
+	// endTries prevents new attempts and waits for one in progress. After that the store knows of
+	// the session if one has started.
 	endTries func()
-	// stop ends the session.
+	// stop ends the session or the attempt, and waits for its end.
 	stop func()
 }
 
 // resume starts a session on the last known state and lets it run until it is stopped. It
 // does so only if the state belongs to this node and its lease has not expired. Pods then
-// keep their network while the store is unavailable. If the start fails, for example
-// because an address is missing at boot, resume repeats it. The session follows the
-// external interface like work, and keeps its state in the state store.
+// keep their network while the store is unavailable. resume returns after the first
+// attempt. If that fails, for example because an address is missing at boot, a goroutine
+// repeats it. The session follows the external interface by work, and keeps its state in
+// the state store.
 func (r *runner) resume(ctx context.Context) *resumption {
 	last := r.past
 	if len(last.Own.Endpoints) == 0 || errors.Is(last.Usable(time.Now()), lastknown.ErrExpired) {
@@ -44,7 +45,7 @@ func (r *runner) resume(ctx context.Context) *resumption {
 	wg.Go(func() {
 		s, err := r.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
 		if resumer, ok := r.store.(subnet.Resumer); ok && err == nil {
-			resumer.Resumed(*cmp.Or(last.Stored, &last.Own)) // the regular start, which continues now, depends on it
+			resumer.Resumed(*cmp.Or(last.Stored, &last.Own)) // before endTries returns: the regular start then calls Acquire, which depends on it
 		}
 		close(decided)
 		if err != nil { // the start was cancelled, or the lease has expired

@@ -24,23 +24,23 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// owned returns the ownership of f.
+// owned returns the kernel objects that f can have led to.
 func (p *parts) owned(f lastknown.Former) ownership.Objects {
 	return ownership.In(p.env(f.Interface, f.Config), p.catalog.Registry)
 }
 
 // leftBehind returns the configurations whose objects may be in the kernel although a node with
-// the present backend does not need them. last is the state that it started with.
+// the present backend does not need them. last is the state before the node uses present.
 func (p *parts) leftBehind(last lastknown.State, present backend.Backend) []lastknown.Former {
 	all := append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface})
 	now := ownership.Of(present)
 	return slices.DeleteFunc(all, func(f lastknown.Former) bool { return now.Covers(p.owned(f)) })
 }
 
-// lingering is the time for which the backend that a migration has left stays after all hosts
-// have published that they have left it. A running daemon changes its routes before it publishes
-// that, but one that starts with the new configuration publishes it first. The kernel's routes then
-// change when the daemon has read the leases of all hosts.
+// lingering is the time for which the former backend of a migration stays after all hosts have
+// published that they have left it. A running daemon changes its routes before it publishes that. A
+// daemon that starts with the new configuration publishes first, and its host uses the former backend
+// until the daemon has read the leases of all hosts and changed the routes.
 const lingering = 10 * time.Second
 
 // retirement removes the objects of former configurations once the present one is
@@ -51,13 +51,13 @@ type retirement struct {
 	present     ownership.Objects
 	devices     *ownership.Locks
 	closeUnused func() error       // see backend.Catalog; may be nil
-	due         func(backend.Pass) // reports a pass without an error after which the present configuration is applied
+	due         func(backend.Pass) // called after each complete pass without an error
 	done        func()             // called when everything is removed
 	start       chan struct{}
 }
 
-// newRetirement returns the retirement of fs. When everything is removed, it sends rules, because
-// the traffic rules guard the tunnels of fs until then.
+// newRetirement returns the retirement of fs. When everything is removed, the retirement sends rules,
+// because the traffic rules guard the tunnels of fs until then.
 func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, rules wait.Signal) *retirement {
 	r := &retirement{present: ownership.Of(present), devices: p.devices, closeUnused: p.catalog.CloseUnused, start: make(chan struct{})}
 	for _, f := range fs {
@@ -72,7 +72,7 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 	}
 	r.done = func() {
 		p.state.Update(func(now *lastknown.State) { now.Former = nil })
-		for _, f := range r.former { // from now on, a refused change releases the locks that it takes
+		for _, f := range r.former { // after Former is cleared: until then releaseDevices keeps these locks when a change is refused
 			r.release(f.Scope)
 		}
 		now, _ := p.state.Get()
@@ -117,7 +117,8 @@ func (r *retirement) run(ctx context.Context) {
 }
 
 // retire removes the objects of one configuration, except for devices that another daemon
-// uses now, with their objects. Until then its devices in this process have carried packets.
+// uses now, and the objects on them. Before, it closes tunnels that a former network has
+// left in this process, which have carried packets until now.
 func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former ownership.Objects) error {
 	if r.closeUnused != nil {
 		if err := r.closeUnused(); err != nil {
@@ -145,7 +146,7 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 	return nil
 }
 
-// release releases the locks of the devices of a former configuration.
+// release releases the locks of the devices that only the former configuration has.
 func (r *retirement) release(former dataplane.Scope) {
 	for _, name := range former.Devices {
 		if !slices.Contains(r.present.Scope.Devices, name) {
@@ -154,8 +155,8 @@ func (r *retirement) release(former dataplane.Scope) {
 	}
 }
 
-// retireAll removes everything that the network has on this host, and its lease in the store. It is not
-// served any more.
+// retireAll removes everything that the network has on this host, and its lease in the store. There must
+// be no session.
 func (p *parts) retireAll(ctx context.Context) error {
 	last := p.past
 	if now, ok := p.state.Get(); ok {

@@ -95,8 +95,8 @@ func (*leftover) String() string           { return "a leftover" }
 func (r *leftover) Present() (bool, error) { return !r.removed, nil }
 func (r *leftover) Remove() error          { r.removed = true; return nil }
 
-// TestRetireLeavesOthersDevices checks that a device of the former configuration stays
-// while another daemon uses it, together with its objects.
+// TestRetireLeavesOthersDevices checks that a device of the former configuration, and the
+// leftovers, stay while another daemon uses the device.
 func TestRetireLeavesOthersDevices(t *testing.T) {
 	const dev = "flannel.7"
 	dir, kernel, left := t.TempDir(), dataplanetest.New(), &leftover{}
@@ -138,8 +138,8 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 	other.ReleaseAll()
 }
 
-// TestSupersededChangeKeepsFormerDevices gives up a change that goes back to a former device, which
-// the retirement has not removed yet. No other daemon may get the device before that.
+// TestSupersededChangeKeepsFormerDevices gives up a change that goes back to a former device. While the
+// retirement has not removed that device, no other daemon may get its lock.
 func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 	catalog, err := builtin.New(options.Options{})
 	if err != nil {

@@ -27,8 +27,8 @@ func (p *parts) newRuleKeeper(h *rules.Host) *rules.Keeper {
 	})
 }
 
-// firewallChoice returns the firewall that option, the value of --firewall, and the
-// configuration ask for.
+// firewallChoice returns the flavour of the firewall, and the reason for it. option is the
+// value of --firewall, which may leave the choice to the configuration.
 func firewallChoice(option string, now lastknown.State) rules.Choice {
 	if option != options.FirewallConfig {
 		return rules.Choice{Flavour: rules.Flavour(option), Reason: "--firewall says so"}
@@ -43,8 +43,8 @@ func firewallChoice(option string, now lastknown.State) rules.Choice {
 	return c
 }
 
-// keepRules keeps the traffic rules of a session until ctx ends. They follow what the session and
-// the other networks need. It calls tried after the first attempt to apply them.
+// keepRules keeps the traffic rules of a session until ctx ends, and changes them when the session or
+// the other networks need others. It calls tried after the first attempt to apply them.
 func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	for ctx.Err() == nil {
 		now := *s.begin.Load()
@@ -96,7 +96,7 @@ func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Pol
 	return policy
 }
 
-// tunnels returns the tunnel packets of all backends, each kind once.
+// tunnels returns the kinds of tunnel packets of all backends, each kind once.
 func tunnels(backends []backend.Backend, f prefix.Family) (all []firewall.Payload) {
 	for _, be := range backends {
 		for _, t := range backend.Tunnels(be, f) {

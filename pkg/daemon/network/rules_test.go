@@ -39,8 +39,8 @@ func TestFirewallChoice(t *testing.T) {
 	}
 }
 
-// TestGuardedTunnels checks that the tunnels of a former backend are guarded while it is there: pods
-// could reach it otherwise.
+// TestGuardedTunnels checks that the tunnels of a former backend are guarded while its objects exist.
+// Otherwise pods could send packets into them.
 func TestGuardedTunnels(t *testing.T) {
 	catalog, err := builtin.New(options.Options{})
 	if err != nil {

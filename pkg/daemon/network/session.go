@@ -25,23 +25,23 @@ const lastLook = 200 * time.Millisecond
 
 // session is the part of a network that depends on configuration, interface and lease.
 type session struct {
-	begin  atomic.Pointer[lastknown.State] // state at the begin, without the peers, which are in the ledger
+	begin  atomic.Pointer[lastknown.State] // state at the begin, or after a change that kept the session; its Peers are empty, see ledger
 	mtu    int                             // maximum packet size of every path in bytes
 	be     backend.Backend
-	sizer  backend.PathSizer // nil if the network is none
+	sizer  backend.PathSizer // nil if the backend's network does not implement it
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
-	// unpublished is set while the store may have another version of the own lease.
+	// unpublished is set if the store may have another version of the own lease at the begin.
 	unpublished bool
-	compared    chan struct{}                      // closed after the first pass with the leases that the store has
-	pause       time.Duration                      // before it is published
+	compared    chan struct{}                      // closed after the first complete pass
+	pause       time.Duration                      // before the own lease is published
 	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
-	publisher   backend.Publisher                  // nil if the network is none
+	publisher   backend.Publisher                  // nil if the backend's network does not implement it
 	republish   <-chan struct{}                    // see backend.Publisher; nil never receives
-	behind      bool                               // republish has received, and that data is not published yet
-	rules       wait.Signal                        // sent when begin, or the end of the retirement, may need other traffic rules
+	behind      bool                               // the backend has announced new data on republish, and it is not published yet
+	rules       wait.Signal                        // sent when the traffic rules may have to change: begin has changed, or the retirement has ended
 	prober      *paths.Prober                      // nil without --probe
-	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
+	left        atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
 	cancel      context.CancelFunc
 	done        chan struct{}
 }
@@ -49,12 +49,12 @@ type session struct {
 // runner runs sessions, one after the other.
 type runner struct {
 	*parts
-	serving atomic.Pointer[session] // the present session; nil before the first
+	serving atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
 }
 
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
-// subnet file, and the removal of what former configurations have left. change changes the last known
-// state to that of the session. It may be called more than once.
+// subnet file, and the removal of what former configurations have left. serve calls change, perhaps
+// more than once, to turn the last known state into the state of the session.
 func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (*session, error) {
 	now, running, err := r.startNetwork(ctx, be, change)
 	if err != nil {
@@ -68,7 +68,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	compared := make(chan struct{})
 	syncer := r.newSyncer(ctx, now, running, ledger, past, sync.OnceFunc(func() { close(compared) }))
 	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
-	file.expect() // otherwise the last session would make this one ready
+	file.expect() // otherwise the file of the last session would count as that of this one
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, rules: rules, cancel: cancel, done: make(chan struct{})}
@@ -88,7 +88,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	var wg sync.WaitGroup
 	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {
-		select { // wait for the rules, so that a pod that gets the subnet finds them
+		select { // wait for the rules: they must exist before a pod gets an address of the subnet
 		case <-tried:
 			file.run(ctx)
 		case <-ctx.Done():
@@ -107,15 +107,16 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	return s, nil
 }
 
-// startNetwork starts the network of a backend and changes the last known state. It changes the state
-// before the first object exists that a later configuration must remove. A state with another
-// configuration first gets that one as a former one: if the process ends before the network has started,
-// the next one begins with the configuration that has worked.
+// startNetwork starts the network of be and changes the last known state by change. The state names the
+// configuration before the first of its objects exists, so that a later configuration can remove them.
+// If a session with another configuration came before, the state has the new configuration as a former
+// one until the network has started. If the process ends before that, the next process begins with the
+// configuration that has worked.
 func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
 	before, known := r.state.Get()
 	now = before
 	change(&now)
-	// Without a session the subnet of the state may have been left, and belong to another host.
+	// Without a session this host may have left the subnet in the state, which may then belong to another host.
 	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
 	held := r.holdings(now, be)
 	if replaces {
@@ -143,8 +144,8 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	return now, running, nil
 }
 
-// newSyncer returns the lease-watch loop of a session. It tells past of each complete
-// pass without an error, and calls compared after each complete pass.
+// newSyncer returns the lease-watch loop of a session. The loop reports each complete pass
+// without an error to past, and calls compared after each complete pass.
 func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement, compared func()) *backend.Syncer {
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
@@ -153,8 +154,9 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 		OnSync: func(p backend.Pass) {
 			r.ready.health.Beat()
 			r.metrics.Synced(p.Took, p.Repaired, p.Err)
-			// Later sessions continue with the data that the first one got from the
-			// store.
+			// Before the store has answered, a pass without an error does not make the
+			// network ready. Once it was ready, later sessions continue with the leases
+			// that the first one got from the store.
 			if p.Complete || p.Err != nil || r.ready.wasReady() {
 				r.ready.report(ctx, partDatapath, p.Err)
 			}
@@ -179,9 +181,10 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 	return syncer
 }
 
-// startBackend starts the network of a backend. If a port is in use, by a session or a daemon that has
-// just ended, it tries again for a while. A tunnel that an earlier network has left may also use the port.
-// freePorts closes that, and may be nil.
+// startBackend starts the network of a backend. If a UDP port is in use, startBackend tries again for
+// wait.HeldMost, because a session or daemon that has just ended may still have the port. An earlier
+// network of this process may also have left a tunnel that uses the port. freePorts closes such a tunnel,
+// and may be nil.
 func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (n backend.Network, err error) {
 	var failed error
 	wait.WhileHeld(ctx, func() bool {
@@ -209,8 +212,9 @@ func (s *session) stop() {
 	<-s.done
 }
 
-// inspect returns the present state of the session, or the last one if it has ended,
-// because the kernel stays unchanged.
+// inspect returns the present state of the session, or its last state if it has ended for
+// another session: the kernel stays unchanged until the next session has started. holdings
+// selects whether the state includes the kernel objects of each peer.
 func (s *session) inspect(ctx context.Context, holdings bool) (backend.Inspection, error) {
 	if in := s.left.Load(); in != nil {
 		return *in, nil

@@ -31,7 +31,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// link returns an external interface with that MTU and address.
+// link returns an external interface with the given MTU and address.
 func link(mtu int, addr string) underlay.Interface {
 	a := netip.MustParseAddr(addr)
 	return underlay.Interface{Name: "eth0", Index: 2, MTU: mtu, Addrs: []underlay.Address{{Local: a, Public: a}}}
@@ -42,7 +42,7 @@ type starter struct {
 	env   backend.Env
 	start func(backend.Env) error
 	close func()
-	scope func(backend.Env) dataplane.Scope // nil: empty
+	scope func(backend.Env) dataplane.Scope // nil means an empty scope
 	claim func()                            // called by Claim; may be nil
 }
 
@@ -87,7 +87,7 @@ type silent struct {
 
 func (s *silent) Reconnect() { s.reconnections++ }
 
-// runnerOn returns a runner with a session on interface from. Its sessions start be.
+// runnerOn returns a runner with a session on interface from. Each later session of the runner starts be.
 func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *session) {
 	t.Helper()
 	registry, err := backend.NewRegistry(backend.Entry{
@@ -155,8 +155,9 @@ func TestStopWhileMoving(t *testing.T) {
 	})
 }
 
-// TestMoveTwice changes the address while the daemon cannot follow an earlier change. The
-// store must be asked from the new address.
+// TestMoveTwice changes the address of the interface while no session starts after an
+// earlier change. The network must try the latest interface and reconnect the store once,
+// for the new address.
 func TestMoveTwice(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -228,8 +229,8 @@ func (l *late) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) (su
 }
 
 // TestMoveWhileAChangeIsPrepared changes the external interface while the network gets a lease for
-// another configuration. It must move with the former configuration, know which lease the store has, and
-// release the device of the other configuration.
+// another configuration. The network must move with the former configuration, record the lease that the
+// store has, and release the device of the other configuration.
 func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -270,8 +271,9 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 	})
 }
 
-// TestStatusWhileMoving reads the status of a daemon whose interface has changed to an
-// unusable one. The objects of the last session are still in the kernel.
+// TestStatusWhileMoving reads the status of a network whose interface has changed to an
+// unusable one. The status must have the peers of the last session, whose objects are still
+// in the kernel, and the reason why no session starts.
 func TestStatusWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -303,7 +305,7 @@ func TestStatusWhileMoving(t *testing.T) {
 	})
 }
 
-// slow is a store that takes long to handle the own lease.
+// slow is a store whose Resumed blocks until known is closed.
 type slow struct {
 	silent
 	known chan struct{}
@@ -325,7 +327,7 @@ func TestEndTries(t *testing.T) {
 			}
 			close(begun)
 			<-proceed
-			cancel() // no part of the session may change this host
+			cancel() // so that the session ends before it changes this host
 			return nil
 		}}, link(1500, "192.0.2.1"))
 		s.stop()
@@ -375,8 +377,8 @@ func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 	return subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.2.0/24"), PublicIP: c.Endpoints[0].PublicIP}}}, nil
 }
 
-// TestPublishOnAnotherSubnet returns another subnet under the same key. In Kubernetes a
-// lease always has the key of its node.
+// TestPublishOnAnotherSubnet checks that publish notices another subnet under the same key.
+// In Kubernetes a lease always has the key of its node.
 func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
 	var s session
@@ -387,9 +389,9 @@ func TestPublishOnAnotherSubnet(t *testing.T) {
 	}
 }
 
-// TestPublishAfterTheFirstPass starts sessions whose own lease is to be published. If it names a next
-// backend, that waits for the first pass with the leases of the store, which removes what an earlier use
-// of that backend has left.
+// TestPublishAfterTheFirstPass checks that a lease with a next backend is published only after the first
+// pass with the leases of the store, which removes what an earlier use of that backend has left. A lease
+// without a next backend is published at once.
 func TestPublishAfterTheFirstPass(t *testing.T) {
 	for _, next := range []string{"", "scripted"} {
 		t.Run(fmt.Sprintf("next backend %q", next), func(t *testing.T) {
@@ -420,11 +422,11 @@ func TestPublishAfterTheFirstPass(t *testing.T) {
 	}
 }
 
-// TestStartBackendWaitsForPort checks that only a port in use is waited for, and how long.
+// TestStartBackendWaitsForPort checks that startBackend waits only for a port in use, and how long.
 func TestStartBackendWaitsForPort(t *testing.T) {
 	inUse := fmt.Errorf("listen on UDP: %w", os.NewSyscallError("bind", unix.EADDRINUSE))
 	for name, test := range map[string]struct {
-		errs  []error // of the first starts, the last one of all later ones
+		errs  []error // results of the first calls of Start; the last one is also that of all later calls
 		want  error
 		waits bool
 	}{

@@ -43,22 +43,22 @@ func (s *startup) stop() { s.resumed.stop() }
 // attempt is a configuration with which a start tries to serve the network.
 type attempt struct {
 	config subnet.Config
-	stored *subnet.Config // the one that the store has meanwhile; nil if that cannot be read
-	waits  bool           // it waits for a free subnet even if there is another configuration to try
+	stored *subnet.Config // configuration in the store at the begin of the attempt; nil if it cannot be read
+	waits  bool           // the attempt waits for a free subnet even if there is another configuration to try
 }
 
-// prepare obtains the configuration, the interface, a backend and the own lease. It waits for
-// each. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
+// prepare obtains the configuration, the interface, a backend and the own lease, and waits for
+// each of them. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
 // waits for a subnet.
 //
 // If the configuration in the store cannot be used, and the network is served from the last known
 // state, prepare uses the configuration of that state. So the host follows its peers and keeps its
-// lease, like one that refuses a changed configuration while it runs. If neither has a subnet for
-// this host, prepare waits for one of the configuration in the store.
+// lease, like a running daemon that refuses a changed configuration. If neither configuration has a
+// subnet for this host, prepare waits for a subnet of the one in the store.
 func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
 	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
-	if errors.Is(err, errUnreadable) { // the watch of the configuration gives the reason
+	if errors.Is(err, errUnreadable) { // the watch of the configuration logs the reason
 		return s.prepareWith(ctx, attempt{config: *s.former(), waits: true})
 	}
 	if err != nil {
@@ -82,8 +82,8 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	return nil, now, err
 }
 
-// former returns the configuration of the last known state, if the network is served from that and
-// may go on with it. Otherwise it returns nil.
+// former returns the configuration of the session on the last known state. It returns nil if there
+// is no such session, or if the options do not let the network change its configuration while it runs.
 func (r *runner) former() *subnet.Config {
 	now := r.serving.Load()
 	if now == nil || !r.config.follow {
@@ -92,7 +92,7 @@ func (r *runner) former() *subnet.Config {
 	return &now.begin.Load().Config
 }
 
-// differs reports whether the network can go on with another configuration than cfg.
+// differs reports whether former returns a configuration, and that is another one than cfg.
 func (r *runner) differs(cfg subnet.Config) bool {
 	former := r.former()
 	return former != nil && len(subnet.Changes(*former, cfg)) > 0
@@ -116,7 +116,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	if err != nil {
 		return nil, last, err
 	}
-	s.resumed.endTries() // otherwise two sessions could run a backend's commands
+	s.resumed.endTries() // otherwise two sessions could run the backend's commands at the same time
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := s.env(iface, cfg)
 	be, warnings, err := s.newBackend(env)
@@ -128,7 +128,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	}
 	if now, ok := s.state.Get(); ok {
 		now.PublicIPs = last.PublicIPs
-		last = now // the interface may have changed
+		last = now // the session on the last known state may have changed the interface
 		if now.Fresh != nil {
 			last.Peers, last.Fresh = now.Fresh(), nil
 		}
@@ -136,7 +136,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		last.Peers = subnet.LedgerState{}
 	}
 	s.progress.waitFor(PhaseNoLease)
-	if s.differs(cfg) { // the state keeps the data of the lease with which it can be used
+	if s.differs(cfg) { // so that Renewed keeps the data of that lease, even if acquire publishes other data
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
 	own, err := s.acquire(ctx, be, env, last, a)
@@ -157,7 +157,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 var errUnreadable = errors.New("the network configuration cannot be read")
 
 // readConfig waits for a valid network configuration. It returns errUnreadable, wrapped, if there is
-// an invalid one and the network can go on with the one of the last known state.
+// an invalid one and the network can go on with the configuration of the last known state.
 func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	var cfg subnet.Config
 	var unreadable error
@@ -179,10 +179,10 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	return cfg, nil
 }
 
-// acquire takes the own lease. It waits for a free subnet, and for a cloud that does not
-// answer, while the store has the configuration that it had at the begin of the attempt. If that
-// changes, acquire returns ErrConfigChanged, wrapped. It does not wait for a cloud if the network can
-// go on without it.
+// acquire takes the own lease. It waits for a free subnet like waitForSubnet, and for a cloud that
+// does not answer. If the configuration in the store changes meanwhile, acquire returns
+// ErrConfigChanged, wrapped. It does not wait for a cloud if the network can go on with the
+// configuration of the last known state.
 func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, a attempt) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
@@ -218,8 +218,8 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	}
 }
 
-// unchanged returns ErrConfigChanged, wrapped, if the store has another configuration than stored,
-// which is nil if there was none that could be read.
+// unchanged returns ErrConfigChanged, wrapped, if the store has another valid configuration than
+// stored. stored is nil if the earlier configuration could not be read.
 func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 	now, err := s.store.Config(ctx)
 	if err != nil {
@@ -234,8 +234,8 @@ func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 	return nil
 }
 
-// claimAndAcquire takes the own lease by acquire, with the data that be publishes. prev is the last
-// claim of this node.
+// claimAndAcquire calls acquire with the claim of be, and returns the own lease. prev is the last claim
+// of this node.
 func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim, acquire func(subnet.Claim) (subnet.Lease, error)) (own subnet.Lease, err error) {
 	claim, err := be.Claim(ctx, prev)
 	if err != nil {
@@ -272,8 +272,9 @@ func sameData(a, b []subnet.Endpoint) bool {
 	})
 }
 
-// waitForSubnet acquires a lease for claim, and waits for a free subnet like acquire. It does not
-// wait if the attempt says so.
+// waitForSubnet acquires a lease for claim. If no subnet is free, it waits for one, unless the network
+// can go on with another configuration and a.waits is not set: it then returns ErrNoSubnets, wrapped. It
+// returns ErrConfigChanged, wrapped, if the configuration in the store changes while it waits.
 func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Claim) (own subnet.Lease, err error) {
 	var left, none error
 	err = retry(ctx, "waiting for a subnet", func() (err error) {
@@ -302,8 +303,8 @@ func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Cla
 	return own, cmp.Or(err, none)
 }
 
-// outsideOf returns an error if the last known state is in use and cfg does not contain one
-// of its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
+// outsideOf returns an error if the last known state is in use and cfg cannot assign all of
+// its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
 func (s *startup) outsideOf(cfg subnet.Config) error {
 	now := s.serving.Load()
 	if now == nil || s.opts.KubeSubnetMgr {
@@ -312,7 +313,7 @@ func (s *startup) outsideOf(cfg subnet.Config) error {
 	return outside(cfg, now.own())
 }
 
-// outside returns an error if cfg does not have one of the subnets of own to assign.
+// outside returns an error if cfg assigns subnets, but cannot assign all of those of own.
 func outside(cfg subnet.Config, own subnet.Lease) error {
 	pools, err := cfg.Pools()
 	if err != nil {
@@ -329,7 +330,8 @@ func outside(cfg subnet.Config, own subnet.Lease) error {
 // leaveLast ends the session on the last known state, if there is one, and removes the
 // subnet file, because the store has answered and has no subnet for this node. Without
 // the file no pod gets an address of the old subnet. The kernel stays unchanged until
-// there is another subnet. leaveLast logs what it does and why.
+// there is another subnet. leaveLast logs and returns the reason, or returns nil if there
+// is no session.
 func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	now := s.serving.Load()
 	if now == nil {
@@ -352,5 +354,5 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	return why
 }
 
-// errNoSubnet is the state while there is no subnet to write to the file.
+// errNoSubnet is the state of the subnet file while this node has no subnet.
 var errNoSubnet = errors.New("this node has no subnet")

@@ -77,7 +77,7 @@ func (p *parts) openKube(ctx context.Context) (*kube.Manager, error) {
 	return kube.New(c)
 }
 
-// publicIPs returns the addresses that peers send to, according to the store.
+// publicIPs returns the addresses that peers send to, if the store prescribes them.
 func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
 	if s, ok := m.(subnet.PublicIPSource); ok {
 		return s.PublicIPs(ctx)
@@ -85,8 +85,8 @@ func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
 	return nil, nil
 }
 
-// sight records when the store has had the configuration of one of several networks. It waits until
-// the store answers.
+// sight records the moment at which the store had the configuration of the network, if it has it. It
+// waits until the store answers.
 func (p *parts) sight(ctx context.Context, store subnet.Sighter, own subnet.Lease) {
 	seen, err := store.Sight(ctx, own)
 	switch {

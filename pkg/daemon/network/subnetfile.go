@@ -29,7 +29,7 @@ type fileKeeper struct {
 	failing bool
 }
 
-// expect reports the component as not ready if the file must be written.
+// expect reports errStale if the file must be written.
 func (k *fileKeeper) expect() {
 	if !subnetfile.UpToDate(k.path, k.file) {
 		k.report(errStale)
@@ -37,7 +37,7 @@ func (k *fileKeeper) expect() {
 }
 
 func (k *fileKeeper) run(ctx context.Context) {
-	_ = loop.New(2*fileCheck, k.step).Run(ctx) // each step says when the next one is
+	_ = loop.New(2*fileCheck, k.step).Run(ctx) // a successful step returns the time until the next one
 }
 
 func (k *fileKeeper) step(ctx context.Context) error {

@@ -11,9 +11,10 @@ import (
 // usualMTU is the MTU of most external interfaces in bytes.
 const usualMTU = 1500
 
-// Validate parses a network configuration and returns it with its backend, for a host with any
-// interface. network is the name of one of several networks. pools reports whether subnets are
-// assigned from the networks. warnings has one line each.
+// Validate parses a network configuration and returns it with its backend, for a host whose
+// interface has the usual MTU. network is the name of the network if there are several, and otherwise
+// empty. pools is set if flanneld assigns subnets from the networks, as with etcd. warnings contains
+// one line for each warning.
 func Validate(network string, text []byte, pools bool, backends backend.Registry) (cfg subnet.Config, be backend.Backend, warnings []string, err error) {
 	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
 		return cfg, nil, nil, err
