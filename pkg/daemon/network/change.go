@@ -251,7 +251,7 @@ func sameForwarding(from, to subnet.Config) bool {
 // not start, the network goes back to the former configuration.
 func (r *runner) change(ctx context.Context, s *session, c *change) (*session, error) {
 	if c.be == nil {
-		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // no other field, because the session goes on and may change them
+		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // only this field, because s goes on and may change the others
 		now, _ := r.state.Get()
 		now.Peers, now.Fresh = subnet.LedgerState{}, nil
 		s.begin.Store(&now)

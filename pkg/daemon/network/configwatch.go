@@ -81,8 +81,9 @@ func (w *configWatch) wake() {
 	w.changed = make(chan struct{})
 }
 
-// restartNeeded returns why the network does not use the configuration in the store, if only a restart
-// could change that. Otherwise it returns "". It also reports that the store has no configuration.
+// restartNeeded returns how the configuration in the store differs from the one in use, or why it cannot
+// be used. It returns "" if the two are the same, or if the network follows changes without a restart.
+// In each case it reports that the store has no configuration.
 func (w *configWatch) restartNeeded() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()

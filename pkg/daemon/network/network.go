@@ -182,7 +182,7 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	}
 	n.config.use(former.Config)
 	n.config.refuseFirst(ctx, now.Config, err)
-	if !errors.Is(err, state.ErrInUse) { // otherwise the network tries again, because another process may release the device
+	if !errors.Is(err, state.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
 		n.config.giveUp(ctx, now.Config, err)
 	}
 	former.Peers, former.Fresh, former.Recalled = now.Peers, nil, false

@@ -109,7 +109,8 @@ func TestKernelPhases(t *testing.T) {
 }
 
 // TestKernelStartWithoutAFreeSubnet restarts a network while neither the changed configuration nor the
-// former one has a subnet for this host. It must wait, and use the first free subnet of the changed configuration.
+// former one has a subnet for this host. The network must wait, and use the first free subnet of the
+// changed configuration.
 func TestKernelStartWithoutAFreeSubnet(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
