@@ -24,25 +24,27 @@ type State struct {
 	Config    subnet.Config      `json:"config"`
 	Interface underlay.Interface `json:"interface"`
 	Own       subnet.Lease       `json:"own"`
-	Stored    *subnet.Lease      `json:"stored,omitempty"` // Own as it was published; nil if it is the same
+	Stored    *subnet.Lease      `json:"stored,omitempty"` // own lease as the store has it; nil if that is Own
 	Peers     subnet.LedgerState `json:"peers"`
 	Former    []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
 	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
-	// Prefix and Name are those of one of several networks.
+	// Prefix and Name are those of one of several networks. They are empty if it is the only one.
 	Prefix string `json:"prefix,omitempty"`
 	Name   string `json:"name,omitempty"`
-	// Seen is when the store last had its configuration, as far as this node has recorded it.
+	// Seen is the last recorded moment at which the store had the configuration of one of several
+	// networks.
 	Seen subnet.Sighting `json:"sighting,omitzero"`
 
-	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
+	// Saved is when the file was written, by the wall clock. A clock that shows an earlier time is
+	// wrong.
 	Saved time.Time `json:"saved,omitzero"`
 
 	// PublicIPs are the addresses that peers send to, if the store and not the flags set
 	// them.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
-	// Location is the location of this node, and LocationLabel the label of its Node that had it; empty
-	// if an option did.
+	// Location is the location of this node. LocationLabel is the label of its Node from which Location
+	// was read, or empty if Location is from an option.
 	Location      string `json:"location,omitempty"`
 	LocationLabel string `json:"locationLabel,omitempty"`
 
@@ -61,10 +63,10 @@ type Former struct {
 	Interface underlay.Interface `json:"interface"`
 }
 
-// Renewed updates the own lease to what the store has. If its addresses or backend data have
-// changed here and the store does not know it yet, the state keeps the new ones: a renewal of the
-// lease as it was must not bring the old ones back. Another lease, which the host has taken for
-// another configuration, has no effect, because the state still is that of the former one.
+// Renewed records own, the own lease as the store has it. If Stored is set, the addresses or backend
+// data have changed here and the store does not have the new ones yet. Own then keeps the new ones. If
+// own has another key, Renewed does nothing: the host has taken that lease for another configuration,
+// and the state is still that of the former configuration.
 func (last *State) Renewed(own subnet.Lease) {
 	if own.Key != last.Own.Key {
 		return
@@ -83,9 +85,9 @@ const clockSlack = time.Minute
 // ErrExpired means that the lease of the last known state has run out.
 var ErrExpired = fmt.Errorf("%w: the lease of the last known state has run out", subnet.ErrUnfit)
 
-// Attempt records that the node begins to use the state next, which has another configuration. Until
-// that has succeeded, last remains what a restart begins with, and next is a former configuration that
-// may have left objects. The store already has the lease of next.
+// Attempt records that the node begins to use the state next, which has another configuration. Until the
+// backend has started, a restart begins with last, so the configuration of next becomes a former one,
+// which may have left objects. Stored becomes the lease of next that the store has.
 func (last *State) Attempt(next State) {
 	failed := Former{Config: next.Config, Interface: next.Interface}
 	if !slices.ContainsFunc(last.Former, func(f Former) bool { return reflect.DeepEqual(f, failed) }) {
@@ -95,9 +97,10 @@ func (last *State) Attempt(next State) {
 	last.Peers, last.Fresh = next.Peers, next.Fresh
 }
 
-// Usable returns nil if the own lease has not run out at the time now. A host without a
-// real-time clock boots with a time that is long ago. If the clock is earlier than the time at
-// which the state was written, it does not tell whether the lease has run out.
+// Usable returns nil if the own lease has not run out at the time now, and ErrExpired if it has. It
+// returns another error if the clock is earlier than the time at which the state was written, as on
+// a host that has no real-time clock and has just booted: nothing then tells whether the lease has
+// run out.
 func (last *State) Usable(now time.Time) error {
 	switch {
 	case last.Own.Permanent:
@@ -139,7 +142,7 @@ func (last *State) FormerNetworks(cfg subnet.Config) []netip.Prefix {
 	return former
 }
 
-// Files returns the names of the state files in dir.
+// Files returns the names of the state files in dir, without .json, as state.Open expects them.
 func Files(dir string) ([]string, error) {
 	found, err := filepath.Glob(filepath.Join(dir, "flanneld-*.json"))
 	if err != nil {

@@ -33,12 +33,12 @@ type Store struct {
 	file    *state.File[State] // nil if there is no file
 	loop    *loop.Loop
 	failing bool
-	wrote   bool // the state was written in the background
+	wrote   bool // there was a write in the background
 
 	mu      sync.Mutex
 	now     State
 	known   bool // now was set
-	changed bool // changed since it was written
+	changed bool // now has changed since it was written
 	writing sync.Mutex
 }
 
@@ -49,12 +49,12 @@ func NewStore(file *state.File[State]) *Store {
 	return s
 }
 
-// Set replaces the state and writes it before other parts depend on it.
+// Set replaces the state and writes it before it returns, because other parts then depend on it.
 func (s *Store) Set(now State) { s.Change(func(to *State) { *to = now }) }
 
-// Change changes the state, and writes it before other parts depend on it. It returns the changed
-// state. Before the first Set or Change the state is zero. Unlike Set it loses nothing that Update
-// records at the same time.
+// Change changes the state and writes it before it returns, because other parts then depend on it. It
+// returns the changed state. If the write fails, the loop repeats it. Before the first Set or Change
+// the state is zero. Unlike Set, Change loses nothing that Update records at the same time.
 func (s *Store) Change(change func(now *State)) State {
 	s.mu.Lock()
 	change(&s.now)
@@ -105,8 +105,9 @@ func (s *Store) step(ctx context.Context) error {
 	return err
 }
 
-// pause returns the time to wait after a write that took took. The first write happens
-// during a start. The missing parts follow soon after it, because the start needs them.
+// pause returns the time to wait after a write whose duration is took. The first write
+// happens during a start, when parts of the state are missing. The pause after it is short,
+// because the next start needs these parts.
 func (s *Store) pause(took time.Duration) time.Duration {
 	if !s.wrote {
 		s.wrote = true
@@ -115,7 +116,7 @@ func (s *Store) pause(took time.Duration) time.Duration {
 	return min(max(savePause, saveShare*took), savePauseMax)
 }
 
-// Written reports whether the file is up to date.
+// Written reports whether the file is up to date, or there is none.
 func (s *Store) Written() bool {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -167,7 +168,7 @@ func (s *Store) Close() {
 
 // Open opens the state file of this daemon and returns its content, which is zero at the
 // first start. If the disk fails, the state is only kept in memory. Open returns an error if
-// another daemon uses the same files.
+// another daemon uses the same state file.
 func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	log := klog.FromContext(ctx)
 	var file *state.File[State]
@@ -187,7 +188,7 @@ func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	if err != nil {
 		log.Error(err, "going on without the last known state")
 	}
-	for i := range last.Peers.Peers { // the decoder allocates room for four
+	for i := range last.Peers.Peers { // the decoder allocates room for four endpoints, and most leases have fewer
 		l := &last.Peers.Peers[i].Lease
 		l.Endpoints = slices.Clone(l.Endpoints)
 	}
@@ -207,7 +208,7 @@ func (s *Store) Remove() error {
 	return s.file.Remove()
 }
 
-// LeaseEnd returns when the own lease ends. It is zero if there is no lease yet, and for a lease
+// LeaseEnd returns when the own lease ends. The time is zero if there is no lease yet, and for a lease
 // that never ends.
 func (s *Store) LeaseEnd() time.Time {
 	now, _ := s.Get()

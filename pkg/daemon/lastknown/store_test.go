@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestSavePause tests the pauses after consecutive writes of a large state.
+// TestSavePause checks the pauses after consecutive writes of different duration.
 func TestSavePause(t *testing.T) {
 	r := NewStore(nil)
 	for i, tc := range []struct{ took, want time.Duration }{
@@ -31,7 +31,8 @@ func TestSavePause(t *testing.T) {
 	}
 }
 
-// TestOpenWaits opens a state file while a process uses it that ends soon, and one that does not.
+// TestOpenWaits checks that Open waits for a process that uses the state file and ends soon, and returns
+// ErrInUse if the process does not end.
 func TestOpenWaits(t *testing.T) {
 	o := options.Options{StateDir: t.TempDir()}
 	lock, err := state.Lock(o.StateDir, o.StateName())
@@ -144,8 +145,8 @@ func TestRenewalOfAnAddressThatIsGone(t *testing.T) {
 	}
 }
 
-// TestRenewalOfAnotherLease expects that a lease which the host has taken for another configuration
-// does not come into the state of the former one.
+// TestRenewalOfAnotherLease expects that a lease that the host has taken for another configuration does
+// not change the state of the former configuration.
 func TestRenewalOfAnotherLease(t *testing.T) {
 	now := State{Own: subnet.Lease{Key: "10.5.1.0-24"}}
 	now.Renewed(subnet.Lease{Key: "10.6.1.0-24"})
@@ -154,7 +155,7 @@ func TestRenewalOfAnotherLease(t *testing.T) {
 	}
 }
 
-// interfaceWith returns an external interface with that address.
+// interfaceWith returns an external interface with the given address.
 func interfaceWith(addr string) underlay.Interface {
 	a := netip.MustParseAddr(addr)
 	return underlay.Interface{Name: "eth0", Index: 2, Addrs: []underlay.Address{{Local: a, Public: a}}}
