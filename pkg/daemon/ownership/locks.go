@@ -24,8 +24,9 @@ type Locks struct {
 // NewLocks returns locks in the state directory dir, none of them taken.
 func NewLocks(dir string) *Locks { return &Locks{dir: dir} }
 
-// Take takes the lock of the named device, unless this daemon has it. It returns
-// state.ErrInUse, wrapped, if another daemon has it.
+// Take takes the lock of the named device, unless this daemon has it already. It returns
+// state.ErrInUse, wrapped, if another daemon has the lock. If the lock file cannot be
+// used, Take returns nil without a lock.
 func (l *Locks) Take(name string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -36,7 +37,7 @@ func (l *Locks) Take(name string) error {
 	if errors.Is(err, state.ErrInUse) {
 		return fmt.Errorf("another flanneld has device %s: %w", name, err)
 	}
-	if err != nil { // the state file has the same problem, which is logged
+	if err != nil { // opening the state file fails in the same way, which is logged
 		return nil
 	}
 	if l.taken == nil {
@@ -56,7 +57,7 @@ func (l *Locks) Release(name string) {
 	}
 }
 
-// TakeAll takes the locks of all devices in scope s.
+// TakeAll takes the locks of all devices in scope s. If it fails, it keeps those that it has taken.
 func (l *Locks) TakeAll(s dataplane.Scope) error {
 	for _, name := range s.Devices {
 		if err := l.Take(name); err != nil {

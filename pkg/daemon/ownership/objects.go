@@ -45,7 +45,7 @@ func (o Objects) Beyond(other Objects) []backend.Leftover {
 	})
 }
 
-// Discard removes the leftovers that exist, and returns their number.
+// Discard removes the leftovers that exist, and returns their number. It stops at the first error.
 func Discard(leftovers []backend.Leftover) (removed int, err error) {
 	for _, r := range leftovers {
 		present, err := r.Present()
