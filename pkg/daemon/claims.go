@@ -21,7 +21,7 @@ type claims struct {
 	files    []string
 }
 
-// port is a UDP port on which a backend of that type listens.
+// port is a UDP port on which a backend of the type in backend listens.
 type port struct {
 	number  int
 	backend string
@@ -44,7 +44,7 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	return c
 }
 
-// beyond returns the part of c that is in none of the others.
+// beyond returns the part of c that none of the others covers.
 func (c claims) beyond(others []claims) claims {
 	rest := claims{slices.Clone(c.devices), slices.Clone(c.ports), slices.Clone(c.networks), slices.Clone(c.files)}
 	for _, o := range others {

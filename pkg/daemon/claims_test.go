@@ -14,7 +14,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestClaims compares what two networks need. A clash must name the thing, in both directions.
+// TestClaims checks which claims of two networks clash. The clash must name what both need, whichever
+// network is compared with the other.
 func TestClaims(t *testing.T) {
 	of := func(backend, network, device, file string, number int) claims {
 		c := claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, backend}}}

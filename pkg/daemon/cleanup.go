@@ -33,9 +33,9 @@ var ErrRuns = errors.New("flanneld runs: stop it first, and make sure that nothi
 // that their state files and the subnet file name.
 type Cleanup struct {
 	// StateDir and SubnetFile are those of the daemon. Cleanup covers every daemon that
-	// has used StateDir, and no other subnet file than SubnetFile.
+	// has used StateDir, but only the subnet files in SubnetFile and SubnetDir.
 	StateDir, SubnetFile string
-	// SubnetDir has the subnet files of several networks.
+	// SubnetDir is the folder with the subnet files of several networks.
 	SubnetDir string
 	// Backends are those that daemons may have used.
 	Backends backend.Catalog
@@ -45,9 +45,9 @@ type Cleanup struct {
 	Out io.Writer
 }
 
-// Run removes everything. If it cannot remove an object it continues, returns an error,
-// and may be repeated. It returns ErrRuns, wrapped, and removes nothing if a daemon uses
-// one of the state files.
+// Run removes everything. Unless Yes is set, it only prints what it would remove. If it
+// cannot remove an object it continues, returns an error, and may be repeated. It returns
+// ErrRuns, wrapped, and removes nothing if a daemon uses one of the state files.
 func (c Cleanup) Run(ctx context.Context) error {
 	names, err := lastknown.Files(c.StateDir)
 	if err != nil {
@@ -81,8 +81,9 @@ func (c Cleanup) Run(ctx context.Context) error {
 	return oneline.Join(c.files(all), blind)
 }
 
-// blind handles missing state files: devices and routes cannot be found then. It returns
-// an error if the subnet file shows that a daemon has run here.
+// blind reports that devices and routes cannot be found, because there are no state files.
+// It returns that as an error if the subnet file shows that a daemon has run here, and
+// otherwise prints it.
 func (c Cleanup) blind() error {
 	unknown := fmt.Errorf("there are no state files in %s: devices and routes that flanneld has left are not known, and stay", c.StateDir)
 	if _, err := os.Lstat(c.SubnetFile); err == nil {
@@ -92,7 +93,8 @@ func (c Cleanup) blind() error {
 	return nil
 }
 
-// traces returns the contents of all state files as one state.
+// traces returns one state with the configurations in all state files, as former ones, and the
+// networks whose traffic rules may exist.
 func (c Cleanup) traces(all []lastknown.State) lastknown.State {
 	sum := lastknown.State{}
 	for _, file := range c.subnetFiles(all) {
@@ -117,7 +119,7 @@ func (c Cleanup) subnetFiles(all []lastknown.State) []string {
 	return paths
 }
 
-// kernel removes devices, and routes on other devices.
+// kernel removes devices, routes on other devices, and leftovers.
 func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
@@ -183,7 +185,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	return rules.NewHost().Remove(ctx, networks)
 }
 
-// files removes the subnet file, private keys that were written elsewhere, and the files
+// files removes the subnet files, private keys that were written elsewhere, and the files
 // in the state directory. It removes the directory if it is empty then.
 func (c Cleanup) files(all []lastknown.State) error {
 	entries, err := os.ReadDir(c.StateDir)
@@ -229,7 +231,7 @@ func (c Cleanup) remove(paths []string) error {
 	return oneline.Join(errs...)
 }
 
-// tell prints an object that is removed.
+// tell prints an object that Run removes, or would remove.
 func (c Cleanup) tell(what any) {
 	verb := "would remove"
 	if c.Yes {

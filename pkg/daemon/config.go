@@ -36,9 +36,9 @@ type served interface {
 	Run(ctx context.Context) error
 	// Close releases what is left after Run. The kernel stays unchanged.
 	Close()
-	// Shutdown does what must be done on the host when the daemon is told to stop.
+	// Shutdown lets the backends do what they must do on the host when the daemon stops.
 	Shutdown(ctx context.Context)
-	// Up is closed when the start is over. From then on StateIsWritten reports whether the
+	// Up returns a channel that is closed when the start is over. From then on StateIsWritten reports whether the
 	// state files are up to date.
 	Up() <-chan struct{}
 	StateIsWritten() bool

@@ -25,7 +25,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
-// stopTimeout limits the time that the members of the group may take to return. They have
+// stopTimeout limits the time that the goroutines of Run may take to return. They have
 // shorter limits of their own. The next start completes the work that they leave
 // unfinished, and the data path is not affected.
 const stopTimeout = 1500 * time.Millisecond
@@ -59,7 +59,7 @@ func Run(ctx context.Context, cfg Config) error {
 		s.Close()
 		return err
 	}
-	if !cfg.Options.Several() { // a hundred networks would leave holes in a heap that grows meanwhile
+	if !cfg.Options.Several() { // with a hundred networks the heap would grow meanwhile, and keep holes
 		h.Tuner.Begin()
 	}
 	group.Go(func() error { return h.Tuner.Rest(members, s.Up(), s.StateIsWritten) })

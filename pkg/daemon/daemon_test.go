@@ -81,8 +81,8 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 	}
 }
 
-// TestRunWithoutItsPort starts the daemon twice while another program uses its health
-// port, as a program that embeds it may do. Neither run may leave anything behind.
+// TestRunWithoutItsPort calls Run twice while another program uses the health port, as a
+// program that embeds the daemon may do. Neither run may leave anything behind.
 func TestRunWithoutItsPort(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	taken, err := net.Listen("tcp", "127.0.0.1:0")

@@ -33,7 +33,7 @@ type fleet struct {
 	once sync.Once
 
 	mu      sync.Mutex
-	members []*member // in the order in which they have joined: that of their names for those that join together
+	members []*member // in the order in which they have joined; those that join together are sorted by name
 	listed  bool      // the store has answered
 }
 
@@ -57,7 +57,7 @@ func openFleet(h *network.Host, cfg Config) (served, error) {
 	return f, nil
 }
 
-// parentPrefix returns the prefix of all networks in the form in which state files have it.
+// parentPrefix returns the prefix of all networks as state files contain it.
 func parentPrefix(o options.Options) string { return strings.TrimRight(o.EtcdPrefix, "/") }
 
 // recall adds the networks that the last process has served. They are served from their last known
@@ -79,8 +79,8 @@ func (f *fleet) recall() error {
 	return nil
 }
 
-// join returns the network with that name, and adds it if it is new. The caller holds f.mu, or is
-// alone.
+// join returns the network with the given name, and adds it if it is new. The caller holds f.mu, unless
+// no other goroutine uses f yet.
 func (f *fleet) join(name string) *member {
 	if m := f.find(name); m != nil {
 		return m
@@ -90,7 +90,8 @@ func (f *fleet) join(name string) *member {
 	return m
 }
 
-// find returns the network with that name, or nil. The caller holds f.mu, or is alone.
+// find returns the network with the given name, or nil. The caller holds f.mu, unless no other goroutine
+// uses f yet.
 func (f *fleet) find(name string) *member {
 	if i := slices.IndexFunc(f.members, func(m *member) bool { return m.name == name }); i >= 0 {
 		return f.members[i]
@@ -148,8 +149,8 @@ func (f *fleet) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// known returns when the store last had the configurations of networks, as far as this node has
-// recorded it.
+// known returns, for each network, the last recorded moment at which the store had its configuration.
+// Networks without a record are missing.
 func (f *fleet) known() map[string]subnet.Sighting {
 	known := map[string]subnet.Sighting{}
 	for _, m := range f.list() {
@@ -160,11 +161,12 @@ func (f *fleet) known() map[string]subnet.Sighting {
 	return known
 }
 
-// apply takes in the configurations of all networks. A network that is missing although it was not
-// deleted goes on with what it has: the store was emptied or replaced.
+// apply passes the configurations in the store to the members. If the store has no configuration of a
+// network and does not report its deletion, the network goes on with its last configuration: the store
+// was emptied or replaced.
 //
-// It may also have been deleted so long ago that the store does not tell it any more. The host serves
-// it nevertheless, because the pods of a network that is needed must not be cut off.
+// The network may also have been deleted so long ago that the store does not report it any more. The host
+// goes on to serve it all the same, because the pods of a network that is needed must not be cut off.
 func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -232,8 +234,8 @@ func (f *fleet) Alive() error {
 	return nil
 }
 
-// Ready implements health.Source. A network that was refused, or that has no configuration, does
-// not count.
+// Ready implements health.Source. After the store has answered, a network does not count if it has no
+// configuration, or was refused before it was ever served.
 func (f *fleet) Ready() (ready bool, reasons []string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

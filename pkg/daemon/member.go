@@ -31,10 +31,10 @@ type shared struct {
 	news   wait.Signal // sent when a network may claim less than before, and when one has become ready
 }
 
-// member is one of several networks. It serves the network from the first configuration that is
-// admitted, and removes everything when the configuration was deleted. It passes on every later
-// configuration that is admitted. One that is refused does not disturb a network that is served with
-// an earlier one. Its methods are safe for concurrent use.
+// member is one of several networks. It begins to serve the network when a configuration is admitted,
+// and passes every later configuration that is admitted to the network. When the configuration was
+// deleted, it removes everything. A refused configuration does not disturb a network that is served with
+// an earlier one. The methods of a member are safe for concurrent use.
 type member struct {
 	*shared
 	name string
@@ -42,14 +42,14 @@ type member struct {
 
 	mu         sync.Mutex
 	text       []byte // configuration in the store; nil if there is none
-	admitted   bool   // text was admitted, with the next field
+	admitted   bool   // text was admitted; config is then its content
 	config     subnet.Config
-	generation int              // of config
+	generation int              // number of admitted configurations until config
 	used       subnet.Config    // the last one that the network has used; only if began is set
 	refused    error            // why text was not admitted
-	missing    error            // why it goes on without a configuration in the store; nil if there is one
-	seen       subnet.Sighting  // of the last process; zero if there is none
-	recalled   chan struct{}    // config is of the last process; closed when the store has confirmed it
+	missing    error            // why m goes on although the store has no configuration; otherwise nil
+	seen       subnet.Sighting  // last recorded sighting before net was opened; zero if there is none
+	recalled   chan struct{}    // closed when the start may go on after the store has answered; nil unless config is of the last process
 	began      bool             // this host may have something of the network
 	net        *network.Network // while it is served
 }
@@ -83,7 +83,8 @@ func (m *member) recall(last lastknown.State) error {
 	return nil
 }
 
-// offer takes in the configuration in the store. text is nil if it was deleted.
+// offer records the text of the configuration in the store, which m must admit before it uses it. text is
+// nil if the configuration was deleted.
 func (m *member) offer(text []byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -104,8 +105,8 @@ func (m *member) offer(text []byte) {
 	m.wake.Send()
 }
 
-// miss notes that the store has no configuration of m, and does not tell that it was deleted. m goes
-// on with the one that it has.
+// miss records that the store has no configuration of m, but does not report its deletion either. m goes
+// on with its last configuration.
 func (m *member) miss(ctx context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -133,7 +134,7 @@ func (m *member) admit(ctx context.Context) {
 		klog.FromContext(ctx).Error(err, "network refused", "network", m.name)
 	}
 	m.refused, m.admitted = err, err == nil
-	if m.admitted { // otherwise it goes on with what it has
+	if m.admitted { // otherwise m goes on with its last configuration
 		m.config, m.generation = cfg, m.generation+1
 	}
 	m.confirmed()
@@ -156,8 +157,8 @@ func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 	return cfg, claimsOf(cfg, be), nil
 }
 
-// confirm reports whether the store has the configuration that m is served with since the last
-// process. The caller holds m.mu.
+// confirm reports whether the store has the configuration of the last process, which m uses. If so, it
+// calls confirmed. The caller holds m.mu.
 func (m *member) confirm() bool {
 	cfg, _, err := m.validate(m.text)
 	if err != nil || len(subnet.Changes(m.config, cfg)) > 0 {
@@ -178,7 +179,7 @@ func (m *member) confirmed() {
 // has reports whether m has a configuration. The caller holds m.mu.
 func (m *member) has() bool { return m.text != nil || m.admitted }
 
-// sighting returns when the store last had the configuration, as far as this node has recorded it.
+// sighting returns the last recorded moment at which the store had the configuration.
 func (m *member) sighting() subnet.Sighting {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -195,7 +196,7 @@ func (m *member) lastSeen() subnet.Sighting {
 	return m.seen
 }
 
-// task is what a member has to do.
+// task is the work of a member at a moment.
 type task struct {
 	serve      bool // the network has a configuration that it can use
 	retire     bool // the network was deleted, and has left something
@@ -204,10 +205,10 @@ type task struct {
 	config     subnet.Config   // that of text if it was admitted, otherwise the one that the network has used last
 	generation int             // of the last configuration that was admitted
 	refused    error           // why text was not admitted
-	confirmed  <-chan struct{} // closed when config is that of the store
+	confirmed  <-chan struct{} // closed when the start with config may go on; nil if it may at once
 }
 
-// next returns what is to be done now.
+// next returns the present task.
 func (m *member) next() task {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -226,7 +227,7 @@ func (m *member) task() task {
 	return t
 }
 
-// run serves the network whenever it can be, until ctx ends.
+// run serves or retires the network as next says, until ctx ends.
 func (m *member) run(ctx context.Context) {
 	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("network", m.name))
 	var pause wait.Backoff
@@ -259,8 +260,8 @@ func (m *member) run(ctx context.Context) {
 	}
 }
 
-// serve serves the network, beginning with the configuration of t. It returns nil when the
-// configuration was deleted.
+// serve serves the network, beginning with the configuration of t, until the configuration was deleted
+// or the network fails.
 func (m *member) serve(ctx context.Context, t task) error {
 	n, err := m.open(ctx, t)
 	if err != nil {
@@ -299,8 +300,8 @@ func (m *member) serve(ctx context.Context, t task) error {
 	}
 }
 
-// begin records that n is served with the configuration of t. It returns false if the member has
-// another one by now: the promise of its claims may be withdrawn.
+// begin records that n is served with the configuration of t. It returns false if the member has another
+// configuration by now, because the roster may then not reserve the claims of t any more.
 func (m *member) begin(t task, n *network.Network) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -312,8 +313,8 @@ func (m *member) begin(t task, n *network.Network) bool {
 	return true
 }
 
-// holds records what the network has on this host. Another network may have waited for what this one
-// does not have any more.
+// holds implements network.Config.Holds. It also makes the fleet admit configurations again, because
+// another network may wait for something that this one does not have any more.
 func (m *member) holds(all []network.Holding) error {
 	var held []claims
 	for _, h := range all {
@@ -324,7 +325,7 @@ func (m *member) holds(all []network.Holding) error {
 	return err
 }
 
-// open opens the network with a configuration.
+// open opens the network with the configuration of t.
 func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 	c := network.Config{
 		Host: m.host, Options: m.cfg.Options.Network(m.name), Name: m.name, Backends: m.cfg.Backends,
@@ -347,11 +348,12 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 	return network.Open(ctx, c)
 }
 
-// networkStore is the store of one of several networks. The member has its configuration.
+// networkStore is the store of one of several networks. It returns the configuration that the member has
+// admitted, not the one in etcd.
 type networkStore struct {
 	*etcd.Manager
 	member    *member
-	confirmed <-chan struct{} // closed when the configuration is that of the store; nil if it is
+	confirmed <-chan struct{} // see task.confirmed
 }
 
 // Config implements subnet.Manager.
@@ -366,7 +368,7 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 	return s.member.next().config, nil
 }
 
-// closed releases a network that is not served any more.
+// closed records that n is not served any more, and closes it.
 func (m *member) closed(n *network.Network) {
 	m.mu.Lock()
 	if now, ok := n.State(); ok {
@@ -410,8 +412,8 @@ func (m *member) settled() bool {
 	return !m.has() || m.refused != nil || m.net != nil && m.net.WasReady()
 }
 
-// ready returns the reasons why the network is not ready. counts is false for a network that was
-// refused, or has no configuration.
+// ready returns the reasons why the network is not ready. counts is false for a network that has no
+// configuration, or was refused before it was ever served.
 func (m *member) ready() (counts bool, reasons []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -425,7 +427,7 @@ func (m *member) ready() (counts bool, reasons []string) {
 // phaseRefused is the phase of a network that was not admitted.
 const phaseRefused network.Phase = "refused"
 
-// summary returns the entry of the overview.
+// summary returns the entry of m in the overview.
 func (m *member) summary() status.NetworkSummary {
 	m.mu.Lock()
 	defer m.mu.Unlock()

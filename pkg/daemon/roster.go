@@ -23,8 +23,8 @@ type roster struct {
 // entry is one network in a roster.
 type entry struct {
 	name     string
-	promised *claims  // of the configuration that was admitted; nil if there is none
-	held     []claims // of the configuration in use, and then of former ones that have left something on this host
+	promised *claims  // claims of the admitted configuration; nil if there is none
+	held     []claims // claims of the configuration in use, and then of former ones that have left something on this host
 }
 
 func newRoster() *roster { return &roster{moved: make(chan struct{})} }
@@ -43,10 +43,11 @@ func (r *roster) promise(name string, wanted claims) (err error) {
 	return err
 }
 
-// withdraw takes a promise back.
+// withdraw removes the promise to a network.
 func (r *roster) withdraw(name string) { r.change(name, func(e *entry) { e.promised = nil }) }
 
-// begin adds what was promised to a network to what it holds, because it may begin to use it.
+// begin adds the promised claims of a network to those that it holds, because the network may use them
+// from now on.
 func (r *roster) begin(name string) {
 	r.change(name, func(e *entry) {
 		if p := e.promised; p != nil && !slices.ContainsFunc(e.held, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
@@ -55,15 +56,15 @@ func (r *roster) begin(name string) {
 	})
 }
 
-// recall records what a network holds since the last process: the claims of the configuration in use,
-// and then those of former ones.
+// recall records what a network still holds from the last process: the claims of the configuration in
+// use, and then those of former configurations.
 func (r *roster) recall(name string, held ...claims) {
 	r.change(name, func(e *entry) { e.held = held })
 }
 
 // hold replaces what a network holds. It returns an error, and changes nothing, if another network
-// claims a part of what this one does not have yet: the promise may have been withdrawn since the
-// network began to prepare for it.
+// claims a part of what this network neither holds nor was promised. The promise may have been withdrawn
+// after the network began to prepare the configuration.
 func (r *roster) hold(name string, held ...claims) (err error) {
 	r.change(name, func(e *entry) {
 		has := slices.Clone(e.held)
@@ -80,8 +81,8 @@ func (r *roster) hold(name string, held ...claims) (err error) {
 	return err
 }
 
-// others returns the addresses of all networks but one, in as few prefixes as possible, and a channel
-// that is closed when they may have changed.
+// others returns the addresses of all networks except the named one, in as few prefixes as possible, and
+// a channel that is closed when they may have changed.
 func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -93,7 +94,7 @@ func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan stru
 	return prefix.Merge(prefixes), r.moved
 }
 
-// change changes the entry of a network, which it adds if there is none.
+// change calls f with the entry of a network, and adds the entry if there is none.
 func (r *roster) change(name string, f func(*entry)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

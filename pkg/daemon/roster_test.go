@@ -18,8 +18,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestRoster lets one network change its device, and another one ask for the former device all the
-// time. It may have the device when the first network has removed everything.
+// TestRoster lets network red change its device, while network green asks for the former device after
+// each step. green must not get the device while red is promised it or may still have it.
 func TestRoster(t *testing.T) {
 	on := func(network, device string) claims {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, devices: []string{device}}
@@ -30,7 +30,7 @@ func TestRoster(t *testing.T) {
 	for _, step := range []struct {
 		name string
 		do   func()
-		want string // part of the reason for which green cannot have its device; empty: it can
+		want string // part of the reason why green cannot have the device; empty if it can
 	}{
 		{"nothing", func() {}, ""},
 		{"promised", func() { _ = r.promise("red", was) }, "it clashes with network red, which was there first: both have the device flannel.1"},
@@ -55,8 +55,8 @@ func TestRoster(t *testing.T) {
 	}
 }
 
-// TestRosterHold lets a network begin to use what was promised to it, while the promise is withdrawn and
-// another network gets a part of it. The first network must not get it then, and keeps what it has.
+// TestRosterHold withdraws the promise to network red and promises a part of it to network green. red
+// must then not be able to hold what it was promised, but must keep what it has.
 func TestRosterHold(t *testing.T) {
 	on := func(network string, number int) claims {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}}
@@ -94,8 +94,8 @@ func TestRosterHold(t *testing.T) {
 	}
 }
 
-// TestRosterOthers compares the addresses of other networks with what they claim, and expects to be
-// told of each change, and of nothing else.
+// TestRosterOthers checks the addresses that others returns for network green. Its channel must be
+// closed when a step changes them, and only then.
 func TestRosterOthers(t *testing.T) {
 	of := func(network string) claims {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}}
@@ -139,7 +139,7 @@ func TestRosterOthers(t *testing.T) {
 }
 
 // TestRecalledClaims starts with the state file of a network that had not removed its former device
-// when the last process ended. Another network must not get that device, nor the present one.
+// when the last process ended. Another network must get neither that device nor the present one.
 func TestRecalledClaims(t *testing.T) {
 	config := func(text string) subnet.Config {
 		cfg, _, err := subnet.ParseConfig([]byte(text))
@@ -186,9 +186,9 @@ func TestRecalledClaims(t *testing.T) {
 	}
 }
 
-// TestRefusedConfigurationAfterAFailure ends a network that has used one configuration, was admitted with
-// a second one, and was refused a third one. It must be served again with the one that it has used, and
-// use the third one when that is admitted.
+// TestRefusedConfigurationAfterAFailure has a network that uses one configuration. A second one is
+// admitted and a third one refused. The network must begin again with the first configuration, and
+// change to the third one when that is admitted.
 func TestRefusedConfigurationAfterAFailure(t *testing.T) {
 	dir := t.TempDir()
 	s := &shared{

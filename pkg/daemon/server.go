@@ -58,9 +58,9 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 	return serve(o.StatuszAddress, local)
 }
 
-// onLoopback passes requests from this host, to a loopback address, to local, and all
-// others to others. The host name in the request must be an address too. Otherwise a page
-// of another site could read the status through a browser.
+// onLoopback returns a handler that passes a request to local if it comes from a loopback
+// address and its host name is one too, and otherwise to others. With another host name, a
+// page of another site could read the status through a browser on this host.
 func onLoopback(local, others http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		from, err := netip.ParseAddrPort(r.RemoteAddr)
