@@ -71,7 +71,7 @@ func (o *Options) check() error {
 	return nil
 }
 
-// checkNetworks returns an error if the options for several networks do not fit the others.
+// checkNetworks returns an error if the options for several networks contradict other options.
 func (o *Options) checkNetworks() error {
 	if !o.Several() {
 		return nil

@@ -220,7 +220,7 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 	}
 }
 
-// TestMeantFlag checks that names of real flags are near enough to none but the right one.
+// TestMeantFlag checks that a misspelt flag means the right one, and that other names mean none.
 func TestMeantFlag(t *testing.T) {
 	known := names(settings())
 	for name, want := range map[string]string{

@@ -33,7 +33,8 @@ type topic struct {
 	settings []setting
 }
 
-// to binds a field with a parser of its text. The last text counts.
+// to binds a field with a parser of its text. If a flag is given several times, the last text
+// counts.
 func to[T any](field func(*Options) *T, parse func(string) (T, error)) binding {
 	return binding{
 		set: func(o *Options, text string) error {

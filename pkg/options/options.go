@@ -49,7 +49,7 @@ type Options struct {
 	// EtcdUsername and EtcdPassword are both set or both empty.
 	EtcdUsername string
 	EtcdPassword Secret
-	// RenewMargin is the time before its end at which the lease is renewed.
+	// RenewMargin is how long before its end the lease is renewed.
 	RenewMargin time.Duration
 	// LeaseTTL is the lifetime of the lease in the store without a renewal.
 	LeaseTTL time.Duration
@@ -67,10 +67,11 @@ type Options struct {
 	// KubeSubnetMgr selects the Kubernetes API as the store, instead of etcd.
 	KubeSubnetMgr bool
 	// KubeAPIURL and KubeconfigFile locate the API server. If both are empty, the pod's
-	// service account does.
+	// service account locates it.
 	KubeAPIURL, KubeconfigFile string
 	// NodeName is the Node of this host in Kubernetes, from NODE_NAME. If it is empty,
-	// the pod that POD_NAME and POD_NAMESPACE name contains it.
+	// the API gives the Node of the pod that PodName and PodNamespace identify, from
+	// POD_NAME and POD_NAMESPACE.
 	NodeName, PodName, PodNamespace string
 	// KubeAnnotationPrefix is the prefix of the node annotations.
 	KubeAnnotationPrefix string
@@ -81,7 +82,8 @@ type Options struct {
 
 	// Iface and IfaceRegex select the interface, in this order.
 	Iface, IfaceRegex []string
-	// IfaceCanReach is the IP address to reach; empty if not given.
+	// IfaceCanReach selects the interface from which the host reaches this IP address; empty
+	// if not given.
 	IfaceCanReach string
 	// IfaceWait limits the wait for an interface at the start.
 	IfaceWait time.Duration
@@ -89,10 +91,10 @@ type Options struct {
 	PublicIP, PublicIPv6 netip.Addr
 	// PublicEndpoint is the name that peers send to; zero if not given.
 	PublicEndpoint endpoint.Named
-	// Relay carries the packets of hosts that do not reach each other.
+	// Relay makes this host carry the packets of hosts that do not reach each other.
 	Relay bool
-	// Location is the name of the location of this host, and LocationLabel the label of its Node that has
-	// it. At most one of them is set.
+	// Location is the name of the location of this host. LocationLabel is the label of its Node whose
+	// value is that name. At most one of the two is set.
 	Location, LocationLabel string
 
 	// IPMasq masquerades packets that leave the network, with random ports unless
@@ -132,7 +134,7 @@ type Options struct {
 	// StateDir is the directory of the last known state.
 	StateDir string
 
-	// HealthzIP and HealthzPort are the address that serves probes. The zero address
+	// HealthzIP and HealthzPort are the address at which the daemon answers probes. The zero address
 	// means all addresses. Port 0 means that probes are not served.
 	HealthzIP   netip.Addr
 	HealthzPort uint16
@@ -159,11 +161,11 @@ type Options struct {
 	Warnings []string
 
 	version bool
-	sources map[string]string // how each flag was given, by its name
+	sources map[string]string // form in which each flag was given, by name of the flag; see Source
 }
 
-// Source returns the form in which the flag was given: "--ip-masq" or "FLANNELD_IP_MASQ".
-// For a flag that was not given it returns the former.
+// Source returns the form in which the flag called name was given: "--ip-masq" or
+// "FLANNELD_IP_MASQ". For a flag that was not given it returns "--" and the name.
 func (o Options) Source(name string) string {
 	if s, ok := o.sources[name]; ok {
 		return s
@@ -174,8 +176,8 @@ func (o Options) Source(name string) string {
 // Several reports whether the daemon serves several networks.
 func (o Options) Several() bool { return len(o.Networks) > 0 || o.WatchNetworks }
 
-// Network returns the options for one of several networks: with keys, subnet file and state file
-// of its own.
+// Network returns the options for the network called name, if there are several. Its keys, subnet
+// file and state file are its own.
 func (o Options) Network(name string) Options {
 	o.EtcdPrefix = strings.TrimRight(o.EtcdPrefix, "/") + "/" + name
 	o.SubnetFile = filepath.Join(o.SubnetDir, name+".env")
@@ -214,8 +216,8 @@ func (o Options) StoreKind() string {
 	return "etcd"
 }
 
-// StateName returns the name of the daemon's state file. Several daemons on a host differ
-// in their network and subnet file.
+// StateName returns the name of the daemon's state file. It depends on the keys in the store
+// and the subnet file, in which several daemons on a host differ.
 func (o Options) StateName() string {
 	network := o.EtcdPrefix
 	if o.KubeSubnetMgr {

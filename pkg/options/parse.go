@@ -190,7 +190,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 			}
 			continue
 		}
-		// The version is not a setting.
+		// --version has no variable, because it is not a setting.
 		if _, given := flags[name]; !given && name != "version" {
 			vars[name] = &collected{source: variable, texts: []string{text}}
 		}

@@ -296,7 +296,7 @@ func label(s string) (string, error) {
 }
 
 // endpoints parses a comma separated list of etcd endpoints. They must have the same
-// scheme, because the client uses that of the first for all. Errors contain the number of
+// scheme, because the client uses the scheme of the first one for all. Errors contain the number of
 // an endpoint and not its text, which may contain a password.
 func endpoints(s string) ([]string, error) {
 	var list []string
