@@ -23,7 +23,7 @@ const (
 	shutdownTimeout = time.Second
 )
 
-// Source is the health that probes and systemd ask for. A Status is one.
+// Source is the health that probes and systemd ask for. Status implements it.
 type Source interface {
 	// Alive returns an error if the main loop is stuck.
 	Alive() error

@@ -22,7 +22,7 @@ type Status struct {
 
 	mu    sync.Mutex
 	parts []*part
-	beat  time.Time // zero before the first
+	beat  time.Time // the last Beat; zero before the first and after a Pause
 }
 
 // part is one component. There are few, and a list keeps the order in which reasons are
@@ -30,9 +30,9 @@ type Status struct {
 type part struct {
 	name   string
 	err    error
-	since  time.Time     // when err became non-nil; zero before the first report
+	since  time.Time     // when the component last turned bad; zero before its first bad report
 	grace  time.Duration // how long err may last before the daemon is not ready
-	turned time.Time     // when it last changed between good and bad
+	turned time.Time     // when the component last changed between good and bad; zero before its first report
 }
 
 // counts reports whether the part makes the daemon not ready.

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Notifier sends notifications to systemd, through the environment variables that systemd
-// set. Without these variables it does nothing.
+// Notifier sends notifications to systemd. It finds systemd by the environment variables
+// that systemd has set, and does nothing without them.
 type Notifier struct{}
 
 // Ready reports that the service has started.

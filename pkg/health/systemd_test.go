@@ -13,7 +13,8 @@ import (
 	"time"
 )
 
-// listenNotify acts as systemd: it returns the messages that arrive.
+// listenNotify listens like systemd. next returns the next message, or an error if there is
+// none within wait.
 func listenNotify(t *testing.T) (next func(wait time.Duration) (string, error)) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "notify")
