@@ -52,7 +52,8 @@ frame.onload = () => {
 frame.src = "/statusz";
 </script>`
 
-// TestBrowser opens the page of a host with 5,000 peers in a browser.
+// TestBrowser opens the page of a host with 5,000 peers in a browser. The page must filter,
+// select and sort the peers, fit the screen, and request nothing else.
 //
 //stages:rest it starts a browser
 func TestBrowser(t *testing.T) {
@@ -128,8 +129,8 @@ func TestBrowser(t *testing.T) {
 	}
 }
 
-// framed removes the header that forbids frames, so that the driver can open the page in
-// one.
+// framed changes the header that forbids frames, so that the driver can open the page in a
+// frame.
 type framed struct{ http.ResponseWriter }
 
 func (f framed) WriteHeader(code int) {

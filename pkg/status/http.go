@@ -24,8 +24,8 @@ type Query struct {
 	// Network is the name of a network. Without a name the report is about the only network, or
 	// about all of several.
 	Network string
-	// AllPaths asks for all paths instead of the worst ones, and for neither peers nor events. Such a
-	// report of each host together says which hosts reach each other.
+	// AllPaths asks for all paths instead of the worst ones, and for neither peers nor events. Such
+	// reports of all hosts together show which hosts reach each other.
 	AllPaths bool
 }
 

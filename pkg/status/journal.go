@@ -12,12 +12,12 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// Journal keeps the most recent log messages, except those with raised verbosity. It is
+// Journal keeps the most recent log messages, except those with a verbosity above 0. It is
 // safe for concurrent use.
 type Journal struct {
 	mu     sync.Mutex
 	events []Event // used as a ring once it is full
-	next   int
+	next   int     // index of the oldest event once the ring is full; 0 before
 }
 
 // NewJournal returns a journal of the latest size messages.

@@ -22,10 +22,12 @@ type Report struct {
 	Ready   bool     `json:"ready"`
 	Reasons []string `json:"reasons,omitempty"`
 	// RestartNeeded describes how the configuration in the store differs from the one in
-	// use. It is empty if there is no difference. A restart applies the difference.
+	// use. It is empty if there is no difference, or if the daemon follows changes without a
+	// restart. Otherwise a restart applies the difference. It also says if the store has no
+	// configuration.
 	RestartNeeded string `json:"restartNeeded,omitempty"`
-	// ConfigRejected says why the configuration in the store cannot be used on this host, which
-	// goes on with the one that it has. It is empty if it can be used.
+	// ConfigRejected says why this host goes on with its present configuration, because the one in
+	// the store cannot be used. It is empty if that can be used.
 	ConfigRejected string `json:"configRejected,omitempty"`
 
 	Network   Network   `json:"network"`
@@ -35,11 +37,11 @@ type Report struct {
 	Firewall  Firewall  `json:"firewall"`
 	Kernel    Kernel    `json:"kernel"`
 	Peers     []Peer    `json:"peers"`
-	// SharedPublicIPs are the public addresses that several peers have. All of these are served.
+	// SharedPublicIPs are the public addresses that several peers have. All these peers are served.
 	SharedPublicIPs []SharedPublicIP `json:"sharedPublicIPs,omitempty"`
 	Paths           *Paths           `json:"paths,omitempty"` // nil without --probe
-	// Networks is the overview of several networks, by name. The fields that are about one
-	// network are empty then.
+	// Networks is the overview of several networks, sorted by name. In an overview the fields that
+	// are about one network are empty.
 	Networks []NetworkSummary `json:"networks,omitempty"`
 	Events   []Event          `json:"events"` // oldest first
 }
@@ -57,7 +59,7 @@ type NetworkSummary struct {
 
 // Network is the network configuration in use.
 type Network struct {
-	Name        string `json:"name,omitempty"` // if the daemon serves several
+	Name        string `json:"name,omitempty"` // empty unless the daemon serves several
 	Phase       string `json:"phase"`          // such as "serving"
 	BackendType string `json:"backendType"`
 	// NextBackendType is the type of the backend to which the network migrates.
@@ -65,7 +67,7 @@ type Network struct {
 	Mode            string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes        []netip.Prefix `json:"prefixes"`
 	MTU             int            `json:"mtu"`               // bytes, the same for every path
-	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc, extension, and clouds without Overflow
+	Devices         []string       `json:"devices,omitempty"` // devices that the backend has created; none for host-gw, alloc, extension, and clouds without Overflow
 	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
 	SubnetFile      string         `json:"subnetFile"`
 	Pool            *Pool          `json:"pool,omitempty"`     // nil if the store does not assign subnets
@@ -73,11 +75,11 @@ type Network struct {
 	Location        *Location      `json:"location,omitempty"` // nil without Backend.SameLocation
 }
 
-// Location tells which backend carries the packets to how many peers.
+// Location tells which backends carry the packets inside and between locations, and to how many peers.
 type Location struct {
-	Name      string `json:"name"`    // of the location of this host; empty if it has none
+	Name      string `json:"name"`    // name of the location of this host; empty if it has none
 	Inside    string `json:"inside"`  // type of the backend between hosts of the location
-	Between   string `json:"between"` // type of the other one
+	Between   string `json:"between"` // type of the backend between locations
 	ByInside  int    `json:"byInside"`
 	ByBetween int    `json:"byBetween"`
 }
@@ -93,17 +95,16 @@ type Cloud struct {
 	Unrouted []Unrouted   `json:"unrouted,omitempty"` // subnets of other hosts; only on the leader
 }
 
-// Overflow tells to how many peers the routers of the cloud carry the packets, and to how many a tunnel
-// does.
+// Overflow tells to how many peers the routers of the cloud carry the packets, and to how many a tunnel.
 type Overflow struct {
-	Tunnel   string `json:"tunnel"` // type of its backend
+	Tunnel   string `json:"tunnel"` // type of the tunnel's backend
 	ByCloud  int    `json:"byCloud"`
 	ByTunnel int    `json:"byTunnel"`
-	// Problem says what is wrong with the routes of the cloud to this host, and what follows from that.
+	// Problem says what is wrong with the routes of the cloud to this host, and the consequence.
 	Problem string `json:"problem,omitempty"`
 }
 
-// WrittenBy says which host writes the routes to this one.
+// WrittenBy says which host writes the routes to this host.
 func (c Cloud) WrittenBy() string {
 	switch {
 	case c.Leading:
@@ -116,8 +117,8 @@ func (c Cloud) WrittenBy() string {
 	return "each " + c.Writer
 }
 
-// CloudRoute is a route that a table of the cloud should have, at the last comparison. Only the host that
-// writes it knows the target, and the table unless the leader has announced it.
+// CloudRoute is a route that a table of the cloud should have, at the last comparison. Target is empty on
+// a host that does not write the route. Table is empty there too, unless the leader has announced it.
 type CloudRoute struct {
 	Table       string       `json:"table,omitempty"`
 	Destination netip.Prefix `json:"destination"`
@@ -223,18 +224,20 @@ type Peer struct {
 	State   State     `json:"state"`
 	Error   string    `json:"error,omitempty"`
 	Changed time.Time `json:"changed,omitzero"` // when the lease last changed
-	// Backend is the type of the backend that carries the packets to the peer, during a migration, with
-	// Backend.Overflow and with Backend.SameLocation. Waiting is the reason why it is not the next one, not
-	// the cloud, or not that of SameLocation although the peer is at the location of this host.
+	// Backend is the type of the backend that carries the packets to the peer. It is set during a
+	// migration, with Backend.Overflow and with Backend.SameLocation. Waiting is the reason why that is
+	// not the next backend, the cloud, or, for a peer at the location of this host, the backend of
+	// SameLocation.
 	Backend string `json:"backend,omitempty"`
 	Waiting string `json:"waiting,omitempty"`
 	// PathMTU contains the subnets of the peer to which only packets smaller than the MTU of the device
 	// pass, with the size in bytes of the largest one. It needs Backend.MTU "probe".
 	PathMTU map[netip.Prefix]int `json:"pathMTU,omitempty"`
-	// Relay is the key of the lease of the host that carries the packets to the peer, and sees their
-	// plaintext; empty if there is none. If each family has another relay, it has both keys: "a, b".
+	// Relay is the key of the lease of the host that carries the packets to the peer and sees their
+	// plaintext. It is empty if there is none. If the families have different relays, it contains
+	// both keys: "a, b".
 	Relay   string   `json:"relay,omitempty"`
-	Objects []Object `json:"objects,omitempty"` // that the kernel should contain for this peer
+	Objects []Object `json:"objects,omitempty"` // objects that the kernel should contain for this peer
 }
 
 // ByRelay says which relay carries the packets to the peer; empty if there is none.
@@ -248,7 +251,7 @@ func (p Peer) ByRelay() string {
 // SharedPublicIP is a public address that several peers have.
 type SharedPublicIP struct {
 	PublicIP netip.Addr `json:"publicIP"`
-	Leases   []string   `json:"leases"` // their keys, the oldest first
+	Leases   []string   `json:"leases"` // keys of the peers' leases, the oldest lease first
 }
 
 // Paths are the results of probes.
@@ -263,7 +266,7 @@ type Paths struct {
 
 // Path is the way to one subnet of a peer.
 type Path struct {
-	Peer     string       `json:"peer"` // key of its lease
+	Peer     string       `json:"peer"` // key of the peer's lease
 	Subnet   netip.Prefix `json:"subnet"`
 	PublicIP netip.Addr   `json:"publicIP"`
 	OK       bool         `json:"ok"`

@@ -200,7 +200,8 @@ func TestJournal(t *testing.T) {
 	}
 }
 
-// A log line names the line of code that wrote it, with the journal and without.
+// TestJournalKeepsTheCaller checks that a log line that passes through the journal names the
+// line of code that wrote it.
 func TestJournalKeepsTheCaller(t *testing.T) {
 	fs := flag.NewFlagSet("klog", flag.PanicOnError)
 	klog.InitFlags(fs)
@@ -284,8 +285,8 @@ func TestSocketPath(t *testing.T) {
 	}
 }
 
-// TestQuery expects the parameters of the URL in the query. All paths are for programs, so the answer
-// has no indentation.
+// TestQuery checks that the query has the parameters of the URL. An answer with all paths must not be
+// indented, because only programs read it.
 func TestQuery(t *testing.T) {
 	for params, want := range map[string]status.Query{
 		"":                        {},
@@ -308,8 +309,8 @@ func TestQuery(t *testing.T) {
 	}
 }
 
-// TestOverviewOfNetworks shows the page and the JSON of a daemon with several networks, and of one of
-// them.
+// TestOverviewOfNetworks checks the page and the JSON of a daemon with several networks, and of one
+// network of that daemon.
 func TestOverviewOfNetworks(t *testing.T) {
 	source := func(_ context.Context, q status.Query) (status.Report, error) {
 		switch q.Network {
