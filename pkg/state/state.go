@@ -28,7 +28,7 @@ var ErrInUse = errors.New("in use by another process")
 type File[T any] struct {
 	path  string
 	lock  *os.File
-	saved os.FileInfo // of the last Save; nil before the first
+	saved os.FileInfo // the file after the last Save; nil before the first
 }
 
 type envelope[T any] struct {
@@ -81,7 +81,8 @@ func takeLock(dir, name string) (*os.File, error) {
 	return lock, nil
 }
 
-// Read returns the state in the file called name in dir, without opening it for this process.
+// Read returns the state in the file called name in dir, without taking its lock. The state is zero if
+// there is no file, or if there is an error.
 func Read[T any](dir, name string) (T, error) {
 	last, _, err := (&File[T]{path: filepath.Join(dir, name+".json")}).Load()
 	return last, err
@@ -123,7 +124,7 @@ func (f *File[T]) Save(s T) error {
 }
 
 // Intact reports whether the file is still the one that the last Save wrote: not removed,
-// replaced or changed by another program.
+// replaced or changed by another program. It returns false before the first Save.
 func (f *File[T]) Intact() bool {
 	now, err := os.Lstat(f.path)
 	return err == nil && f.saved != nil && os.SameFile(now, f.saved) && now.Size() == f.saved.Size() && now.ModTime().Equal(f.saved.ModTime())
