@@ -41,7 +41,7 @@ type Values struct {
 	ConfigRejected bool
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
 	Paths          *paths.Outcome    // nil without --probe
-	NarrowPaths    int               // with an MTU smaller than that of the device
+	NarrowPaths    int               // paths with an MTU smaller than that of the device
 	Relayed        int               // peers to which a relay carries the packets
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
@@ -62,10 +62,10 @@ type Metrics struct {
 	roundTrips       prometheus.Histogram
 }
 
-// New returns metrics that call read at each scrape. When its context ends, read may
+// New returns metrics that call read at each scrape. When the context of read ends, read may
 // return the values that it has so far. network is the name of the network if the daemon serves
-// several: all metrics get it as a label. probe says whether the network has probes, and so a
-// histogram of round trips.
+// several: all metrics get it as a label. If probe is set, there is a histogram of the round trips of
+// probes.
 func New(network string, probe bool, read func(context.Context) Values) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
@@ -116,7 +116,7 @@ func Handler(list func() []*Metrics) http.Handler {
 	return promhttp.HandlerFor(all, promhttp.HandlerOpts{Registry: process})
 }
 
-// Synced records one pass of the reconciler.
+// Synced records one pass of the lease-watch loop.
 func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
 	m.duration.Observe(took.Seconds())
 	m.repaired.Add(float64(repaired))
@@ -145,7 +145,7 @@ func (m *Metrics) Firewall(repaired bool, err error) {
 // collector turns Values into metrics.
 type collector struct{ read func(context.Context) Values }
 
-// gauge describes one of the Values.
+// gauge describes the metric of one of the Values: a gauge or a counter.
 type gauge struct {
 	*prometheus.Desc
 	kind prometheus.ValueType
@@ -155,8 +155,8 @@ func describe(kind prometheus.ValueType, name, help string, labels ...string) ga
 	return gauge{prometheus.NewDesc("flannel_"+name, help, labels, nil), kind}
 }
 
-// gauges returns the descriptions of all Values, by name. It builds them at
-// each call, which is rare, so that no package variable is needed.
+// gauges returns the descriptions of all Values, by a name of this package. It builds them
+// at each call, so that no package variable is needed. Calls are rare.
 func gauges() map[string]gauge {
 	g := prometheus.GaugeValue
 	return map[string]gauge{

@@ -96,8 +96,8 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// Unknown values are absent instead of zero: a lease that does not expire would otherwise
-// look as if it had expired in 1970.
+// TestUnknownIsAbsent checks that unknown values are absent instead of zero. Otherwise a
+// lease that does not expire would look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
 	page := scrape(t, metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }))
 	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_location", "flannel_path_round_trip"} {
@@ -110,7 +110,8 @@ func TestUnknownIsAbsent(t *testing.T) {
 	}
 }
 
-// Alert rules and the dashboard use only metrics that exist.
+// TestRulesAndDashboardUseExistingMetrics checks that alert rules and the dashboard use only
+// metrics that exist.
 func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 	m := metrics.New("", true, full)
 	m.Synced(time.Second, 0, nil)
@@ -132,8 +133,8 @@ func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 	}
 }
 
-// TestSeveralNetworks scrapes a daemon with two networks. Their metrics differ in a label, and those
-// of the process have none.
+// TestSeveralNetworks scrapes a daemon with two networks. The metrics of a network must have its name as
+// a label, and the metrics of the process must not have that label.
 func TestSeveralNetworks(t *testing.T) {
 	red, green := metrics.New("red", true, full), metrics.New("green", true, full)
 	red.Synced(time.Millisecond, 2, nil)
