@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUnmapProgram releases the pages of this program and of a mapped file with a page
-// changed in memory, and then uses both.
+// TestUnmapProgram releases the pages of this program and of a mapped file. The content of
+// all pages must stay the same, including that of a mapping with a page changed in memory.
 func TestUnmapProgram(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	content := make([]byte, 1<<20)

@@ -23,8 +23,8 @@ const (
 	// restGC makes the collector run earlier than by default: at rest there is little to
 	// collect, and garbage uses memory until the collector runs.
 	restGC = 50
-	// tidyAfter is the time after the start during which it may have more work, such as
-	// writing the state file.
+	// tidyAfter is the time after the start during which the daemon may have more work, such
+	// as writing the state file.
 	tidyAfter = 2 * time.Second
 	// longStart is the time after which memory is released even if the daemon still waits
 	// for its store, or constantly writes.
@@ -38,7 +38,7 @@ const (
 // after it. Settings in the environment have precedence. The zero value changes nothing, for
 // programs that embed the daemon.
 type Tuner struct {
-	threads, memory bool // whether they may be adapted
+	threads, memory bool // the number of threads, or the settings of the collector, may be adapted
 
 	mu        sync.Mutex
 	resting   bool
@@ -55,7 +55,7 @@ func New(env []string) *Tuner {
 	return &Tuner{threads: unset("GOMAXPROCS"), memory: unset("GOGC") && unset("GOMEMLIMIT")}
 }
 
-// Begin prepares for a start that is short and needs little memory. It must be called before that.
+// Begin prepares for a start that is short and needs little memory. Call it before the start.
 func (t *Tuner) Begin() {
 	if t.memory {
 		debug.SetGCPercent(startGC)
@@ -63,7 +63,7 @@ func (t *Tuner) Begin() {
 }
 
 // Backend must be called when the types of a network's backends are known, and when they change.
-// There are two during a migration, and none for a network that has ended. Empty types are ignored.
+// A network has two types during a migration, and none after its end. Empty types are ignored.
 func (t *Tuner) Backend(network string, backendTypes ...string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -93,10 +93,10 @@ func oneThread(backendType string) bool {
 	return false
 }
 
-// fitThreads sets GOMAXPROCS. It is 1 at rest, because an event is handled in small steps by
-// several goroutines, and to wake a second thread for a step takes more CPU time than the step.
-// During the start it is the number of CPUs. It stays that if packets go through the process
-// and there are enough CPUs. The caller holds t.mu.
+// fitThreads sets GOMAXPROCS. During the start GOMAXPROCS is the number of CPUs. At rest it is 1,
+// unless packets go through the process and there are enough CPUs. Several goroutines handle an
+// event in small steps, and to wake a second thread for a step takes more CPU time than the
+// step. The caller holds t.mu.
 func (t *Tuner) fitThreads() {
 	switch one := t.resting && t.oneThread; {
 	case !t.threads || one == t.fitted:
@@ -123,7 +123,8 @@ func (t *Tuner) settle() {
 // Rest waits until the start is over and the state file is written, because writing a large
 // one takes memory too. It then releases the memory that the start has used. started is
 // closed when the start is over. written reports whether the file is written; Rest calls it
-// after that. Rest always returns nil, also if ctx ends first.
+// after that. Rest waits for each of the two for at most longStart. It always returns nil, also
+// if ctx ends first.
 func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	if !t.threads && !t.memory {
 		return nil

@@ -11,7 +11,8 @@ import (
 	"time"
 )
 
-// TestTuner is not parallel, because it changes the whole process.
+// TestTuner checks which settings change at the start and after it. It is not parallel,
+// because it changes the whole process.
 func TestTuner(t *testing.T) {
 	defer runtime.SetDefaultGOMAXPROCS()
 	const given = 60
@@ -106,7 +107,8 @@ func TestRestWithoutStart(t *testing.T) {
 	})
 }
 
-// TestRestAfterTheState tests a start whose state is written late or never.
+// TestRestAfterTheState checks when Rest releases memory if the state is written at once,
+// late or never.
 func TestRestAfterTheState(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(startGC))
 	for _, tt := range []struct{ written, least, most time.Duration }{
