@@ -3,7 +3,8 @@
 // Package network serves one flat network on this host. network.go tells its life: startup.go
 // obtains configuration, interface and lease, resume.go serves from the last known state
 // meanwhile, session.go runs the backend, move.go follows the store and the external interface, and
-// change.go follows the network configuration. phase.go names the phases of this life, and report.go tells operators of it.
+// change.go follows the network configuration. phase.go names the phases of this life, and report.go
+// describes it to operators.
 package network
 
 import (

@@ -92,7 +92,8 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 }
 
 // location returns the location of this host, or "" if there is none. With --location-label the store has
-// it. Until the location was read from the store, the last known one counts if it is of the same label.
+// it. Until the location was read from the store, the last known one counts if it comes from the same
+// label.
 func (p *parts) location() string {
 	now := p.labelled.Load()
 	switch {
@@ -141,7 +142,7 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	return be, warnings, nil
 }
 
-// hold tells what the network has on this host from now on. See Config.Holds.
+// hold calls Config.Holds, unless it is nil, with what the network has on this host from now on.
 func (p *parts) hold(held []Holding) error {
 	if p.holds == nil {
 		return nil
@@ -167,7 +168,7 @@ func (p *parts) holding(f lastknown.Former) Holding {
 	return Holding{f.Config, be}
 }
 
-// used returns the types of the backends whose data the host with that state has published.
+// used returns the types of the backends whose data this host has published, according to last.
 func used(last lastknown.State) (types []string) {
 	for _, t := range []string{last.Config.BackendType, last.Own.NextType} {
 		if t != "" {

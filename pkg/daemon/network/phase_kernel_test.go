@@ -80,7 +80,7 @@ func TestKernelPhases(t *testing.T) {
 	w.expect(PhaseRetiring, PhaseServing)
 	stop()
 
-	// After a restart the network is another one, which has no free subnet at first.
+	// After a restart the store has another network, which has no free subnet at first.
 	w.store.Put(peerOn("10.6.1.0/24", "192.0.2.9"))
 	w.store.SetConfig(`{"Network": "10.6.0.0/23", "SubnetMin": "10.6.1.0", "SubnetMax": "10.6.1.0", "Backend": {"Type": "host-gw"}}`)
 	stop = w.start()

@@ -44,7 +44,7 @@ func firewallChoice(option string, now lastknown.State) rules.Choice {
 }
 
 // keepRules keeps the traffic rules of a session until ctx ends, and changes them when the session or
-// the other networks need others. It calls tried after the first attempt to apply them.
+// the other networks need other rules. It calls tried after the first attempt to apply them.
 func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	for ctx.Err() == nil {
 		now := *s.begin.Load()

@@ -313,7 +313,7 @@ func (s *startup) outsideOf(cfg subnet.Config) error {
 	return outside(cfg, now.own())
 }
 
-// outside returns an error if cfg assigns subnets, but cannot assign all of those of own.
+// outside returns an error if cfg assigns subnets, but cannot assign every subnet of own.
 func outside(cfg subnet.Config, own subnet.Lease) error {
 	pools, err := cfg.Pools()
 	if err != nil {
