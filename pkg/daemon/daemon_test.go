@@ -23,7 +23,8 @@ import (
 )
 
 // TestRunEndsWithoutAStore starts the daemon without a store, waits until it has logged
-// that, and stops it. The daemon does not change the kernel before that.
+// that, and stops it. Run must then end soon, without an error. The test needs no network
+// namespace, because the daemon does not change the kernel before the store answers.
 func TestRunEndsWithoutAStore(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	addr, err := subnettest.FreeAddr()

@@ -348,8 +348,8 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 	return network.Open(ctx, c)
 }
 
-// networkStore is the store of one of several networks. It returns the configuration that the member has
-// admitted, not the one in etcd.
+// networkStore is the store of one of several networks. Its configuration is that of the
+// member's task, not the one in etcd.
 type networkStore struct {
 	*etcd.Manager
 	member    *member
