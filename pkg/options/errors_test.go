@@ -190,7 +190,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 				args = append(args, "--kube-subnet-mgr")
 			}
 			expectRefusal(t, "--"+s.name, text, args, nil)
-			if text != "" && s.name != "version" { // the version is not a setting
+			if text != "" && s.name != "version" { // --version has no variable
 				variable := envName(s.name)
 				expectRefusal(t, variable, text, args[1:], []string{variable + "=" + text})
 			}
