@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -92,8 +93,10 @@ func (v *cloudBed) testLeader() {
 	}
 	v.expectCalls(leader, true)
 	v.expectCalls(3, false)
+	subnetsOfHosts := map[int]netip.Prefix{}
 	for i := 1; i <= 3; i++ {
-		v.expectRoute(v.subnetOf(i), i)
+		subnetsOfHosts[i] = v.subnetOf(i)
+		v.expectRoute(subnetsOfHosts[i], i)
 	}
 	out := expectFlannelctl(t, v.Host(3), []string{"status"}, "written by ", ", for all hosts; in order at 20", v.subnetOf(3).String()+"\n")
 	t.Log(out)
@@ -111,12 +114,8 @@ func (v *cloudBed) testLeader() {
 	}
 	expectNothingLost(t, flows)
 
-	// The new leader repairs the routes to the hosts whose daemons run.
-	for i := 1; i <= 3; i++ {
-		if i == leader {
-			continue
-		}
-		dst := v.subnetOf(i)
+	// The new leader repairs all routes, also that of the host whose daemon has stopped.
+	for i, dst := range subnetsOfHosts {
 		v.deleteRoute(dst)
 		v.expectRoute(dst, i)
 	}

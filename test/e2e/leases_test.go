@@ -473,7 +473,7 @@ func TestGarbageInTheStore(t *testing.T) {
 	startAll(t, l, lab.FlanneldOptions{})
 	c, h := etcdClient(t, l), l.Host(1)
 	d := h.Daemon()
-	own := leaseOf(t, l, l.Host(2)).subnet()
+	own, ofHost2 := leaseOf(t, l, h).subnet(), leaseOf(t, l, l.Host(2)).subnet()
 	// log is a part of the log line about the key.
 	garbage := map[string]struct{ value, log string }{
 		"garbage":         {"x", "garbage"},
@@ -508,12 +508,17 @@ func TestGarbageInTheStore(t *testing.T) {
 	if n := len(d.Log()); n > 20000 {
 		t.Errorf("the log has %d bytes, want at most 20000", n)
 	}
-	if !strings.Contains(fmt.Sprint(h.Routes(t.Context())), own) {
-		t.Errorf("the route to the other host's %s is gone", own)
+	if !strings.Contains(fmt.Sprint(h.Routes(t.Context())), ofHost2) {
+		t.Errorf("the route to the other host's %s is gone", ofHost2)
 	}
-	// The lease of another host with the address of host 1 does not change the lease of
-	// host 2.
-	if now := leaseOf(t, l, l.Host(2)).subnet(); now != own {
-		t.Errorf("host2 has %s, had %s", now, own)
+	// One of the leases above has the address of host 1. All hosts keep their own leases.
+	if now := statusOf(t, h).Lease.Subnets[0].String(); now != own {
+		t.Errorf("host1 has %s, had %s", now, own)
+	}
+	if !slices.ContainsFunc(leases(t, l), func(one lease) bool { return one.subnet() == own }) {
+		t.Errorf("the lease %s of host1 is gone", own)
+	}
+	if now := leaseOf(t, l, l.Host(2)).subnet(); now != ofHost2 {
+		t.Errorf("host2 has %s, had %s", now, ofHost2)
 	}
 }
