@@ -51,12 +51,13 @@ func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all boo
 		return changed, true, fmt.Errorf("read kernel state: %w", err)
 	}
 	c.valid = c.monitor != nil
-	c.until = time.Now().Add(c.resync * 4 / 5) // the earliest time of a caller whose timer has a jitter of a fifth of resync
+	c.until = time.Now().Add(c.resync * 4 / 5) // the caller's timer may end a fifth of resync early, see Config.Resync
 	return changed, true, nil
 }
 
-// applyEvent updates the cache and reports whether the event was news. Own writes are
-// announced too, and are no news.
+// applyEvent updates the cache and reports whether another program has changed the object.
+// The announcement of an own write changes nothing, because applyWrites has updated the
+// cache.
 func (c *cache) applyEvent(e Event) bool {
 	if e.Nexthop != 0 {
 		return c.applyNexthopEvent(e.Nexthop)
@@ -147,17 +148,17 @@ func (c *cache) applyRouteWrite(r Route, deleted bool) {
 		// contain all attributes: an IPv6 one matches any route through a nexthop object,
 		// an IPv4 one without a gateway matches any route on the device, and a request
 		// for a multipath route does not contain the next hops.
-		if r.Multipath || len(c.candidates(r)) > 0 { // the kernel has chosen one
+		if r.Multipath || len(c.candidates(r)) > 0 { // the kernel has chosen the route to delete
 			c.invalidate()
 		}
 		return
 	}
 	candidates := c.candidates(r)
-	if len(candidates) > 1 { // the kernel has chosen one
+	if len(candidates) > 1 { // the kernel has chosen the route to replace
 		c.invalidate()
 	}
 	for _, old := range candidates {
-		if old.Multipath { // a dump leaves out IPv6 routes between its next hops
+		if old.Multipath { // a dump leaves out IPv6 routes between the next hops of a multipath route
 			c.invalidate()
 		}
 		c.Remove(old)

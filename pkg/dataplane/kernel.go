@@ -9,24 +9,27 @@ import (
 
 // Kernel reads and changes the network state of an operating system.
 type Kernel interface {
-	// Read returns the state of the kernel in the scope: all objects on the scope's
-	// devices, and those routes of the main table, on any device, for which Scope.Shows
-	// is true. It leaves out entries that are learned, not permanent, for a group, or
-	// link-local. For a scope without networks it reads only the links, and for a scope
-	// with Connected no routing table. If a dump is interrupted or incomplete, Read
-	// returns an error and never a partial state.
+	// Read returns the state of the kernel in the scope: the scope's devices, their FDB
+	// entries, their addresses and neighbours in the scope's networks, and the routes of
+	// the main table, on any device, for which Scope.Shows is true. It leaves out entries
+	// that are learned, not permanent, for a group, or link-local. For a scope without
+	// networks it reads only the links, and for a scope with Connected no routing table.
+	// If a dump is interrupted or incomplete, Read returns an error. The state is then
+	// partial, and the caller must not use it.
 	Read(ctx context.Context, s Scope) (State, error)
 	// Apply executes all of ops in order and returns the failures. A failure does not
-	// stop the operations after it. Deleting an object that does not exist succeeds.
-	// Apply writes the attributes that it added for the kernel, such as NexthopID, into
-	// the objects of ops, because a Monitor need not announce the caller's own writes.
+	// stop the operations after it. If ctx ends, the remaining operations fail. Deleting
+	// an object that does not exist succeeds. Apply writes the attributes that it added
+	// for the kernel, such as NexthopID, into the objects of ops, because a Monitor need
+	// not announce the caller's own writes.
 	Apply(ctx context.Context, ops []Op) []OpError
 	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
 	Monitor(s Scope) (Monitor, error)
-	// OnLink returns the device whose directly connected network contains dst, or "" if
-	// dst is behind a gateway or the device is unknown. A route without a gateway leads
-	// to a connected network. There are two exceptions: a default route (see IsNetwork),
-	// and a device that does not resolve addresses to neighbours, such as that of a VPN.
+	// OnLink returns the device whose directly connected network contains dst. It returns
+	// "" if dst is behind a gateway or unreachable, or if the device is unknown. A route
+	// without a gateway leads to a connected network. There are two exceptions: a default
+	// route (see IsNetwork), and a route through a device that does not resolve addresses
+	// to neighbours, such as the device of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 
@@ -34,8 +37,8 @@ type Kernel interface {
 type Event struct {
 	Object  Object
 	Deleted bool
-	// Replaced is set if a route has replaced another one, which the kernel does not
-	// name.
+	// Replaced is set if Object is a route that has replaced another route. The kernel
+	// does not announce which one.
 	Replaced bool
 	// Nexthop is the id of a nexthop object that has been deleted or has another gateway
 	// now. Object is nil in that case. The kernel may not announce what happened to the
@@ -43,20 +46,20 @@ type Event struct {
 	Nexthop uint32
 }
 
-// Monitor receives the kernel's announcements of changes. It receives all changes after
-// its creation, including the caller's own writes. The announcement of a write is
-// available to Drain as soon as the kernel has acknowledged the write.
+// Monitor receives the kernel's announcements of changes. It receives all changes in its
+// scope that other programs make after its creation. It may also receive the caller's own
+// writes. The announcement of a write is available to Drain as soon as the kernel has
+// acknowledged the write.
 type Monitor interface {
 	// Ready returns a channel that receives when there may be announcements to drain.
 	Ready() <-chan struct{}
-	// Drain returns the events since the last call, in order. lost means that some are
-	// missing, or that something happened which no event can describe, such as a link
-	// that went down and took its routes along. A cached state is invalid then. rerouted
-	// means that another program has changed routes, addresses or links, inside or
-	// outside of the scope, so that OnLink may return another result.
+	// Drain returns the events since the last call, in order. lost means that some events
+	// are missing, or that no event can describe what has happened, for example that a
+	// link went down and the kernel deleted its routes. A cached state is invalid then.
+	// rerouted means that another program may have changed routes, addresses or links,
+	// inside or outside of the scope. OnLink may then return another result.
 	Drain() (events []Event, rerouted, lost bool)
-	// Mute suspends announcements until the next Drain, which then reports that some were
-	// lost.
+	// Mute suspends announcements until the next Drain. That Drain reports lost.
 	Mute()
 	// Close ends the monitor.
 	Close() error

@@ -42,14 +42,14 @@ func (m MAC) IsUnicast() bool { return m != MAC{} && m[0]&1 == 0 }
 // Link is a network device that flanneld owns.
 type Link struct {
 	Name   string
-	Kind   string // rtnetlink's name; links of a kind without a constant below can only be deleted
+	Kind   string // rtnetlink's name of the kind; a link of a kind without a constant below can only be deleted
 	MAC    MAC    // zero if the device has no Ethernet address
 	MTU    int    // bytes
 	Up     bool
 	VXLAN  VXLAN  // zero unless Kind is KindVXLAN
 	Tunnel Tunnel // zero unless Kind is KindIPIP or KindIP6Tnl
-	// TxChecksum says whether the device leaves the checksums of the packets that it
-	// sends to the hardware. Read does not fill it in unless Scope.TxChecksum is set.
+	// TxChecksum says whether the hardware computes the checksums of the packets that the
+	// device sends. Read does not fill it in unless Scope.TxChecksum is set.
 	TxChecksum Offload
 }
 
@@ -89,7 +89,8 @@ type VXLAN struct {
 	Learning bool
 	GBP      bool
 	// Foreign is set if the device has a setting that flanneld never uses: a default
-	// remote or group, external (metadata) mode, proxy, or notifications about misses.
+	// remote or group, external (metadata) mode, proxy, route short circuit (rsc), or
+	// notifications about misses.
 	Foreign bool
 }
 
@@ -112,9 +113,9 @@ type FOU struct {
 }
 
 // Compatible reports whether the kernel can change l to want without replacing the
-// device. It can change the local address, the underlay device, learning, the MTU and the
-// MAC. It cannot change the family of the local address (IPv4 if there is none) or the
-// UDP header of a tunnel.
+// device. It can change the local address within its family (no address counts as IPv4),
+// the underlay device, learning, the MTU, the MAC, the checksum offload, and whether the
+// device is up. Any other difference requires a new device.
 func (l Link) Compatible(want Link) bool {
 	a, b := l.VXLAN, want.VXLAN
 	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
@@ -176,7 +177,8 @@ const MainTable = 254
 
 // RouteKey contains the attributes that usually tell the routes of a table apart. It is
 // not unique: IPv4 duplicates and the next hops of an IPv6 multipath route share a key.
-// The type does not protect a route either: a put also replaces a route of another type.
+// The type alone does not tell routes apart: a put also replaces a route of another type
+// that has the same destination, metric and TOS.
 type RouteKey struct {
 	Dst      netip.Prefix
 	Priority int // metric; the lowest one wins; the kernel gives IPv6 routes 1024 by default
@@ -188,7 +190,7 @@ type RouteKey struct {
 type Route struct {
 	RouteKey
 	Gateway  netip.Addr // invalid if there is none
-	Dev      string     // empty if the type has no device
+	Dev      string     // empty if the route has no device or several, like a blackhole or multipath route
 	OnLink   bool
 	Protocol uint8
 	// Multipath is set if the route has several next hops, or attributes that Route does
@@ -198,8 +200,8 @@ type Route struct {
 	NexthopID uint32
 	// Plain is set on a wanted route that must not use a nexthop object. See AsPlain.
 	Plain bool
-	// MTU is the size in bytes of the largest packet that may take the route; 0 means that of the
-	// device.
+	// MTU is the size in bytes of the largest packet that may take the route; 0 means the MTU of
+	// the device.
 	MTU int
 }
 
@@ -216,9 +218,10 @@ func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Rou
 // detourMetric is the metric of detours. No other route on flanneld's devices has it.
 const detourMetric = 1
 
-// NewDetour returns a route through dev to gateway alone. A Kernel needs it for a moment
-// when it creates an IPv6 route whose gateway another device reaches, and deletes it in
-// the same step. A detour that a later read finds was therefore left behind.
+// NewDetour returns a route through dev to the single address gateway. The kernel refuses
+// an IPv6 route through dev if another route leads to its gateway through another device.
+// So a Kernel creates a detour before such a route, and deletes the detour in the same
+// step. If a later read finds a detour, it was left behind.
 func NewDetour(gateway netip.Addr, dev string) Route {
 	r := NewRoute(prefix.Host(gateway), netip.Addr{}, dev, false)
 	r.Priority = detourMetric
@@ -228,41 +231,43 @@ func NewDetour(gateway netip.Addr, dev string) Route {
 // IsDetour reports whether r equals the result of NewDetour for some device.
 func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
 
-// standbyMetric is the metric of standby routes. It is higher than that of any other route
-// of flanneld, except for blackhole routes.
+// standbyMetric is the metric of standby routes. It is higher than the metric of any other
+// route of flanneld, except for blackhole routes.
 const standbyMetric = 1 << 20
 
-// Standby returns r with the metric of a route that carries packets only if there is no
-// other route to its destination, or if the sender has chosen the device. During a
-// migration the backend that does not carry the packets to a peer has such a route.
+// Standby returns r with a high metric. Such a route carries packets only if there is no
+// better route to the destination, or if the sender has chosen the device of the route.
+// During a migration, the backend that does not carry the packets to a peer has a standby
+// route to the peer's subnet.
 func (r Route) Standby() Route {
 	r.Priority = standbyMetric
 	return r
 }
 
-// AsPlain returns r as a route without a nexthop object. If the sender of a packet has chosen another
-// device than that of the best route, the kernel looks at the other IPv4 routes to the destination only
-// if the best one has no nexthop object.
+// AsPlain returns r with Plain set. If r has no IPv4 gateway, Plain is not set, because a Kernel does not
+// use a nexthop object for such a route. If the sender of a packet has chosen a device that the best IPv4
+// route does not use, the kernel looks at the other routes to the destination only if the best route has
+// no nexthop object.
 func (r Route) AsPlain() Route {
 	r.Plain = r.Gateway.Is4()
 	return r
 }
 
-// lastResort is the metric of blackhole routes. It is higher than that of any other
-// route. A bridge or a pod with addresses of the subnet therefore takes precedence, even
-// if its route is newer.
+// lastResort is the metric of blackhole routes. It is higher than the metric of any other
+// route. So the route to a bridge or a pod with addresses of the subnet takes precedence,
+// even if it is newer.
 const lastResort = 1 << 30
 
-// NewBlackhole returns the route that drops packets to dst which no other route matches.
+// NewBlackhole returns the route that drops packets to dst unless another route matches them.
 func NewBlackhole(dst netip.Prefix) Route {
 	return Route{RouteKey: RouteKey{Dst: dst, Type: Blackhole, Priority: lastResort}, Protocol: Protocol}
 }
 
 // same reports whether r forwards packets as want does. The Reconciler adopts such a
 // route, even if another program created it: protocol, onlink flag and the form of the
-// next hop make no difference to packets, and a replacement could make a lookup fail. The exception
-// is a wanted route that must be plain. A smaller MTU that another program has chosen for its route
-// stays, unless one is wanted.
+// next hop make no difference to packets, and a replacement could make a lookup fail. But if want is
+// plain, a route with a nexthop object is not the same. An MTU that another program has set on its
+// route stays, unless want has an MTU.
 func (r Route) same(want Route) bool {
 	if want.Plain && r.NexthopID != 0 {
 		return false
@@ -274,22 +279,23 @@ func (r Route) same(want Route) bool {
 	return r == want
 }
 
-// canonical returns r without the attributes that same ignores.
+// canonical returns r without the attributes that same may ignore.
 func (r Route) canonical() Route {
 	r.Protocol, r.OnLink, r.NexthopID, r.Plain, r.MTU = 0, false, 0, false, 0
 	return r
 }
 
-// leastNetwork is the shortest prefix length that a directly connected network can have:
-// that of 10.0.0.0/8.
+// leastNetwork is the shortest prefix length that a directly connected network can have,
+// as in 10.0.0.0/8.
 const leastNetwork = 8
 
-// IsNetwork reports whether dst can be a directly connected network. A shorter prefix
-// belongs to a default route or to a part of one, which VPNs and routed hosts configure
-// without a gateway.
+// IsNetwork reports whether dst can be a directly connected network. A prefix shorter than
+// /8 belongs to a default route or to a part of a default route, such as 0.0.0.0/1. VPNs
+// and routed hosts configure such routes without a gateway.
 func IsNetwork(dst netip.Prefix) bool { return dst.Bits() >= leastNetwork }
 
-// DeviceOf returns the name of the device that o is on, or "" if it is on none.
+// DeviceOf returns the name of the device that o is on. It returns "" for a Link and for a
+// route without a device.
 func DeviceOf(o Object) string {
 	switch o := o.(type) {
 	case Addr:

@@ -13,19 +13,20 @@ import (
 
 // Scope defines the part of the kernel's state that flanneld may change.
 type Scope struct {
-	// Devices are the names of the devices that flanneld owns. An object on such a device
-	// belongs to the scope if it lies in Networks, even if another program created it.
+	// Devices are the names of the devices that flanneld owns. The devices and their FDB
+	// entries belong to the scope. Their addresses, neighbours and routes belong to it if
+	// they lie in Networks, even if another program created them.
 	Devices []string
 	// Shared are the names of other devices that flanneld's routes use.
 	Shared []string
-	// Networks limits the scope: an address or a route outside of them never belongs to
-	// it. The only exception is a detour.
+	// Networks limits the scope: an address, a neighbour or a route outside of these
+	// networks never belongs to the scope. The only exception is a detour.
 	Networks []netip.Prefix
 	// TxChecksum makes Read fill in Link.TxChecksum.
 	TxChecksum bool
 	// Connected makes Read skip the routing table, which may contain a million routes.
-	// Read then returns a directly connected route for the network of each address of the
-	// host instead.
+	// Instead of its routes Read then returns a directly connected route for each address
+	// of the host whose prefix lies in Networks.
 	Connected bool
 }
 
@@ -36,13 +37,12 @@ func (s Scope) InNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
-// Shows reports whether a state that was read with s contains r. It does if the
-// destination lies in the networks, or if r is a detour on a device of s, for any
-// destination.
+// Shows reports whether Read returns r for the scope s: if the destination lies in the
+// networks of s, or if r is a detour on a device of s, with any destination.
 func (s Scope) Shows(r Route) bool { return s.InNetworks(r.Dst) || s.isDetour(r) }
 
 // isDetour reports whether r is a detour that was left behind. Only the reconciler of s
-// creates routes with flanneld's protocol number on these devices.
+// creates routes with flanneld's protocol number on the devices of s.
 func (s Scope) isDetour(r Route) bool { return r.IsDetour() && s.device(r.Dev) }
 
 // Op is one change.
@@ -69,7 +69,7 @@ func (o Op) String() string {
 type Refusal struct {
 	Route  Route
 	Reason string
-	Dev    string // the directly connected device, if that is the reason
+	Dev    string // the device to which the destination is directly connected, if that is the reason; otherwise ""
 }
 
 // Changes are the differences between two states.
@@ -89,7 +89,8 @@ type Changes struct {
 // If a link must be replaced, Plan treats all objects on it as absent. Routes that are in
 // recorded, in canonical form, belong to flanneld even if another program created them,
 // because an earlier Reconcile adopted them. If sweep is false, Plan deletes only objects
-// that conflict with want.
+// that conflict with want, and detours that were left behind. It never deletes a link that
+// is not wanted.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
 	p.reserve()
@@ -125,7 +126,7 @@ func (p *planner) links() {
 	for _, name := range sortedKeys(p.want.Links) {
 		w := p.want.Links[name]
 		h, ok := p.have.Links[name]
-		if w.TxChecksum == OffloadAuto { // the scope may be read with the offload of another device
+		if w.TxChecksum == OffloadAuto { // any setting is right, and have contains one if another wanted device has a setting
 			h.TxChecksum = OffloadAuto
 		}
 		switch {
@@ -198,8 +199,8 @@ func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V)
 }
 
 // routes plans by destination: the wanted routes replace all others to the same
-// destination, for any metric and TOS. There is more than one of them during a migration,
-// each with its own metric.
+// destination, for any metric and TOS. During a migration a destination has more than one
+// wanted route, each with its own metric.
 func (p *planner) routes() {
 	for dst, wanted := range p.want.Routes {
 		have := p.remaining(p.have.Routes[dst])
@@ -214,9 +215,10 @@ func (p *planner) routes() {
 	}
 }
 
-// candidates returns the routes of have that the plan for wanted[i] handles: those that are
-// in place for it or that its put replaces in the kernel, those that make it impossible, and with the
-// first wanted route also all others.
+// candidates returns the routes of have that the plan for wanted[i] handles: the routes that are the
+// same as wanted[i], the routes that a put of wanted[i] replaces in the kernel, and the kernel's own
+// routes, because of which wanted[i] is refused. The plan for wanted[0] also handles the routes that
+// belong to no wanted route.
 func candidates(have, wanted []Route, i int) []Route {
 	if len(wanted) == 1 {
 		return have
@@ -238,8 +240,8 @@ func (p *planner) remaining(routes []Route) []Route {
 	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.isReplaced(r.Dev) })
 }
 
-// sweepRoutes deletes the routes that belong to flanneld. It deletes a detour even
-// without sweep, because a detour sends the packets to a host into the tunnel to that
+// sweepRoutes deletes the routes that belong to flanneld, if the plan sweeps. It deletes a
+// detour in any case, because a detour sends the packets to a host into the tunnel to that
 // host.
 func (p *planner) sweepRoutes(routes []Route) {
 	for _, r := range routes {
@@ -274,8 +276,8 @@ func (p *planner) destination(w Route, have []Route) {
 		if !p.owns(h) {
 			p.taken = append(p.taken, h)
 		}
-		// Wait until a pass finds the wanted route in place: the put may fail, and it may
-		// replace one of these routes, which the kernel chooses.
+		// Delete the other routes only in a pass that finds the wanted route in place. The
+		// put may fail, and it may replace one of these routes: the kernel chooses which.
 		if i >= 0 {
 			p.del(h)
 		}

@@ -33,8 +33,9 @@ func stateOf(objects ...dataplane.Object) dataplane.State {
 	return s
 }
 
-// The kernel does not care about the order of objects of the same kind, so each case has
-// at most one of each.
+// TestPlan checks the operations of Plan and their order. Operations on the same kind of
+// object may be in any order, so a case has at most one of each kind, except for routes to
+// one destination.
 func TestPlan(t *testing.T) {
 	all := []dataplane.Object{link, addr, neigh, fdb, route}
 	hole := dataplane.NewBlackhole(route.Dst)

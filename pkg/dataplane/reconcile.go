@@ -19,8 +19,8 @@ type Report struct {
 	Puts, Deletes int
 	// Repaired is the number of these changes that undid a change by another program.
 	Repaired int
-	// Refused contains the wanted routes that were not created, with the reasons. All
-	// other wanted objects exist.
+	// Refused contains the wanted routes that were not created, with the reasons. Unless
+	// there was an error, all other wanted objects exist. After an error Refused is empty.
 	Refused []Refusal
 	// Unreachable is set if the cause of a refusal may disappear by itself.
 	Unreachable bool
@@ -45,7 +45,7 @@ func (r *Report) count(ops []Op, repair func(Object) bool) {
 }
 
 // passes limits how many passes one Reconcile makes. The last pass finds nothing to do.
-// Duplicates of a route take two passes, or four if a delete removes the one that should
+// Duplicates of a route take two passes, or four if a delete removes the route that should
 // stay. A link that lost its IPv6 addresses while it came up takes three, and new devices
 // take one more.
 const passes = 6
@@ -54,9 +54,10 @@ const passes = 6
 type Config struct {
 	Kernel Kernel
 	Scope  Scope
-	// Resync is the interval of full reads: the first pass after four fifths of it reads
+	// Resync is the interval of full reads: the first pass after four fifths of Resync reads
 	// the whole state again. The caller should start a pass about every Resync, with a
-	// jitter of at most a fifth. If it is zero, every pass reads and no change is announced.
+	// jitter of at most a fifth. If Resync is zero, every pass reads the kernel, and Changed
+	// announces nothing.
 	Resync time.Duration
 }
 
@@ -75,7 +76,7 @@ type Reconciler struct {
 
 	start bulkStart
 
-	refused     map[Route]Refusal // by wanted route
+	refused     map[Route]Refusal // by wanted route, in canonical form
 	unreachable map[Route]Refusal
 	logged      map[taken]time.Time // time of the last log line
 }
@@ -162,7 +163,8 @@ func (r *Reconciler) Counts() map[string]Count {
 // A route that must not or cannot be created because of its destination or gateway is no
 // error: the report contains it. Reconcile returns an error if a read or another change
 // fails, or if other programs keep undoing its changes. The error wraps the first few
-// causes. The other changes remain, and the report counts them.
+// causes. The other changes remain. The report counts the changes of all passes, including
+// those that failed.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
 	r.reserveRecorded(want)
 	r.Record(want)
@@ -170,9 +172,10 @@ func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Rep
 	return r.converge(ctx, sweep)
 }
 
-// Update is like Reconcile for a wanted state that differs from the last one by the
-// objects in removed and then in added. Its cost depends on the number of changes and not
-// on the size of the state. After an error the caller need not name the changes again.
+// Update is like Reconcile with a change of the last wanted state: it first removes the
+// objects in removed and then adds the objects in added. Its cost depends on the number of
+// changes and not on the size of the state. After an error the caller need not name the
+// changes again.
 func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
 	for _, o := range removed {
 		if route, ok := o.(Route); ok {
@@ -191,8 +194,8 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 	return r.converge(ctx, sweep)
 }
 
-// SweepAt makes the next Reconcile or Update delete what is not wanted at the keys of objects, even
-// if it does not sweep.
+// SweepAt makes the next Reconcile or Update delete the objects that have the keys of objects and are
+// not wanted, even if that call does not sweep.
 func (r *Reconciler) SweepAt(objects ...Object) {
 	r.gone.Add(objects...)
 	r.dirty.Add(objects...)
@@ -201,7 +204,7 @@ func (r *Reconciler) SweepAt(objects ...Object) {
 // converge repeats passes until one finds no change to make.
 func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	var report Report
-	if sweep && !r.swept { // passes without sweep have left objects anywhere
+	if sweep && !r.swept { // earlier passes without sweep may have left objects with any key
 		r.all = true
 	}
 	for route := range r.unreachable { // try again

@@ -151,7 +151,8 @@ func TestAdopted(t *testing.T) {
 	}
 }
 
-// TestTakenIsLoggedOnceAMinute lets another program restore its routes again and again.
+// TestTakenIsLoggedOnceAMinute checks that the Reconciler logs the routes of a program at most
+// once a minute, if the program restores them each second.
 func TestTakenIsLoggedOnceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
@@ -171,7 +172,7 @@ func TestTakenIsLoggedOnceAMinute(t *testing.T) {
 				time.Sleep(time.Second)
 			}
 		}
-		fight(100, 42) // at 0 and 60 s
+		fight(100, 42) // logged at 0 and 60 s
 		fight(10, 43)
 		fight(1, 42)
 		if got := strings.Count(log.String(), "taking over"); got != 3 {

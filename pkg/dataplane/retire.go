@@ -55,9 +55,10 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 }
 
 // Retire removes the objects that belong to former but not to present, such as those of
-// an earlier configuration, and returns their number. It also deletes devices, with all
-// objects on them. So the caller should have applied the state of present before. A
-// failure does not stop the changes after it. The error wraps the first few causes.
+// an earlier configuration, and returns the number of its changes. It also deletes devices
+// of the kinds that flanneld creates, with all objects on them. So the caller should have
+// applied the state of present before. A failure does not stop the changes after it. The
+// error wraps the first few causes.
 func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
 	ops, err := PlanRetire(ctx, k, former, present)
 	if err != nil {

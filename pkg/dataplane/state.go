@@ -126,8 +126,9 @@ func (s State) all() iter.Seq[Object] {
 	}
 }
 
-// has reports whether the state contains o or, if o is a route, a route for which same
-// is true.
+// has reports whether the state contains o. If o is a route, a route that is the same (see
+// Route.same) is sufficient. If o is a link with OffloadAuto, the offload makes no
+// difference.
 func (s State) has(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
