@@ -20,8 +20,9 @@ import (
 // detourDevice is the device of the routes that need a detour.
 const detourDevice = "flannel.1"
 
-// newDetourWorld returns a world that reaches fd00:77::/64 directly, fd00:99::/64 by a router,
-// fd00:98::/64 by a router that has announced a preference, and fd00:97::/64 by two routers.
+// newDetourWorld returns a world that reaches fd00:77::/64 directly, fd00:99::/64 through a router,
+// fd00:98::/64 through a router that has announced a preference, and fd00:97::/64 through two routers.
+// eth0 is the index of the device to all of them.
 func newDetourWorld(t *testing.T) (w *world, eth0 int) {
 	t.Helper()
 	w = newWorld(t)
@@ -43,7 +44,7 @@ func newDetourWorld(t *testing.T) (w *world, eth0 int) {
 		}
 	}
 	several := &netlink.Route{Dst: &net.IPNet{IP: net.ParseIP("fd00:97::"), Mask: net.CIDRMask(64, 128)}}
-	for _, neighbour := range append(routers, netip.MustParseAddr("fd00:77::2")) { // packets do not wait for an answer
+	for _, neighbour := range append(routers, netip.MustParseAddr("fd00:77::2")) { // so that packets do not wait for its MAC
 		err := w.Append(dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "eth0", IP: neighbour}, MAC: dataplane.MAC{2, 0, 0, 0, 0, 9}})
 		if err != nil {
 			t.Fatal(err)
@@ -58,9 +59,9 @@ func newDetourWorld(t *testing.T) (w *world, eth0 int) {
 	return w, eth0
 }
 
-// TestKernelDetourCarriesNoPackets checks that packets to the gateway of a route keep their device while
-// the kernel is given that route, which is through another device. So do packets to other addresses
-// of the gateway's network that arrive from that other device.
+// TestKernelDetourCarriesNoPackets checks that packets to the gateway of a route still take eth0 while
+// the route, which needs a detour through another device, is created and deleted. Packets that arrive
+// from that device, and go to another address in the gateway's network, must also still take eth0.
 func TestKernelDetourCarriesNoPackets(t *testing.T) {
 	const rounds = 5000
 	for name, gateway := range map[string]string{
@@ -116,8 +117,9 @@ func TestKernelDetourCarriesNoPackets(t *testing.T) {
 	}
 }
 
-// watchGateway returns an error if a lookup of the gateway, or of the address after it for packets that
-// arrive from tunnel, returns another device than eth0, or if a packet to the gateway has no route.
+// watchGateway returns an error if a lookup returns another device than eth0, or if a packet to the
+// gateway has no route. It looks up the gateway and, for packets that arrive from tunnel, the address
+// after the gateway. eth0 and tunnel are indexes of devices.
 func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunnel int) error {
 	var arrived routeReply
 	next := gateway.Next()
@@ -141,8 +143,8 @@ func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunn
 	return err
 }
 
-// TestKernelDetourWithoutCopy checks that a route is created if the route of packets to its gateway
-// cannot be copied, and that the other route stays.
+// TestKernelDetourWithoutCopy checks that a route is created even if the route that packets to its
+// gateway take cannot be copied, because it has two next hops. All other routes must stay.
 func TestKernelDetourWithoutCopy(t *testing.T) {
 	w, _ := newDetourWorld(t)
 	routes := func() int {

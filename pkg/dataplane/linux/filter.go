@@ -17,14 +17,16 @@ const (
 )
 
 // maxFiltered is the maximum number of devices for which filter makes a BPF program. The program
-// compares the device of a message with each of them, and its jumps are short.
+// compares the device of a message with each of them, and a jump skips at most 255 instructions.
 const maxFiltered = 64
 
 // filter makes the kernel drop announcements that this process would ignore, so that they
-// do not wake it. These are changes of routes, nexthop objects and neighbours that this
-// process has made through the socket with the given port, and neighbours on devices
-// outside of devices. A host with a thousand pods has the latter all the time. The kernel
-// does not set a port in a message that has several causes, so the filter delivers it.
+// do not wake the process. fd is the socket that receives announcements. The kernel drops
+// changes of routes, nexthop objects and neighbours that this process has made through the
+// socket with the given port. It also drops changes of neighbours on devices that are not
+// in devices: on a host with a thousand pods they happen all the time. If a message has
+// several causes, the kernel does not set a port, and the filter delivers the message.
+// With more than maxFiltered devices, filter does nothing.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		return nil

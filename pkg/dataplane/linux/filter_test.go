@@ -82,7 +82,7 @@ func TestKernelFilter(t *testing.T) {
 		}
 	}
 	w.nexthops.threshold = nexthopThreshold
-	// The kernel does not name the cause of a deleted neighbour.
+	// The kernel does not set a port when a neighbour is deleted, so the last batch may be announced.
 	for i, own := range [][]dataplane.Op{ops(neighs, false), ops(routes, false), ops(routes, true), ops(neighs, true)} {
 		if failed := w.Apply(silentContext(t), own); len(failed) > 0 {
 			t.Fatal(failed)
@@ -128,7 +128,7 @@ func TestKernelFilter(t *testing.T) {
 		}
 	}
 
-	// A device that is created later belongs to the scope from its first entry on.
+	// The first entry on a device that was created again must be announced.
 	if err := w.links.LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: neighs[0].(dataplane.Neigh).Dev}}); err != nil {
 		t.Fatal(err)
 	}

@@ -20,8 +20,8 @@ import (
 )
 
 // Kernel is the kernel of the network namespace in which it was opened. Its methods may
-// be called concurrently. A link must be created from a thread in that namespace, because
-// /proc/sys shows each thread the settings of its own namespace.
+// be called concurrently. A link must be created or changed from a thread in that
+// namespace, because /proc/sys shows each thread the settings of its own namespace.
 type Kernel struct {
 	sock         *socket
 	buffers      *Buffers
@@ -37,7 +37,7 @@ type Options struct {
 	// NexthopObjects makes IPv4 routes use nexthop objects if a device has many routes
 	// and the kernel supports such objects.
 	NexthopObjects bool
-	// Buffers are shared with other Kernels. If it is nil, the Kernel has its own.
+	// Buffers may be shared with other Kernels. If Buffers is nil, the Kernel has its own.
 	Buffers *Buffers
 }
 
@@ -87,7 +87,8 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 	return l.name, err
 }
 
-// lookup returns the route that packets to dst take: the route itself, and not the result of the lookup.
+// lookup returns the route that packets to dst take, as it is in the routing table: its destination is
+// a prefix and not dst alone.
 func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 	err = k.sock.ask(func(m *message) {
 		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
@@ -103,9 +104,9 @@ func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 const rtmFibMatch = 0x2000
 
 // routeDependencies contains the devices and addresses that known routes depend on: the index
-// of the device of a route, and the source address of its packets, which may be on any
-// device. If one of them disappears, the kernel may delete the routes without an
-// announcement. A route to a single address belongs to a pod and is ignored: pods come
+// of a route's device, and the source address that the route sets, which may be an address of
+// any device. If such a device or address disappears, the kernel may delete the routes without
+// an announcement. A route to a single address belongs to a pod and is ignored: pods come
 // and go, and losing such a route does no harm. Entries are never removed: a host has few
 // devices and addresses, and an unnecessary entry only costs a read.
 type routeDependencies struct{ sync.Map }

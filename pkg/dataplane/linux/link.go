@@ -20,7 +20,7 @@ import (
 func (k *Kernel) linkIndex(name string) (int, error) {
 	req, err := unix.NewIfreq(name)
 	if err != nil { // no device can have such a name
-		return 0, nil //nolint:nilerr // that is the answer
+		return 0, nil //nolint:nilerr // 0 means that the device does not exist
 	}
 	err = k.sock.control(func(fd int) error { return unix.IoctlIfreq(fd, unix.SIOCGIFINDEX, req) })
 	if errors.Is(err, unix.ENODEV) {

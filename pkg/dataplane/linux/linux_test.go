@@ -23,7 +23,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// No test may run on the main thread, because that does not end with its goroutine.
+	// No test may run on the main thread, because the main thread does not end with its goroutine.
 	runtime.LockOSThread()
 	goleak.VerifyTestMain(m)
 }
@@ -47,13 +47,13 @@ func TestKernelRandomWalk(t *testing.T) {
 // change the kernel, the socket loses announcements and the cache is invalidated.
 // Packets must pass after each part of the walk.
 //
-//stages:rest TestKernelRandomWalk does the same without notifications
+//stages:rest TestKernelRandomWalk does the same without announcements
 func TestKernelRandomWalkByAnnouncements(t *testing.T) {
 	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
-// TestKernelRandomWalkByNexthopID is the same walk with a kernel that shows only the id
-// of a route's nexthop object.
+// TestKernelRandomWalkByNexthopID is TestKernelRandomWalkByAnnouncements with a kernel that
+// shows only the id of a route's nexthop object.
 //
 //stages:rest TestKernelRandomWalk does the same without nexthop IDs
 func TestKernelRandomWalkByNexthopID(t *testing.T) {
@@ -62,7 +62,8 @@ func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	dataplanetest.Walk(t, w, 1000, time.Hour)
 }
 
-// listen returns a function that reads the announcements to groups since its last call.
+// listen returns a function that calls each with the announcements to the multicast groups since
+// its last call.
 func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []byte)) {
 	t.Helper()
 	s, err := openSocket(&Buffers{})
@@ -88,8 +89,9 @@ func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []by
 	}
 }
 
-// TestKernelTakeOverAnnounced checks that the kernel never announces a destination as
-// unreachable while its route is replaced, be it of this or of another program.
+// TestKernelTakeOverAnnounced checks that the kernel does not announce the deletion of a route to
+// a wanted destination while the Reconciler replaces that route. The replaced route is one of
+// another program at first, and then one of flanneld.
 func TestKernelTakeOverAnnounced(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -212,7 +214,7 @@ func TestKernelOtherTables(t *testing.T) {
 	}
 }
 
-// TestKernelConcurrentCalls uses one Kernel from several goroutines.
+// TestKernelConcurrentCalls checks that several goroutines can use one Kernel.
 func TestKernelConcurrentCalls(t *testing.T) {
 	w := newWorld(t)
 	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
@@ -243,8 +245,8 @@ func TestKernelConcurrentCalls(t *testing.T) {
 	}
 }
 
-// TestKernelVanishingDevices deletes devices between any two calls. A pass may fail then,
-// but must not hang, and the next one must succeed.
+// TestKernelVanishingDevices checks that a pass does not hang while another program deletes
+// devices at any time. Such a pass may fail. A pass after that must succeed.
 func TestKernelVanishingDevices(t *testing.T) {
 	w := newWorld(t)
 	want := dataplanetest.Peers(50)
@@ -285,7 +287,7 @@ func BenchmarkReconcile5000(b *testing.B) {
 	want := dataplanetest.Peers(5000)
 	ctx := silentContext(b)
 	r := dataplanetest.NewReconciler(b, w, 0)
-	// Here, because b.Run runs goroutines outside of the namespace.
+	// Create the devices here and not in b.Run, whose goroutines are outside of the network namespace.
 	if _, err := r.Reconcile(ctx, dataplanetest.Base(), true); err != nil {
 		b.Fatal(err)
 	}

@@ -38,7 +38,7 @@ func TestRouteRoundTrip(t *testing.T) {
 		}
 	}
 	// A delete must contain the next hop. Otherwise the kernel could delete a route with
-	// another one.
+	// another next hop.
 	for _, r := range []dataplane.Route{v4, v6, hole} {
 		got := parseRoute(routeMessage(t, dataplane.Op{Delete: true, Object: r}, 42)[unix.NLMSG_HDRLEN:]).route
 		if want := r.Gateway; r.Dst.Addr().Is6() && !want.IsValid() {

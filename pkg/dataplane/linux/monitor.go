@@ -210,7 +210,8 @@ func (m *monitor) read(buf []byte) (n int, err error) {
 	return n, err
 }
 
-// resolveDevices looks up the indexes of the scope's devices again.
+// resolveDevices looks up the indexes of the scope's devices again, and filters
+// announcements by them.
 func (m *monitor) resolveDevices() {
 	m.names = map[int]string{}
 	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
@@ -224,8 +225,9 @@ func (m *monitor) resolveDevices() {
 }
 
 // decode appends the events in a datagram. lost reports whether the datagram contained a
-// change that no event can describe. rerouted reports whether it contained more than
-// neighbours: the filter drops own routes, so that other changes may affect OnLink.
+// change that no event can describe. rerouted reports whether it contained a message that is
+// not about a neighbour. Such a change may affect OnLink: own routes, which do not affect it,
+// are dropped by the filter.
 func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		n := int(binary.NativeEndian.Uint32(b))
@@ -321,10 +323,10 @@ func (m *monitor) name(index int) string {
 }
 
 // address returns the event of an address. lost is set if the kernel may have deleted
-// routes with the address: those on any device that have it as their source and, with the
-// last address of a device, all routes through the device. The kernel does not announce
-// these. It also need not announce IPv6 routes that it deletes when IPv6 is disabled on a
-// device.
+// routes together with the address: routes on any device that have the address as their
+// source and, with the last address of a device, all routes through the device. The kernel
+// does not announce that it has deleted these routes. It also need not announce the IPv6
+// routes that it deletes when IPv6 is disabled on a device.
 func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost bool) {
 	if len(payload) < unix.SizeofIfAddrmsg {
 		return dataplane.Event{}, false
@@ -339,10 +341,11 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost
 }
 
-// link reports whether a change of a link invalidates the cache: a change of the
-// attributes in linkDetails, of a device of the scope or of one that its routes use. Of
-// other devices that routes use only the flags count, because the kernel may delete
-// routes when they change.
+// link reports whether the announcement of a link invalidates the cache. For devices in
+// Scope.Devices and Scope.Shared, a change of the attributes in linkDetails or of an offload
+// does. For other devices that routes use, only a change of the flags does, because the kernel
+// may then delete routes. For all these devices, each announcement without a carrier does, see
+// lacksCarrier.
 func (m *monitor) link(deleted bool, payload []byte) bool {
 	if len(payload) < unix.SizeofIfInfomsg {
 		return false
@@ -390,8 +393,8 @@ type linkDetails struct {
 const upFlags = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
 // lacksCarrier reports whether a link is up and has no carrier. A worker of the kernel
-// handles that up to a second later, and then announces the link again. Announcements in
-// between look the same.
+// handles the loss of the carrier up to a second later, and then announces the link again.
+// Announcements in between look the same, so each of them counts.
 func (d linkDetails) lacksCarrier() bool { return d.flags&unix.IFF_UP != 0 && d.flags != upFlags }
 
 // newLinkDetails parses a link message. features reports whether offloads have changed.

@@ -142,7 +142,8 @@ func TestKernelLinkDetails(t *testing.T) {
 		expectLost(t, m, c.what, true, c.do)
 	}
 
-	// A missed announcement may have undone an earlier one.
+	// The monitor misses that the device is up again. So the announcement that it is down must
+	// count, although the last one that the monitor has received was equal.
 	if err := w.SetUp(dev, false); err != nil {
 		t.Fatal(err)
 	}

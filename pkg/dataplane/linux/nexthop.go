@@ -18,16 +18,17 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// A route names its next hop by device and gateway, or by the id of a nexthop object.
-// When a plain IPv4 route is added, the kernel compares its next hop with all others of
-// the device. So thousands of them through one device take quadratic time. Through
-// nexthop objects they take linear time. A device with few routes keeps plain ones:
-// scripts expect the output that ip(8) has for them, and a single plain route is less
-// work. https://docs.kernel.org/networking/nexthop-group-resilient.html explains the
-// terms, include/uapi/linux/nexthop.h the format.
+// A plain route names its next hop by device and gateway. Any other route names it by the
+// id of a nexthop object. When a plain IPv4 route is added, the kernel compares its next
+// hop with the next hops of all plain routes through the device. So thousands of plain
+// routes through one device take quadratic time. Through nexthop objects they take linear
+// time. A device with few routes keeps plain ones: scripts expect the output of ip(8) for
+// plain routes, and a single plain route is less work.
+// https://docs.kernel.org/networking/nexthop-group-resilient.html explains the terms,
+// include/uapi/linux/nexthop.h the format.
 //
-// A route with its own MTU stays plain. A later put without an MTU would not remove it from a route
-// through an object: the kernel takes the attributes of an existing route through the same object.
+// A route with its own MTU stays plain. If it used a nexthop object, a later put without an MTU would
+// not remove the MTU: the kernel takes the attributes of an existing route through the same object.
 const (
 	nexthopThreshold = 256
 
@@ -73,7 +74,7 @@ type nexthops struct {
 	mu     sync.Mutex
 	byID   map[uint32]*object
 	byHop  map[hop]*object      // objects that this process may use
-	unused map[uint32]time.Time // since when reads have found the object unused
+	unused map[uint32]time.Time // by id, since when reads have found the object unused
 	idle   []uint32             // objects to delete
 	plain  map[int]int          // number of IPv4 routes with a gateway and without an object, by index of the device
 	next   uint32
@@ -194,8 +195,8 @@ func (t *nexthops) markUsedByOthers(ids []uint32) {
 }
 
 // selectUnused selects the objects to delete. The caller has just read the kernel's routes.
-// Objects that no route has used for a while are selected, and not new ones: the program that
-// has created an object needs a moment to create its routes.
+// selectUnused selects an object only if no route has used it for the time t.linger, because
+// the program that has created the object needs a moment to create its routes.
 func (t *nexthops) selectUnused() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -215,7 +216,8 @@ func (t *nexthops) selectUnused() {
 	}
 }
 
-// viaNexthop returns the route that op puts, and whether it can use a nexthop object.
+// viaNexthop returns the route of op, and whether op puts an IPv4 route with a gateway. Only
+// such a route can use a nexthop object.
 func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
 	r, ok := op.Object.(dataplane.Route)
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
@@ -293,8 +295,8 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 }
 
 // putFailed reduces the number of plain routes after a put has failed. It ignores a route
-// through an object: the failure makes the Reconciler read everything, which counts
-// again.
+// through a nexthop object: the failure makes the Reconciler read the kernel, and the read
+// counts the users of the object again.
 func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
 	if r, ok := viaNexthop(op); ok && r.NexthopID == 0 {
 		t.mu.Lock()
@@ -303,8 +305,8 @@ func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
 	}
 }
 
-// createNexthops creates objects, which byHop already contains, and returns those whose
-// id another program uses.
+// createNexthops creates the missing objects, which byHop already contains. It returns the
+// objects that need another id, because another program uses the id that was tried.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
 	ids := make([]uint32, len(missing))
@@ -339,9 +341,10 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 	return again
 }
 
-// releaseNexthops deletes the objects whose last route was deleted, and those that were
-// left behind. Their routes must be gone already: the kernel would delete remaining
-// routes together with the object, slowly and without an announcement.
+// releaseNexthops deletes the objects whose last route was deleted by done, the operations
+// that have succeeded, and the objects that selectUnused has selected. Their routes must be
+// gone already: the kernel would delete remaining routes together with the object, slowly
+// and without an announcement.
 func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -366,10 +369,10 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 	k.deleteNexthops(ctx, ids)
 }
 
-// deleteNexthops deletes objects of this process. The caller holds t.mu.
+// deleteNexthops deletes the objects with these ids. The caller holds k.nexthops.mu.
 func (k *Kernel) deleteNexthops(ctx context.Context, ids []uint32) {
 	for _, id := range ids {
-		k.nexthops.remove(id) // first, so that the announcement has no effect
+		k.nexthops.remove(id) // before the kernel announces the delete, so that the announcement has no effect
 	}
 	// If a delete fails, the next read finds the object.
 	_ = k.sock.send(ctx, len(ids), func(i int, m *message) {

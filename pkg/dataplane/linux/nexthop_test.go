@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// hops contains the numbers of IPv4 routes in the kernel by the form of their next hop,
-// and of the nexthop objects with flanneld's protocol number.
+// hops contains the numbers of plain IPv4 routes in the kernel, of IPv4 routes through nexthop
+// objects, and of nexthop objects with flanneld's protocol number.
 type hops struct{ plain, through, objects int }
 
 func (w *world) hops(t *testing.T) hops {
@@ -60,8 +60,8 @@ func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n
 	}
 }
 
-// TestKernelNexthopThreshold crosses the number of routes from which they use nexthop
-// objects, upwards and downwards.
+// TestKernelNexthopThreshold checks how many routes use nexthop objects while the number of
+// routes rises above the threshold and falls below it.
 func TestKernelNexthopThreshold(t *testing.T) {
 	for name, resync := range map[string]time.Duration{"full reads": 0, "announcements": time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -89,8 +89,8 @@ func TestKernelNexthopThreshold(t *testing.T) {
 	}
 }
 
-// TestKernelNexthopsGoWithRoutes deletes routes through objects that this process has
-// created and not read since.
+// TestKernelNexthopsGoWithRoutes checks that nexthop objects are deleted after their routes, if
+// this process has created the objects and not read them since.
 func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1
@@ -123,8 +123,8 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	}
 }
 
-// TestKernelNexthopRefused checks that a route that the kernel refuses repeatedly is not
-// counted.
+// TestKernelNexthopRefused checks that a route that the kernel refuses repeatedly does not count
+// as a plain route. Otherwise later routes would use nexthop objects too early.
 func TestKernelNexthopRefused(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 5
@@ -148,8 +148,8 @@ func TestKernelNexthopRefused(t *testing.T) {
 	}
 }
 
-// TestKernelRouteWentWithItsNexthop deletes a route that another program has deleted together with its
-// nexthop object, which a pass may learn too late.
+// TestKernelRouteWentWithItsNexthop checks that deleting a route succeeds if another program has already
+// deleted it together with its nexthop object. A pass may learn of that too late.
 func TestKernelRouteWentWithItsNexthop(t *testing.T) {
 	w := newWorld(t)
 	for _, dst := range []string{"10.5.8.0/24", "fd00:5:8::/64"} {
@@ -170,8 +170,8 @@ func (w *world) nexthopCompat(t *testing.T, on bool) {
 	}
 }
 
-// TestKernelNexthopDrift deletes and replaces routes through nexthop objects, and the
-// objects themselves.
+// TestKernelNexthopDrift checks that the Reconciler restores routes through nexthop objects, with
+// as few reads as possible, if another program deletes a route, or deletes or replaces an object.
 func TestKernelNexthopDrift(t *testing.T) {
 	for _, compat := range []bool{true, false} {
 		t.Run(fmt.Sprintf("compat mode %t", compat), func(t *testing.T) {
@@ -193,7 +193,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 			}{
 				{"a route is deleted", 0, 5, func() error { return w.Remove(gone) }},
 				{"an object is deleted", 1, 5, func() error { return w.DeleteNexthop(2) }},
-				// A write deletes the object after it was unused for some time.
+				// The replaced object stays for now: a write deletes it after it was unused for some time.
 				{"an object gets another gateway", 1, 6, func() error { return w.ReplaceNexthop(2) }},
 			} {
 				reads = 0
@@ -217,7 +217,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 	}
 }
 
-// nexthopObject creates a nexthop object like another program with the given protocol.
+// nexthopObject creates a nexthop object as another program, on the device with the given index.
 func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
 	return w.request(func(m *message) {
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, protocol, unix.RTNH_F_ONLINK)...)
@@ -234,8 +234,9 @@ func (w *world) deleteNexthop(id uint32) error {
 	})
 }
 
-// TestKernelNexthopsOfOthers tests ids that another program uses, objects that a killed
-// process has left behind, and objects that another program deletes.
+// TestKernelNexthopsOfOthers checks that ids that another program uses are skipped, that objects
+// that a killed process has left behind are deleted, and that routes are restored if another
+// program deletes their objects.
 func TestKernelNexthopsOfOthers(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.linger = 0
@@ -291,8 +292,8 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 	w.expectSettled(t, "after deletions", dataplanetest.Peers(300), hops{plain: 10, through: 290, objects: 290})
 }
 
-// TestKernelWithoutNexthopObjects tests an old kernel, and the option not to use nexthop
-// objects.
+// TestKernelWithoutNexthopObjects checks that all routes are plain if nexthop objects are off,
+// because the kernel does not support them or because of Options.NexthopObjects.
 func TestKernelWithoutNexthopObjects(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.enabled = false

@@ -150,8 +150,9 @@ func TestKernelTwoNetworksOfOneUnderlay(t *testing.T) {
 	second.expect(t, w, "two peers have left the other", 5)
 }
 
-// TestKernelTwoNetworksAtOnce lets one daemon read and write when the other one has
-// created nexthop objects and is about to create the routes.
+// TestKernelTwoNetworksAtOnce checks that a daemon does not delete or use the nexthop objects
+// that another daemon has created, if it reads and writes before the other daemon has created
+// the routes.
 func TestKernelTwoNetworksAtOnce(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1

@@ -50,7 +50,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			return state, err
 		}
 	}
-	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // otherwise the users of the objects were not read
+	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // only then were the routes read that use nexthop objects
 		k.nexthops.selectUnused()
 	}
 	return state, nil
@@ -201,7 +201,7 @@ type neighbour struct {
 	mac      dataplane.MAC
 	dst      netip.Addr
 	override bool
-	aged     bool // the message contains its age, as all messages from the owner of the entry do
+	aged     bool // the message contains the age of the entry, as all messages from the owner of the entry do
 }
 
 // dumpNeighs calls each for every permanent entry of dev in the neighbour table of
@@ -297,8 +297,8 @@ type routeReply struct {
 	cloned bool
 }
 
-// mayConcern reports whether a state of scope s contains the route, as far as that can be
-// decided without the name of the device.
+// mayConcern reports whether a state of scope s may contain the route. Only the name of the
+// device, which routeReply does not contain, shows whether s contains a detour.
 func (r routeReply) mayConcern(s dataplane.Scope) bool {
 	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() &&
 		(s.InNetworks(r.route.Dst) || r.route.IsDetour())
@@ -341,8 +341,8 @@ func parseRoute(payload []byte) routeReply {
 	return r
 }
 
-// parseMTU returns the MTU in the metrics of a route. That of an IPv6 route counts only if it is
-// locked, because the kernel otherwise ignores it for packets that it forwards.
+// parseMTU returns the MTU in the metrics of a route, or 0 if there is none. It also returns 0 for an
+// IPv6 route if the MTU is not locked, because the kernel ignores it for packets that it forwards.
 func parseMTU(metrics []byte, family uint8) int {
 	var mtu, locked uint32
 	for a := range attributes(metrics) {

@@ -57,8 +57,9 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, distur
 	}
 }
 
-// TestKernelQuietIPv6 sets the sysctl that makes the kernel delete IPv6 routes without an
-// announcement, as it does IPv4 ones.
+// TestKernelQuietIPv6 checks that the Reconciler restores IPv6 routes that the kernel has
+// deleted without an announcement. A sysctl makes the kernel do that, as it always does with
+// IPv4 routes.
 func TestKernelQuietIPv6(t *testing.T) {
 	w, disturb := secondInterface(t, dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:88::9"), "eth1", false))
 	set := func(name, value string) {
@@ -87,8 +88,9 @@ func TestKernelQuietIPv6(t *testing.T) {
 	})
 }
 
-// TestKernelSourceAddressGoes deletes an address together with the routes that have it as
-// their source, on any device. Older kernels do not announce that.
+// TestKernelSourceAddressGoes checks that the Reconciler restores a route after its source
+// address, which is on another device, was deleted. The kernel deletes the route together with
+// the address. Older kernels do not announce that.
 func TestKernelSourceAddressGoes(t *testing.T) {
 	route := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
 	source := dataplane.Addr{Dev: "lo", Prefix: netip.MustParsePrefix("192.0.2.7/32")}
@@ -149,7 +151,7 @@ func TestKernelDetourCutOff(t *testing.T) {
 		for r := range tunnel.AllRoutes() {
 			if r.Dst.Addr().Is6() {
 				gateway = gateway.Next()
-				outside := r // of the destination
+				outside := r // the gateway is not in the destination
 				outside.Dst, outside.Gateway = netip.PrefixFrom(r.Dst.Addr(), r.Dst.Bits()+1), gateway
 				ops = append(ops, dataplane.Op{Object: r}, dataplane.Op{Object: outside})
 			}

@@ -17,7 +17,7 @@ import (
 const (
 	// chunk is the number of messages in one datagram. For each message the kernel may
 	// return an error that takes about 830 bytes of the receive buffer. The smallest
-	// default buffer has room for 256 of them.
+	// default buffer has room for 256 such errors.
 	chunk = 200
 	// replyTimeout limits the wait for a reply. The kernel never replies to a message
 	// that it cannot parse.
@@ -89,8 +89,8 @@ func (s *socket) control(f func(fd int) error) error {
 	return f(s.fd)
 }
 
-// port returns the socket's address. The kernel names it as the cause of changes that
-// were requested through the socket.
+// port returns the socket's netlink address. The kernel writes this address into the
+// announcements of changes that were requested through the socket.
 func (s *socket) port() (uint32, error) {
 	var port uint32
 	err := s.control(func(fd int) error {
@@ -103,8 +103,9 @@ func (s *socket) port() (uint32, error) {
 	return port, err
 }
 
-// send sends n messages and returns the errors of those that failed, by index. build
-// appends message i. A failure does not stop the messages after it.
+// send sends n messages and returns the errors of the messages that failed, by index. build
+// appends message i, from 0. A failure does not stop the messages after it. If ctx ends, the
+// messages that were not yet sent fail.
 func (s *socket) send(ctx context.Context, n int, build func(i int, m *message)) map[int]error {
 	return s.sendGroups(ctx, n, 1, build)
 }
@@ -306,7 +307,8 @@ func (s *socket) receive(each func(h header, payload []byte) error) error {
 	return nil
 }
 
-// read reads one datagram. If buf is too small, it becomes large enough for the next try.
+// read reads one datagram. If buf is too small, read returns an error and makes buf large
+// enough for the next try.
 func (s *socket) read(buf *[]byte) (int, error) {
 	for {
 		n, _, flags, from, err := unix.Recvmsg(s.fd, *buf, nil, unix.MSG_TRUNC)

@@ -14,7 +14,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// neighMessage requests a neighbour on the device with the given index.
+// neighMessage returns a function that appends a request to create neighbour i, from 0, on the
+// device with the given index.
 func neighMessage(i, index int) func(*message) {
 	ip := netip.AddrFrom4([4]byte{10, 5, byte(i >> 8), byte(i)})
 	return func(m *message) {

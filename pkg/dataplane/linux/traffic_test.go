@@ -37,7 +37,7 @@ var (
 // remote is the index of the host behind the tunnels.
 const remote = 200
 
-// farEnd is that host: a thread in its own namespace.
+// farEnd is the host behind the tunnels: a thread in its own network namespace.
 type farEnd struct {
 	kernel *Kernel
 	world  *world
@@ -45,7 +45,7 @@ type farEnd struct {
 	conns  map[string]net.PacketConn // by device
 }
 
-// do runs f in the host's namespace.
+// do runs work in the network namespace of the far end, and returns its error.
 func (f *farEnd) do(work func() error) error {
 	done := make(chan error, 1)
 	f.calls <- func() { done <- work() }
@@ -83,7 +83,7 @@ func newTrafficWorld(t testing.TB) *trafficWorld {
 	return w
 }
 
-// setUp creates the host's devices and makes it answer.
+// setUp creates the devices of the far end and starts goroutines that send each packet back.
 func (f *farEnd) setUp(t testing.TB) (err error) {
 	if f.kernel, err = Open(Options{}); err != nil {
 		return err
@@ -134,8 +134,8 @@ func (f *farEnd) setUp(t testing.TB) (err error) {
 	return nil
 }
 
-// setCarrier sets the host's side of the underlay up or down. The kernel deletes its IPv6
-// address when it goes down.
+// setCarrier sets the far end's side of the underlay up or down. The kernel deletes the IPv6
+// address of the device when it goes down.
 func (f *farEnd) setCarrier(on bool) error {
 	if err := f.world.SetUp("peer0", on); err != nil || !on {
 		return err
@@ -167,7 +167,7 @@ func farAddr(near netip.Addr) netip.Addr {
 	return netip.MustParseAddr("fd00:77::200")
 }
 
-// nearAddr returns the address of the walker's device.
+// nearAddr returns the address of the near host's device dev.
 func nearAddr(dev string) netip.Addr {
 	for a := range dataplanetest.Base().Addrs {
 		if a.Dev == dev {
@@ -186,8 +186,8 @@ func (w *trafficWorld) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	return m, err
 }
 
-// Overflow implements dataplanetest.Disturber. The sockets get the smallest buffer while
-// another program makes some changes.
+// Overflow implements dataplanetest.Disturber. The sockets of the monitors get the smallest
+// buffer while another program makes some changes.
 func (w *trafficWorld) Overflow() error {
 	buffer := func(size int) (err error) {
 		for _, m := range w.monitors {
@@ -228,7 +228,8 @@ func (w *trafficWorld) ReplaceNexthop(n int) error {
 	})
 }
 
-// changeNexthop sends a message about the n-th nexthop object of flanneld.
+// changeNexthop sends the message that build builds for the n-th nexthop object of flanneld,
+// modulo their number. It does nothing if there is none.
 func (w *trafficWorld) changeNexthop(n int, build func(*message, object)) error {
 	w.nexthops.mu.Lock()
 	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
@@ -264,7 +265,7 @@ func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
 	for dev, far := range w.far.conns {
 		near := nearAddr(dev)
 		underlay := dataplanetest.Base().Links[dev].VXLAN.Local
-		// The far end knows our MAC from our lease.
+		// As in a network, the far end knows the MAC of this host, which its lease would contain.
 		err := w.far.do(func() error {
 			for _, e := range w.far.kernel.Apply(ctx, []dataplane.Op{
 				{Object: dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: near}, MAC: s.Links[dev].MAC}},

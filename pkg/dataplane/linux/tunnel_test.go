@@ -15,7 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// TestVMTunnels creates and changes the devices of the ipip backend.
+// TestVMTunnels checks that the devices of the ipip backend are created and changed in place as
+// wanted, and that a second tunnel and a change of the UDP header are refused.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMTunnels(t *testing.T) {

@@ -21,8 +21,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// world is the kernel of an anonymous network namespace. It plays other programs with
-// messages of its own, so that it does not depend on the code under test.
+// world is the kernel of an anonymous network namespace. It makes the changes of other programs
+// through its own socket, and builds most of the messages itself, so that these do not depend on
+// the code under test.
 type world struct {
 	*Kernel
 	other *socket
@@ -107,7 +108,7 @@ func (w *world) awaitOwn(a netip.Addr) error {
 	})
 }
 
-// await calls missing until it returns "".
+// await calls missing until it returns "", for at most 5 seconds.
 func await(missing func(context.Context) (string, error)) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()

@@ -83,14 +83,16 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	return failed
 }
 
-// detour repeats IPv6 routes that the kernel has refused because another route leads to
-// their gateway through another device. That is often the route to be replaced. An onlink
-// flag does not help, but a detour does, which is a temporary route to the gateway alone.
+// detour repeats the puts of IPv6 routes that the kernel has refused because another route
+// leads to their gateway through another device. Often this is the route to be replaced. An
+// onlink flag does not help. A detour helps: a temporary route to the gateway alone. detour
+// replaces the errors of these puts in errs.
 //
-// Packets must not take the detour. So a copy of the route that packets to the gateway take
-// precedes it, for the gateway alone too. For a new route, the kernel looks up the gateway
-// on the device of the route, and finds the detour. For packets it takes the older of two
-// equal routes, which is the copy. Only packets that arrive from the device take the detour.
+// Packets must not take the detour. So detour first copies the route that packets to the
+// gateway take, for the gateway alone. When the kernel creates the wanted route, it looks up
+// the gateway on the device of that route, and finds the detour. For packets it takes the
+// older of two routes with the same destination and metric, which is the copy. Only packets
+// that arrive from the device take the detour.
 //
 // The five steps for a route are in one datagram, so that neither another program nor the
 // end of ctx can interrupt them.
@@ -131,9 +133,11 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 }
 
 // beforeDetour returns a copy of the route that packets to the gateway of r take, for the gateway alone.
-// index is the device of r. If r leads to its gateway too, packets to the gateway may take that device,
-// and beforeDetour returns the detour itself. So it does for a route that is not simple or not in the
-// main table. The kernel then refuses to create the detour a second time, or to delete it.
+// index is the index of r's device. beforeDetour returns the detour itself, so that no copy is made, if
+// the destination of r contains the gateway, because packets to the gateway may then take the device of r.
+// It also returns the detour if the route to copy does not exist, is not in the main table, has several
+// next hops or a nexthop object, or is not unicast. The kernel then refuses to create the detour a second
+// time and to delete it a second time.
 func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	before := routeReply{route: dataplane.NewDetour(r.Gateway, r.Dev), oif: index}
 	if r.Dst.Contains(r.Gateway) {
@@ -154,7 +158,7 @@ func harmless(op *dataplane.Op, err error) bool {
 	if !op.Delete {
 		return errors.Is(err, unix.EEXIST) && !op.Exclusive
 	}
-	// Routes go with their nexthop object, and the kernel then refuses the id.
+	// The kernel deletes routes together with their nexthop object, and then refuses its id.
 	if r, ok := op.Object.(dataplane.Route); ok && r.NexthopID != 0 && errors.Is(err, unix.EINVAL) {
 		return true
 	}
@@ -229,7 +233,7 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 	if r.MTU != 0 && !deleting {
 		m.nest(unix.RTA_METRICS, func() {
 			m.attr32(unix.RTAX_MTU, uint32(r.MTU))
-			if r.Dst.Addr().Is6() { // the kernel otherwise ignores it for packets that it forwards
+			if r.Dst.Addr().Is6() { // without the lock, the kernel ignores the MTU for packets that it forwards
 				m.attr32(unix.RTAX_LOCK, 1<<unix.RTAX_MTU)
 			}
 		})
