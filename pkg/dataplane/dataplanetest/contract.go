@@ -21,8 +21,9 @@ type contractCase struct {
 	run  func(*fixture)
 }
 
-// Contract tests the kernels of the worlds that newWorld returns against the description
-// of dataplane.Kernel, and a Reconciler on them against its own description.
+// Contract checks that the kernels that newWorld returns do what dataplane.Kernel
+// describes, and that a Reconciler on such a kernel does what dataplane.Reconciler
+// describes.
 func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
 	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), exitCases(), driftCases(), duplicateCases(), retireCases()} {
@@ -68,8 +69,8 @@ func putIsRead(f *fixture) {
 	}
 }
 
-// rerouted checks that Drain reports changes outside of the scope, and does not report
-// own writes.
+// rerouted checks that Drain returns rerouted for changes of routes and links outside of
+// the scope, and not for own writes.
 func rerouted(f *fixture) {
 	f.put(objectsOf(Base())...)
 	m, err := f.Monitor(Scope())
@@ -103,7 +104,8 @@ func rerouted(f *fixture) {
 	}
 }
 
-// muted checks that Mute suspends announcements until the next Drain, which reports it.
+// muted checks that Mute suspends announcements until the next Drain, and that this Drain
+// reports lost.
 func muted(f *fixture) {
 	f.put(objectsOf(Base())...)
 	m, err := f.Monitor(Scope())
@@ -185,8 +187,8 @@ func readOnce(f *fixture) {
 	reconcile(Peers(2), true, 2, 1)
 }
 
-// refusedAgain tests routes that the kernel refuses in each pass, alone and beside others
-// that succeed.
+// refusedAgain checks that routes that the kernel refuses in each pass cause no read, alone
+// and beside routes that succeed, and that each report contains them.
 func refusedAgain(f *fixture) {
 	f.reconcile(Peers(3), true)
 	f.spy.reads = 0
@@ -220,7 +222,8 @@ func refusedAgain(f *fixture) {
 	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
 }
 
-// applyHook is a kernel that calls after when it has applied many operations.
+// applyHook is a kernel that calls after when it has applied more than 1,000 operations at
+// once.
 type applyHook struct {
 	dataplane.Kernel
 	after func()
@@ -234,8 +237,9 @@ func (h applyHook) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.Op
 	return failed
 }
 
-// disturbedBulk lets another program change the kernel during so many writes on new
-// devices that announcements are suspended.
+// disturbedBulk checks that the Reconciler repairs a change by another program, if the
+// change happens during so many writes on new devices that announcements are suspended. A
+// change after these writes must be announced again.
 func disturbedBulk(f *fixture) {
 	report := func(r dataplane.Report, err error) dataplane.Report {
 		f.must(err)
@@ -366,7 +370,7 @@ func onLink(f *fixture) {
 		"203.0.113.1": "", "2001:db8::1": "", // through a gateway
 		"198.18.0.7":  "eth0",                                 // a route without a gateway
 		"192.0.2.1":   "",                                     // no route
-		"2001:dba::1": "",                                     //
+		"2001:dba::1": "",                                     // no route
 		"100.64.0.1":  "", "100.64.1.1": "", "100.64.2.1": "", // blackhole, unreachable, prohibit
 		"2001:db9::1": "", "2001:db9:1::1": "", "2001:db9:2::1": "",
 		"192.168.77.1": "", "fd00:77::1": "", // own addresses
@@ -383,8 +387,8 @@ func (f *fixture) expectOnLink(dst, want string) {
 	}
 }
 
-// defaultIsNoNetwork checks that no host counts as on-link because of a default route,
-// not even of one without a gateway or in parts.
+// defaultIsNoNetwork checks that no host counts as on-link because of a default route
+// without a gateway, or because of a part of such a route that is larger than a /8.
 func defaultIsNoNetwork(f *fixture) {
 	for _, dsts := range [][]string{
 		{"0.0.0.0/0", "::/0"}, {"0.0.0.0/1", "::/1"}, {"128.0.0.0/1", "8000::/1"}, {"192.0.0.0/3", "2000::/3"}, {"192.0.0.0/7", "2000::/7"},
@@ -411,8 +415,8 @@ func unicast(dst, dev string) dataplane.Route {
 	return r
 }
 
-// withoutNeighbours tests a link that does not resolve addresses, such as that of a VPN.
-// Packets go to the same place with any gateway, so no peer is on-link there.
+// withoutNeighbours checks that no peer is on-link on a link that does not resolve
+// addresses, such as the link of a VPN: packets go to the same place with any gateway.
 func withoutNeighbours(f *fixture) {
 	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
 	f.must(f.Append(nicAddrs()...))

@@ -8,8 +8,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// driftCases change the entries of a peer in one way each. One pass without sweep repairs
-// them.
+// driftCases change the objects of a peer, or add duplicates, in one way each. One
+// Reconcile without sweep must repair that.
 func driftCases() []contractCase {
 	var cases []contractCase
 	add := func(name string, change func(*fixture)) {
@@ -53,7 +53,7 @@ func driftCases() []contractCase {
 	add("addresses with another length", func(f *fixture) {
 		for a := range Base().Addrs {
 			f.must(f.Remove(a))
-			if a.Prefix.Addr().Is6() { // a device may have both IPv4 addresses
+			if a.Prefix.Addr().Is6() { // a device may have an IPv4 address twice, with two prefix lengths
 				f.must(f.Append(dataplane.Addr{Dev: a.Dev, Prefix: netip.PrefixFrom(a.Prefix.Addr(), 64)}))
 			}
 		}
@@ -87,18 +87,18 @@ func driftCases() []contractCase {
 		f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
 		f.must(f.Append(objects(directRoutes(3, 9))...))
 		f.must(f.Append(directRoutes(3, 10)[0]))
-		// Not for IPv6: the kernel refuses a gateway that other routes lead to.
+		// Not for IPv6: the kernel refuses a route if other routes lead to its gateway.
 		f.must(f.Append(peer[dataplane.Route](3, 0)[0]))
 	})
 	add("an IPv6 route replaced by two of other programs with its metric, one of another type", func(f *fixture) {
-		// The put replaces one of them, which the kernel chooses.
+		// The put replaces one of the two routes. The kernel chooses which one.
 		other := directRoutes(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
 		f.must(f.Append(blackholeLike(other), other))
 	})
 	add("two IPv4 duplicates through one device, one of them without a gateway", func(f *fixture) {
-		// The kernel ignores the gateway in a request to delete a route without one. So
+		// A delete request without a gateway matches IPv4 routes with any gateway. So
 		// deleting the second route deletes the first.
 		r := directRoutes(3, 9)[0]
 		r.Protocol = protoStatic
@@ -107,7 +107,7 @@ func driftCases() []contractCase {
 		f.must(f.Append(r))
 	})
 	add("an IPv6 multipath route replaced, with another route between its next hops", func(f *fixture) {
-		// A dump of the kernel leaves that route out.
+		// A dump of the kernel leaves out the route between the next hops.
 		first, hidden, last := directRoutes(3, 9)[1], directRoutes(3, 9)[1], directRoutes(3, 10)[1]
 		hidden.Gateway = netip.Addr{}
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
@@ -146,7 +146,7 @@ func blackholeBehind(f *fixture) {
 	own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
 	want := state(Base(), own)
 	f.reconcile(want, true)
-	f.must(f.Append(blackholeLike(own))) // deleting it deletes the other one
+	f.must(f.Append(blackholeLike(own))) // a request to delete the blackhole deletes own
 	f.reconcile(want, true)
 	f.expect(want)
 }
@@ -160,7 +160,7 @@ func adoptedDuplicate(f *fixture) {
 	theirs.NexthopID, theirs.Protocol, duplicate.Protocol = 47, protoStatic, protoStatic
 	f.must(f.Append(theirs))
 	f.reconcile(want, true)
-	f.must(f.Append(duplicate)) // deleting it deletes theirs
+	f.must(f.Append(duplicate)) // a request to delete the duplicate deletes theirs
 	f.reconcile(want, true)
 	if have := f.read().Routes[own.Dst]; len(have) != 1 || canonical(have[0]) != canonical(own) {
 		f.Errorf("the routes to %s are %v, want one that forwards like %s", own.Dst, have, own)

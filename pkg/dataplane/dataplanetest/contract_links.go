@@ -45,8 +45,8 @@ func changeInPlace(f *fixture) {
 	}
 }
 
-// changeMAC changes the MAC of a device. The kernel then deletes the neighbours of the
-// device.
+// changeMAC checks that the Reconciler changes the MAC of a device, and then puts only the
+// neighbours of the device again, because the kernel has deleted them.
 func changeMAC(f *fixture) {
 	want := Peers(5)
 	f.reconcile(want, true)
@@ -224,7 +224,7 @@ func replaceDevice(f *fixture, change func(*dataplane.Link)) {
 		if diff := diffLinks(want.Links[dev], f.read().Links[dev]); diff != "" {
 			f.Errorf("after a pass (-want +have):\n%s", diff)
 		}
-		// The other way round, this time with peers on the device.
+		// The part after the loop makes the opposite change, with peers on the device.
 		f.must(f.Remove(l))
 	}
 	f.reconcile(want, true)

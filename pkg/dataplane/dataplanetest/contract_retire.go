@@ -19,7 +19,7 @@ func retireCases() []contractCase {
 	}
 }
 
-// retire calls Retire twice. The second call finds nothing to remove.
+// retire calls Retire twice. The first call must remove want objects, the second one none.
 func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	f.Helper()
 	for _, want := range []int{want, 0} {
@@ -30,8 +30,8 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	}
 }
 
-// otherNetwork returns the scope and state of devices with another VNI and the peers of
-// Peers.
+// otherNetwork returns a scope and a state like those of Peers(n), but with other devices
+// with VNI 7.
 func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
 	scope, s := Scope(), dataplane.NewState()
 	scope.Devices = []string{"flannel.7", "flannel-v6.7"}

@@ -94,7 +94,8 @@ func directRoutesOnNIC(i, n int) []dataplane.Route {
 	}
 }
 
-// bridgeGoes deletes a bridge. The kernel deletes its connected network without an
+// bridgeGoes checks that a route that was refused because of a bridge is created when the
+// bridge is deleted. The kernel deletes the connected route of the bridge without an
 // announcement.
 func bridgeGoes(f *fixture) {
 	f.must(f.Append(bridge()...))
@@ -109,10 +110,11 @@ func bridgeGoes(f *fixture) {
 	f.expect(Peers(5))
 }
 
-// secondInterface tests directly reached peers of either family: one with plain routes,
-// and one with adopted routes through nexthop objects of another program. It calls the
-// functions in change one after another, and then once more, because the first time may
-// discard what the monitor knows about the device.
+// secondInterface checks that the Reconciler restores the routes to two directly reached
+// peers after each of the functions in change. One peer has plain routes, the other one
+// adopted routes through nexthop objects of another program. secondInterface calls all
+// functions twice, because the first time may discard what the monitor knows about the
+// device.
 func secondInterface(f *fixture, change ...func()) {
 	f.reconcile(Base(), true)
 	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
@@ -128,7 +130,8 @@ func secondInterface(f *fixture, change ...func()) {
 	}
 }
 
-// adopt lets another program replace the wanted routes by routes through nexthop objects.
+// adopt lets another program replace the wanted routes by routes through nexthop objects. It
+// checks that the Reconciler does not change the first of them.
 func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
 	f.Helper()
 	for i, r := range routes {
@@ -150,8 +153,9 @@ func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
 // adoptedNexthop is the id of the first nexthop object that adopt creates.
 const adoptedNexthop = 47
 
-// manyWithoutCarrier takes the carrier from an interface with so many routes that some
-// use nexthop objects. The kernel deletes these, and keeps the plain ones.
+// manyWithoutCarrier checks that the Reconciler restores the routes through an interface
+// that loses its carrier. The interface has so many routes that some use nexthop objects.
+// The kernel deletes these routes, and keeps the plain ones.
 func manyWithoutCarrier(f *fixture) {
 	want := Base()
 	for i := range 300 {
@@ -169,8 +173,8 @@ func manyWithoutCarrier(f *fixture) {
 	}
 }
 
-// foreignNexthopGoes deletes a nexthop object of another program. The kernel deletes the
-// routes that use it, including adopted ones.
+// foreignNexthopGoes checks that the Reconciler creates an adopted route again if another
+// program deletes its nexthop object. The kernel deletes all routes that use the object.
 func foreignNexthopGoes(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	for range 2 {
@@ -184,9 +188,9 @@ func foreignNexthopGoes(f *fixture) {
 	}
 }
 
-// detoursLeft checks that a detour is recognised by protocol, device, metric and
-// destination together. It misdirects the packets to its host, so it is deleted even
-// without sweep.
+// detoursLeft checks that a detour is deleted even without sweep, because it misdirects the
+// packets to a host. Only a route with the protocol, the device, the metric and the kind of
+// destination of a detour, and without a gateway, counts as one.
 func detoursLeft(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(want, true)
@@ -275,7 +279,7 @@ func others() []dataplane.Object {
 func othersSurvive(f *fixture) {
 	f.reconcile(Peers(5), true)
 	f.must(f.Append(others()...))
-	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // for unknown addresses
+	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // for unknown MACs
 	f.spy.Take()
 	f.reconcile(Base(), true)
 	for _, op := range f.spy.Take() {
@@ -300,8 +304,7 @@ func othersSurvive(f *fixture) {
 	}
 }
 
-// noGap fails the test if a route to a wanted destination was deleted before another one
-// existed.
+// noGap fails the test unless the first operation on a route to dst is a put.
 func (f *fixture) noGap(ops []dataplane.Op, dst netip.Prefix) {
 	f.Helper()
 	for _, op := range ops {
@@ -330,8 +333,8 @@ func takeOver(f *fixture) {
 	}
 }
 
-// moveBetweenDevices moves a peer to the host's own L2 network and back, as with direct
-// routing.
+// moveBetweenDevices checks that the route to a peer moves to the host's own L2 network and
+// back without a gap, as with direct routing.
 func moveBetweenDevices(f *fixture) {
 	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(directRoutes(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
@@ -340,7 +343,8 @@ func moveBetweenDevices(f *fixture) {
 		f.expect(want)
 		f.noGap(f.spy.Take(), subnet6(3))
 	}
-	// A route to more than the peer, which leads out of the networks.
+	// This route leads to the gateway of peer 4 through another device. Its destination is
+	// outside of the scope's networks.
 	f.must(f.Append(dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("fd00::/16"), Type: dataplane.Unicast, Priority: 512},
 		Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic}))
 	want := state(Base(), Peer(4, 0)...)
@@ -468,8 +472,8 @@ func noOtherHost(f *fixture) {
 	f.expect(state(want, objects(bad[:2])...))
 }
 
-// nexthopObjects checks that the form of a next hop makes no difference, and that such
-// routes can be deleted.
+// nexthopObjects checks that the Reconciler adopts routes through nexthop objects, and that
+// it can delete them.
 func nexthopObjects(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(Base(), true)
@@ -526,8 +530,8 @@ func exclusivePut(f *fixture) {
 	f.expect(state(Base(), append(objects(theirs), objects(directRoutes(4, 7))...)...))
 }
 
-// routesBeside returns routes of other programs to the subnets of host 5: behind ours for IPv4,
-// before ours for IPv6.
+// routesBeside returns routes of other programs to the subnets of host 5. Their metric is higher than
+// that of flanneld's route for IPv4, and lower for IPv6.
 func routesBeside() []dataplane.Object {
 	var duplicates []dataplane.Object
 	for _, r := range directRoutes(5, 9) {
@@ -566,16 +570,16 @@ func freshDevices(f *fixture) {
 	}
 }
 
-// freshDuplicates tests duplicates that only a read can find. The read does not wait for a
-// sweep.
+// freshDuplicates checks that the Reconciler deletes the duplicates of routes on new devices
+// even without sweep. Only a read can find the duplicates.
 func freshDuplicates(f *fixture) {
 	f.must(f.Append(routesBeside()...))
 	f.reconcile(Peers(5), false)
 	f.expect(Peers(5))
 }
 
-// freshReadFails checks that without the first brief read no route is created before the
-// whole state is known.
+// freshReadFails checks that no route is created before a full read, if the brief read
+// before the first routes on new devices fails.
 func freshReadFails(f *fixture) {
 	_, err := f.reconciler.Reconcile(f.Context(), Base(), false)
 	f.must(err)
@@ -601,9 +605,9 @@ func freshReadFails(f *fixture) {
 	f.expect(Peers(3))
 }
 
-// ownMTU checks that a route gets a wanted MTU without a gap, that the MTU of another program is
-// replaced by it, and that it ends with the wish. Without one, the MTU that another program has chosen
-// for its own route stays.
+// ownMTU checks that a route gets a wanted MTU without a gap, and loses it without a gap when no MTU is
+// wanted any more. A wanted MTU replaces the MTU that another program has set. If none is wanted,
+// another program's route keeps its MTU.
 func ownMTU(f *fixture) {
 	narrowed := func(mtu int) dataplane.State {
 		s := Base()

@@ -63,8 +63,9 @@ func subnet6(i int) netip.Prefix {
 
 func isFamily6(p netip.Prefix) bool { return p.Addr().Is6() }
 
-// Peer returns the objects for host i in both families. Peers with the same index and
-// different variants have the same subnets and no other value in common.
+// Peer returns the objects for host i in both families, the IPv4 ones first: a neighbour,
+// an FDB entry and a route each. Peers with the same index and different variants have the
+// same subnets, and different MACs and host addresses.
 func Peer(i, variant int) []dataplane.Object {
 	var objects []dataplane.Object
 	for _, p := range []netip.Prefix{subnet4(i), subnet6(i)} {
@@ -90,8 +91,8 @@ func Peers(n int) dataplane.State {
 	return s
 }
 
-// directRoutes returns routes of both families to the subnets of host i through host
-// n of eth0's networks.
+// directRoutes returns an IPv4 and an IPv6 route to the subnets of host i. The gateways are
+// host n of eth0's networks, such as 192.168.77.n.
 func directRoutes(i, n int) []dataplane.Route {
 	return []dataplane.Route{
 		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}), "eth0", false),
@@ -168,7 +169,7 @@ func (f *fixture) expect(want dataplane.State) {
 		case r.Protocol == protoKernel:
 			have.Remove(r)
 		case r.Protocol == dataplane.Protocol && r.NexthopID != 0:
-			have.Remove(r) // the kernel chooses the form of the next hop
+			have.Remove(r) // the Kernel chooses whether a route uses a nexthop object
 			r.NexthopID = 0
 			have.Add(r)
 		}
@@ -228,7 +229,7 @@ func (f *fixture) expectForwarded(want dataplane.State) {
 	}
 }
 
-// has reports whether the kernel has exactly these routes.
+// has reports whether the kernel has all of these routes, with exactly these attributes.
 func (f *fixture) has(routes ...dataplane.Route) bool {
 	f.Helper()
 	have := f.readAll()

@@ -26,13 +26,13 @@ type Kernel struct {
 	monitors []*monitor
 	foreign  int // number of changes by other programs
 	silent   int // number of times that routes may have been deleted without an announcement
-	// nexthopsGone are the ids of deleted nexthop objects, in order. Their deletion is
-	// announced. That of the IPv4 routes through them is not.
+	// nexthopsGone are the ids of deleted nexthop objects, in order. The deletion of the
+	// objects is announced. The deletion of the IPv4 routes through them is not.
 	nexthopsGone []uint32
 }
 
-// device is a link, with the objects that the kernel deletes together with it. Routes are
-// kept elsewhere.
+// device is a link, with the objects that the kernel deletes together with it. Its routes
+// are in Kernel.routes.
 type device struct {
 	dataplane.Link
 	acceptRA string
@@ -265,7 +265,7 @@ func (k *Kernel) taken(o dataplane.Object) bool {
 	return ok && slices.ContainsFunc(k.routes, func(have dataplane.Route) bool { return sameKey(have, r) })
 }
 
-// usable returns an error if packets cannot take r.
+// usable returns the error with which the kernel refuses r, or nil if it accepts r.
 func (k *Kernel) usable(r dataplane.Route) error {
 	if r.Dev == "" {
 		return nil
@@ -366,7 +366,7 @@ func connected(dev string, p netip.Prefix) dataplane.Route {
 	return r
 }
 
-// connect creates the connected route for p, if the kernel would.
+// connect creates the connected route for p, if the kernel would create one.
 func (k *Kernel) connect(d *device, p netip.Prefix) {
 	if r := connected(d.Name, p); d.Up && (p.Addr().Is6() || !p.IsSingleIP()) && !slices.Contains(k.routes, r) {
 		k.routes.insert(r)

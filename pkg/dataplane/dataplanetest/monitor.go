@@ -12,7 +12,8 @@ import (
 )
 
 // monitor announces the differences between the state at the last Drain and the present
-// state. The real kernel also announces every step in between, which has the same effect.
+// state. The real kernel also announces every step in between, with the same effect on a
+// cache.
 type monitor struct {
 	kernel  *Kernel
 	scope   dataplane.Scope
@@ -62,8 +63,9 @@ func (m *monitor) Close() error {
 	return nil
 }
 
-// Drain implements dataplane.Monitor. Like the real one it does not describe changed
-// links and replaced routes as events.
+// Drain implements dataplane.Monitor. Like the real monitor it reports lost if a link has
+// changed. Unlike the real one it describes a replaced route by two events: one route is
+// deleted, and one is created.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.kernel.mu.Lock()
 	foreign, silent, gone := m.kernel.foreign, m.kernel.silent, m.kernel.nexthopsGone[m.gone:]

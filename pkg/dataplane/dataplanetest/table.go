@@ -24,19 +24,20 @@ func (t *table) insert(r dataplane.Route) {
 	*t = slices.Insert(*t, i, r)
 }
 
-// append adds r after the routes with the same key.
+// append adds r after the routes with the same key. It returns EEXIST if an equal route
+// exists, or if routes use the nexthop object of r with another gateway or device.
 func (t *table) append(r dataplane.Route) error {
 	if slices.ContainsFunc(*t, func(have dataplane.Route) bool {
 		return sameKey(have, r) && sameHop(have, r) || r.NexthopID != 0 && have.NexthopID == r.NexthopID && (have.Gateway != r.Gateway || have.Dev != r.Dev)
 	}) {
-		return syscall.EEXIST // a nexthop object is a single next hop
+		return syscall.EEXIST // a nexthop object describes one gateway on one device
 	}
 	t.insert(r)
 	return nil
 }
 
-// sameKey reports whether a put of b can replace a. The kernel ignores the type and, for
-// IPv6, the TOS.
+// sameKey reports whether a put of b can replace a. The kernel ignores the type. For IPv6 it
+// also ignores the TOS, which is 0 in all IPv6 routes of the tests.
 func sameKey(a, b dataplane.Route) bool {
 	return a.Dst == b.Dst && a.Priority == b.Priority && a.TOS == b.TOS
 }
@@ -52,8 +53,10 @@ func ecmp(r dataplane.Route) bool {
 	return r.Dst.Addr().Is6() && r.Type == dataplane.Unicast && r.Gateway.IsValid() && r.NexthopID == 0
 }
 
-// replace replaces the first of the routes with r's key by r. Among IPv6 routes, those that
-// are next hops of one multipath route, like r, come first, and r replaces all of them.
+// replace replaces the first of the routes with r's key by r. For IPv6 it prefers a route for
+// which ecmp returns the same as for r. If ecmp is true for the replaced route, replace also
+// deletes the other routes with the key for which it is true: they are the next hops of one
+// multipath route.
 func (t *table) replace(r dataplane.Route) {
 	var found []int
 	for i, have := range *t {
@@ -86,8 +89,8 @@ func (t *table) replace(r dataplane.Route) {
 }
 
 // remove removes the first route that matches r. For IPv6 the kernel compares metric and
-// next hop, which a route through a nexthop object does not have. For IPv4 it also
-// compares TOS and type.
+// next hop. It does not compare the next hop of an IPv6 route through a nexthop object. For
+// IPv4 it also compares TOS and type.
 func (t *table) remove(r dataplane.Route) {
 	match := func(have dataplane.Route) bool {
 		switch {

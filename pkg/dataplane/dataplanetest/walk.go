@@ -166,7 +166,7 @@ func (w *walk) changeWant() {
 		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
 	case n < 7:
 		w.want.Add(objects(w.anyDirectRoutes(i, 10+variant))...)
-	case n < 8: // unreachable, or not another host
+	case n < 8: // the gateway is unreachable (variant 0) or is not another host (variant 1)
 		gateways := [][]string{{"192.0.2.1", "2001:db8::1"}, {"192.168.77.255", "fd00:77::1"}}[variant]
 		for f, subnet := range []netip.Prefix{subnet4(i), subnet6(i)} {
 			w.want.Add(dataplane.NewRoute(subnet, netip.MustParseAddr(gateways[f]), "eth0", false))
@@ -265,7 +265,7 @@ func (w *walk) flap(n int) {
 		w.must(w.Remove(nicAddrs()...))
 		w.must(w.Append(nicAddrs()[0]))
 	}
-	w.must(w.Append(nicAddrs()[1])) // the kernel deletes it when the link goes down
+	w.must(w.Append(nicAddrs()[1])) // the IPv6 address, which the kernel deletes when the link goes down
 }
 
 // useNexthops lets another program delete its nexthop objects, and replace wanted routes by
@@ -288,7 +288,8 @@ func (w *walk) useNexthops() {
 	}
 }
 
-// addDuplicate adds a route of another program to a peer's destination.
+// addDuplicate adds a route to a subnet of host i, as another program. n selects the family and
+// the gateway.
 func (w *walk) addDuplicate(i, n int) {
 	ways := duplicates()
 	names := slices.Sorted(maps.Keys(ways))

@@ -19,9 +19,9 @@ type World interface {
 	dataplane.Kernel
 	// Append creates objects as another program, beside existing ones: a route becomes a
 	// duplicate or another next hop of a route with the same key. Links may be of type
-	// vxlan, bridge or veth. One of type veth is called eth and a digit. A route with
-	// Multipath set gets the next hops .8 and .9 of eth0's networks. A route with a
-	// NexthopID uses a nexthop object, which Append creates.
+	// vxlan, bridge or veth. The name of a veth link must be eth and a digit, such as eth1.
+	// A route with Multipath set gets the next hops .8 and .9 of eth0's networks. A route
+	// with a NexthopID uses a nexthop object, which Append creates.
 	Append(objects ...dataplane.Object) error
 	// Remove deletes objects as another program.
 	Remove(objects ...dataplane.Object) error
@@ -48,7 +48,7 @@ type Disturber interface {
 	// DeleteNexthop deletes the n-th nexthop object of flanneld, modulo their number,
 	// together with the routes that use it.
 	DeleteNexthop(n int) error
-	// ReplaceNexthop gives the object another gateway instead.
+	// ReplaceNexthop chooses an object like DeleteNexthop, and gives it another gateway.
 	ReplaceNexthop(n int) error
 }
 
