@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package rpfilter keeps the kernel's reverse path filter (rp_filter) from dropping packets that arrive
-// on another device than that of the route back. Two hosts that can reach each other by two ways change
-// the way of each direction on their own, so packets may come by one way and go by the other.
+// on a device other than the device of the route to their source. If two hosts can reach each other in
+// two ways, each host chooses the way of its own packets. So packets may come one way and go the other.
 package rpfilter
 
 import (
@@ -13,8 +13,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// strictFilter is the value of rp_filter with which the kernel drops packets that arrive on
-// another device than that of the route back. looseFilter only wants some route back.
+// With strictFilter as the value of rp_filter, the kernel drops packets that arrive on a device
+// other than the device of the route to their source. With looseFilter it drops packets only if
+// it has no route to their source.
 const (
 	strictFilter = "1"
 	looseFilter  = "2"
@@ -23,13 +24,13 @@ const (
 // Filter is the reverse path filter on the devices of a network. The zero Filter is usable.
 type Filter struct{ logged bool }
 
-// Loosen makes the filter of own devices loose if it is strict. It leaves shared, another device on
-// which packets from peers arrive, as it is, and logs once if its filter is strict. effect is what follows
-// from that. shared may be empty.
+// Loosen makes the filter loose on each device in own, flanneld's devices, where it is strict. shared is
+// another device on which packets from peers arrive, or empty. Loosen does not change the filter of shared,
+// but logs once if it is strict. effect is the part of the log message that names the consequence.
 func (f *Filter) Loosen(ctx context.Context, own []string, shared, effect string) {
 	for _, name := range own {
 		if strict(name) {
-			// If this fails, packets that come by the other way are lost, probes too.
+			// If this fails, packets that come the other way are lost, including probes.
 			_ = os.WriteFile(path(name), []byte(looseFilter), 0)
 		}
 	}
