@@ -46,10 +46,10 @@ func NewHost() *Host {
 }
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.
-// It ends early if ctx ends, which must be after the sessions of all Keepers. If a session
-// ends during the search, like the one on the last known state when the store answers, the
-// next session uses the result. On a busy host the programs that the search runs take most
-// of the start.
+// It ends early if ctx ends. ctx must not end before the sessions of all Keepers. A session
+// may end during the search: the session on the last known state ends when the store
+// answers. The next session then uses the result, because on a busy host the programs that
+// the search runs take most of the start.
 func (h *Host) Run(ctx context.Context) error {
 	select {
 	case families := <-h.wanted:
@@ -103,7 +103,7 @@ func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Appl
 	return w
 }
 
-// watcher returns what sessions share that listen to changes of these chains.
+// watcher returns the subscription to changes of these chains, which sessions share.
 func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -120,10 +120,11 @@ func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 // netfilter.
 const bridgeSettings = "/proc/sys/net/bridge"
 
-// warnBridges logs, once for each family, that packets between pods on one bridge bypass
-// netfilter. Their answers then keep the address of the pod that serves a Service. This
-// is so in every mode of kube-proxy, because iptables and nftables undo their translation
-// only if netfilter sees the answer.
+// warnBridges logs, once for each family of p, if packets between pods on one bridge bypass
+// netfilter. If a pod reaches another one through a Service, the answer then has the address
+// of the other pod and not of the Service. This happens in every mode of kube-proxy, because
+// iptables and nftables translate the answer back only if netfilter sees it. settings is the
+// folder of the kernel's settings.
 func (h *Host) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

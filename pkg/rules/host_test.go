@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestUnfilteredBridges tests families with and without a bridge filter. Sessions after
-// the first one must not repeat the warning.
+// TestUnfilteredBridges checks that there is a warning for each family without a bridge filter.
+// Sessions after the first one must not repeat the warning.
 func TestUnfilteredBridges(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files map[string]string
@@ -52,8 +52,8 @@ func TestUnfilteredBridges(t *testing.T) {
 	}
 }
 
-// TestProgramsAreSearchedOnce ends a session while the programs are searched. The next
-// session must use the result of the search and not run the programs again.
+// TestProgramsAreSearchedOnce checks that, if a session ends while the programs are searched,
+// the next session uses the result of the search and does not run the programs again.
 func TestProgramsAreSearchedOnce(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)

@@ -14,9 +14,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
 )
 
-// TestKernelSessions starts sessions for two networks of one host, changes their firewall
-// while another program damages their rules, and removes all rules in the end. It runs on
-// one thread, which is in the namespace: so it calls prepare and step, and not Keep.
+// TestKernelSessions checks which firewall contains the rules of two networks of one host after
+// a session has changed its firewall, after another program has deleted rules, and after the
+// removal of each network. The test needs the thread that is in the network namespace, so it
+// calls prepare and step, and not Keep.
 func TestKernelSessions(t *testing.T) {
 	firewalltest.Enter(t)
 	h := NewHost()
@@ -95,8 +96,8 @@ func (p *pausedApplier) Apply(context.Context, ...firewall.Policy) (bool, error)
 	return true, nil
 }
 
-// TestKernelRemoveWaitsForPass removes the rules of a network while a pass is about to write what it
-// has read before. The removal must wait for the pass, or the pass writes the rules again.
+// TestKernelRemoveWaitsForPass checks that the removal of a network's rules waits for a pass that has
+// read the rules and not yet written. Otherwise the pass would write the removed rules again.
 func TestKernelRemoveWaitsForPass(t *testing.T) {
 	firewalltest.Enter(t)
 	h := NewHost()
@@ -104,7 +105,7 @@ func TestKernelRemoveWaitsForPass(t *testing.T) {
 	w := &writer{applier: pass, turn: &h.writing}
 	go w.pass(t.Context())
 	<-pass.hasRead
-	// Much longer than a removal takes that does not wait for the pass.
+	// A removal that does not wait for the pass takes much less than this time.
 	time.AfterFunc(time.Second, func() { close(pass.write) })
 	if err := h.Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {
 		t.Fatal(err)

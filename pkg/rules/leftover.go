@@ -14,8 +14,9 @@ import (
 )
 
 // Remove removes the traffic rules of networks from every firewall of this host. If it
-// fails in one of them it continues with the others. No session writes rules meanwhile: it
-// would write again what it has read before.
+// fails in one firewall, it continues with the others and returns all errors. No session
+// can write rules while Remove runs. Otherwise a session could write removed rules again,
+// because it has read them before the removal.
 func (h *Host) Remove(ctx context.Context, networks []netip.Prefix) error {
 	h.writing.Lock()
 	defer h.writing.Unlock()
@@ -39,9 +40,9 @@ type leftover struct {
 	gone    firewall.Policy
 }
 
-// leftovers returns the firewalls that may contain rules of the networks in gone. It omits the
-// flavour inUse, and for each family the variant of iptables in variants, because these contain
-// the present rules. If inUse is "", it omits none.
+// leftovers returns the firewalls that may contain rules of the networks in gone. It omits
+// nftables if inUse is NFTables, and for each family the variant of iptables in variants, because
+// these contain the present rules.
 func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]iptables.Variant) []leftover {
 	var all []leftover
 	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package rules maintains the traffic rules of networks in the firewall of a host. It
-// chooses the firewall, applies the rules, repairs them, and removes those that other
-// firewalls and former networks have left.
+// chooses the firewall, applies the rules, repairs them, and removes the rules that are left
+// in other firewalls and from former networks.
 package rules
 
 import (
@@ -22,7 +22,8 @@ type Config struct {
 	// Report is called after each attempt to apply the rules. repaired is set if another
 	// program had changed them.
 	Report func(ctx context.Context, repaired bool, err error)
-	// Cleaned is called when no rules of former networks are left.
+	// Cleaned is called once in each session, when no rules of former networks or in other
+	// firewalls are left.
 	Cleaned func()
 }
 
@@ -34,8 +35,8 @@ type Keeper struct {
 
 	inUse  atomic.Value // a Flavour; nil before the first Keep
 	logged Choice       // without Source
-	// unreported is set if a Keep has ended while it wrote rules. The next one finds the
-	// result and reports it.
+	// unreported is set if a Keep may have written rules and has ended before it could
+	// report that. The next Keep finds the rules in place and logs them as written.
 	unreported bool
 }
 

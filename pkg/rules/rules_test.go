@@ -51,8 +51,9 @@ func newKeeper(h *Host, report func(repaired bool, err error)) *Keeper {
 	})
 }
 
-// TestChoiceIsLogged starts sessions one after the other: from the last known state, and
-// with the configuration from the store.
+// TestChoiceIsLogged checks that a session logs its firewall only if the last session had
+// another choice. The first session may be on the last known state, and the next one on the
+// configuration from the store.
 func TestChoiceIsLogged(t *testing.T) {
 	const last = " in the last known configuration"
 	off, on, flag := Choice{Flavour: IPTables, Reason: "off"}, Choice{Flavour: NFTables, Reason: "on"}, Choice{Flavour: IPTables, Reason: "flag"}
@@ -118,7 +119,8 @@ func (s *scripted) Apply(_ context.Context, policies ...firewall.Policy) (bool, 
 	return false, err
 }
 
-// TestSession tests failure, success and damage.
+// TestSession checks what a session reports, cleans up and repairs after failures, after success
+// and after damage.
 func TestSession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		broken := errors.New("broken")
@@ -163,8 +165,8 @@ func TestSession(t *testing.T) {
 	})
 }
 
-// TestSharedPasses lets two Keepers use one writer. A Keeper that joins must not count as damage to
-// the rules of the other one, and the order of policies must be that of their networks.
+// TestSharedPasses checks that a Keeper that joins a writer does not count as damage to the rules of
+// another Keeper, and that the writer orders policies by their networks.
 func TestSharedPasses(t *testing.T) {
 	h, active := newHost(t), &scripted{changed: true}
 	w := &writer{applier: active, turn: &h.writing}

@@ -20,22 +20,22 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// If another program keeps changing the rules, they are repaired a few times at once, and
-// then once a second, so that the repairs cost little.
+// If another program keeps changing the rules, a session repairs them a few times without a
+// pause, and then once a second, so that the repairs cost little.
 const (
 	repairRate  = 1 // per second
 	repairBurst = 10
 )
 
-// Keep maintains the rules of p until ctx ends. They stay after that. It calls tried after
-// the first attempt to apply them, even if that fails. A Keeper keeps one policy at a time:
-// the next Keep begins after the last one has returned.
+// Keep maintains the rules of p until ctx ends. The rules stay after that. Keep calls tried
+// after the first attempt to apply them, even if that fails. A Keeper maintains one policy at
+// a time: the caller calls Keep again only after the last Keep has returned.
 func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried func()) {
 	newSession(k, k.choose(ctx, c), p, tried).run(ctx)
 }
 
-// choose returns the flavour for a session. It logs the flavour if it differs from that of
-// the last session.
+// choose returns the flavour for a session. It logs the flavour if the flavour or the reason
+// differs from the last session.
 func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	if c.Flavour == Auto {
 		c.Flavour, c.Reason = k.host.automatic()
@@ -95,9 +95,9 @@ func (s *session) run(ctx context.Context) {
 	wg.Wait()
 }
 
-// prepare chooses the firewall that applies the rules, and finds the others that may
-// contain leftovers. It returns the resync period, and the chains whose changes the kernel
-// announces. It returns early if ctx ends.
+// prepare chooses the firewall that applies the rules, and finds the other firewalls that
+// may contain leftovers. It returns the resync period, and the chains whose changes the
+// kernel announces. If ctx ends, it returns early, and the session cannot be used.
 func (s *session) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
 	period = s.keeper.config.Resync
 	host, of := s.keeper.host, families(s.policy)
@@ -149,12 +149,13 @@ func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix
 	return found
 }
 
-// step applies the policy, and removes what others have left until that has succeeded once.
+// step applies the policy. Until this has succeeded once, it also removes the rules in other
+// firewalls.
 func (s *session) step(ctx context.Context) error {
 	if err := s.pass(ctx); err != nil || s.cleaned || ctx.Err() != nil {
 		return err
 	}
-	s.policy.Former = nil // another daemon may use such a network from now on
+	s.policy.Former = nil // another daemon may use a former network from now on
 	return s.clean(ctx)
 }
 
@@ -165,7 +166,7 @@ func (s *session) pass(ctx context.Context) error {
 	if ctx.Err() != nil && err != nil && changed {
 		s.keeper.unreported = true
 	}
-	if ctx.Err() != nil && (err != nil || !changed) { // a change is reported even so
+	if ctx.Err() != nil && (err != nil || !changed) { // a successful change is reported even after the end of ctx
 		return nil
 	}
 	s.note(ctx, w)
@@ -194,8 +195,8 @@ func (s *session) note(ctx context.Context, w written) {
 	_ = wait.For(ctx, s.repairs.Pause()) // the loop notices the end of ctx
 }
 
-// clean removes the rules that other flavours have left. Failure does not affect
-// readiness, because the session's own rules are applied.
+// clean removes the rules in other firewalls. Failure does not affect readiness, because
+// the session's own rules are applied.
 func (s *session) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range s.leftovers {

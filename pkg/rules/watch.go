@@ -25,7 +25,7 @@ func watch(ctx context.Context, w *wait.Shared, places []firewall.Place, wake fu
 	})
 	defer w.Leave(changed)
 	if !first {
-		wake() // listening has begun before
+		wake() // another session has begun to listen before, so nothing else wakes this one now
 	}
 	for {
 		select {

@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// writer applies the policies of all Keepers that use the same firewall, in one pass. With a pass
-// for each of a hundred networks, every pass would read the rules of all of them.
+// writer applies the policies of all Keepers that use the same firewall, in one pass. Otherwise a
+// hundred networks would need a hundred passes, and each pass would read the rules of all networks.
 type writer struct {
 	applier firewall.Applier
 	turn    *sync.Mutex // see Host.writing
@@ -37,8 +37,8 @@ type written struct {
 	err     error
 }
 
-// apply applies the policy of k, together with those of other Keepers. Later passes for other
-// Keepers contain it until k leaves.
+// apply applies the policy of k, together with the policies of other Keepers. Later passes for
+// other Keepers contain the policy of k too, until k leaves.
 func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 	w.mu.Lock()
 	at := slices.IndexFunc(w.policies, func(o kept) bool { return o.keeper == k })
@@ -53,7 +53,7 @@ func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 }
 
 // comparePolicies orders policies by their networks, so that the order of rules does not depend on
-// that in which networks start.
+// the order in which networks start.
 func comparePolicies(a, b firewall.Policy) int {
 	return slices.CompareFunc(a.Networks, b.Networks, func(a, b firewall.Network) int {
 		return cmp.Or(a.Network.Addr().Compare(b.Network.Addr()), cmp.Compare(a.Network.Bits(), b.Network.Bits()))
