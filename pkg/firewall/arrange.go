@@ -26,13 +26,13 @@ func (a Arrangement) Empty() bool { return len(a.Own)+len(a.Others) == 0 }
 //
 // Every rule of a daemon contains the daemon's network, so a rule that contains one of
 // t's networks belongs to t. Another daemon's network is recognised by its rules: the
-// chain masquerades for it, or accepts both the packets from it and those to it. All
-// rules that contain such a network belong to that daemon. Any other rule must go. The
-// rules of other daemons may be anywhere between the own ones, because they match other
-// packets.
+// chain masquerades packets from the network, accepts both the packets from it and the
+// packets to it, or drops tunnel packets to destinations outside of the network. All rules
+// that contain such a network belong to that daemon. Any other rule must go. The rules of
+// other daemons may be anywhere between the own ones, because they match other packets.
 func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	a := Arrangement{Own: t.rules[c]}
-	networks := map[netip.Prefix]bool{} // whether a network is t's, or that of another daemon
+	networks := map[netip.Prefix]bool{} // true for t's networks, false for networks of other daemons
 	for _, n := range neighbours(c, have) {
 		networks[n] = false
 	}
@@ -71,7 +71,7 @@ func owner(r Rule, known func(netip.Prefix) bool) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// neighbours returns the networks that the rules of a chain belong to.
+// neighbours returns the networks of daemons that the rules of a chain show. See Arrange.
 func neighbours(c Chain, have []*Rule) []netip.Prefix {
 	var networks []netip.Prefix
 	for _, r := range have {

@@ -259,13 +259,14 @@ func (p Policy) masqueradeAction() Action {
 	return Masquerade
 }
 
-// masqueradePods returns the rule that masquerades packets from pods to other destinations.
+// masqueradePods returns the rule that masquerades packets from pods to all destinations for which no
+// rule of keepSource precedes it, except for multicast.
 func (p Policy) masqueradePods(n Network) Rule {
 	return Rule{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: p.masqueradeAction()}
 }
 
-// masqueradeOthers returns the rules that masquerade packets from other sources to pods of other
-// hosts, whose answers must come back through this host.
+// masqueradeOthers returns the rules that masquerade packets from sources outside of the network to
+// pods of other hosts. The answers of these pods must come back through this host.
 func (p Policy) masqueradeOthers(n Network) []Rule {
 	var rules []Rule
 	if p.Several {

@@ -109,8 +109,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// TestSeveralPolicies looks at the rules of two networks of one daemon, and at a daemon that has
-// started again and applies only one of them so far.
+// TestSeveralPolicies checks the rules of two networks of one daemon. After a restart, a daemon that
+// applies only one of the networks so far must find the rules of both exact.
 func TestSeveralPolicies(t *testing.T) {
 	of := func(network, subnet, other string) firewall.Policy {
 		return firewall.Policy{
@@ -146,12 +146,13 @@ func TestSeveralPolicies(t *testing.T) {
 	}
 }
 
-// TestArrange arranges chains with rules of several daemons and of other programs.
+// TestArrange checks whether Arrange finds a chain exact, and which of its rules belong to other
+// daemons.
 func TestArrange(t *testing.T) {
 	one := firewalltest.Policy().Table(prefix.IPv4)
 	p := firewalltest.Policy()
 	p.Networks[0] = firewall.Network{Network: netip.MustParsePrefix("10.6.0.0/16"), Subnet: netip.MustParsePrefix("10.6.1.0/24")}
-	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")} // the first one's network
+	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")} // the network of the first daemon
 	two := p.Table(prefix.IPv4)
 	of := func(t firewall.Table) (rules []*firewall.Rule) {
 		for _, r := range t.Rules(firewall.Postrouting)[1:] {

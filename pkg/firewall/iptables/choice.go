@@ -15,9 +15,9 @@ import (
 // hintTable is the table that contains the hints.
 const hintTable = "mangle"
 
-// hints returns chains that show which variant kubelet uses and, if it has none, which
-// variant kube-proxy uses. Containers of Kubernetes follow kubelet's chains, and
-// read nftables first.
+// hints returns first the chains that show which variant kubelet uses, and then the chain
+// that shows which variant kube-proxy uses. kube-proxy's chain counts only if kubelet has
+// none. The containers of Kubernetes also follow kubelet's chains, and read nftables first.
 func hints() [][]string {
 	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
 }
@@ -29,8 +29,9 @@ func hints() [][]string {
 // name. Choose runs iptables-save of a variant only if the variant has tables, because some
 // variants would create them.
 //
-// It returns Default if other software has no rules. It returns Default without a reason unless
-// both variants are installed for every family in families.
+// It returns Default if other software has equally many rules in both variants, such as none, or if
+// the rules cannot be read. It returns Legacy if inNFT fails. It returns Default without a reason
+// unless both variants are installed for every family in families.
 func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Family, string) (bool, error)) (v Variant, because string) {
 	for _, v := range []Variant{NFT, Legacy} {
 		if !v.complete(families) {

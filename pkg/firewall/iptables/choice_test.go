@@ -95,7 +95,8 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// TestNoChoice tests hosts with the programs of one variant only, or not of all families.
+// TestNoChoice checks that Choose returns Default without a reason if a program of a variant is
+// missing for one of the families.
 func TestNoChoice(t *testing.T) {
 	noNFT := func(prefix.Family, string) (bool, error) { return false, errors.New("no nftables here") }
 	for missing, want := range map[string]Variant{"": Legacy, "iptables-legacy": Default, "ip6tables-nft-restore": Default} {

@@ -94,8 +94,8 @@ type resolver struct {
 
 // resolve reads a chain, and the chains that it sends all packets to. If the jumps to
 // flanneld's chain differ from the output of iptables-save, the chain as read counts, and
-// resolve treats the jumps as equal to those that flanneld creates. If they are not, their
-// removal fails.
+// resolve treats the jumps as equal to the jumps that flanneld creates. If they are not
+// equal, their removal fails.
 func (s resolver) resolve(chain string) error {
 	if chain == s.chain || s.seen[chain] {
 		return nil

@@ -16,7 +16,8 @@ import (
 // noChains is a targetsFunc of a kernel without tables.
 func noChains(prefix.Family, string, string) ([]nftables.Target, bool, error) { return nil, false, nil }
 
-// TestResolve combines the output of iptables-save with the rules in the kernel.
+// TestResolve checks that the rules in the kernel count if the output of iptables-save
+// differs from them.
 func TestResolve(t *testing.T) {
 	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	ours, conditional := nftables.Target{Name: "FLANNEL-FWD", Always: true}, nftables.Target{Name: "FLANNEL-FWD"}
@@ -84,7 +85,8 @@ func native(t *testing.T, rules ...string) {
 	}
 }
 
-// host creates chains of iptables with a rule of another program.
+// host moves the test into new namespaces, and creates chains of iptables with a rule of
+// another program.
 func host(t *testing.T) {
 	t.Helper()
 	firewalltest.Enter(t)
@@ -138,8 +140,8 @@ func expectRefused(t *testing.T, a *Applier, p firewall.Policy) {
 
 const surplus = `for i in 1 2 3; do IPT -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD; done` + "\n"
 
-// TestKernelHidden tests tables that iptables-save does not print because of one rule.
-// flanneld's rules must still be written to them.
+// TestKernelHidden checks that flanneld's rules are written to tables that iptables-save does
+// not print because of one rule.
 //
 //stages:rest TestKernelSaveFails has one such table, and TestKernelHiddenChain such a chain
 func TestKernelHidden(t *testing.T) {
@@ -229,8 +231,8 @@ func TestKernelSaveFails(t *testing.T) {
 	}
 }
 
-// TestKernelHiddenChain tests such a rule in flanneld's own chain, which makes the other
-// rules of the chain unreadable.
+// TestKernelHiddenChain checks that Apply fails for the table filter, and still handles other
+// tables, if a rule of another program makes flanneld's chain in filter unreadable.
 func TestKernelHiddenChain(t *testing.T) {
 	host(t)
 	a := New(NFT)
@@ -251,8 +253,8 @@ func TestKernelHiddenChain(t *testing.T) {
 	expectRefused(t, a, firewalltest.Policy().Cleanup())
 }
 
-// TestKernelBlocking tests rules that iptables-save prints as "-j DROP". Only some of
-// them drop all packets.
+// TestKernelBlocking checks that the jump precedes rules that drop all packets, and no others.
+// iptables-save prints rules of both kinds as "-j DROP".
 func TestKernelBlocking(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks = p.Networks[:1]
@@ -285,8 +287,8 @@ func TestKernelBlocking(t *testing.T) {
 	}
 }
 
-// TestKernelConditionOfLegacy tests rules of an operator that look like those of flannel
-// before v0.20, because iptables-save does not print one of their conditions.
+// TestKernelConditionOfLegacy checks that an operator's rules stay even if they look like rules
+// of flannel before v0.20, because iptables-save does not print one of their conditions.
 func TestKernelConditionOfLegacy(t *testing.T) {
 	host(t)
 	rules := []string{

@@ -25,22 +25,22 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// lockWait is the time in seconds that iptables-restore waits for the xtables lock. Apply
-// is repeated later, so that two programs never wait at the same time.
+// lockWait is the time in seconds that iptables-restore waits for the xtables lock. After
+// that Apply fails, and its caller repeats it later.
 const lockWait = 10
 
 // runTimeout limits the run time of a program, including the wait for the lock.
 const runTimeout = 30 * time.Second
 
 // pipeDelay limits the time for reading the remaining output of a program that has ended.
-// It is usually read at once, but a busy host may take long.
+// Reading it usually takes no time, but a busy host may take long.
 const pipeDelay = 10 * time.Second
 
 // ErrMissing means that a program is not installed.
 var ErrMissing = errors.New("program is not installed")
 
-// Variant selects one of several installed sets of programs. It is the suffix of iptables
-// and ip6tables in their names.
+// Variant selects one of several installed sets of programs. Its value is the part of their
+// names after iptables or ip6tables.
 type Variant string
 
 // The variants.
@@ -141,8 +141,8 @@ func (p *Programs) Applier() *Applier {
 	return &Applier{programs: p, targets: nftables.Targets, legacy: newLegacy()}
 }
 
-// Apply implements firewall.Applier. If nothing has changed it runs one program for each
-// family that the policies concern, and none if the kernel's own iptables has the rules.
+// Apply implements firewall.Applier. If nothing has changed it usually runs one program for
+// each family that the policies concern, and none with the variant Legacy.
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {

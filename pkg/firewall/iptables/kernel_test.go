@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// both replaces V by the variant, and runs each line with IPT twice: with iptables and
-// with ip6tables.
+// both returns script with each line twice. It replaces IPT by the iptables of variant v in
+// one of them, and by the ip6tables in the other.
 func both(v Variant, script string) string {
 	var b strings.Builder
 	for line := range strings.Lines(script) {
@@ -79,7 +79,8 @@ IPT -t mangle -A PREROUTING -j MARK --set-mark 7
 	}
 }
 
-// ofNetworks is like both, and also replaces the networks of the family.
+// ofNetworks returns script twice, for IPv4 and for IPv6. It replaces IPT by the program of
+// variant v, and NET, POD and MCAST by prefixes of the family.
 func ofNetworks(v Variant, script string) string {
 	var b strings.Builder
 	for _, names := range []*strings.Replacer{
@@ -94,7 +95,7 @@ func ofNetworks(v Variant, script string) string {
 func TestKernelNFT(t *testing.T)    { flavour(NFT).Run(t) }
 func TestKernelLegacy(t *testing.T) { flavour(Legacy).Run(t) }
 
-// TestKernelGolden compares the rules with those that were recorded of flannel.
+// TestKernelGolden checks that the rules equal the recorded text in golden.
 func TestKernelGolden(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {

@@ -21,11 +21,12 @@ import (
 // The kernel's own iptables announces no change, so its rules have to be read again and
 // again. For 10,000 rules iptables-save takes 23 ms of CPU time, because it translates each
 // of them. The kernel takes 9 ms to return them in binary form, and some microseconds to
-// return the sizes of its tables. Both show whether iptables-save would print anything new.
+// return the sizes of its tables. The binary form shows any change that iptables-save would
+// print. The sizes show most of these changes.
 
 const (
-	// large is the size in bytes of a family's rules, some thousand of them, from which on the
-	// rules are not read at each check, because that takes milliseconds of CPU time.
+	// large is the size in bytes of some thousand rules. If the rules of a family are larger,
+	// they are not read at each check, because that takes milliseconds of CPU time.
 	large = 1 << 20
 	// rests is the number of checks in a row that compare only the sizes of large tables.
 	rests = 3
@@ -49,9 +50,10 @@ func newLegacy() legacy {
 	return legacy{seed: maphash.MakeSeed(), exact: map[prefix.Family]exact{}}
 }
 
-// unchanged reports whether the kernel still has the wanted rules of family f. If not, the
-// caller reads the rules, and passes now to remember if they are right nevertheless. now is
-// read before the rules, so that the next call notices a change in between.
+// unchanged reports whether the kernel still has the wanted rules of family f, as far as it
+// has read them (see large). If same is false, the caller reads the rules. If they are right,
+// it passes now to remember. now is the state before the caller reads the rules, so that the
+// next call notices a change in between.
 func (l *legacy) unchanged(f prefix.Family, wanted firewall.Table) (now exact, same bool) {
 	tables, err := openTables(l.seed, f)
 	if err != nil { // iptables-save returns the reason
@@ -114,7 +116,8 @@ type tables struct {
 	bytes int    // size of all rules
 }
 
-// openTables reads the sizes of the tables that exist. A request for another one would create it.
+// openTables reads the sizes of the tables that exist. A request for a table that does not exist
+// would create it.
 func openTables(seed maphash.Seed, f prefix.Family) (*tables, error) {
 	domain := unix.AF_INET
 	if f == prefix.IPv6 {

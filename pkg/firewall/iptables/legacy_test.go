@@ -17,8 +17,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// countRuns puts wrappers into PATH that record each run of a program in the returned
-// function's list before they run it.
+// countRuns puts wrappers of the programs into PATH. runs returns the names of the programs
+// that were run since then, in order.
 func countRuns(t *testing.T) (runs func() []string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -63,7 +63,7 @@ func TestKernelLegacyAtRest(t *testing.T) {
 	}
 	apply(policy)
 	known := len(runs())
-	firewalltest.Shell(t, "ip link set lo up; ping -c1 -W1 127.0.0.1; ping -c1 -W1 ::1") // counts in all tables
+	firewalltest.Shell(t, "ip link set lo up; ping -c1 -W1 127.0.0.1; ping -c1 -W1 ::1") // changes counters in all tables
 	if apply(policy) {
 		t.Error("rules were written although they are right")
 	}
@@ -78,7 +78,7 @@ func TestKernelLegacyAtRest(t *testing.T) {
 		if !apply(policy) {
 			t.Errorf("%s: a replaced rule was not noticed", f)
 		}
-		// Not a repair, but a reason to read the rules.
+		// A changed policy of a parent chain needs no repair, but must make Apply read the rules.
 		apply(policy)
 		before := len(runs())
 		firewalltest.Shell(t, program+` -P FORWARD DROP`)
@@ -94,8 +94,8 @@ func TestKernelLegacyAtRest(t *testing.T) {
 	}
 }
 
-// TestKernelLegacyLarge checks that a change which keeps all sizes is noticed beside
-// thousands of rules, too.
+// TestKernelLegacyLarge checks that a change that keeps all sizes is noticed within a few
+// checks even if there are thousands of rules, and a change of a size at once.
 func TestKernelLegacyLarge(t *testing.T) {
 	firewalltest.Enter(t)
 	var rules strings.Builder

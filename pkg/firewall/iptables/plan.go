@@ -14,7 +14,7 @@ import (
 const kubeProxy = "KUBE-"
 
 // plan returns the input of iptables-restore --noflush that changes the existing rules to
-// those of t. It returns "" if no change is needed.
+// the rules of t. It returns "" if no change is needed.
 func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {

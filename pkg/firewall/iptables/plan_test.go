@@ -17,7 +17,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestJump tests parent chains in which the jump is in a right or wrong position.
+// TestJump checks that the jump moves from a wrong position in the parent chain to the right
+// one, and that a jump in a right position stays.
 func TestJump(t *testing.T) {
 	const jump = `-A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	const chain = `:FLANNEL-FWD - [0:0]
@@ -54,7 +55,8 @@ func TestJump(t *testing.T) {
 	}
 }
 
-// TestLegacyRules checks that rules that an operator may have written stay.
+// TestLegacyRules checks that rules of flannel before v0.20 are removed, and that rules that
+// an operator may have written stay.
 func TestLegacyRules(t *testing.T) {
 	off, on := firewalltest.Policy(), firewalltest.Policy()
 	off.Forward, off.Masquerade = false, false
@@ -84,7 +86,8 @@ func TestLegacyRules(t *testing.T) {
 	}
 }
 
-// TestProbe probes programs that print the versions of several releases.
+// TestProbe checks what probe returns for programs that print the versions of several
+// releases.
 func TestProbe(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	const program = Variant("-of-a-test")
@@ -153,9 +156,9 @@ func TestMissing(t *testing.T) {
 	}
 }
 
-// TestMissingWhereNothingIsWanted installs the programs of one family only. Missing
-// programs are no error if there are only rules to remove, because they cannot have
-// created any.
+// TestMissingWhereNothingIsWanted checks that Apply succeeds if the programs of a family are
+// missing and there are only rules of that family to remove: programs that are missing cannot
+// have created rules.
 func TestMissingWhereNothingIsWanted(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
@@ -175,8 +178,9 @@ func TestMissingWhereNothingIsWanted(t *testing.T) {
 	}
 }
 
-// TestInterrupted ends iptables-restore after it has written the rules. The result is
-// unknown then, so Apply must report a possible change.
+// TestInterrupted checks that Apply reports a change if ctx ends while iptables-restore runs,
+// because the program may have written the rules. If ctx ends before, Apply must not report a
+// change.
 func TestInterrupted(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))

@@ -125,7 +125,8 @@ func TestKernelGolden(t *testing.T) {
 	}
 }
 
-// TestKernelManyRules applies more rules than fit the default buffers of a socket.
+// TestKernelManyRules checks that Apply writes and deletes more rules than fit the default
+// buffers of a socket.
 func TestKernelManyRules(t *testing.T) {
 	for _, n := range []int{300, 1000} {
 		t.Run(strconv.Itoa(n), func(t *testing.T) {
@@ -157,7 +158,7 @@ func TestKernelWatchOfManyRules(t *testing.T) {
 	script.WriteString(" }\n}\nEND")
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	const over = 4 * quiet // without a wake
+	const over = 4 * quiet // Watch ends after this time without a wake
 	end := time.AfterFunc(time.Minute, cancel)
 	wakes := 0
 	Watch(ctx, OwnPlaces(), func() { // on the thread that is in the namespace
@@ -171,8 +172,8 @@ func TestKernelWatchOfManyRules(t *testing.T) {
 	}
 }
 
-// TestKernelRefused tests a table that the kernel reserves for another program. Apply
-// must not report a change.
+// TestKernelRefused checks that Apply returns EPERM and reports no change if the kernel
+// reserves the table for another program.
 func TestKernelRefused(t *testing.T) {
 	firewalltest.Enter(t)
 	owner, err := dial(prefix.IPv4)

@@ -148,7 +148,8 @@ func eachExpression(raw []byte, take func(name string, data []byte) bool) error 
 	return ad.Err()
 }
 
-// decoding is a rule whose expressions have been parsed up to some point.
+// decoding contains the rule that the expressions parsed so far describe, and what they have
+// loaded into the register.
 type decoding struct {
 	family   prefix.Family
 	rule     firewall.Rule

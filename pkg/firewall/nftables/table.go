@@ -23,7 +23,7 @@ type chainState struct {
 	exists  bool
 	right   bool // the chain is as wanted, apart from its rules
 	rules   []ruleState
-	decoded []*firewall.Rule // decoded rules; nil for those of other programs
+	decoded []*firewall.Rule // decoded rules; nil for a rule that no flannel daemon creates
 }
 
 type ruleState struct {
@@ -178,7 +178,7 @@ func (c *conn) newChain(t firewall.Table, chain firewall.Chain) netlink.Message 
 	}))
 }
 
-// delChain deletes a chain with its rules.
+// delChain returns the messages that delete a chain with its rules.
 func (c *conn) delChain(t firewall.Table, chain firewall.Chain) []netlink.Message {
 	name := specOf(chain).name
 	return []netlink.Message{
@@ -193,7 +193,8 @@ func (c *conn) delChain(t firewall.Table, chain firewall.Chain) []netlink.Messag
 	}
 }
 
-// newRule adds a rule at the head of its chain, with netlink.Append at the end.
+// newRule returns the message that adds a rule at the head of its chain or, if flags contain
+// netlink.Append, at the end.
 func (c *conn) newRule(t firewall.Table, chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
 	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))

@@ -16,8 +16,9 @@ import (
 )
 
 // Target is the effect of a rule on packets. Name is the chain that gets them, or a target
-// of iptables, such as DROP. Always is set if the rule has no condition, as far as targetOf
-// understands it. Hidden is set if the rule has a condition that iptables may not print.
+// of iptables, such as DROP. Name is empty if the rule has neither. Always is set if the
+// rule has no condition. Hidden is set if the rule has a condition that iptables may not
+// print.
 type Target struct {
 	Name           string
 	Always, Hidden bool
@@ -84,7 +85,7 @@ func targetOf(f prefix.Family, raw []byte) Target {
 func printed(f prefix.Family, name string, data []byte) bool {
 	switch name {
 	case "cmp", "bitwise", "masq":
-		return true // compares the loaded value
+		return true // these work on a value that another expression has loaded, or are a target
 	case "meta":
 		var e expr.Meta
 		return expr.Unmarshal(protocol(f), data, &e) == nil && slices.Contains([]expr.MetaKey{

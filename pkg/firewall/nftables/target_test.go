@@ -11,7 +11,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestKernelTargets reads rules that nft and iptables have created.
+// TestKernelTargets checks the targets of rules that nft and iptables have created.
 func TestKernelTargets(t *testing.T) {
 	always, some, hidden := Target{Name: "DROP", Always: true}, Target{Name: "DROP"}, Target{Name: "DROP", Hidden: true}
 	for rule, want := range map[string]Target{

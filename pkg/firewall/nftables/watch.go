@@ -18,8 +18,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// quiet is the time without a change after which wake is called again. The first change
-// calls it at once, because programs often rewrite rules in many steps.
+// quiet is the pause after a wake. All changes during the pause cause one more wake at its
+// end, because programs often rewrite rules in many steps.
 const quiet = 200 * time.Millisecond
 
 // listenPause is the pause after a failure to listen.
@@ -86,10 +86,10 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 }
 
 // backlog reads the messages that have arrived, and reports whether one of them concerns the
-// places. Otherwise a program that has written thousands of rules would cause a wake for every few
-// of them, long after it has finished.
+// places. Without backlog, a program that has written thousands of rules would cause a wake for
+// every few of them, long after it has finished.
 func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
-	const none = time.Millisecond // if no message comes for that long, all were read
+	const none = time.Millisecond // if no message comes for that long, backlog has read all
 	for end := time.Now().Add(quiet); ctx.Err() == nil && time.Now().Before(end); {
 		if nl.SetReadDeadline(time.Now().Add(none)) != nil {
 			break
@@ -101,8 +101,8 @@ func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (co
 		}
 		concerned = concerned || lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
 	}
-	// If ctx has ended by now, listen returns. If it ends later, listen's own deadline comes after
-	// this one.
+	// Remove the deadline. If ctx has ended by now, listen returns. If ctx ends later, listen sets
+	// a deadline again.
 	_ = nl.SetReadDeadline(time.Time{})
 	return concerned
 }
