@@ -25,9 +25,9 @@ const (
 // maxSharingInterval is a day, in seconds.
 const maxSharingInterval = 86400
 
-// The values of Mode. separate uses a device for each family. The others use one device
-// for both families, whose outer packets have the named family or, with auto, the one
-// that suits the peer.
+// The values of Mode. With separate, each family has its own device. With the other values, one
+// device carries both families: ipv4 and ipv6 name the family of its outer packets, and auto
+// chooses that family for each peer.
 const (
 	modeSeparate = "separate"
 	modeAuto     = "auto"
@@ -98,14 +98,15 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		return c, nil, fmt.Errorf("Backend.PSK and Backend.PSKFile are both set: want one")
 	}
 	if c.PSK != "" {
-		if _, err := wgtypes.ParseKey(c.PSK); err != nil { // the error's text would contain it
+		if _, err := wgtypes.ParseKey(c.PSK); err != nil { // the error's text would contain the key
 			return c, nil, fmt.Errorf("Backend.PSK is no key: want 32 bytes in base64, as wg genpsk makes them")
 		}
 	}
 	return c, warnings, c.check(env)
 }
 
-// check returns an error if the configuration contradicts the families or the link.
+// check returns an error if the configuration contradicts the families of the network or the
+// MTU of the external interface.
 func (c config) check(env backend.Env) error {
 	have := families(env)
 	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {
@@ -147,7 +148,7 @@ func (c config) psk() (wgtypes.Key, error) {
 		return wgtypes.Key{}, nil
 	}
 	key, err := wgtypes.ParseKey(text)
-	if err != nil { // the error's text would contain it
+	if err != nil { // the error's text would contain the key
 		return key, fmt.Errorf("Backend.PSKFile %s holds no key: want 32 bytes in base64, as wg genpsk makes them", c.PSKFile)
 	}
 	return key, nil
@@ -155,14 +156,15 @@ func (c config) psk() (wgtypes.Key, error) {
 
 // tunnel describes a device.
 type tunnel struct {
-	name     string // the name that other flannel daemons use
-	port     int    // UDP port that it listens on
-	families []prefix.Family
+	name     string          // the one that other flannel daemons use, if the process serves one network
+	port     int             // UDP port that it listens on
+	families []prefix.Family // families of the packets inside the tunnel
 	outer    []prefix.Family // families of the outer packets
 }
 
-// tunnels returns the devices for the families of a network. The devices of several networks have
-// their ports in the name. network is empty for the only one.
+// tunnels returns the devices of a network with the families in have. network is the name of
+// the network; it is empty if the process serves only one. If it serves several, the name of
+// each device contains its port.
 func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 	name := func(base string, port int) string {
 		if network == "" {

@@ -19,7 +19,7 @@ import (
 type leaseData struct {
 	PublicKey string
 	Port      int
-	// The rest is unknown to flannel, which ignores it.
+	// flannel does not know the fields below, and ignores them.
 
 	// PublicEndpoint is a name of the host, with an optional port. See endpoint.Named.
 	PublicEndpoint string `json:",omitempty"`
@@ -28,14 +28,15 @@ type leaseData struct {
 	PeerEndpoints json.RawMessage `json:",omitempty"`
 	// Relay is set if the host carries packets of other hosts that do not reach each other.
 	Relay mark `json:",omitempty"`
-	// Unreachable has the public keys of peers that the host does not reach, and Relays those of the relays
-	// that it reaches. See relayLists.
+	// Unreachable has the public keys of peers that the host does not reach. Relays has the public keys
+	// of the relays that it reaches. See relayLists.
 	Unreachable json.RawMessage `json:",omitempty"`
 	Relays      json.RawMessage `json:",omitempty"`
 }
 
-// mark is true if JSON says so. Another value is false instead of an error, because other hosts write it, and
-// the rest of their data is usable without it.
+// mark is a bool that is true only if its JSON value is true. Any other JSON value decodes as
+// false instead of an error: other hosts write it, and the rest of their data is usable without
+// it.
 type mark bool
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -53,9 +54,10 @@ func encodeData(d leaseData) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeNamed returns the name in backend data, or none if there is none that can be used.
+// decodeNamed returns the PublicEndpoint in backend data, or the zero Named if there is none or
+// if it is invalid.
 func decodeNamed(raw json.RawMessage) endpoint.Named {
-	if !bytes.Contains(raw, []byte(namedField)) { // nearly all leases
+	if !bytes.Contains(raw, []byte(namedField)) { // as in nearly all leases
 		return endpoint.Named{}
 	}
 	var d struct{ PublicEndpoint string }
@@ -69,11 +71,11 @@ func decodeNamed(raw json.RawMessage) endpoint.Named {
 	return n
 }
 
-// namedField is the name of the field of leaseData.
+// namedField is the JSON key of leaseData.PublicEndpoint.
 const namedField = "PublicEndpoint"
 
-// decodeData returns key and port of a lease's backend data. Port 0 means that it
-// contains none.
+// decodeData returns the public key and the port in a lease's backend data. Port 0 means that
+// the data contains no port.
 func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
 	if len(raw) == 0 {
 		return key, 0, errors.New("no backend data, want a PublicKey")

@@ -40,8 +40,8 @@ type handshake struct {
 // never is the age of a handshake that has not happened.
 const never = time.Duration(math.MaxInt64)
 
-// ages returns the age of the last handshake with each of the peers, which must be the
-// present state of the device.
+// ages returns the age of the last handshake with each peer, or never if there was none. peers
+// must be the present state of the device.
 func (h *handshakes) ages(now instant, peers []wgtypes.Peer) map[wgtypes.Key]time.Duration {
 	ages := make(map[wgtypes.Key]time.Duration, len(peers))
 	seen := make(map[wgtypes.Key]handshake, len(peers))
@@ -60,8 +60,8 @@ func (h *handshakes) ages(now instant, peers []wgtypes.Peer) map[wgtypes.Key]tim
 	return ages
 }
 
-// newAge returns the age of a handshake that is new since the last call of ages. It is
-// therefore not older than that call. The device reports it by the present wall clock, or
+// newAge returns the age of a handshake that is new since the last call of ages. So the
+// handshake is not older than that call. The device reports it by the present wall clock, or
 // by the wall clock before a step in the meantime. If both are possible the younger age
 // counts, because a session in use must not be taken for an ended one. Before the first
 // call of ages no steps are known.

@@ -13,21 +13,21 @@ import (
 	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
-// Host is the state of this backend in the process: the devices in user space, which outlive
-// networks. When a network ends, its devices go on with the peers that they have. The next network
-// takes them over, so that no packet is lost in between.
+// Host contains the WireGuard devices that run in this process. They outlive a network: when it
+// is closed, its devices continue with their peers, and the next network takes the devices
+// over. So no packet is lost in between.
 type Host struct {
 	mu      sync.Mutex
 	devices map[string]*hostDevice // by name
 }
 
-// hostDevice is a device in user space, and what the Host knows of it.
+// hostDevice is a device in this process, with the settings of the network that took it last.
 type hostDevice struct {
 	userspaceDevice
-	port  int          // UDP port that the network sets
+	port  int          // UDP port that the network makes the device listen on
 	iface int          // index of the external interface
 	local []netip.Addr // addresses of the host from which it sends
-	used  bool         // a network that has started uses it
+	used  bool         // a network has taken it and has not left it yet
 }
 
 // NewHost returns a Host without devices. The caller closes it.
@@ -42,9 +42,11 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return &Backend{env: env, config: c, host: h}, warnings, nil
 }
 
-// take returns the device for a tunnel. It may run already, because an earlier network has left it.
-// Such a device is closed first if the addresses of the host are different now: WireGuard remembers
-// the one from which it sends to each peer.
+// take returns the device for t, and marks it as used. An earlier network may have left the
+// device running. If the external interface or its addresses have changed since, take closes
+// that device and returns a new one, because WireGuard remembers for each peer the address from
+// which it sends. take also closes unused devices with other names that listen on the port of
+// t.
 func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -72,7 +74,8 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 	return &d.userspaceDevice, nil
 }
 
-// leave lets a device go on until another network takes it, or until CloseUnused.
+// leave marks a device as unused. It continues to run until another network takes it, or until
+// CloseUnused, FreePorts or take closes it.
 func (h *Host) leave(u *userspaceDevice) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -81,7 +84,7 @@ func (h *Host) leave(u *userspaceDevice) {
 	}
 }
 
-// closeNamed closes the devices with these names, because the kernel's replace them.
+// closeNamed closes the devices with these names, because devices of the kernel replace them.
 func (h *Host) closeNamed(names []string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

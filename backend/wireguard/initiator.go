@@ -23,17 +23,17 @@ const (
 	// The initiator starts up to handshakeAttempts handshakes with a peer that has no
 	// session, with retryPause between them.
 	retryPause = 500 * time.Millisecond
-	// turnPause is the time for which the initiator waits for a peer whose turn is first.
+	// turnPause is the time for which the host with the larger public key lets the other host start.
 	turnPause         = retryPause / 2
 	handshakeAttempts = 3
-	// stateReads limits how often the initiator reads the device's state before it starts handshakes
-	// again: each time, the device describes all of its peers.
+	// stateReads limits how often retry reads the device's state in one round, because each time the
+	// device describes all of its peers.
 	stateReads = 32
 )
 
 // initiator starts handshakes with the peers of a device in this process. WireGuard itself
-// starts one when it has a packet to send, but a peer may have a session with an earlier
-// device, and its packets would be lost until then.
+// starts one when it has a packet to send. But a peer may still have a session with an
+// earlier device, and the packets that this peer sends would be lost until then.
 //
 // Two handshakes that cross do harm: both may fail, and WireGuard starts none for 5 s. Or
 // one fails, and when WireGuard repeats it after 5 s, packets of the session that has begun
@@ -54,8 +54,9 @@ func newInitiator(dev *wgdevice.Device) *initiator {
 }
 
 // initiate starts handshakes with new peers. It must be called after every change of the
-// device's peers. own is the device's public key. fresh is set if the device has just
-// started: then the peers may have sessions with an earlier device, and nothing waits.
+// device's peers. own is the device's public key. fresh is set if the peers may have sessions
+// with an earlier device. Then initiate starts all handshakes at once, even if own is the
+// larger key.
 func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh bool) {
 	var first, second []wgdevice.NoisePublicKey
 	for _, p := range peers {
@@ -79,7 +80,8 @@ func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh 
 	}
 }
 
-// startSecond starts handshakes with peers that have not started one themselves.
+// startSecond waits for turnPause, and then starts handshakes with the peers that have no
+// session by then.
 func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 	select {
 	case <-i.stop:
@@ -96,7 +98,7 @@ func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 	}
 }
 
-// retry starts handshakes again with peers that still have no session.
+// retry starts further handshakes with the peers that still have no session.
 func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 	for range handshakeAttempts - 1 {
 		select {
@@ -104,7 +106,7 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 			return
 		case <-time.After(retryPause):
 		}
-		peers = i.withoutSession(peers) // nearly all have one
+		peers = i.withoutSession(peers) // nearly all have a session now
 		var left []wgdevice.NoisePublicKey
 		for few := range slices.Chunk(peers, 1+len(peers)/stateReads) {
 			// A session may have begun a moment ago, and already have traffic. Another handshake would
@@ -124,9 +126,10 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 	}
 }
 
-// startHandshake starts a handshake with a peer, unless the peer was removed. The device
-// starts at most one in 5 s. With again it starts a new one at once and gives up the
-// earlier one, so it ignores a late answer to that.
+// startHandshake starts a handshake with a peer, unless the peer was removed. Normally the
+// device starts at most one handshake with a peer in 5 s, and ignores this call if it is too
+// early. With again, the device gives up the last handshake and starts a new one at once. A
+// late answer to the last one is then ignored.
 func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
 	peer := i.dev.LookupPeer(key)
 	if peer == nil {
@@ -135,13 +138,14 @@ func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
 	if again {
 		peer.ExpireCurrentKeypairs()
 	}
-	_ = peer.SendHandshakeInitiation(false) // a failed one is repeated with the next packet
+	_ = peer.SendHandshakeInitiation(false) // if it fails, the device repeats it with the next packet
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.last = time.Now()
 }
 
-// withoutSession returns the peers that have had no session.
+// withoutSession returns those of peers with which the device has never completed a handshake.
+// It returns nil if the state cannot be read. It changes the array of peers.
 func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePublicKey {
 	state, err := i.dev.IpcGet()
 	if err != nil {
@@ -159,7 +163,8 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return had[hex.EncodeToString(k[:])] })
 }
 
-// close waits until another device may start handshakes with the same peers.
+// close stops the initiator, and waits until another device may start handshakes with the same
+// peers.
 func (i *initiator) close() {
 	close(i.stop)
 	i.tasks.Wait()

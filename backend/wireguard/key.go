@@ -24,22 +24,23 @@ const keyFile = "wgkey"
 // sets another.
 const flannelKeyFile = "/run/flannel/wgkey"
 
-// writtenFile is the name of a file in the state directory. It lists the private key
-// files elsewhere that flanneld has written, as a JSON object with the public key by
-// path.
+// writtenFile is the name of a file in the state directory. It lists the private key files
+// outside of the state directory that flanneld has written. It is a JSON object that maps the
+// path of each file to the public key.
 const writtenFile = "wgkey-written"
 
 // keyStore stores the private key, so that it survives restarts and reboots.
 type keyStore struct {
 	path     string // empty if the key is not stored
 	fallback string // is read if path does not exist; may be empty
-	written  string // list of written key files; empty if there is none
+	written  string // path of the list of written key files; empty if there is no list
 }
 
 // keyFileVariable is the environment variable with the path of the private key.
 const keyFileVariable = "WIREGUARD_KEY_FILE"
 
-// newKeyStore returns the store of a network's key. network is empty for the only one.
+// newKeyStore returns the store of a network's key. network is the name of the network; it is
+// empty if the process serves only one. WIREGUARD_KEY_FILE has priority over the other paths.
 func newKeyStore(stateDir, network string) keyStore {
 	if path := os.Getenv(keyFileVariable); path != "" {
 		s := keyStore{path: path}
@@ -59,8 +60,9 @@ func newKeyStore(stateDir, network string) keyStore {
 	return keyStore{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
 }
 
-// key returns the stored private key, or else that of the existing device (zero if there
-// is none), or else a new one. The key is on disk when key returns.
+// key returns the stored private key. If there is none, it returns device, the key of the
+// existing device. If device is zero, it makes a new key. When key returns without an error,
+// the key is on disk, unless s.path is empty.
 func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 	for _, path := range []string{s.path, s.fallback} {
 		if path == "" {
@@ -105,7 +107,7 @@ func (s keyStore) save(key wgtypes.Key) error {
 		return nil
 	}
 	if s.written != "" {
-		_ = s.addToWritten(key) // without the note a cleanup does not find the file, which does not prevent the start
+		_ = s.addToWritten(key) // if this fails, the key is usable, but a cleanup does not find its file
 	}
 	if err := writeSecret(s.path, []byte(key.String())); err != nil {
 		return fmt.Errorf("keep private key: %w", err)
@@ -121,7 +123,8 @@ func writeSecret(path string, text []byte) error {
 	return renameio.WriteFile(path, text, 0o600, renameio.WithTempDir(dir), renameio.IgnoreUmask())
 }
 
-// addToWritten adds s.path to the list of written key files, with the public key of key.
+// addToWritten adds s.path to the list of written key files, with the public key of key. It
+// replaces a list that cannot be read.
 func (s keyStore) addToWritten(key wgtypes.Key) error {
 	path, err := filepath.Abs(s.path)
 	if err != nil {

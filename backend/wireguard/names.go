@@ -16,16 +16,16 @@ import (
 
 const (
 	lookupTimeout = 5 * time.Second
-	// A name is resolved again at the earliest after leastLookupPause while there is no session, and
-	// after up to mostLookupPause if that has not helped.
+	// While there is no session with a peer, its name is resolved again: first after leastLookupPause,
+	// and then after longer and longer pauses, up to mostLookupPause.
 	leastLookupPause = 30 * time.Second
 	mostLookupPause  = 10 * time.Minute
 	// lookupRate and lookups limit the load of all names together.
 	lookupRate = 10 // per second
 	lookups    = 4  // at the same time
-	// foundPause is the shortest time between two calls of found. Each costs a reading of the devices.
+	// foundPause is the shortest time between two calls of found. Each call makes the network read its devices.
 	foundPause = time.Second
-	// maxAddresses is the number of addresses of each family of a name that are used.
+	// maxAddresses is the maximum number of addresses of a name that are used, for each family.
 	maxAddresses = 4
 )
 
@@ -54,8 +54,9 @@ func newResolver(lookup func(ctx context.Context, host string) ([]netip.Addr, er
 	return &resolver{lookup: lookup, found: found, wake: wait.NewSignal(), limit: rate.NewLimiter(lookupRate, lookups), names: map[string]*name{}}
 }
 
-// addrs returns the known addresses of host, and resolves it again soon if it was not resolved for a
-// while. The caller has no session with the host, so they may be out of date.
+// addrs returns the known addresses of host; nil if there are none yet. They may be out of
+// date, because the caller has no session with the host. So addrs also makes run resolve host
+// again, unless host was resolved a short time ago.
 func (r *resolver) addrs(host string) []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -65,7 +66,7 @@ func (r *resolver) addrs(host string) []netip.Addr {
 		r.names[host] = n
 	}
 	if now := time.Now(); !n.queued && now.After(n.next) {
-		if now.Sub(n.next) > mostLookupPause { // there was a session meanwhile
+		if now.Sub(n.next) > mostLookupPause { // addrs was not called for a long time, so there was a session
 			n.backoff.Reset()
 		}
 		n.queued = true
@@ -117,7 +118,7 @@ func (r *resolver) run(ctx context.Context) {
 	}
 }
 
-// pop returns the next name to resolve.
+// pop removes the next name from the queue and returns it. ok is false if the queue is empty.
 func (r *resolver) pop() (host string, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -128,7 +129,8 @@ func (r *resolver) pop() (host string, ok bool) {
 	return host, true
 }
 
-// resolve resolves one name. If that fails, the former addresses stay.
+// resolve resolves one name and stores its addresses. If the lookup fails or has no result, the
+// former addresses stay.
 func (r *resolver) resolve(ctx context.Context, host string) {
 	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
 	defer cancel()
@@ -136,7 +138,7 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	n := r.names[host]
-	if n == nil { // it is not needed any more
+	if n == nil { // retain has removed it
 		return
 	}
 	n.queued, n.next = false, time.Now().Add(n.backoff.Next())
@@ -146,9 +148,9 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	for i := range addrs {
 		addrs[i] = addrs[i].Unmap()
 	}
-	slices.SortFunc(addrs, netip.Addr.Compare) // servers return them in turn
+	slices.SortFunc(addrs, netip.Addr.Compare) // servers change the order in their answers
 	addrs = slices.Compact(addrs)
-	six := slices.IndexFunc(addrs, netip.Addr.Is6) // after all of IPv4
+	six := slices.IndexFunc(addrs, netip.Addr.Is6) // IPv6 comes after all IPv4 addresses
 	if six < 0 {
 		six = len(addrs)
 	}
@@ -159,10 +161,11 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	}
 }
 
-// tell calls found, or lets that happen soon. The caller holds the lock.
+// tell calls found now or, if the last call was less than foundPause ago, as soon as foundPause
+// is over. The caller holds r.mu.
 func (r *resolver) tell() {
 	now := time.Now()
-	if r.told.After(now) { // it will be called
+	if r.told.After(now) { // a call is planned already
 		return
 	}
 	if r.told = r.told.Add(foundPause); r.told.After(now) {

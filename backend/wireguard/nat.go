@@ -19,29 +19,29 @@ import (
 )
 
 const (
-	// leastReadPause is the shortest one. The trials of many peers end at different times, and each reading
-	// costs as much as all peers do.
+	// leastReadPause is the shortest planned time between two readings of a device. The trials of many
+	// peers end at different times, and each reading returns all peers.
 	leastReadPause = time.Second
 	// mostReadPause is the longest time between two readings of a device while there are peers behind
 	// NAT. The kernel announces neither sessions nor endpoints.
 	mostReadPause = time.Minute
-	// newsPause is the time after which a device is read because another host shares other endpoints, or says
-	// something else about relays. Many hosts may do so at once.
+	// newsPause is the time until the devices are read after another host has changed the endpoints that it
+	// shares, or its data about relays. Many hosts may change these at once, and one reading serves all.
 	newsPause = 10 * time.Second
 )
 
-// nat finds the endpoints of peers that are behind NAT. A host shares those that it sees, and tries
-// those that others share.
+// nat finds the endpoints of peers that are behind NAT. A host shares the endpoints at which it
+// sees such peers, and tries the endpoints that other hosts share.
 type nat struct {
 	shared    sharedIndex
 	sharer    sharer
 	republish wait.Signal
-	news      bool          // others share other endpoints than when the devices were read
+	news      bool          // the endpoints that other hosts share have changed since the devices were read
 	readBy    time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 }
 
-// newNAT returns the state at the start. The endpoints in the own lease stay until they turn out to be
-// wrong.
+// newNAT returns the state at the start of the network. It begins with the shared endpoints and
+// the relay lists in the own lease, so that a restart does not withdraw them.
 func (n *network) newNAT(own subnet.Lease) nat {
 	now := n.now().steady
 	before := n.publishes(own.Claim())
@@ -60,7 +60,8 @@ func (n *network) newNAT(own subnet.Lease) nat {
 	return nat{sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal()}
 }
 
-// publishes returns what this host publishes at present. prev is its last claim.
+// publishes returns what this host publishes about other hosts at present. Before the network
+// has started, that is the content of prev, the last claim of this host.
 func (b *Backend) publishes(prev subnet.Claim) published {
 	if b.config.EndpointSharingInterval == 0 {
 		return published{}
@@ -73,7 +74,7 @@ func (b *Backend) publishes(prev subnet.Claim) published {
 	if !ok {
 		return published{}
 	}
-	own = *side // of a migration that has ended, with the data of this backend
+	own = *side // prev may have the data of a second backend, after a migration
 	now := published{shared: b.sharedBy(own), relays: map[prefix.Family]relayLists{}}
 	for _, t := range b.tunnels() {
 		if _, _, lists := relaysIn(t, own); !lists.empty() && b.usesRelays() {
@@ -86,10 +87,11 @@ func (b *Backend) publishes(prev subnet.Claim) published {
 // Republish implements backend.Publisher.
 func (n *network) Republish() <-chan struct{} { return n.nat.republish }
 
-// Published implements backend.Publisher. This host does nothing else after a write.
+// Published implements backend.Publisher. There is nothing to do after a write.
 func (*network) Published(subnet.Claim) {}
 
-// noteShared takes over what other hosts share, and what they say about relays.
+// noteShared stores what the leases of set share, and what they say about relays. It visits
+// only the changed leases, unless any lease may differ.
 func (n *network) noteShared(set backend.Set) {
 	if n.nat.sharer.interval == 0 {
 		return
@@ -110,7 +112,7 @@ func (n *network) noteShared(set backend.Set) {
 			d.relaying.note(key, now)
 		}
 	}
-	if !set.All && !n.failed { // a pass that fails may not have come here
+	if !set.All && !n.failed { // a failed pass may have ended before it visited its changes
 		for _, key := range set.Changed {
 			note(key)
 		}
@@ -132,8 +134,8 @@ func (n *network) readingDue(now time.Duration) bool { return n.nat.readBy != 0 
 // serves reports whether the device sends to addresses of family f.
 func (d *device) serves(f prefix.Family) bool { return slices.Contains(d.outer, f) }
 
-// candidates returns the endpoints to try for a peer of d without a session: those of its name, then
-// those that other hosts share.
+// candidates returns the endpoints to try for p, a peer of d that has no session: first the
+// addresses of its name, then the endpoints that other hosts share.
 func (n *network) candidates(d *device, p peer) []netip.AddrPort {
 	var all []netip.AddrPort
 	if !p.named.IsZero() {
@@ -151,10 +153,10 @@ func (n *network) candidates(d *device, p peer) []netip.AddrPort {
 	return all
 }
 
-// noteNames takes over the names of the wanted peers in c. It resolves those of peers that are new on the
-// device, because they have no session yet.
+// noteNames stores the names of the wanted peers in c. It also makes the resolver look up the
+// names of peers that are not on the device yet, because there is no session with them.
 func (n *network) noteNames(d *device, c diff) {
-	fresh := map[string]bool{} // hosts by name
+	fresh := map[string]bool{} // names of peers that are not on the device yet
 	for _, p := range c.want {
 		if !p.named.IsZero() {
 			d.named[p.named.Host], fresh[p.named.Host] = true, true
@@ -171,7 +173,7 @@ func (n *network) noteNames(d *device, c diff) {
 	}
 }
 
-// resolve returns the addresses of a host by its name, or the address that is its name.
+// resolve looks up the addresses of host. If host is an address, it returns that address.
 func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
 	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
@@ -182,8 +184,9 @@ func (n *network) worthSharing(endpoint netip.AddrPort) bool {
 	return n.env.Reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
-// offer decides whether this host should publish something else. It must follow a pass that has read all
-// devices. It returns the time after which to ask again; zero if there is nothing to publish.
+// offer decides whether this host should change what it publishes. It must be called after a
+// pass that has read all devices. It returns the time after which another pass must read the
+// devices and call offer again; zero if there is nothing to change.
 func (n *network) offer(p pass) (again time.Duration) {
 	s := &n.nat.sharer
 	if s.interval == 0 || !p.set.Complete {
@@ -201,9 +204,9 @@ func (n *network) offer(p pass) (again time.Duration) {
 	return s.offer(p.now.steady, len(p.set.Leases), want)
 }
 
-// share publishes the own lease if the last reading of all devices has shown that this host should publish
-// something else, and what other hosts share by now has not changed that. It reports whether it has published
-// other lists about relays, from which the choice of relays follows.
+// share publishes the change that offer has planned, unless other hosts have made it
+// unnecessary since by what they share. It reports whether the lists about relays have changed,
+// because then the relays must be chosen again.
 func (n *network) share(ctx context.Context, p pass) (relays bool) {
 	s := &n.nat.sharer
 	before := s.published
@@ -227,8 +230,9 @@ func (n *network) share(ctx context.Context, p pass) (relays bool) {
 	return relays
 }
 
-// followPeers does after a pass without an error what peers behind NAT need, and decides when to read the
-// devices again. wrote is set if the pass has changed a peer.
+// followPeers runs after a pass without an error. If the pass has read all devices, followPeers
+// calls offer. In any case it decides when to read the devices again because of peers behind
+// NAT, names and relays. wrote is set if the pass has changed a peer.
 func (n *network) followPeers(p pass, wrote bool) {
 	by, now := n.nat.readBy, p.now.steady
 	within := func(pause time.Duration) {

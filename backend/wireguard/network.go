@@ -62,10 +62,10 @@ func (hostControl) Index(device string) (int, error) {
 type device struct {
 	tunnel
 	userspace       *userspaceDevice // nil if the kernel implements it
-	index           int              // another index means another device, without any peers
+	index           int              // index of the interface; another one means a new device, without any peers
 	peers           map[string]peer  // wanted peers, by lease key
 	unwantedRemoved bool             // peers without a lease were removed
-	waiting         int              // number of peers that still have another preshared key
+	waiting         int              // number of peers that do not have the present preshared key yet
 
 	handshakes handshakes
 	seen       observations    // peers behind NAT
@@ -79,21 +79,21 @@ func newDevice(t tunnel) *device {
 	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, relaying: newRelaying(), named: map[string]bool{}}
 }
 
-// pass is what one pass is about.
+// pass contains the input of one pass.
 type pass struct {
 	set  backend.Set
 	now  instant
 	read bool // every device has to be read
 }
 
-// Sync implements backend.Network. A failure of one device, or of its address and route,
-// does not affect the peers of the other.
+// Sync implements backend.Network. If the address, the route or the peers of one device cannot
+// be written, Sync still writes the peers of the other device, and then returns the error.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcome, err error) {
 	defer func() { n.failed = err != nil }()
 	if err := n.ensureUserspace(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
-	peers = n.WithResized(peers) // because a set without changes makes syncPeers read all peers
+	peers = n.WithResized(peers) // adds peers with another path MTU: without changes, syncPeers would read all peers
 	o, failed := n.Programmer.Sync(ctx, peers)
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
@@ -143,7 +143,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	now := n.now()
 	relays := func(d *device) bool { return d.relaying.decisive || d.relaying.concerns(set.Changed) }
 	p := pass{set, now, n.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
-	if n.share(ctx, p) { // before the devices are read, which may take long
+	if n.share(ctx, p) { // publish before the devices are read, because that may take long
 		p.read = true
 	}
 	waiting, wrote := 0, false
@@ -207,8 +207,8 @@ func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass)
 	return len(cfg.Peers) > 0, repaired, nil
 }
 
-// diffOfAll compares the device with all leases. same reports whether it is the device of
-// the last pass.
+// diffOfAll reads the device and compares it with all leases. same reports whether it is the
+// device of the last pass. The returned map contains the wanted peers by lease key.
 func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map[string]peer, error) {
 	have, err := n.control.Device(d.name)
 	if err != nil {
@@ -237,7 +237,9 @@ func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map
 	return c, next, nil
 }
 
-// diffOfChanged compares what was written in the last pass with the changed leases.
+// diffOfChanged compares the changed leases with the peers that were last written for them. It
+// does not read the device. The returned map contains the wanted peers of these leases by lease
+// key.
 func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, map[string]peer) {
 	have := &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}
 	c, next := newDiff(s, have), map[string]peer{}
@@ -286,8 +288,9 @@ func (d *device) setPeers(index int, full bool, set backend.Set, next map[string
 	}
 }
 
-// countRepairs counts the changes that undo those of another program: changes to peers
-// whose wanted state is the same as before.
+// countRepairs counts the changes in c that undo a change by another program: removals of peers
+// that were not wanted before, and changes to peers whose wanted state is the same as before.
+// Changes to a new preshared key or to another endpoint do not count.
 func countRepairs(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
@@ -301,7 +304,8 @@ func countRepairs(c wgtypes.Config, d diff) (count int) {
 	return count
 }
 
-// explainPortInUse adds the meaning of a device's error.
+// explainPortInUse names port if err says that another program uses it. Otherwise it returns
+// err.
 func explainPortInUse(err error, port int) error {
 	// A device of this process returns a number, which wgctrl turns into a text.
 	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))
@@ -331,8 +335,8 @@ func (n *network) Mode() string { return n.implementation }
 // Dropped implements backend.DataPath. WireGuard does not count drops.
 func (*network) Dropped() map[string]uint64 { return nil }
 
-// Close implements backend.Network. Devices of this process belong to the host and go on for the
-// next network.
+// Close implements backend.Network. Devices of this process belong to the Host and continue to run
+// for the next network.
 func (n *network) Close() error {
 	n.Notifier.Close()
 	errs := []error{n.Reconciler.Close()}

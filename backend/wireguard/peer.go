@@ -21,8 +21,8 @@ import (
 type peer struct {
 	key      wgtypes.Key
 	endpoint netip.AddrPort
-	other    netip.AddrPort // in the lease, of the other family; only if the device sends to both
-	named    endpoint.Named // the host by name; the port is set if there is a name
+	other    netip.AddrPort // endpoint of the other family in the lease; zero unless the device sends to both families
+	named    endpoint.Named // name of the host, with a port; zero if the host has no name
 	allowed  []netip.Prefix
 }
 
@@ -31,8 +31,8 @@ func (p peer) String() string {
 	return fmt.Sprintf("peer %s endpoint %s allowed ips %v", p.key, p.endpoint, p.allowed)
 }
 
-// peer returns the peer of t for l. ok is false if t does not serve l. l must have passed
-// Check.
+// peer returns the peer of t for lease l, whose backend data must be valid. ok is false if t
+// does not serve l.
 func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 	for _, f := range t.families {
 		e, has := l.Endpoint(f)
@@ -60,7 +60,9 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 	return p, true
 }
 
-// outer returns the family of the packets that t sends to the peer.
+// outer returns the family of the outer packets that t sends to the host with lease l. If both
+// families are possible, this is IPv4, unless the IPv4 address of that host is private and the
+// IPv6 addresses of both hosts are not.
 func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	if len(t.outer) == 1 {
 		return t.outer[0]
@@ -81,8 +83,9 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	return prefix.IPv4
 }
 
-// port returns the port on which the peer listens for t. Upstream flannel publishes
-// ListenPortV6 for IPv6, even if its only device listens on ListenPort.
+// port returns the UDP port that the host with lease l listens on for the packets of t.
+// Upstream flannel publishes ListenPortV6 for IPv6, even if its only device listens on
+// ListenPort.
 func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
 	_, port, _ := decodeData(outer.Data)
 	if b.config.Mode != modeSeparate {
@@ -103,7 +106,7 @@ type settings struct {
 	key       wgtypes.Key
 	port      int
 	psk       wgtypes.Key
-	rotating  bool // peers may have the last preshared key
+	rotating  bool // peers may still have the previous preshared key
 	keepalive time.Duration
 }
 
@@ -113,13 +116,15 @@ const sessionLife = 180 * time.Second
 
 // diff computes the changes from a device's state to the wanted settings and peers.
 //
-// The endpoint of a peer may differ because the peer moves or is behind NAT, and the
-// device has learned its present endpoint. Such an endpoint stays while it works. It is
-// written only if the wanted endpoint has changed since the last pass (known), or if
-// there is no session. In the latter case it may be one that other hosts share (try).
+// The endpoint of a peer in the device may differ from the wanted one: the peer moves or is
+// behind NAT, and the device has learned its present endpoint. Such an endpoint stays while
+// it works. diff replaces it in two cases only. If the wanted endpoint has changed since
+// the last pass (known), diff writes the wanted endpoint. If there is no session, it writes
+// the endpoint to try (try) or, without one, the wanted endpoint.
 //
 // With removeUnwanted, peers that are not wanted are removed. With fromMemory, have is the
-// last written state and was not read from the device, so a peer may be missing there.
+// last written state and was not read from the device, so the device may lack a peer of
+// have.
 type diff struct {
 	have  *wgtypes.Device
 	want  map[wgtypes.Key]peer
@@ -129,7 +134,7 @@ type diff struct {
 	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
 	removeUnwanted bool
 	fromMemory     bool
-	by             map[string]string // relays in use: see relaying
+	by             map[string]string // relays in use: see relaying.by
 }
 
 // newDiff returns a diff from have to settings, without any wanted peers.
@@ -164,8 +169,8 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 			c.Peers = append(c.Peers, d.add(w))
 		}
 	}
-	// Added peers take over the networks of removed ones, so these are never without a
-	// peer.
+	// Removals come last: before them, other peers take over the subnets of the removed
+	// peers, so that no subnet is ever without a peer.
 	slices.SortStableFunc(c.Peers, func(a, b wgtypes.PeerConfig) int {
 		switch {
 		case a.Remove == b.Remove:
@@ -185,7 +190,8 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 	}
 }
 
-// change returns the change that turns the peer h into w. allowed returns the networks of all wanted peers.
+// change returns the change that turns the peer h into w. differs is false if no change is
+// necessary. allowed returns the subnets of all wanted peers.
 func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
@@ -210,7 +216,7 @@ func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]boo
 	case len(missing) > 0:
 		p.AllowedIPs, differs = ipNets(missing), true
 	}
-	if moved && d.fromMemory { // the endpoint of one that has not moved is known only to the device
+	if moved && d.fromMemory { // add works even if the device lacks the peer, but overwrites the endpoint
 		return d.add(w), true
 	}
 	return p, differs
@@ -242,7 +248,8 @@ func ipNets(ps []netip.Prefix) []net.IPNet {
 	return nets
 }
 
-// networkChanges returns the networks that a peer lacks, and those that it should not have.
+// networkChanges returns the subnets that a peer lacks, and the subnets that it should not
+// have.
 func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []netip.Prefix) {
 	missing = slices.Clone(want)
 	for _, n := range have {
@@ -257,14 +264,15 @@ func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []n
 	return missing, surplus
 }
 
-// mustRemove reports whether networks that a peer should not have must be removed from it. There is no need
-// if other peers are wanted with all of them: WireGuard moves a network from the peer that has it to
-// the peer that gets it, so that it is never without one. allowed returns the networks of all wanted peers.
+// mustRemove reports whether the surplus subnets of a peer must be removed from it. That is not
+// necessary if all of them belong to other wanted peers: when WireGuard adds a subnet to a
+// peer, it takes the subnet away from the former one, so that the subnet is never without a
+// peer. allowed returns the subnets of all wanted peers.
 func mustRemove(surplus []netip.Prefix, allowed func() map[netip.Prefix]bool) bool {
 	return slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !allowed()[p] })
 }
 
-// allowed returns the networks of all wanted peers.
+// allowed returns the subnets of all wanted peers.
 func (d diff) allowed() map[netip.Prefix]bool {
 	all := map[netip.Prefix]bool{}
 	for _, w := range d.want {

@@ -25,7 +25,8 @@ const (
 )
 
 // pskCheck is the interval at which the file of the preshared key is read, and peers that
-// wait for a new key are checked. It is shorter than youngSession.
+// wait for a new key are checked. It is shorter than youngSession, so that no young session
+// is missed.
 const pskCheck = 3 * time.Second
 
 // takesPSK reports whether a peer should get a new preshared key now. age is the age of
@@ -38,9 +39,9 @@ func takesPSK(age time.Duration) bool {
 type secret struct {
 	key           wgtypes.Key
 	known         bool
-	failureLogged bool // the failure is logged
-	rotating      bool // the key is new, so a peer with another key may have the last one
-	waiting       bool // some peers do not have it yet
+	failureLogged bool // the log says that the key cannot be read
+	rotating      bool // the key is new, so a peer with another key may have the previous one
+	waiting       bool // some peers do not have the key yet
 }
 
 // read returns the preshared key. If the file can no longer be read, it returns the last
@@ -85,7 +86,7 @@ func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 func (n *network) watchPSKFile(ctx context.Context) {
 	ticker := time.NewTicker(pskCheck)
 	defer ticker.Stop()
-	last, _ := os.ReadFile(n.config.PSKFile) // read reports the error
+	last, _ := os.ReadFile(n.config.PSKFile) // secret.read logs the error
 	for {
 		select {
 		case <-ctx.Done():

@@ -12,21 +12,22 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 )
 
-// reader is a TUN device that corrects the packets read from it, and remembers why reading has failed.
+// reader is a TUN device that corrects the UDP checksums of the packets read from it, and
+// remembers why reading has failed.
 type reader struct {
 	tun.Device
 	failure atomic.Pointer[error]
 }
 
-// Read implements tun.Device. The kernel leaves UDP checksums to the reader. For one packet in 65,536
-// the checksum is 0, which wireguard-go writes as it is. Over IPv4 that means that there is no
-// checksum, but over IPv6 the receiver drops such a packet.
+// Read implements tun.Device. The kernel leaves UDP checksums to the program that reads the
+// device. For one packet in 65,536 the checksum is 0, and wireguard-go does not replace that 0.
+// Over IPv4 it means that there is no checksum, but over IPv6 the receiver drops the packet.
 func (r *reader) Read(bufs [][]byte, sizes []int, offset int) (n int, err error) {
 	n, err = r.Device.Read(bufs, sizes, offset)
 	for i := range n {
 		completeUDP6(bufs[i][offset : offset+sizes[i]])
 	}
-	if err != nil && !errors.Is(err, tun.ErrTooManySegments) { // after which wireguard-go reads on
+	if err != nil && !errors.Is(err, tun.ErrTooManySegments) { // after that error wireguard-go continues to read
 		r.failure.Store(&err)
 	}
 	return n, err
@@ -50,8 +51,9 @@ const (
 	udpHeader  = 8
 )
 
-// completeUDP6 writes a computed UDP checksum of 0 as 0xffff, as RFC 8200, section 8.1, requires. It
-// changes no other packet: a sender may have left out the checksum, which then has another value.
+// completeUDP6 writes a computed UDP checksum of 0 as 0xffff, as RFC 8200, section 8.1,
+// requires. It does not change a packet whose sender has left out the checksum: the field is 0
+// too, but the computed checksum is not.
 func completeUDP6(b []byte) {
 	const protocol, length, checksum = 6, ipv6Header + 4, ipv6Header + 6
 	if len(b) < ipv6Header+udpHeader || b[checksum]|b[checksum+1] != 0 || b[0]>>4 != 6 || b[protocol] != unix.IPPROTO_UDP {
@@ -61,7 +63,7 @@ func completeUDP6(b []byte) {
 	if size < udpHeader || size > len(b)-ipv6Header {
 		return
 	}
-	sum := uint32(unix.IPPROTO_UDP + size) // of the pseudo header, with the addresses before the datagram
+	sum := uint32(unix.IPPROTO_UDP + size) // pseudo header without its addresses, which words contains
 	const addresses = 8
 	words := b[addresses : ipv6Header+size]
 	for ; len(words) >= 2; words = words[2:] {
@@ -70,7 +72,7 @@ func completeUDP6(b []byte) {
 	if len(words) > 0 {
 		sum += uint32(words[0]) << 8
 	}
-	if sum%0xffff == 0 { // it is not 0, so its one's complement sum is 0xffff
+	if sum%0xffff == 0 { // sum is not 0, so its one's complement sum is 0xffff and the checksum is 0
 		b[checksum], b[checksum+1] = 0xff, 0xff
 	}
 }

@@ -22,8 +22,9 @@ const (
 	maxRelayKeysSize = 2 << 10
 )
 
-// relayLists is what a host publishes while it does not reach some peers: these peers, and the relays that
-// could carry the packets. Both are sorted.
+// relayLists is what a host publishes while it does not reach some peers: the public keys of
+// these peers (unreachable), and of the relays that could carry the packets to them (relays).
+// Both lists are sorted.
 type relayLists struct {
 	unreachable []wgtypes.Key
 	relays      []wgtypes.Key
@@ -59,8 +60,9 @@ func encodeKeys(keys []wgtypes.Key) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeKeys returns the keys in a JSON array that another host has written, sorted. So it skips an
-// entry that is not in the form that encodeKeys writes, and all of them if there are too many.
+// decodeKeys returns the keys in a JSON array, sorted and without duplicates. Another host has
+// written the array, so decodeKeys skips an entry that encodeKeys would not write, and returns
+// nil if the array is invalid or too large.
 func decodeKeys(raw json.RawMessage) []wgtypes.Key {
 	var texts []string
 	if len(raw) == 0 || len(raw) > maxRelayKeysSize || json.Unmarshal(raw, &texts) != nil || len(texts) > maxRelayKeys {
@@ -76,12 +78,12 @@ func decodeKeys(raw json.RawMessage) []wgtypes.Key {
 	return slices.Compact(keys)
 }
 
-// relayField begins the names of the fields Relay and Relays of leaseData.
+// relayField is the begin of the JSON keys of leaseData.Relay and leaseData.Relays.
 const relayField = `"Relay`
 
-// decodeRelays returns whether a host is a relay, and its lists, from its backend data.
+// decodeRelays decodes the backend data of a host: whether the host is a relay, and its lists.
 func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
-	if !bytes.Contains(raw, []byte(relayField)) { // nearly all leases
+	if !bytes.Contains(raw, []byte(relayField)) { // as in nearly all leases
 		return false, relayLists{}
 	}
 	var d struct {
@@ -94,7 +96,9 @@ func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
 	return bool(d.Relay), relayLists{decodeKeys(d.Unreachable), decodeKeys(d.Relays)}
 }
 
-// relaysIn returns what a lease says to t about relays, with the public key of its host.
+// relaysIn returns what lease l says about relays to hosts with t: whether its host is a relay,
+// and its lists. key is the public key of that host; it is zero if the lease says nothing about
+// relays.
 func relaysIn(t tunnel, l subnet.Lease) (key wgtypes.Key, relay bool, lists relayLists) {
 	for _, f := range t.families {
 		if e, ok := l.Endpoint(f); ok {
@@ -110,16 +114,17 @@ func relaysIn(t tunnel, l subnet.Lease) (key wgtypes.Key, relay bool, lists rela
 // relayNote is what the lease of another host says about relays, as far as it matters to this host.
 type relayNote struct {
 	peer   wgtypes.Key   // public key of that host
-	relay  bool          // it is a relay
-	misses bool          // it does not reach this host
-	relays []wgtypes.Key // the relays that it reaches, if it misses this host
+	relay  bool          // that host is a relay
+	misses bool          // that host does not reach this host
+	relays []wgtypes.Key // relays that that host reaches; only if misses is set
 }
 
 func (r relayNote) equal(to relayNote) bool {
 	return r.peer == to.peer && r.relay == to.relay && r.misses == to.misses && slices.Equal(r.relays, to.relays)
 }
 
-// newRelayNote returns the note about a lease for the host with the key own.
+// newRelayNote returns the note about lease l. own is the public key of this host. The note is
+// zero if the lease says nothing about relays that matters to this host.
 func newRelayNote(t tunnel, l subnet.Lease, own wgtypes.Key) (note relayNote) {
 	key, relay, lists := relaysIn(t, l)
 	misses := slices.Contains(lists.unreachable, own)
@@ -170,11 +175,12 @@ func (ns relayNotes) byPeer() map[wgtypes.Key]relayNote {
 	return all
 }
 
-// agreedRelay returns the relay for the packets between the host with the key own, which publishes lists,
-// and a peer. Both hosts find the same one from the same leases: each must have published that it does not
-// reach the other, and that it reaches the relay. Both order the relays alike, and differently from other
-// pairs of hosts. ok is false if there is no such relay. usable reports whether a host publishes that it is
-// a relay.
+// agreedRelay returns the relay for the packets between this host and a peer. own is the public
+// key of this host, lists is what this host publishes, and usable reports whether a host
+// publishes that it is a relay. ok is false if there is no relay. Both hosts find the same
+// relay, because both use the same data: a relay can be chosen only if each host publishes that
+// it does not reach the other host, and that it reaches the relay. relayRank gives each pair of
+// hosts an order of its own, so that different pairs use different relays.
 func agreedRelay(own wgtypes.Key, lists relayLists, peer relayNote, usable func(wgtypes.Key) bool) (relay wgtypes.Key, ok bool) {
 	if !peer.misses || !slices.Contains(lists.unreachable, peer.peer) {
 		return relay, false
@@ -191,8 +197,8 @@ func agreedRelay(own wgtypes.Key, lists relayLists, peer relayNote, usable func(
 	return relay, ok
 }
 
-// relayRank returns the place of a relay in the order of two hosts, which does not depend on the order of
-// the hosts.
+// relayRank returns the rank of a relay for the packets between the hosts a and b, in either
+// direction. The relay with the lowest rank is used.
 func relayRank(a, b, relay wgtypes.Key) [sha256.Size]byte {
 	if compareKeys(a, b) > 0 {
 		a, b = b, a
@@ -200,8 +206,9 @@ func relayRank(a, b, relay wgtypes.Key) [sha256.Size]byte {
 	return sha256.Sum256(slices.Concat(a[:], b[:], relay[:]))
 }
 
-// CheckRelay implements backend.Relayer. Without keepalives, hosts have sessions only while pods send, so
-// none of them knows whether it reaches another. The interval limits the writes of leases.
+// CheckRelay implements backend.Relayer. Without keepalives, hosts have sessions only while
+// pods send, so no host knows whether it reaches another. Without EndpointSharingInterval,
+// hosts do not write their leases again to publish what they know.
 func (b *Backend) CheckRelay() error {
 	switch {
 	case b.config.PersistentKeepaliveInterval == 0:

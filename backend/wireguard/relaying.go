@@ -18,11 +18,11 @@ const (
 	// mostRelayPause is the longest time between two readings of a device while this host and a peer publish
 	// that they do not reach each other.
 	mostRelayPause = 10 * time.Second
-	// relayPatience is the time for which a relay may not answer. A host that receives data sends something
-	// within 10 s (KEEPALIVE_TIMEOUT of the protocol).
+	// relayPatience is the time after which a relay that leaves data unanswered is not published any more. A
+	// host that receives data sends something within 10 s (KEEPALIVE_TIMEOUT of the protocol).
 	relayPatience = 20 * time.Second
-	// relayGrace is the time for which a relay without a session stays published. After a restart the
-	// sessions with WireGuard in user space begin anew.
+	// relayGrace is the time for which a relay without a session stays published. When a host with WireGuard
+	// in user space restarts, its sessions begin anew.
 	relayGrace = 30 * time.Second
 	// keepaliveSize is the size in bytes of a keepalive, as a device counts it.
 	keepaliveSize = 32
@@ -31,21 +31,22 @@ const (
 // contact is what a device knows of a peer while there are relays.
 type contact struct {
 	session bool
-	since   time.Duration // since when there is a session, or none, on the steady clock
+	since   time.Duration // begin of the session, or of the time without one, on the steady clock
 
 	read       time.Duration // when the counters were read
 	rx, tx     int64         // bytes from and to the peer
-	unanswered time.Duration // when it was read that the device has sent data without an answer; zero if there is an answer
+	unanswered time.Duration // first reading that showed data without an answer; zero if the peer answers
 }
 
-// answers reports whether the peer answers at the time now.
+// answers reports whether, at the time now, the peer has not left data unanswered for
+// relayPatience or longer.
 func (c contact) answers(now time.Duration) bool {
 	return c.unanswered == 0 || now-c.unanswered < relayPatience
 }
 
-// next returns the contact at the time now, with the state of the peer in the device and the age of its last
-// handshake. keepalive is the interval of keepalives, which need no answer. The zero contact is that before
-// the first reading.
+// next returns the contact after a reading at the time now. h is the state of the peer in the
+// device, and age the age of its last handshake. keepalive is the interval of keepalives, which
+// need no answer. Before the first reading, the contact is zero.
 func (c contact) next(now time.Duration, h wgtypes.Peer, age, keepalive time.Duration) contact {
 	n := contact{session: age <= sessionLife, since: c.since, read: now, rx: h.ReceiveBytes, tx: h.TransmitBytes}
 	first := c.read == 0
@@ -68,11 +69,11 @@ func (c contact) next(now time.Duration, h wgtypes.Peer, age, keepalive time.Dur
 // relaying is the use of relays by a device.
 type relaying struct {
 	notes     relayNotes // about the leases of other hosts
-	news      bool       // notes differ from when the device was read
-	decisive  bool       // so do notes from which the choice of relays follows
+	news      bool       // notes have changed since the device was read
+	decisive  bool       // so have notes about peers or relays in the own lease, which decide about relays
 	contacts  map[wgtypes.Key]contact
 	published relayLists        // lists in the own lease
-	by        map[string]string // key of the relay's lease, by that of the peer whose packets it carries
+	by        map[string]string // relays in use: lease key of the relay by lease key of the peer
 }
 
 func newRelaying() relaying {
@@ -82,7 +83,7 @@ func newRelaying() relaying {
 // active reports whether the device has to be read because of relays.
 func (r *relaying) active() bool { return len(r.notes) > 0 || !r.published.empty() }
 
-// note replaces the note about a lease. The zero note is that of most leases.
+// note replaces the note about a lease. Most leases have the zero note.
 func (r *relaying) note(lease string, now relayNote) {
 	before := r.notes[lease]
 	if !r.notes.set(lease, now) {
@@ -109,8 +110,8 @@ func (r *relaying) agreed() bool {
 	return false
 }
 
-// concerns reports whether a relay carries the packets to one of these leases, or one of these is a relay
-// in use.
+// concerns reports whether a relay carries the packets to the host of one of these leases, or
+// one of these hosts is a relay in use.
 func (r *relaying) concerns(leases []string) bool {
 	if len(r.by) == 0 {
 		return false
@@ -119,7 +120,7 @@ func (r *relaying) concerns(leases []string) bool {
 	return slices.ContainsFunc(leases, func(lease string) bool { return r.by[lease] != "" || slices.Contains(relays, lease) })
 }
 
-// observe takes over the state of the device at the time now.
+// observe updates the contacts with the state of the device, which was read at the time now.
 func (r *relaying) observe(now time.Duration, d diff) {
 	r.news, r.decisive = false, false
 	if !r.active() {
@@ -132,7 +133,7 @@ func (r *relaying) observe(now time.Duration, d diff) {
 	}
 	contacts := make(map[wgtypes.Key]contact, len(d.want))
 	for key := range d.want {
-		h, age := wgtypes.Peer{}, never // a new peer
+		h, age := wgtypes.Peer{}, never // a peer that the device does not have yet
 		if there, ok := have[key]; ok {
 			h, age = there, d.ages[key]
 		}
@@ -141,21 +142,24 @@ func (r *relaying) observe(now time.Duration, d diff) {
 	r.contacts = contacts
 }
 
-// relayPause returns the time between two readings while a relay may be needed, if interval is
-// the interval of sharing. Both hosts of a pair use a new session after twice this time.
+// relayPause returns the time between two readings of a device while a relay may be needed.
+// interval is EndpointSharingInterval. Both hosts of a pair leave their relay twice this time
+// after the begin of a new session.
 func relayPause(interval time.Duration) time.Duration {
 	return min(max(interval/2, leastReadPause), mostRelayPause)
 }
 
-// returns reports whether the packets to a peer with this contact leave its relay. Both hosts know when
-// their session began, and both leave the relay at the same moment: each drops packets that come
-// by the other way. By then both have read their device.
+// returns reports whether packets to the peer of c go directly again, and no longer by a relay.
+// Both hosts must change at the same moment, because each drops packets that arrive by the
+// other way. Both know when their session began, and by the time that returns waits for, both
+// have read their devices.
 func (c contact) returns(now, interval time.Duration) bool {
 	return c.session && now-c.since >= 2*relayPause(interval)
 }
 
-// wanted returns what this host should publish at the time now. A peer without a session for
-// interval counts as unreachable, or at once if it says the same of this host.
+// wanted returns the lists that this host should publish at the time now. A peer counts as
+// unreachable if it has had no session for interval. If it publishes that it does not reach
+// this host, it counts as unreachable at once.
 func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	var want relayLists
 	notes := r.notes.byPeer()
@@ -176,7 +180,7 @@ func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	}
 	slices.SortFunc(want.relays, compareKeys)
 	slices.SortFunc(want.unreachable, func(a, b wgtypes.Key) int {
-		// First those that can have a relay, then those that others know already.
+		// First the peers that can have a relay, then the peers that are published already.
 		return cmp.Or(trueFirst(notes[a].misses, notes[b].misses),
 			trueFirst(hasKey(r.published.unreachable, a), hasKey(r.published.unreachable, b)), compareKeys(a, b))
 	})
@@ -218,7 +222,7 @@ func (r *relaying) choose(now, interval time.Duration, own wgtypes.Key, want map
 	return relays
 }
 
-// pause returns the time until a peer leaves its relay; zero if none is about to.
+// pause returns the time until the next peer leaves its relay; zero if no peer is about to.
 func (r *relaying) pause(now, interval time.Duration) (pause time.Duration) {
 	for _, key := range r.published.unreachable {
 		if c := r.contacts[key]; c.session && !c.returns(now, interval) {
@@ -230,9 +234,10 @@ func (r *relaying) pause(now, interval time.Duration) (pause time.Duration) {
 	return pause
 }
 
-// useRelays gives the allowed IPs of peers to their relays: in next, the wanted peers by the key of the lease,
-// and in the peers of c. The peers stay without them, so that the device goes on trying to reach them. It
-// returns the keys of leases for relaying.by.
+// useRelays moves the subnets of peers to their relays. relays contains the key of the relay by
+// the key of the peer. useRelays changes c.want and next, which contains the wanted peers by
+// lease key. A peer with a relay stays on the device without subnets, so that the device
+// continues to try to reach it. useRelays returns the value for relaying.by.
 func useRelays(relays map[wgtypes.Key]wgtypes.Key, next map[string]peer, c diff) map[string]string {
 	if len(relays) == 0 {
 		return nil
@@ -241,7 +246,7 @@ func useRelays(relays map[wgtypes.Key]wgtypes.Key, next map[string]peer, c diff)
 	for lease, p := range next {
 		leases[p.key] = lease
 	}
-	for _, lease := range slices.Sorted(maps.Keys(next)) { // so that the order of allowed IPs stays the same
+	for _, lease := range slices.Sorted(maps.Keys(next)) { // so that the order of subnets stays the same
 		p := next[lease]
 		key, ok := relays[p.key]
 		if !ok {
@@ -273,7 +278,7 @@ func (r *relaying) setBy(ctx context.Context, device string, now map[string]stri
 	r.by = now
 }
 
-// Relay implements backend.RelayUser. With a device for each family, each may have a relay of its own.
+// Relay implements backend.RelayUser. With a device for each family, each device may use another relay.
 func (n *network) Relay(key string) string {
 	var relays []string
 	for _, d := range n.devices {

@@ -23,10 +23,11 @@ const (
 	maxSharedSize = 4 << 10
 )
 
-// maxCandidates is the number of shared endpoints that are tried for one peer.
+// maxCandidates is the maximum number of shared endpoints that are tried for one peer.
 const maxCandidates = 3
 
-// sharedEndpoint names an endpoint in a lease: a peer has one of each family.
+// sharedEndpoint identifies a shared endpoint in a lease, which has at most one for each peer
+// and family.
 type sharedEndpoint struct {
 	peer   wgtypes.Key
 	family prefix.Family
@@ -51,21 +52,22 @@ func (s sharedEndpoints) encode(f prefix.Family) (json.RawMessage, error) {
 	if len(texts) == 0 {
 		return nil, nil
 	}
-	raw, err := json.Marshal(texts) // in the order of the keys
+	raw, err := json.Marshal(texts) // sorted by key, so that equal endpoints have equal texts
 	if err != nil {
 		return nil, fmt.Errorf("encode endpoints of peers: %w", err)
 	}
 	return raw, nil
 }
 
-// sharedField is the name of the field of leaseData.
+// sharedField is the JSON key of leaseData.PeerEndpoints.
 const sharedField = "PeerEndpoints"
 
-// decodeShared adds the shared endpoints in the backend data of one family to into. Other hosts
-// have written the data. So it skips an entry that is not in the form that encode writes, or for
-// which usable returns false, and all of them if there are too many.
+// decodeShared adds the shared endpoints in the backend data for family f to into. Another host
+// has written the data, so decodeShared skips an endpoint that encode would not write or whose
+// address is not usable. If there are more than maxShared endpoints, or their object is too
+// large, it skips all of them.
 func decodeShared(raw json.RawMessage, f prefix.Family, usable func(netip.Addr) bool, into sharedEndpoints) {
-	if !bytes.Contains(raw, []byte(sharedField)) { // nearly all leases
+	if !bytes.Contains(raw, []byte(sharedField)) { // as in nearly all leases
 		return
 	}
 	var d struct{ PeerEndpoints json.RawMessage }
@@ -104,7 +106,7 @@ type sharedIndex struct {
 	byPeer  map[sharedEndpoint]map[netip.AddrPort]int // number of leases with each endpoint
 }
 
-// set replaces the endpoints of a lease, and reports whether they differ from those before.
+// set replaces the endpoints of a lease, and reports whether they have changed.
 func (x *sharedIndex) set(lease string, now sharedEndpoints) (changed bool) {
 	before := x.byLease[lease]
 	if maps.Equal(before, now) {
@@ -134,7 +136,8 @@ func (x *sharedIndex) set(lease string, now sharedEndpoints) (changed bool) {
 	return true
 }
 
-// retain removes the endpoints of leases for which keep returns false.
+// retain removes the endpoints of leases for which keep returns false. It reports whether there
+// were any.
 func (x *sharedIndex) retain(keep func(lease string) bool) (changed bool) {
 	for lease := range x.byLease {
 		if !keep(lease) {
@@ -150,8 +153,8 @@ func (x *sharedIndex) hosts(of sharedEndpoint, endpoint netip.AddrPort) int {
 	return x.byPeer[of][endpoint]
 }
 
-// candidates returns the endpoints to try for a peer: those that most hosts share, in an order
-// that does not depend on time.
+// candidates returns at most maxCandidates endpoints to try for a peer. Endpoints that more
+// hosts share come first. The order does not depend on time.
 func (x *sharedIndex) candidates(peer wgtypes.Key, families []prefix.Family) []netip.AddrPort {
 	var all []netip.AddrPort
 	hosts := map[netip.AddrPort]int{}

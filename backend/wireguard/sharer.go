@@ -17,13 +17,13 @@ import (
 )
 
 const (
-	// enoughHosts is the number of hosts that share the endpoint of a peer. More would not help.
+	// enoughHosts is the number of hosts that should share an endpoint of a peer. More would not help.
 	enoughHosts = 3
 	// sharedFor is the time for which an endpoint stays in the lease after the last session with
-	// the peer. A peer that restarts causes no write.
+	// the peer. So a peer that restarts causes no write.
 	sharedFor = 10 * time.Minute
-	// shareTurn is the minimum interval of the writes of one host, for each host in the network. All
-	// watch every lease, so the number of events must not grow with the square of the hosts.
+	// shareTurn, times the number of hosts in the network, is the minimum time between two writes of one
+	// host. All hosts watch all leases, so otherwise events would grow with the square of the hosts.
 	shareTurn = 30 * time.Millisecond
 )
 
@@ -31,20 +31,20 @@ const (
 type observation struct {
 	endpoint netip.AddrPort
 	since    time.Duration // when the peer was first seen there, on the steady clock
-	last     time.Duration // when it last had a session
+	last     time.Duration // when a reading last showed a session with the peer
 }
 
 // observations contains the peers behind NAT that a device sees.
 type observations map[wgtypes.Key]observation
 
-// note updates o with the state of a device at the time now. d has the wanted peers, and worth
-// reports whether other hosts can use an endpoint.
+// note updates o with the state of a device at the time now. d contains that state and the
+// wanted peers. worth reports whether other hosts can use an endpoint.
 func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort) bool) {
 	for _, h := range d.have.Peers {
 		w, wanted := d.want[h.PublicKey]
 		endpoint := endpointOf(h)
 		if wanted && d.ages[h.PublicKey] > sessionLife {
-			continue // for a while the endpoint may still be right
+			continue // the endpoint may still be right; it stays for sharedFor
 		}
 		if !wanted || endpoint == w.endpoint || endpoint == w.other || !worth(endpoint) {
 			delete(o, h.PublicKey)
@@ -64,7 +64,7 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 	}
 }
 
-// published is what this host publishes in its lease besides its key and its port.
+// published is what this host publishes in its lease about other hosts.
 type published struct {
 	shared sharedEndpoints
 	relays map[prefix.Family]relayLists // by the first family of the device; only those that are not empty
@@ -75,7 +75,7 @@ type sharer struct {
 	interval time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
 	published
 	allowed time.Duration // when the lease may be written again, on the steady clock
-	planned time.Duration // when it will be; zero if there is nothing to write
+	planned time.Duration // when the lease will be written; zero if there is nothing to write
 	urgent  bool          // the write is planned because of relays
 	offered *published    // written to the lease next; nil if there is nothing to write yet
 }
@@ -85,13 +85,14 @@ func (s *sharer) pause(hosts int) time.Duration {
 	return max(s.interval, time.Duration(hosts)*shareTurn)
 }
 
-// wanted returns the endpoints that this host should share at the time now.
+// wanted returns the endpoints that this host should share at the time now. seen contains the
+// observations of each device, and others the endpoints that other hosts share.
 func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIndex) sharedEndpoints {
 	type choice struct {
 		sharedEndpoint
 		endpoint netip.AddrPort
 		new      bool
-		hosts    int // others that share it
+		hosts    int // number of other hosts that share endpoint
 	}
 	byFamily := map[prefix.Family][]choice{}
 	for _, device := range seen {
@@ -102,7 +103,7 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 			c.hosts = others.hosts(c.sharedEndpoint, o.endpoint)
 			switch {
 			case had && (before == o.endpoint || !stable):
-				c.endpoint = before // it may still be right, and is replaced in one write
+				c.endpoint = before // the old endpoint stays until a new one is stable, so that one write is enough
 			case stable && c.hosts < enoughHosts:
 				c.new = true
 			default:
@@ -126,10 +127,12 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 	return want
 }
 
-// offer offers want, which the devices have shown at the time now, when it is the turn of this host to
-// write. again is the time after which to ask again; zero if there is nothing to write. Hosts that see the
-// same peer write at different times, so that the last ones see that there are enough. Pods wait for lists
-// about relays, so these are written as soon as the number of hosts allows.
+// offer plans a write of want, which follows from a reading of the devices at the time now.
+// When the planned time has come, it offers want to due. again is the time after which offer
+// must be called again, after another reading; zero if there is nothing to write. hosts is the
+// number of hosts in the network. The planned time is random: hosts that see the same peer
+// write at different times, so that the last ones see that enough hosts share its endpoint.
+// Pods wait for lists about relays, so these are written as soon as the number of hosts allows.
 func (s *sharer) offer(now time.Duration, hosts int, want published) (again time.Duration) {
 	s.offered = nil
 	urgent := !maps.EqualFunc(want.relays, s.relays, relayLists.equal)
@@ -155,9 +158,10 @@ func (s *sharer) offer(now time.Duration, hosts int, want published) (again time
 	return leastReadPause
 }
 
-// due reports whether the lease has to be written at the time now. It then has s.published. Reading
-// devices with thousands of peers takes time, in which other hosts may have shared the endpoints that were
-// offered. So due decides again, by what others share now, about those that the lease does not have.
+// due reports whether the lease must be written at the time now. If so, s.published is the new
+// content. Reading devices with thousands of peers takes time, in which other hosts may have
+// shared the endpoints that offer has offered. So due drops each endpoint that is new in the
+// lease and that enough other hosts share by now.
 func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	if s.offered == nil {
 		return false
@@ -174,9 +178,10 @@ func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	return true
 }
 
-// worthSharing reports whether other hosts may reach a peer at endpoint. own is the public address of
-// this host in that family. A host with a private address, which sees a peer at a global one, is behind
-// NAT itself: another host may see the peer elsewhere.
+// worthSharing reports whether other hosts may reach a peer at endpoint. own is the public
+// address of this host in that family. If own is private and this host sees the peer at a
+// global address, this host is behind NAT itself, and another host may see the peer at another
+// endpoint.
 func worthSharing(own netip.Addr, endpoint netip.AddrPort) bool {
 	return !isGlobal(endpoint.Addr()) || isGlobal(own)
 }

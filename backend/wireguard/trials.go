@@ -16,11 +16,12 @@ import (
 //
 // If a trial ends and the device has sent nothing, either there was no packet for the peer, or the host has
 // no route to the endpoint. The first packet should go to the first candidate, so the peer keeps that for
-// idleTrials trials. Then the next endpoint has its turn. Otherwise one without a route would stay forever.
+// idleTrials trials. Then the next endpoint has its turn. Otherwise an endpoint without a route would stay
+// forever.
 //
-// Both hosts behind NAT must try each other within the same half minute, because the first packet only
-// makes the own NAT let in those of the other host. As each of them tries the endpoint for the same
-// part of the time, they meet soon.
+// If two hosts are behind NAT, they must try each other within the same half minute: the first packet of a
+// host only makes its own NAT let in the packets of the other host. Both hosts try each other for the same
+// part of the time, so that they meet soon.
 const (
 	firstTrial  = 15 * time.Second
 	lastTrial   = 2 * time.Minute
@@ -31,21 +32,22 @@ const (
 
 // trial is the search for an endpoint of a peer without a session.
 type trial struct {
-	endpoints []netip.AddrPort // that of the lease, then the candidates
-	at        int              // index of the present one
+	endpoints []netip.AddrPort // the endpoint of the lease, then the candidates
+	at        int              // index of the endpoint that is tried at present
 	round     int              // number of finished rounds
 	began     time.Duration    // begin of the present trial, on the steady clock
-	until     time.Duration    // its end
-	sent      int64            // bytes that the device had sent to the peer when it began
-	idle      int              // number of times that it was prolonged because nothing was sent
+	until     time.Duration    // end of the present trial
+	sent      int64            // bytes that the device had sent to the peer when the present trial began
+	idle      int              // how often the present trial was prolonged because nothing was sent
 	tried     bool             // something was sent in this round
 }
 
 // trials contains the searches of a device, by the public key of the peer.
 type trials map[wgtypes.Key]*trial
 
-// next returns the endpoint to try for each peer without a session for which there are candidates. It
-// ends the search for a peer that has a session.
+// next returns the endpoint to try, for each peer that has no session and at least one
+// candidate. It ends the searches for all other peers. candidates returns the candidates of a
+// peer.
 func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.AddrPort) map[wgtypes.Key]netip.AddrPort {
 	try := map[wgtypes.Key]netip.AddrPort{}
 	had := make(map[wgtypes.Key]bool, len(ts))
@@ -66,7 +68,7 @@ func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.A
 		had[w.key] = true
 		t := ts[w.key]
 		switch {
-		case t == nil: // the device has had the endpoint of the lease, or the last one, until now
+		case t == nil: // begin with the first candidate, because the device has used another endpoint until now
 			t = &trial{endpoints: endpoints, at: 1, began: now, until: now + firstTrial, sent: h.TransmitBytes}
 			ts[w.key] = t
 		case !slices.Equal(t.endpoints, endpoints):
@@ -83,16 +85,18 @@ func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.A
 	return try
 }
 
-// replace replaces the endpoints. The trial at the present place in their order goes on for what is left of
-// it, so that a host that often changes what it shares does not prevent trials of the others.
+// replace replaces the endpoints, and begins with the first round again. The trial with the
+// present index goes on for the rest of its time, but not longer than a trial of the first
+// round. It does not begin again, because a host that often changes what it shares would then
+// prevent the trials of the other endpoints.
 func (t *trial) replace(now time.Duration, endpoints []netip.AddrPort) {
 	t.endpoints, t.round = endpoints, 0
 	switch {
-	case t.at == 0: // that of the lease, also if it is another one now
+	case t.at == 0: // the endpoint of the lease, even if it has changed
 		t.until = min(t.until, t.began+firstTrial)
 	case t.at < len(endpoints):
 		t.until = min(t.until, now+firstTrial)
-	default: // advance goes on
+	default: // this index has gone: advance goes on with the endpoint of the lease
 		t.at, t.idle, t.until = len(endpoints)-1, idleTrials, now
 	}
 }
@@ -110,7 +114,7 @@ func (t *trial) advance(now time.Duration, sent int64) {
 	}
 	t.tried = t.tried || sent != t.sent
 	t.began, t.sent, t.idle = now, sent, 0
-	if t.round == trialRounds { // the rest is over
+	if t.round == trialRounds { // trialRest is over
 		t.round = 0
 	}
 	if t.at++; t.at == len(t.endpoints) {

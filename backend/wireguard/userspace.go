@@ -57,7 +57,8 @@ type userspaceDevice struct {
 	clients    sync.WaitGroup     // goroutines that serve the clients
 }
 
-// ensureRunning starts the device unless it runs. fresh reports whether it did.
+// ensureRunning starts the device unless it runs already. fresh reports whether ensureRunning
+// has started it.
 func (u *userspaceDevice) ensureRunning(ctx context.Context) (fresh bool, err error) {
 	if u.dev != nil {
 		select {
@@ -92,7 +93,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 		return func(format string, args ...any) { log.V(level).Info(fmt.Sprintf(format, args...)) }
 	}
 	u.packets = &reader{Device: t}
-	// Its errors concern single packets and handshakes.
+	// The errors of wireguard-go concern single packets and handshakes, so they are logged as details.
 	u.dev = wgdevice.NewDevice(u.packets, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
 	u.initiator = newInitiator(u.dev)
 	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
@@ -159,7 +160,7 @@ func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {
 		err = u.socket.Close()
-		u.disconnect() // a client with an unfinished request has taken the device's lock
+		u.disconnect() // otherwise a client with an unfinished request keeps the device's lock
 	}
 	if u.dev != nil {
 		u.initiator.close()

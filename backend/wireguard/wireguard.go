@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wireguard carries packets between hosts encrypted, with the WireGuard of the
-// kernel or, if the kernel has none, with one in this process. The Reconciler manages the
-// device with its address and route, like any other. Only WireGuard knows the peers, so
-// this package compares them with the wanted ones itself, in the same passes.
+// Package wireguard encrypts the packets between hosts with WireGuard: with that of the
+// kernel, or with one that runs in this process. The Reconciler manages the device, its
+// address and its route, as for other backends. It does not see the peers in the device, so
+// this package compares these with the wanted peers itself, in the same passes.
 //
 //   - wireguard.go is the Backend. config.go is the Backend object of the configuration,
 //     and data.go the backend data of leases.
@@ -11,11 +11,12 @@
 //     the difference, which peer.go computes with a pure function.
 //   - handshakes.go finds out which sessions are in use, and psk.go when a peer gets a new
 //     preshared key.
-//   - nat.go finds endpoints of peers behind NAT: sharer.go decides which ones this host shares with
-//     others, shared.go has them in the form of leases, and trials.go tries those of others.
-//     names.go resolves the names of peers.
-//   - relay.go is what leases say about relays, which carry packets between hosts that do not reach each
-//     other, and relaying.go decides when to use one.
+//   - nat.go finds endpoints of peers behind NAT. sharer.go decides which endpoints this host
+//     shares in its lease, shared.go encodes and decodes shared endpoints, and trials.go tries
+//     the endpoints that other hosts share. names.go resolves the names of peers.
+//   - relay.go reads and writes what leases say about relays. A relay is a host that carries
+//     packets between two other hosts that do not reach each other. relaying.go decides when to
+//     use a relay.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process, and initiator.go starts its sessions.
 //   - host.go is the Host, which outlives networks: it contains the devices in this process.
@@ -51,7 +52,7 @@ type Backend struct {
 	env    backend.Env
 	config config
 	host   *Host
-	// published is what the started network publishes; nil before.
+	// published is what the network publishes about other hosts; nil before the network starts.
 	published atomic.Pointer[published]
 }
 
@@ -126,7 +127,8 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return nil
 }
 
-// key returns the private key.
+// key returns the private key of this host. If there is none yet, it makes one, and stores it
+// if there is a file for it.
 func (b *Backend) key() (wgtypes.Key, error) {
 	var have wgtypes.Key
 	client, err := wgctrl.New()
@@ -172,8 +174,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// start creates the devices: those of the kernel or, if it has no WireGuard, those of
-// this process.
+// start sets up the devices: devices in this process if Implementation is userspace, or if it
+// is auto and the kernel has no WireGuard, and otherwise devices of the kernel.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	links, err := n.env.Links(ctx, n.Scope().Devices...)
 	if err != nil {
@@ -236,18 +238,18 @@ func (b *Backend) Usable(ctx context.Context) error {
 	return err
 }
 
-// probeDevice is the name of a temporary device.
+// probeDevice is the name of the device that kernelSupported creates and deletes again.
 const probeDevice = "flannel-wg-try"
 
-// kernelSupported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
-// links contains the existing devices.
+// kernelSupported returns an error if the kernel cannot create a WireGuard device. The error
+// wraps EOPNOTSUPP if the kernel has no WireGuard. links contains the existing devices.
 func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
 			return nil
 		}
 	}
-	// Only creating a device loads the module.
+	// The kernel loads its WireGuard module only when a device is created.
 	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
 	for _, failed := range b.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
 		return failed.Err
@@ -255,8 +257,9 @@ func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplan
 	return nil
 }
 
-// removeKernelDevices removes the kernel's WireGuard devices, which another
-// Implementation has left, so that TUN devices can have their names.
+// removeKernelDevices removes the kernel's WireGuard devices that an earlier start with another
+// Implementation has left, so that TUN devices can have their names. It removes nothing and
+// returns an error if another device has such a name, or if TUN devices cannot be created.
 func (n *network) removeKernelDevices(ctx context.Context, links map[string]dataplane.Link) error {
 	var ops []dataplane.Op
 	for _, l := range links {
@@ -304,7 +307,8 @@ func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
 	return want
 }
 
-// MTU implements backend.Sized, and backend.Network for the networks.
+// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
+// Backend.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, t := range b.tunnels() {
