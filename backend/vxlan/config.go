@@ -74,7 +74,8 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, nil
 }
 
-// txChecksum returns the checksum offload of the devices.
+// txChecksum returns the checksum offload of the devices. ok is false if ChecksumOffload is not
+// empty and none of auto, on and off.
 func (c config) txChecksum() (o dataplane.Offload, ok bool) {
 	switch strings.ToLower(c.ChecksumOffload) {
 	case "", "auto":

@@ -13,7 +13,7 @@ import (
 )
 
 // leaseData is a lease's backend data for one family: the JSON object of flannel's
-// vxlanLeaseAttrs (pkg/backend/vxlan). Older peers leave out VNI. Receivers ignore it.
+// vxlanLeaseAttrs (pkg/backend/vxlan). Older peers leave out VNI. Only Matches uses it.
 type leaseData struct {
 	VNI     int
 	VtepMAC string
@@ -27,9 +27,9 @@ func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeData decodes a lease's backend data. It allocates no memory for the plain form,
-// which nearly all data has. That is why the other form has its own variable, which
-// encoding/json makes escape to the heap.
+// decodeData decodes a lease's backend data. For the plain form, which nearly all data has, it
+// allocates memory only for the text of the MAC. That is why the other form has its own
+// variable, which encoding/json makes escape to the heap.
 func decodeData(raw json.RawMessage) (leaseData, error) {
 	if d, plain := decodePlain(raw); plain {
 		return d, nil
@@ -53,7 +53,7 @@ func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 			return err == nil
 		case "VtepMAC":
 			text, ok := plainjson.Text(value)
-			if !ok || d.VtepMAC != "" { // of duplicate keys the last one counts
+			if !ok || d.VtepMAC != "" { // encoding/json takes the last of duplicate keys
 				return false
 			}
 			d.VtepMAC = string(text)

@@ -79,7 +79,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	}
 	side := backend.NewSide(b, Type)
 	if own, ok := side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}); ok {
-		prev = own.Claim() // of a migration that has ended, with the data of this backend
+		prev = own.Claim() // prev may have the data of a second backend, after a migration
 	}
 	claim := b.env.Claim(Type, prev)
 	for i, n := range b.env.Config.Networks {
@@ -145,7 +145,8 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Sized, and backend.Network for the networks.
+// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
+// Backend.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, net := range b.env.Config.Networks {
@@ -223,8 +224,9 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 // objectsOfPeer is the number of objects of a peer in one family.
 const objectsOfPeer = 3
 
-// desired appends the objects for one endpoint of a peer. direct is the device whose
-// network contains the peer. If it is empty, device encapsulates the packets.
+// desired appends the objects for one endpoint of a peer to objects. direct is the device whose
+// directly connected network contains the peer. If direct is empty, the vxlan device
+// encapsulates the packets.
 func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct string) ([]dataplane.Object, error) {
 	if direct != "" {
 		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil

@@ -115,8 +115,8 @@ func TestVtepMAC(t *testing.T) {
 	}
 }
 
-// TestRandomMAC checks that a random MAC is a unicast address, which half of all random
-// values are not.
+// TestRandomMAC checks that a random MAC is a local unicast address. Most random values are
+// not.
 func TestRandomMAC(t *testing.T) {
 	seen := map[dataplane.MAC]bool{}
 	for range 100 {
@@ -128,7 +128,8 @@ func TestRandomMAC(t *testing.T) {
 	}
 }
 
-// FuzzData compares both ways to decode data.
+// FuzzData checks that decodePlain and encoding/json give the same result for data that
+// decodePlain accepts.
 func FuzzData(f *testing.F) {
 	for _, s := range []string{
 		`{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}`, `{"VtepMAC":"72:8d:4e:56:a5:33"}`, `{"VNI":1,"VNI":2}`, `{"VNI":0,"VtepMAC":""}`, `{"vni":7}`, `{}`,
@@ -150,7 +151,7 @@ func FuzzData(f *testing.F) {
 	})
 }
 
-// TestEncodeData compares the encoded bytes with those that other flannel daemons write
+// TestEncodeData checks that the encoded bytes are the ones that other flannel daemons write
 // and read.
 func TestEncodeData(t *testing.T) {
 	raw, err := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})
@@ -210,8 +211,8 @@ func TestDesired(t *testing.T) {
 	}
 }
 
-// TestThousandsOfPeers uses enough peers that several CPUs compute their objects, under
-// the race detector.
+// TestThousandsOfPeers checks the objects and the refusals of so many peers that several CPUs
+// compute the objects. The race detector then finds data races between them.
 func TestThousandsOfPeers(t *testing.T) {
 	env := backendtest.Env(1500, prefix.IPv4)
 	env.Kernel, env.Config.BackendType, env.Resync = dataplanetest.New(), Type, time.Hour
