@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ipip encapsulates packets in IP, with the kernel's own tunnel devices: IPv4 in
-// IPv4 (ipip) and IPv6 in IPv6 (ip6tnl). A peer needs one route per family, whose gateway
-// is the peer's public address.
+// Package ipip encapsulates packets in IP, with the kernel's own tunnel devices: IPv4 in IPv4
+// (ipip) and IPv6 in IPv6 (ip6tnl). It adds one route for each peer and family. The gateway of
+// the route is the public address of the peer.
 package ipip
 
 import (
@@ -84,7 +84,7 @@ func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
 // HoldsIPIP implements backend.IPIPHolder.
 func (*Backend) HoldsIPIP() bool { return true }
 
-// probeDevice is the name of a temporary device.
+// probeDevice is the name of the device that Usable creates and deletes again.
 const probeDevice = "flannel-try"
 
 // Usable implements backend.Checker.
@@ -165,7 +165,8 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Sized, and backend.Network for the networks.
+// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
+// Backend.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, net := range b.env.Config.Networks {
@@ -212,8 +213,9 @@ func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Obje
 	return objects, nil
 }
 
-// desired returns the route to one endpoint of a peer. direct is the device of the
-// network that the peer is on; it is empty for encapsulation.
+// desired returns the route to one endpoint of a peer. direct is the device whose directly
+// connected network contains the peer; if it is empty, the tunnel device encapsulates the
+// packets.
 func desired(e subnet.Endpoint, direct string) dataplane.Route {
 	if direct != "" {
 		return dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)
