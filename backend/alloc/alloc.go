@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package alloc takes a subnet for the host and leaves routing to the network around it.
+// Package alloc takes a subnet for the host, and leaves the routes between the subnets to the
+// underlay.
 package alloc
 
 import (

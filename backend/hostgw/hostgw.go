@@ -58,7 +58,8 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Sized, and backend.Network for the networks.
+// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
+// Backend.
 func (b *Backend) MTU() int { return b.env.Underlay.MTU }
 
 // Check implements backend.Network. Leases contain no backend data.
