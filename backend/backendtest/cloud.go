@@ -22,8 +22,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Cloud returns the backend for a cloud with that Backend object, on a host with the given families.
-// Only objects with keys may cause warnings.
+// Cloud returns the backend that factory creates from the Backend object raw, on a host with
+// the given families. The test fails on an error, or on warnings unless raw contains keys.
 func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix.Family) *backend.CloudBackend {
 	t.Helper()
 	b, warnings, err := factory([]byte(raw), Env(1500, families...))
@@ -33,7 +33,8 @@ func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix
 	return b.(*backend.CloudBackend)
 }
 
-// CloudOn returns the backend for a cloud, on an IPv4 host of that network.
+// CloudOn returns the backend that factory creates from an empty Backend object, on an IPv4
+// host. network is the range of pod addresses, such as 10.5.0.0/16.
 func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.CloudBackend {
 	t.Helper()
 	env := Env(1500, prefix.IPv4)
@@ -45,11 +46,12 @@ func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.Clo
 	return b.(*backend.CloudBackend)
 }
 
-// Complaint is a part of the error or of the warnings about a Backend object. Empty means that there
-// are none.
+// Complaint contains a part of the error and a part of the warnings that are expected about a
+// Backend object. An empty part means that none are expected.
 type Complaint struct{ Err, Warning string }
 
-// Config checks what a factory says about Backend objects. It must not show the text very-secret.
+// Config checks the error and the warnings of factory for each Backend object, which is the key
+// in tests. Neither of them may contain the text very-secret.
 func Config(t *testing.T, factory backend.Factory, tests map[string]Complaint) {
 	t.Helper()
 	for raw, want := range tests {
@@ -62,8 +64,10 @@ func Config(t *testing.T, factory backend.Factory, tests map[string]Complaint) {
 	}
 }
 
-// Redirect makes the API at the address in a variable redirect calls, and expects that they go to no
-// other server. calls returns the number of calls that the API has got.
+// Redirect checks that calls fail with status 307 instead of following a redirect. variable is
+// the environment variable with the address of the API. Redirect replaces it by the address of
+// a server that redirects to the API. calls returns the number of calls that have reached the
+// API.
 func Redirect(t *testing.T, factory backend.Factory, variable string, calls func() int) {
 	t.Helper()
 	t.Setenv(variable, cloudtest.Serve(t, http.RedirectHandler(os.Getenv(variable), http.StatusTemporaryRedirect)))
@@ -73,23 +77,23 @@ func Redirect(t *testing.T, factory backend.Factory, variable string, calls func
 	}
 }
 
-// Leaks are calls that fail in many ways, for a search for secrets in errors and log. S is the server
-// of a cloud.
+// Leaks describes calls that fail in many ways, and the secrets that errors and log must not
+// contain. S is the type of the server of a cloud.
 type Leaks[S any] struct {
 	New     backend.Factory
 	Open    func(*testing.T) S // makes this process a host of a new cloud
 	Faults  []Fault[S]
 	Secrets []string
-	Shown   []string // parts of errors that the faults cause
+	Shown   []string // parts of the errors that must be in the log, so that each fault is known to have an effect
 }
 
-// Fault makes calls of a host fail.
+// Fault is a way to make the calls of a host fail.
 type Fault[S any] struct {
-	Raw string // Backend object
-	Set func(S)
+	Raw string  // Backend object
+	Set func(S) // makes the calls fail
 }
 
-// Run makes the calls, and searches for the secrets.
+// Run makes calls with each fault, logs their results, and searches the log for the secrets.
 func (l Leaks[S]) Run(t *testing.T) {
 	t.Helper()
 	var out bytes.Buffer

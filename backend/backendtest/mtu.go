@@ -19,7 +19,7 @@ type MTU struct {
 	Of func(backend.Backend) int
 	// Overhead is the number of bytes that the tunnel adds to a packet of a family.
 	Overhead map[prefix.Family]int
-	// Key is set if the configuration has a key MTU, for the link.
+	// Key is set if the Backend object may have the key MTU, which replaces a larger MTU of the link.
 	Key bool
 }
 
@@ -34,8 +34,8 @@ func (m MTU) Run(t *testing.T) {
 			overhead, smallest = max(overhead, m.Overhead[f]), max(smallest, m.Overhead[f]+f.MinMTU())
 		}
 		cases := []struct {
-			link, key int // key is 0 if it is not in the configuration
-			fits      int // the smaller one of both, or 0 if the backend must refuse it
+			link, key int // MTU of the link, and the value of the key MTU; 0 if it is not in the configuration
+			fits      int // the smaller one of link and key, or 0 if the backend must refuse it
 		}{
 			{link: 1500, fits: 1500}, {link: large, fits: large}, {link: smallest, fits: smallest}, {link: smallest - 1},
 		}

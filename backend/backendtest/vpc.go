@@ -26,17 +26,17 @@ import (
 type VPC struct {
 	New      backend.Factory
 	Type     string // name of the backend
-	Page     string // path of the page about rights
+	Page     string // path of the documentation page about permissions
 	Families []prefix.Family
 	// Open returns a new cloud with the instances i-1 and i-2, and its server. It makes this process
-	// i-1.
+	// the host i-1.
 	Open func(*testing.T) (*vpctest.State, http.Handler)
 	// Metadata returns the metadata service of an instance.
 	Metadata func(vpctest.Instance) http.Handler
 
-	API, MetadataAPI string // variables with the addresses of the API and of the metadata service
+	API, MetadataAPI string // environment variables with the addresses of the API and of the metadata service
 	Create, Delete   string // calls that make and delete a route
-	Right            string // that Create needs
+	Right            string // permission that Create needs
 	Self, Peer       string // targets of routes to i-1 and i-2
 	Unmarked         bool   // the routes of the cloud have no mark of their cluster
 }
@@ -44,7 +44,7 @@ type VPC struct {
 // Subnet is the destination of routes of these tests.
 func Subnet() netip.Prefix { return netip.MustParsePrefix("10.5.1.0/24") }
 
-// RouteTo returns the route to Subnet by a target.
+// RouteTo returns the route to Subnet() that leads to target, in the main table.
 func RouteTo(target string) cloud.Route {
 	return cloud.Route{Table: vpctest.MainTable, Dst: Subnet(), Target: target, ByCall: true}
 }
@@ -55,7 +55,7 @@ func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
 	return Cloud(t, v.New, raw, v.Families...)
 }
 
-// Joined returns a Cloud after Join.
+// Joined returns the Cloud of host i-1 after a successful Join.
 func (v VPC) Joined(t *testing.T) cloud.Cloud {
 	t.Helper()
 	c := v.Backend(t, `{}`).Cloud
@@ -65,7 +65,8 @@ func (v VPC) Joined(t *testing.T) cloud.Cloud {
 	return c
 }
 
-// Suite runs the suite of all clouds. changes reports whether a request changes a route.
+// Suite runs the tests that all clouds must pass. changes reports whether a request changes a
+// route.
 func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool) {
 	open := func(t *testing.T) cloudtest.Fixture {
 		s, h := v.Open(t)
@@ -94,7 +95,8 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 	}
 }
 
-// OwnTable expects that the table of the own subnet is used, and not the first one.
+// OwnTable checks that the backend uses the route table of the subnet that contains this host,
+// and not the first table. own is that subnet of the cloud, and other another one.
 func (v VPC) OwnTable(t *testing.T, own, other string) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -107,15 +109,15 @@ func (v VPC) OwnTable(t *testing.T, own, other string) {
 	}
 }
 
-// OldAnswers puts a route while descriptions still show the time before the last calls. It is for clouds
-// whose calls name a route by its destination.
+// OldAnswers checks that Put works while the descriptions of the cloud are out of date and do
+// not show the last calls. It is for clouds whose calls name a route by its destination.
 func (v VPC) OldAnswers(t *testing.T) {
 	t.Helper()
 	s, _ := v.Open(t)
 	s.SetLag(time.Hour)
 	c := v.Joined(t)
 	r := RouteTo(v.Self)
-	if err := c.Put(t.Context(), r, true); err != nil { // there is none yet
+	if err := c.Put(t.Context(), r, true); err != nil { // there is no route to replace yet
 		t.Error(err)
 	}
 	if err := c.Put(t.Context(), r, false); !errors.Is(err, cloud.ErrExists) {
@@ -129,8 +131,8 @@ func (v VPC) OldAnswers(t *testing.T) {
 	}
 }
 
-// RoutesOfOthers expects that routes of operators and gateways stay, also those that lead to this
-// instance, which flannel deleted.
+// RoutesOfOthers checks that routes of operators and gateways stay, even if they lead to this
+// instance. Upstream flannel deleted such routes.
 func (v VPC) RoutesOfOthers(t *testing.T) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -163,17 +165,18 @@ func (v VPC) RoutesOfOthers(t *testing.T) {
 // ofOther is the description of a route of another cluster.
 const ofOther = "flanneld cluster=green network=10.5.0.0/16"
 
-// Clusters has routes with the marks of several clusters, and without one, seen by a host of the cluster blue and by
-// one of a cluster without a name. Routes of another cluster stay, also one to this host.
+// Clusters checks which routes Put and Remove may change, for a host of the cluster blue and
+// for a host of a cluster without a name. The descriptions of the present routes name several
+// clusters, or none. Routes of another cluster must stay, even a route to this host.
 func (v VPC) Clusters(t *testing.T) {
 	t.Helper()
 	const blue = "flanneld cluster=blue network=10.5.0.0/16"
 	const unnamed = "flanneld cluster= network=10.5.0.0/16"
 	for _, test := range []struct {
 		cluster string
-		present *vpctest.Route // target and description; nil if there is no route
-		err     string         // of Put
-		left    vpctest.Route  // after it
+		present *vpctest.Route // target and description before Put; nil if there is no route
+		err     string         // part of the error of Put; empty if there is none
+		left    vpctest.Route  // the route after Put
 	}{
 		{"blue", nil, "", vpctest.Route{Target: v.Self, Description: blue}},
 		{"", nil, "", vpctest.Route{Target: v.Self, Description: unnamed}},
@@ -224,7 +227,9 @@ func (v VPC) Clusters(t *testing.T) {
 	}
 }
 
-// Pages has more routes and instances than one answer. Routes to instances that do not run are lost.
+// Pages checks that the backend reads all routes and instances if one answer does not contain
+// all of them, and that routes to instances that do not run count as lost. subnet is the subnet
+// of the cloud that contains the instances.
 func (v VPC) Pages(t *testing.T, subnet string) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -253,10 +258,11 @@ func (v VPC) Pages(t *testing.T, subnet string) {
 	}
 }
 
-// Denied has calls that are denied, and the permissions that the check must name because of that.
+// Denied contains calls that are denied, and the permissions that Check must name because of
+// that.
 type Denied struct{ Calls, Permissions []string }
 
-// Rights expects that the check names all missing permissions, and changes nothing.
+// Rights checks that Check names all missing permissions, and changes nothing.
 func (v VPC) Rights(t *testing.T, tests ...Denied) {
 	t.Helper()
 	for _, test := range tests {
@@ -271,16 +277,17 @@ func (v VPC) Rights(t *testing.T, tests ...Denied) {
 	}
 }
 
-// Refused is a host that cannot use the backend.
+// Refused describes a host that cannot use the backend, and the expected error.
 type Refused struct {
-	Values    map[string]string    // replace values of the metadata service whose paths end with the keys; empty means missing
+	Values    map[string]string    // see ReplaceMetadata
 	Fault     func(*vpctest.State) // may be nil
-	Network   string               // if it is not 10.5.0.0/16
+	Network   string               // range of pod addresses; empty means 10.5.0.0/16
 	Err       string
 	Transient bool
 }
 
-// RefusedHosts checks hosts that cannot use the backend.
+// RefusedHosts checks the error for each host that cannot use the backend, and that nothing is
+// changed. The keys of tests are names.
 func (v VPC) RefusedHosts(t *testing.T, tests map[string]Refused) {
 	t.Helper()
 	for name, test := range tests {
@@ -296,8 +303,9 @@ func (v VPC) RefusedHosts(t *testing.T, tests map[string]Refused) {
 	}
 }
 
-// ReplaceMetadata replaces values of the metadata service of i-1 whose paths end with the keys. An empty
-// value is missing.
+// ReplaceMetadata replaces values of the metadata service of i-1. The keys of values are the
+// ends of the paths of these values. For an empty value, the service answers that there is
+// none.
 func (v VPC) ReplaceMetadata(t *testing.T, s *vpctest.State, values map[string]string) {
 	t.Helper()
 	h := v.Metadata(s.Instance("i-1"))
@@ -317,8 +325,8 @@ func (v VPC) ReplaceMetadata(t *testing.T, s *vpctest.State, values map[string]s
 	})))
 }
 
-// Claims expects that a host does not begin to use the backend if it cannot use the cloud, and that a
-// host keeps a lease of the backend without a call.
+// Claims checks that a host does not begin to use the backend if it cannot use the cloud, and
+// that a host keeps a lease of the backend without a call.
 func (v VPC) Claims(t *testing.T) {
 	t.Helper()
 	var held subnet.Claim
@@ -372,8 +380,9 @@ func (v VPC) Claims(t *testing.T) {
 	}
 }
 
-// NewKeys expects that refused keys are asked for again, because the role may have new ones. old is a
-// description of other keys, with which the metadata service begins.
+// NewKeys checks that the backend reads its keys again after the cloud has refused them,
+// because the role may have new ones. old is the first answer of the metadata service. It
+// describes keys that the cloud refuses.
 func (v VPC) NewKeys(t *testing.T, old string) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -393,14 +402,15 @@ func (v VPC) NewKeys(t *testing.T, old string) {
 	}
 }
 
-// Redirect expects that calls go to no other server.
+// Redirect checks that the backend does not follow a redirect to another server.
 func (v VPC) Redirect(t *testing.T) {
 	t.Helper()
 	s, _ := v.Open(t)
 	Redirect(t, v.New, v.API, func() int { return len(s.Calls()) })
 }
 
-// Endpoints expects that an address without a scheme is refused for good, by the name of its variable.
+// Endpoints checks that the backend refuses an address without a scheme in each of these
+// environment variables. The error must name the variable and must not be transient.
 func (v VPC) Endpoints(t *testing.T, address string, variables ...string) {
 	t.Helper()
 	for _, name := range variables {
@@ -410,7 +420,7 @@ func (v VPC) Endpoints(t *testing.T, address string, variables ...string) {
 	}
 }
 
-// Answer is an answer of the API to all calls, and the error that it leads to.
+// Answer is the answer of the API to all calls, and the expected error.
 type Answer struct {
 	Status    int
 	Text      string
@@ -418,7 +428,8 @@ type Answer struct {
 	Transient bool
 }
 
-// Answers checks answers that are not those of calls that work.
+// Answers checks the errors for answers that differ from those of successful calls. The keys of
+// tests are names.
 func (v VPC) Answers(t *testing.T, tests map[string]Answer) {
 	t.Helper()
 	for name, test := range tests {
@@ -431,8 +442,8 @@ func (v VPC) Answers(t *testing.T, tests map[string]Answer) {
 	}
 }
 
-// Leaks makes calls fail in many ways, and searches errors and log for the secrets of the host. shown are
-// parts of errors that the faults cause.
+// Leaks makes calls fail in many ways, and searches errors and log for the secrets of the host.
+// shown contains parts of the errors that must be in the log.
 func (v VPC) Leaks(t *testing.T, shown []string, faults ...Fault[*vpctest.State]) {
 	t.Helper()
 	common := []Fault[*vpctest.State]{
@@ -449,8 +460,8 @@ func (v VPC) Leaks(t *testing.T, shown []string, faults ...Fault[*vpctest.State]
 	}.Run(t)
 }
 
-// KeyLeaks is Leaks for a backend with keys in its Backend object. right is one that the check misses
-// without DescribeInstances.
+// KeyLeaks is Leaks for a backend with keys in its Backend object. right is a permission that
+// Check must name if DescribeInstances is denied.
 func (v VPC) KeyLeaks(t *testing.T, right string) {
 	t.Helper()
 	v.Leaks(t, []string{"refuses the keys", "permission " + right + " is missing"},
@@ -459,8 +470,8 @@ func (v VPC) KeyLeaks(t *testing.T, right string) {
 	)
 }
 
-// Leader finds a thousand hosts, as a leader does, with at most that number of calls. A host of a network
-// with a leader takes its lease without a call.
+// Leader checks that a leader finds 1,000 hosts with at most that many calls, and that a host
+// of a network with a leader takes its lease without a call.
 func (v VPC) Leader(t *testing.T, most int) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -493,8 +504,9 @@ func (v VPC) Leader(t *testing.T, most int) {
 	}
 }
 
-// Followers has hosts in subnets with other tables. With a tunnel a leader must know which table packets of each
-// host follow.
+// Followers checks that Find returns the table of each host, for hosts in subnets with
+// different tables. With a tunnel, a leader must know which table the packets of each host
+// follow. own is the subnet of the cloud that contains this host.
 func (v VPC) Followers(t *testing.T, own string) {
 	t.Helper()
 	s, _ := v.Open(t)
