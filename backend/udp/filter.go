@@ -62,9 +62,10 @@ func newSenderFilter(local netip.AddrPort, anySender bool) *senderFilter {
 	return &senderFilter{local: local, anySender: anySender, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
 }
 
-// start creates a table that admits no peer, unless the kernel has one already: that one
-// admits its peers until the first update, so that a restart does not interrupt them.
-// existed reports whether there was one. With anySender start always creates the table.
+// start creates a table that admits no peer, unless the kernel already has an active table.
+// That table stays until the first update, so that a restart does not interrupt its peers.
+// existed reports whether there was such a table. With anySender, start always creates the
+// table.
 func (f *senderFilter) start() (existed bool, err error) {
 	if f.anySender {
 		return false, f.build()
@@ -219,7 +220,7 @@ func (f *senderFilter) set() *nftables.Set {
 
 // filterState reports whether the kernel has the table, and whether it is active. A table
 // with the flag dormant is not: it admits every sender. write sets no flags, and the
-// library decodes them in the wrong byte order, so any flag counts. A kernel without
+// library decodes them in the wrong byte order, so any flag counts as dormant. A kernel without
 // nftables has no table.
 func filterState() (exists, active bool, err error) {
 	c, err := nftables.New()
@@ -324,7 +325,7 @@ func addCounts(c *nftables.Conn, counts map[string]uint64) error {
 	return nil
 }
 
-// elements calls do with parts of addrs that fit one message.
+// elements calls do with parts of addrs, each of which fits in one message.
 func elements(addrs []netip.Addr, do func([]nftables.SetElement) error) error {
 	const most = 1000
 	for chunk := range slices.Chunk(addrs, most) {

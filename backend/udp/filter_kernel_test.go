@@ -47,7 +47,7 @@ func TestKernelSenderFilter(t *testing.T) {
 	}{
 		{nil, all[:3], 3},
 		{nil, all, 5000},
-		{all[:3], nil, 5000}, // these were added twice
+		{all[:3], nil, 5000}, // these peers were added twice, and removed once
 		{all[:4000], nil, 1000},
 		{all[4000:4001], all[4000:4001], 1000},
 		{all[4002:], all[:1], 3},
@@ -205,7 +205,8 @@ func TestKernelFilterForAnySender(t *testing.T) {
 	}
 }
 
-// sendFrame sends a UDP datagram over Ethernet from a device to its peer.
+// sendFrame sends a UDP datagram in an Ethernet frame from a device to its veth peer. port is the source and
+// the destination port.
 func sendFrame(t *testing.T, device, peer string, from, to netip.Addr, port uint16) {
 	t.Helper()
 	out, err := net.InterfaceByName(device)
@@ -272,8 +273,8 @@ func receiveUDP(t *testing.T, conn *net.UDPConn) string {
 	return from.String()
 }
 
-// TestKernelSenderFilterOfManyPeers adds as many peers at once as a /8 of /24 subnets can
-// have.
+// TestKernelSenderFilterOfManyPeers checks that one update can add as many peers as a /8 of /24
+// subnets can have.
 func TestKernelSenderFilterOfManyPeers(t *testing.T) {
 	firewalltest.Enter(t)
 	f := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)

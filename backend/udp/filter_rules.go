@@ -23,8 +23,8 @@ const (
 )
 
 // peerPriority is the packet priority that the input chain gives to datagrams from peers,
-// and that the device chain requires. Unlike a packet mark, no other program uses the
-// priority between the two chains, and a packet from a network does not have it.
+// and that the device chain requires. Other programs do not change the priority between the
+// two chains, unlike a packet mark, and a packet that arrives at a link does not have it.
 const peerPriority = 0x666c75 // "flu"
 
 // Offsets of the addresses in an IPv4 header, and of the ports in a UDP header, in bytes
@@ -38,7 +38,7 @@ const (
 
 // write adds the table, with the set of peers and all rules, to c's transaction.
 func (f *senderFilter) write(c *nftables.Conn) error {
-	c.AddTable(tableRef()) // DelTable fails if there is no table
+	c.AddTable(tableRef()) // because DelTable fails if there is no table
 	c.DelTable(tableRef())
 	t := c.AddTable(tableRef())
 	peers := f.set()
@@ -69,14 +69,15 @@ func (f *senderFilter) write(c *nftables.Conn) error {
 	return nil
 }
 
-// filterRule is a rule of the table. drops is the reason if the rule drops packets.
+// filterRule is a rule of the table. drops is the reason for which the rule drops packets; if it is empty,
+// the rule executes action instead.
 type filterRule struct {
 	match  []expr.Any
 	drops  string
 	action []expr.Any
 }
 
-// in returns the rule for a chain.
+// in returns the rule in the form of the library, for the chain c of the table t.
 func (r filterRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
 	if r.drops == "" {
 		return &nftables.Rule{Table: t, Chain: c, Exprs: slices.Concat(r.match, r.action)}

@@ -30,9 +30,10 @@ type Settings struct {
 	Persist bool
 }
 
-// Host is the state of this backend in the process, which outlives networks. When a network ends,
-// its tunnel goes on with the peers that it has. The next network takes it over if the tunnel
-// suits it, so that no packet is lost in between. Otherwise device and peers stay.
+// Host contains the device, the tunnel and the peers of this process. They outlive a network:
+// when it is closed, the tunnel continues with its peers, and the next network takes the tunnel
+// over, so that no packet is lost in between. If the tunnel has other ends than the next
+// network needs, only the device and the peers are taken over.
 type Host struct {
 	settings Settings
 	counters tunnel.Counters
@@ -41,7 +42,7 @@ type Host struct {
 	mu              sync.Mutex
 	device          *tunnel.Device
 	tunnel          *tunnel.Tunnel // on device; nil if there is none
-	used            bool           // a network that has started uses the tunnel
+	used            bool           // a network has opened the tunnel and has not left it yet
 	askedSystemd    bool           // systemd was asked for the device of the last process
 	receiver        *receiver      // receiver of the kernel path; nil if it is not in use
 	uncheckedLogged bool           // the log says that senders are not checked
@@ -66,8 +67,9 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return b, warnings, nil
 }
 
-// Close closes the device. The kernel deletes it with the routes to it, unless it is
-// persistent or systemd keeps it for the next start.
+// Close closes the device. The kernel deletes the device with the routes to it, unless the
+// device is persistent or systemd keeps it for the next start. Close also removes the objects
+// of the kernel path if they are in use, unless Settings.Persist is set.
 func (h *Host) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -89,7 +91,8 @@ func (h *Host) CloseUnused() error {
 	return h.closeDevice()
 }
 
-// FreePorts is CloseUnused if the tunnel listens on one of these UDP ports.
+// FreePorts closes tunnel and device if no network uses them and the tunnel listens on one of
+// these UDP ports.
 func (h *Host) FreePorts(ports []int) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -118,8 +121,9 @@ func (h *Host) closeTunnel() error {
 	return err
 }
 
-// openTunnel returns the tunnel with configuration c, which the Host completes, between the device
-// with that name and the network. It may run already, because an earlier network has left it.
+// openTunnel returns a tunnel between the device with that name and the peers. It adds the
+// fields of c that the Host knows. The tunnel may run already, because an earlier network has
+// left it. openTunnel replaces a tunnel that has ended or has other ends.
 func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -141,20 +145,23 @@ func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*t
 	return h.tunnel, nil
 }
 
-// sameEnds reports whether tunnels with these configurations carry packets between the same ends.
+// sameEnds reports whether tunnels with these configurations have the same device, the same
+// addresses and the same networks.
 func sameEnds(a, b tunnel.Config) bool {
 	return a.Device == b.Device && slices.Equal(a.Local, b.Local) && slices.Equal(a.Own, b.Own) && slices.Equal(a.Networks, b.Networks)
 }
 
-// leaveTunnel lets the tunnel go on until another network takes it over, or until CloseUnused.
+// leaveTunnel marks the tunnel as unused. It continues until another network takes it over, or
+// until CloseUnused or FreePorts closes it.
 func (h *Host) leaveTunnel() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.used = false
 }
 
-// freePort closes the tunnel, whose port the kernel path needs, unless try returns an error. The tunnel
-// may carry packets, and it goes on if the kernel path does not work.
+// freePort closes the tunnel, because the kernel path needs its port. It does nothing if there
+// is no tunnel. It first calls try, which checks whether the kernel path works. If try returns
+// an error, freePort returns that error, and the tunnel continues to carry packets.
 func (h *Host) freePort(try func() error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -215,8 +222,8 @@ func (h *Host) claimDevice(ctx context.Context, name string) error {
 }
 
 // attachDevice makes h.device an open device: the present one, the one that systemd has
-// kept, a persistent one, or a new one. added reports whether systemd does not know the
-// device.
+// kept, a persistent one, or a new one. added is true if systemd does not keep that device
+// yet.
 func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err error) {
 	if h.device != nil && h.device.Name() == name && h.device.Alive() {
 		return false, nil
@@ -273,7 +280,8 @@ func keepDevice(d *tunnel.Device) error {
 	return oneline.Join(err, cerr)
 }
 
-// addRemedy adds a remedy to the error.
+// addRemedy adds a remedy to an error about opening the device, if there is one. It returns nil
+// if err is nil.
 func addRemedy(err error) error {
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):

@@ -58,8 +58,9 @@ func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 	return ctx, l
 }
 
-// TestKernelSystemdKeepsTheDevice plays systemd: it receives the device from one process,
-// outlives it, and passes the device to the next one.
+// TestKernelSystemdKeepsTheDevice checks that the device survives a restart under systemd. The
+// test plays systemd: it receives the device from one process, outlives that process, and
+// passes the device to the next one.
 func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
 	path := filepath.Join(t.TempDir(), "notify")
@@ -105,8 +106,8 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	}
 }
 
-// TestKernelMessagesLost tests a host that must not change sysctls, like many containers.
-// It logs once that ICMP errors are lost, unless the sysctls are set already.
+// TestKernelMessagesLost checks a host that must not change sysctls, like many containers: it
+// must log once that ICMP errors are lost, unless the sysctls are set already.
 func TestKernelMessagesLost(t *testing.T) {
 	ctx, l := oneHost(t)
 	const readOnly = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && "

@@ -85,17 +85,18 @@ func (b *Backend) kernelDevice(name string) dataplane.Link {
 	}
 }
 
-// probeDevice is the name of a temporary device.
+// probeDevice is the name of the device that tryDevice creates and deletes again.
 const probeDevice = "flannel-udp-try"
 
 // tryDevice returns an error if the kernel cannot have the device, for example because it has no ipip.
 func (b *Backend) tryDevice(ctx context.Context) error {
 	l := b.kernelDevice(probeDevice)
-	l.Up = false // it would receive packets
+	l.Up = false // otherwise it would receive packets
 	return b.env.TryDevice(ctx, l)
 }
 
-// Usable implements backend.Checker. Only the kernel path on its own may lack a module.
+// Usable implements backend.Checker. Only mode kernel can fail, because mode auto can use user
+// space.
 func (b *Backend) Usable(ctx context.Context) error {
 	if b.config.Mode != modeKernel {
 		return nil
@@ -239,9 +240,9 @@ func (n *kernelNetwork) watchPort(ctx context.Context) {
 	}
 }
 
-// Sync implements backend.Network. It gets the changes of a set only once, so a failure
-// does not stop the later steps. The exception is the filter: without it no device is
-// created.
+// Sync implements backend.Network. It gets each change only once, so a failed step does not
+// prevent the later steps. The exception is the filter: if it fails, Sync ends, so that it
+// does not create the device without the filter. The next Sync then writes all routes.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	removed, added := n.host.peers.apply(peers)
 	if n.unfilled {
@@ -265,8 +266,9 @@ func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Ou
 	return outcome, oneline.Join(portErr, err)
 }
 
-// admit updates the filter, and repairs it if another program may have changed it. It
-// reports whether there was something to repair.
+// admit updates the filter, and repairs it if another program may have changed it. repaired
+// reports whether there was something to repair. An inherited filter stays unchanged until
+// the set of peers is complete.
 func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
 	if n.filter == nil || n.inherited && !peers.Complete {
 		return false, nil

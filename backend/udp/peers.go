@@ -23,8 +23,9 @@ func newPeers() peers {
 	return peers{table: tunnel.NewTable(), byLease: map[string][]tunnel.Peer{}}
 }
 
-// apply makes the table contain the peers of set, and returns the changes. Its cost
-// depends on their number.
+// apply makes the table contain the peers of set, and returns the changes. If set is not
+// complete, no peer is removed because its lease is missing. The cost depends on the number of
+// changed leases, unless set.All is set.
 func (p *peers) apply(set backend.Set) (removed, added []tunnel.Peer) {
 	visit := func(key string) {
 		lease := set.Leases[key]

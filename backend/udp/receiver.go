@@ -17,7 +17,7 @@ import (
 )
 
 // receiver is a FOU port (foo over UDP, linux/fou.h): the kernel unpacks IPv4 packets from
-// the datagrams that arrive at local. It does not announce when a port is deleted.
+// the datagrams that arrive at local. The kernel does not announce when a port is deleted.
 type receiver struct{ local netip.AddrPort }
 
 // fouMissing returns an error if the kernel has no FOU at present.
@@ -46,7 +46,7 @@ func (r receiver) list() (ports []netlink.Fou, err error) {
 	return ports, nil
 }
 
-// address returns the address of f. Kernels before 5.2 receive on all addresses.
+// address returns the address on which f receives. Kernels before 5.2 receive on all addresses.
 func address(f netlink.Fou) netip.Addr {
 	if a, ok := netip.AddrFromSlice(f.Local.To4()); ok {
 		return a

@@ -34,8 +34,9 @@ func (refusing) Apply(_ context.Context, ops []dataplane.Op) (failed []dataplane
 	return failed
 }
 
-// TestKernelTakeover starts networks one after the other, and checks which of them take over the
-// tunnel of the last one. An attempt of the kernel path that fails must not close the tunnel.
+// TestKernelTakeover starts networks one after the other, and checks which of them take over
+// the tunnel of the network before. A failed attempt to use the kernel path must not close the
+// tunnel.
 func TestKernelTakeover(t *testing.T) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -96,7 +97,7 @@ func TestKernelTakeover(t *testing.T) {
 	if err := last.Close(); err != nil {
 		t.Fatal(err)
 	}
-	without := last.Backend // of a kernel that has no ipip
+	without := last.Backend // on a kernel that has no ipip
 	without.env.Kernel = refusing{k}
 	if err := h.freePort(func() error { return without.tryDevice(t.Context()) }); !errors.Is(err, unix.EOPNOTSUPP) {
 		t.Errorf("the kernel path without ipip: %v, want %v", err, unix.EOPNOTSUPP)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package udp carries packets between hosts in UDP datagrams. Each datagram contains one
-// packet and nothing else. The backend is for hosts whose kernel has no vxlan. If the
-// kernel supports fou it packs the datagrams, otherwise this process does.
+// packet and nothing else. The backend is for hosts whose kernel has no vxlan. Either the
+// kernel packs the datagrams with fou (the kernel path), or this process does (user space).
 //
 //   - udp.go is the Backend and the network in user space, which package tunnel carries.
 //   - kernel.go is the network of the kernel path. Its objects besides device and routes
@@ -31,12 +31,12 @@ import (
 // Type is the backend's name in the configuration. Leases do not contain it.
 const Type = "udp"
 
-// deviceName is the name of the device of the only network. flannel creates flannel%d, for which
-// the kernel chooses the first free number.
+// deviceName is the name of the device if the process serves one network. flannel creates
+// flannel%d, for which the kernel chooses the first free number.
 const deviceName = "flannel0"
 
-// device returns the name of the device. The devices of several networks have their ports in the
-// name, so that a name does not depend on the order of the networks.
+// device returns the name of the device. If the process serves several networks, each device
+// has its port in its name, so that the name does not depend on the order of the networks.
 func (b *Backend) device() string {
 	if b.env.Network == "" {
 		return deviceName
@@ -62,7 +62,7 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
-// HoldsIPIP implements backend.IPIPHolder. Mode auto uses user space if another device is there.
+// HoldsIPIP implements backend.IPIPHolder. Mode auto does not need the device: it can use user space.
 func (b *Backend) HoldsIPIP() bool { return b.config.Mode == modeKernel }
 
 // LeaseType implements backend.LeaseTyper.
@@ -116,8 +116,8 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 	return n, nil
 }
 
-// base returns the wanted state: the device with the own subnets' base addresses, and the
-// networks behind it.
+// base returns the wanted state: the device with the own subnets' base addresses, and a
+// route to each network through the device.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
@@ -136,8 +136,8 @@ type network struct {
 	*backend.Programmer
 	*backend.Notifier
 	own     subnet.Lease
-	tunnel  *tunnel.Tunnel // of the host
-	started bool           // the tunnel carries packets, and the network hears of its end
+	tunnel  *tunnel.Tunnel // belongs to the Host
+	started bool           // this network has started the tunnel, and is notified of its end
 }
 
 // start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
@@ -152,7 +152,7 @@ func (n *network) start(ctx context.Context) error {
 	return nil
 }
 
-// openTunnel makes the host have the device and a tunnel between it and the network.
+// openTunnel makes the Host open the device, and a tunnel between the device and the peers.
 func (n *network) openTunnel(ctx context.Context) (err error) {
 	var c tunnel.Config
 	for _, net := range n.env.Config.Networks {
@@ -169,7 +169,7 @@ func (n *network) openTunnel(ctx context.Context) (err error) {
 	return err
 }
 
-// startTunnel makes the tunnel carry packets.
+// startTunnel makes the tunnel carry packets, and notifies the loop when the tunnel ends.
 func (n *network) startTunnel() error {
 	if err := n.tunnel.Start(); err != nil {
 		return err
@@ -193,7 +193,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 		return backend.Outcome{}, err
 	}
 	outcome, err := n.Programmer.Sync(ctx, peers)
-	if !n.started { // a problem of one family must not affect the other
+	if !n.started { // even after an error, which may concern one family only
 		err = oneline.Join(err, n.startTunnel())
 	}
 	return outcome, err
@@ -208,11 +208,12 @@ func (n *network) reopen(ctx context.Context) error {
 	return n.openTunnel(ctx)
 }
 
-// MTU implements backend.Sized, and backend.Network for both modes.
+// MTU implements backend.Sized. It also implements backend.Network for the networks of both modes.
 func (b *Backend) MTU() int { return mtu(b.env) }
 
-// Check implements backend.Network for both modes. A lease with backend data belongs to
-// another backend. One without may do so, too: the leases of alloc look the same.
+// Check implements backend.Network for both modes. A lease with backend data belongs to another
+// backend. A lease without data may also belong to another backend: the leases of alloc look
+// the same.
 func (*Backend) Check(l subnet.Lease) ([]string, error) {
 	for _, e := range l.Endpoints {
 		if len(e.Data) > 0 && string(e.Data) != "null" {
@@ -233,7 +234,7 @@ func (*network) Mode() string { return modeUserspace }
 // Dropped implements backend.DataPath.
 func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
 
-// Close implements backend.Network. Device and tunnel belong to the host and go on for the next
+// Close implements backend.Network. Device and tunnel belong to the Host, and continue for the next
 // network.
 func (n *network) Close() error {
 	n.Notifier.Close()
