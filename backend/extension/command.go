@@ -19,7 +19,7 @@ import (
 const (
 	// maxOutput limits how much of a command's output is used, in bytes.
 	maxOutput = 64 << 10
-	// maxLines limits how many lines of it are logged.
+	// maxLines limits how many lines of a command's output are logged.
 	maxLines = 100
 	// outputWait is the time for which the output of a finished command stays open, for
 	// processes that the command left in the background.
@@ -36,11 +36,12 @@ type input struct {
 	Stdin string   `json:"stdin,omitempty"` // without the newline at its end
 }
 
-// errTimeout is the reason when a command is killed because it takes too long.
+// errTimeout is the error when a command is killed because it takes too long.
 var errTimeout = errors.New("killed together with all its children: it took longer than CommandTimeout")
 
-// run runs the command and returns its standard output and error, trimmed. It kills the
-// command's process group after the timeout or when ctx ends.
+// run runs the command and returns its standard output and error as one trimmed text, even if
+// it fails. It kills the command's process group after the timeout, with an error that wraps
+// errTimeout, or when ctx ends. It does nothing if c is not configured.
 func (c command) run(ctx context.Context, in input, timeout time.Duration) (output string, err error) {
 	if !c.configured() {
 		return "", nil
@@ -99,8 +100,7 @@ func (c command) words(env []string) []string {
 	return words
 }
 
-// environment returns the daemon's environment, without its private variables, followed
-// by extra.
+// environment returns the daemon's environment without privateVariables, followed by extra.
 func environment(extra []string) []string {
 	var env []string
 	for _, v := range os.Environ() {

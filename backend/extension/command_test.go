@@ -47,7 +47,8 @@ func TestNeedsShell(t *testing.T) {
 	}
 }
 
-// mustCommand returns the command of a configuration with line and shell.
+// mustCommand returns the SubnetAddCommand of a configuration with that line and that value of
+// Shell.
 func mustCommand(t *testing.T, line string, shell *bool) command {
 	t.Helper()
 	c, err := newCommand(subnetAdd, line, shell)
@@ -122,7 +123,8 @@ func TestOutputIsBounded(t *testing.T) {
 	}
 }
 
-// TestTimeoutKillsTheGroup runs a command that hangs in a child of its shell.
+// TestTimeoutKillsTheGroup checks that the timeout ends a command that hangs in a child of its
+// shell, and that the child is killed, too.
 func TestTimeoutKillsTheGroup(t *testing.T) {
 	pipe := filepath.Join(t.TempDir(), "pids")
 	line := `sleep 1000 & echo $! > ` + pipe + `; echo waiting; wait`

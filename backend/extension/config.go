@@ -100,8 +100,8 @@ func newCommand(name, line string, shell *bool) (command, error) {
 
 func (c command) configured() bool { return c.Line != "" }
 
-// plain matches command lines that mean the same to a shell as to a program that only
-// splits words and replaces variables. Any other character may be shell syntax.
+// plain matches command lines that mean the same to a shell and to a program that only splits
+// words and replaces variables. Any other character may be shell syntax.
 var plain = regexp.MustCompile(`^(?:[^\n\r|&;<>()\x60"'\\*?\[\]{}~#!$]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})*$`)
 
 // builtins are first words that only a shell can execute.

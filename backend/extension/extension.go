@@ -51,8 +51,8 @@ var ErrNotAllowed = errors.New("this host does not run commands from the network
 type Settings struct {
 	// Allow permits commands. They run as root.
 	Allow bool
-	// StateDir and Name are the directory and the name of the file that contains which
-	// commands have run.
+	// StateDir and Name are the directory and the name of the state file, which records
+	// the commands that have run.
 	StateDir, Name string
 }
 
@@ -167,8 +167,8 @@ type Backend struct {
 // belong to the commands.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
-// Claim implements backend.Backend. The host publishes the output of PreStartupCommand,
-// so Claim runs that command unless it has already run.
+// Claim implements backend.Backend. The host publishes the output of PreStartupCommand, so
+// Claim runs that command unless the state file says that it has run.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim(Type, prev)
 	b.host.store.load(ctx)
@@ -191,8 +191,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 }
 
 // outdated reports whether the commands that have run since the boot no longer match this
-// host. prev, its last published claim, shows that: another backend was used since, or the
-// subnet is another one.
+// host. prev is its last published claim. It shows whether another backend was used since, or
+// the host has another subnet now.
 func (b *Backend) outdated(prev subnet.Claim) bool {
 	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some backends publish no type
 		return true
@@ -216,7 +216,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)}
 	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
 		again := s
-		again.Key = "" // if the command fails, the next attempt starts from the beginning
+		again.Key = "" // if the command fails, the next start begins with PreStartupCommand
 		store.setSetup(again)
 		store.flush(ctx)
 		if _, err := b.attempt(ctx, b.config.post, s.Input); err != nil {
@@ -234,8 +234,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return newNetwork(ctx, b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
 }
 
-// prepare runs PreStartupCommand unless it has run for this command and external
-// interface. If the interface has changed, everything starts from the beginning.
+// prepare runs PreStartupCommand, unless the same command has run for the same external
+// interface and addresses since the boot. Before that it undoes what the last start has done.
 func (b *Backend) prepare(ctx context.Context) error {
 	store, iface := b.host.store, b.env.Underlay
 	store.load(ctx)
@@ -249,7 +249,7 @@ func (b *Backend) prepare(ctx context.Context) error {
 	}
 	b.host.undo(ctx, b.config.timeout)
 	s := setup{Number: store.setup().Number + 1}
-	store.setSetup(s) // without a key until the command has succeeded
+	store.setSetup(s) // the key stays empty until the command has succeeded
 	store.flush(ctx)
 	var err error
 	if s.Output, err = b.attempt(ctx, b.config.pre, input{}); err != nil {
@@ -287,7 +287,7 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 			return output, err
 		}
 		log.Error(err, "command failed, trying again", "try", try, "of", setupTries)
-		_ = wait.For(ctx, time.Duration(try)*setupPause) // the program does not run if ctx has ended
+		_ = wait.For(ctx, time.Duration(try)*setupPause) // if ctx has ended, the next run starts no program
 	}
 }
 
@@ -321,7 +321,7 @@ func (b *Backend) ownVariables(own subnet.Lease) []string {
 	return env
 }
 
-// peerVariables returns the variables for the commands of a peer's subnet. They contain
+// peerVariables returns the variables for the commands of a peer's subnet. Their values are
 // only addresses and prefixes, even if the lease is hostile.
 func peerVariables(l subnet.Lease) []string {
 	values := map[string]string{}

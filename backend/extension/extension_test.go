@@ -56,7 +56,7 @@ func newNode(t *testing.T, config map[string]any) *node {
 	return n
 }
 
-// dual enables IPv6 on the node, too.
+// dual enables IPv6 on the node in addition to IPv4.
 func (n *node) dual() {
 	n.env.Config.Networks = append(n.env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
 	n.env.Underlay.Addrs = append(n.env.Underlay.Addrs, underlay.Address{
@@ -82,7 +82,7 @@ func (n *node) own(c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// start acts like a new process.
+// start creates a Host like a new process, and starts its network.
 func (n *node) start() (subnet.Claim, error) {
 	n.t.Helper()
 	n.host = NewHost(Settings{Allow: true, StateDir: filepath.Join(n.dir, "state"), Name: "test"})
@@ -90,7 +90,8 @@ func (n *node) start() (subnet.Claim, error) {
 	return n.again()
 }
 
-// again acts like a process whose interface has changed.
+// again starts another network of the same process, as after a change of the external
+// interface.
 func (n *node) again() (subnet.Claim, error) {
 	n.t.Helper()
 	raw, err := json.Marshal(n.config)
@@ -145,6 +146,7 @@ func (n *node) sync(peers ...subnet.Lease) map[string]string {
 	return refused
 }
 
+// set returns a set of these peers, any of which may have changed.
 func set(complete bool, peers ...subnet.Lease) backend.Set {
 	s := backend.Set{Leases: map[string]*subnet.Lease{}, All: true, Complete: complete}
 	for _, p := range peers {
@@ -153,9 +155,11 @@ func set(complete bool, peers ...subnet.Lease) backend.Set {
 	return s
 }
 
-// expect compares the calls that the commands logged with want, and clears the log.
+// expect compares the calls that the commands have logged with want, in that order, and clears
+// the log.
 //
-// On a busy machine a command may take longer than Sync waits for it.
+// It waits for missing calls, because on a busy machine a command may take longer than Sync
+// waits for it.
 func (n *node) expect(want ...string) {
 	n.t.Helper()
 	var text []byte
@@ -176,6 +180,8 @@ func (n *node) expect(want ...string) {
 	}
 }
 
+// peer returns the lease of a host with the subnet 10.5.<number>.0/24. text is the data that the host
+// publishes; empty for none.
 func peer(number int, text string) subnet.Lease {
 	l := subnet.Lease{Key: fmt.Sprintf("10.5.%d.0-24", number), BackendType: Type, Endpoints: []subnet.Endpoint{{
 		Subnet: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(number)}), 24), PublicIP: netip.AddrFrom4([4]byte{192, 0, 2, byte(number)}),
@@ -251,7 +257,8 @@ func TestVariablesOfCommands(t *testing.T) {
 	})
 }
 
-// TestRestart starts the process again: it runs only commands that have changed.
+// TestRestart checks that a new process runs only commands that have changed, and that the
+// commands of the start run again after a boot.
 func TestRestart(t *testing.T) {
 	n := newNode(t, logging())
 	two, three := peer(2, "two"), peer(3, "three")
@@ -285,7 +292,7 @@ func TestRestart(t *testing.T) {
 	n.sync(two)
 	n.expect("remove 10.5.3.0/24 192.0.2.3 [ ] [drei]")
 
-	n.stop() // the command has changed: the recorded remove command is used
+	n.stop() // the commands change: the subnet must be removed with the recorded command
 	n.config["SubnetAddCommand"], n.config["SubnetRemoveCommand"] = `echo "new $SUBNET" >> $LOG`, `echo "gone $SUBNET" >> $LOG`
 	n.mustStart()
 	n.sync(two)
@@ -321,7 +328,8 @@ func TestAnotherBackendMeanwhile(t *testing.T) {
 	n.expect()
 }
 
-// TestAnotherSubnet checks that all commands run again once the new subnet is known.
+// TestAnotherSubnet checks that all commands run again if the host has another subnet, and none
+// if it has the same one.
 func TestAnotherSubnet(t *testing.T) {
 	n := newNode(t, logging())
 	n.dual()
@@ -344,7 +352,8 @@ func TestAnotherSubnet(t *testing.T) {
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
-// TestSubnetChangesHands checks the commands when the subnet of one lease passes to another lease.
+// TestSubnetChangesHands checks that the subnet is removed and added again when it passes from
+// one lease to another.
 func TestSubnetChangesHands(t *testing.T) {
 	n := newNode(t, logging())
 	n.mustStart()
@@ -356,7 +365,8 @@ func TestSubnetChangesHands(t *testing.T) {
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [zwei]")
 }
 
-// TestInterfaceChanges checks the commands when the host gets another address.
+// TestInterfaceChanges checks that all commands run again when the external interface gets
+// another address.
 func TestInterfaceChanges(t *testing.T) {
 	n := newNode(t, logging())
 	n.mustStart()
@@ -386,11 +396,12 @@ func TestShutdown(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []",
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 	n.stop()
-	NewHost(Settings{}).Shutdown(t.Context()) // of a process with another backend
+	NewHost(Settings{}).Shutdown(t.Context()) // the process has another backend
 	n.expect()
 }
 
-// TestRetire deletes a network in the process that has served it, and in the next one.
+// TestRetire checks that Retire undoes all commands and deletes the state file, in the process
+// that has served the network and in the next one.
 func TestRetire(t *testing.T) {
 	for _, restarted := range []bool{false, true} {
 		n := newNode(t, logging())
@@ -417,7 +428,7 @@ func TestRetire(t *testing.T) {
 		if n.host.store.exists() {
 			t.Error("the state file still exists")
 		}
-		n.mustStart() // the network was put again
+		n.mustStart() // the network exists again
 		n.sync(peer(2, "two"))
 		n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 		n.stop()
@@ -579,8 +590,8 @@ func TestRemoveFails(t *testing.T) {
 	n.expect("remove 10.5.2.0/24")
 }
 
-// TestHangingAdd checks that two peers do not wait for the command of a third one, which hangs, and that
-// this command is killed in the end.
+// TestHangingAdd checks that two peers do not wait for the command of a third peer that hangs,
+// and that this command is killed after CommandTimeout.
 func TestHangingAdd(t *testing.T) {
 	n := newNode(t, map[string]any{
 		"SubnetAddCommand": `test $SUBNET != 10.5.2.0/24 || sleep 1000; echo "add $SUBNET" >> $LOG`,
@@ -604,8 +615,8 @@ func TestHangingAdd(t *testing.T) {
 	}
 }
 
-// TestStopWhileCommandsHang checks that the stop does not take long, and that subnets that were being
-// added count as unknown.
+// TestStopWhileCommandsHang checks that a stop takes at most 20 s while a command hangs, and
+// that the next process removes the subnet before it adds the subnet again.
 func TestStopWhileCommandsHang(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add" >> $LOG; test -e $DIR/ok || sleep 1000`, "SubnetRemoveCommand": `echo "remove" >> $LOG`})
 	n.mustStart()
@@ -623,8 +634,8 @@ func TestStopWhileCommandsHang(t *testing.T) {
 	n.expect("add", "remove", "add")
 }
 
-// TestStopWhileRemoveHangs checks that the subnet is added again, because the removal may have
-// succeeded in part.
+// TestStopWhileRemoveHangs checks that the next process adds the subnet again after a stop
+// during its removal, because the removal may have succeeded in part.
 func TestStopWhileRemoveHangs(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $(cat)" >> $LOG`, "SubnetRemoveCommand": `echo "remove $(cat)" >> $LOG; test -e $DIR/ok || sleep 1000`})
 	n.mustStart()
@@ -680,8 +691,10 @@ func TestBrokenDisk(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
-// TestRandomWalk starts and stops processes whose commands are as strict as ip(8), fail at random
-// and leave their work incomplete. In the end every subnet must be as wanted.
+// TestRandomWalk starts and stops simulated daemons at random, while peers come and go. Like
+// those of ip(8), the commands fail to add a subnet twice and to remove a missing one. At
+// random they do all their work and then report a failure. In the end every subnet must be as
+// wanted.
 func TestRandomWalk(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -746,7 +759,8 @@ func TestRandomWalk(t *testing.T) {
 	}
 }
 
-// TestBlackhole checks the one route that flanneld adds without a command.
+// TestBlackhole checks that the blackhole route, which flanneld adds without a command, exists
+// exactly if it is requested.
 func TestBlackhole(t *testing.T) {
 	n := newNode(t, map[string]any{})
 	hole := dataplane.NewBlackhole(netip.MustParsePrefix("10.5.1.0/24"))

@@ -42,22 +42,22 @@ const removeTries = 5
 // Each Sync compares the wanted subnets with those in the state file, and runs a job for
 // each difference: dueJobs finds the jobs, runJobs starts them one after another, runJob
 // runs the commands of one, and finish records its result. The state file says "unsure"
-// from the begin of a job to its success, so that a job that is interrupted runs again.
+// from the begin of a job to its success, so that an interrupted job runs again.
 type network struct {
 	*Backend
 	*backend.Notifier
-	setup   int                 // number of the setup that subnets are added to
+	setup   int                 // number of the setup to which this network adds subnets
 	kernel  *backend.Programmer // for kernel objects that do not depend on commands
 	workers sync.WaitGroup      // commands that run
 
 	mu       sync.Mutex
-	running  map[string]bool    // by subnet
+	running  map[string]bool    // whether a job runs, by subnet
 	failures map[string]failure // by subnet
 }
 
 // failure is the failure of the last command for a subnet.
 type failure struct {
-	hash  string // of the wanted state; empty if the subnet was to be removed
+	hash  string // of the wanted state; empty if the command was to remove the subnet
 	err   error
 	tries int
 	next  time.Time // time of the next try
@@ -89,7 +89,8 @@ func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Prog
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
-// Close implements backend.Network. The context of Sync must have ended.
+// Close implements backend.Network. It waits for commands that run. The context of Sync must
+// have ended, because its end kills them.
 func (n *network) Close() error {
 	n.workers.Wait()
 	n.Notifier.Close()
@@ -125,7 +126,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	return o, oneline.Join(failed, err)
 }
 
-// runCommands runs the commands that lead from the present state to these peers.
+// runCommands runs the commands that change the present state of the subnets to the state for
+// these peers.
 func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
@@ -149,8 +151,8 @@ func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.O
 	return n.outcome(want), nil
 }
 
-// dueJobs returns the jobs to do now: first removals, then additions and changes, then
-// those that failed before.
+// dueJobs returns the jobs to do now: first removals, then additions and changes, then jobs
+// that failed before and whose pause is over. Unless complete is set, there are no removals.
 func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -182,8 +184,8 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	return slices.Concat(gone, fresh, again)
 }
 
-// markUnsure stores that the state of a subnet is unknown until the job has succeeded, so
-// that a process that is killed meanwhile does not rely on it.
+// markUnsure stores that the state of a subnet is unknown until the job has succeeded. If this
+// process is killed before, the next one does not rely on the state.
 func (n *network) markUnsure(j job) {
 	switch {
 	case j.old != nil:
@@ -230,8 +232,8 @@ func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 	return 0
 }
 
-// runJob runs the commands of a job: it removes what was added before and adds what is
-// wanted. It removes even if the same is added again, because most commands, like ip(8),
+// runJob runs the commands of a job: it removes what was added before, and adds what is wanted.
+// It removes even if the next command adds the same again, because most commands, like ip(8),
 // fail to add a thing twice.
 func (n *network) runJob(ctx context.Context, j job) error {
 	log := klog.LoggerWithValues(klog.FromContext(ctx), "subnet", j.subnet)
@@ -308,16 +310,16 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 	}
 }
 
-// nextRetry returns the time until the first failed command is due, at least minPause. It
-// returns zero if none has failed.
+// nextRetry returns the time until the first failed command is due; minPause if one is overdue,
+// and zero if none has failed. The caller holds n.mu.
 func (n *network) nextRetry() (after time.Duration) {
 	now := time.Now()
 	for s, t := range n.failures {
-		if n.running[s] { // its end wakes the loop
+		if n.running[s] { // the end of its command wakes the loop
 			continue
 		}
 		wait := t.next.Sub(now)
-		if wait <= 0 { // a command that is due may be waiting for the first answer of the store
+		if wait <= 0 { // it may be waiting for the first answer of the store
 			wait = minPause
 		}
 		if after == 0 || wait < after {

@@ -17,39 +17,40 @@ import (
 	"github.com/flanneld/flanneld/pkg/state"
 )
 
-// bootIDFile contains another value after every boot (random(4)). It shows whether the
-// commands in the state file ran since the boot.
+// bootIDFile contains a value that differs after every boot (random(4)). By that value, load
+// finds out whether the commands in the state file ran since the boot.
 const bootIDFile = "/proc/sys/kernel/random/boot_id"
 
 // appliedState is the content of the state file: the commands that ran since the boot and
-// whose effect still lasts. It allows the next process to run only commands whose effect
-// differs, and to undo those of an earlier configuration. The JSON keys are the file
+// whose effect still lasts. With it the next process runs only commands whose effect
+// differs, and undoes the commands of an earlier configuration. The JSON keys are the file
 // format.
 type appliedState struct {
 	Boot  string `json:"boot"`
 	Setup setup  `json:"setup"`
 	// Subnets has the added subnets. The key is the subnet of the first address family
-	// and not the lease, because commands act on subnets.
+	// and not the key of the lease, because commands act on subnets.
 	Subnets map[string]entry `json:"subnets"`
 }
 
-// setup describes the commands of the start: PreStartupCommand and PostStartupCommand.
+// setup records what the last start has run, which is PreStartupCommand and
+// PostStartupCommand, and the ShutdownCommand that undoes it.
 type setup struct {
-	Number int     `json:"number"`         // counts the setups; a subnet belongs to one of them
-	Key    string  `json:"key"`            // hash of the command and interface that it was made for; empty: not done
+	Number int     `json:"number"`         // counts the setups; the hash of a subnet depends on it
+	Key    string  `json:"key"`            // hash of PreStartupCommand and the external interface; empty: run all again
 	Output string  `json:"output"`         // of PreStartupCommand
-	Post   string  `json:"post,omitempty"` // hash of the input of PostStartupCommand; empty: not run
-	Undo   command `json:"undo"`
-	Input  input   `json:"input"` // for Undo
+	Post   string  `json:"post,omitempty"` // hash of PostStartupCommand and its input; empty: not run
+	Undo   command `json:"undo"`           // ShutdownCommand
+	Input  input   `json:"input"`          // for Undo
 }
 
-// entry is a subnet that was added.
+// entry is a subnet whose SubnetAddCommand has run, or may have run.
 type entry struct {
-	Hash string `json:"hash"` // of the command and input that added it
+	Hash string `json:"hash"` // of the setup, SubnetAddCommand and its input
 	// Sure is true once all commands have succeeded. Otherwise any part of their effect
 	// may exist.
 	Sure  bool    `json:"sure"`
-	Undo  command `json:"undo"`
+	Undo  command `json:"undo"`  // SubnetRemoveCommand
 	Input input   `json:"input"` // for Undo
 }
 
@@ -80,7 +81,8 @@ func bootID() string {
 	return strings.TrimSpace(string(text))
 }
 
-// load reads, at its first call, the state that an earlier process wrote since the boot.
+// load reads the state that an earlier process has written since the boot. Only its first call
+// does so. If the file cannot be read, load logs that, and no command counts as run.
 func (s *stateStore) load(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -106,7 +108,7 @@ func (s *stateStore) load(ctx context.Context) {
 	}
 }
 
-// exists reports whether commands have run since the boot.
+// exists reports whether a process has written the state file since the boot.
 func (s *stateStore) exists() bool {
 	last, err := state.Read[appliedState](s.dir, s.name)
 	return err == nil && last.Boot == s.boot && s.boot != ""
@@ -144,8 +146,8 @@ func (s *stateStore) removeEntry(subnet string) {
 	s.changed = true
 }
 
-// markUndone records that the setup was undone. Subnets that were added may or may not
-// exist after that, so they count as unknown.
+// markUndone records that the setup was undone. After that, each added subnet may or may not
+// exist, so the state of all subnets counts as unknown.
 func (s *stateStore) markUndone() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -156,16 +158,16 @@ func (s *stateStore) markUndone() {
 	}
 }
 
-// invalidateSetup makes the next start run all commands again. ShutdownCommand stays,
-// because it must run before them.
+// invalidateSetup makes the next start run all commands again. The recorded ShutdownCommand
+// stays, because it must run before them.
 func (s *stateStore) invalidateSetup() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.now.Setup.Key, s.changed = "", true
 }
 
-// flush writes the state if it has changed. If that fails, the next start runs the
-// commands a second time; the failure is logged once.
+// flush writes the state if it has changed. If that fails, the next process runs the commands a
+// second time. flush logs only the first of several failures.
 func (s *stateStore) flush(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
