@@ -12,7 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
-// TestHost checks which devices a network takes over from the last one, and which are closed.
+// TestHost checks which devices a network takes over from the network before, and which devices
+// are closed.
 func TestHost(t *testing.T) {
 	h := NewHost()
 	here := underlay.Interface{Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: netip.MustParseAddr("192.168.77.1")}}}
@@ -72,8 +73,8 @@ func TestHost(t *testing.T) {
 	expect("when the kernel has the device")
 }
 
-// TestHostReplacesAfterAMove checks that a device is not taken over when the address of the host is
-// another one, because it remembers the old one.
+// TestHostReplacesAfterAMove checks that take returns a new device if the address of the host
+// has changed, because the old device remembers the old address.
 func TestHostReplacesAfterAMove(t *testing.T) {
 	h := NewHost()
 	var before *userspaceDevice

@@ -38,6 +38,7 @@ type end struct {
 	key       wgtypes.Key
 }
 
+// newEnds returns two ends with these private keys.
 func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 	t.Helper()
 	for i, bind := range bindtest.NewChannelBinds() {
@@ -56,7 +57,8 @@ func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 	return ends
 }
 
-// addPeer adds the other end as a peer of e. Its packets arrive at port.
+// addPeer adds other as a peer of e. port is 1 if e is the first of the two ends, and 2 if it
+// is the second. keepalive is in seconds.
 func (e end) addPeer(t *testing.T, other end, port, keepalive int, fresh bool) {
 	t.Helper()
 	public := other.key.PublicKey()
@@ -72,10 +74,10 @@ func (e end) hasSession(t *testing.T, other end) bool {
 	return len(e.initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())})) == 0
 }
 
-// TestInitiate lets two hosts add each other, together or one after the other. Without
-// sending packets they get a session in less than the 5 s after which WireGuard itself
-// would start another handshake. The exception is two handshakes that cross again: on a busy machine
-// they may do so if the second host begins shortly before the last handshake of the first one.
+// TestInitiate checks that two hosts that add each other, at the same time or one after the
+// other, get a session in less than 5 s without sending packets. After 5 s, WireGuard itself
+// would start another handshake. No host is added shortly before the last handshake of the
+// other one: on a busy machine, the handshakes could then cross again.
 func TestInitiate(t *testing.T) {
 	for _, apart := range []time.Duration{0, latency / 2, 2 * latency, retryPause - latency/2, retryPause, retryPause + latency/2, 2*retryPause - 8*latency, 2 * time.Second} {
 		for first := range 2 {
@@ -103,7 +105,7 @@ func TestInitiate(t *testing.T) {
 	}
 }
 
-// hookedBind calls before before it sends packets to an endpoint.
+// hookedBind sends packets, but first calls before with their endpoint and the packets.
 type hookedBind struct {
 	conn.Bind
 	before func(to string, packets [][]byte)
@@ -114,8 +116,9 @@ func (b hookedBind) Send(packets [][]byte, to conn.Endpoint) error {
 	return b.Bind.Send(packets, to)
 }
 
-// TestRetryLeavesNewSessions starts handshakes again with two peers. While it does so with the first one,
-// which does not answer, the session with the second one begins. That session must not be replaced.
+// TestRetryLeavesNewSessions checks that retry does not replace a session that has just begun.
+// While retry starts a handshake with a first peer, which does not answer, a session with a
+// second peer begins.
 func TestRetryLeavesNewSessions(t *testing.T) {
 	own, silent, other := key(8), key(16).PublicKey(), key(24)
 	const silentAt = "127.0.0.1:9"
@@ -169,7 +172,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 // devices, and not for handshakes that are still planned.
 func TestInitiatorClose(t *testing.T) {
 	ends := newEnds(t, key(8), key(16))
-	for i, e := range ends { // one of them would start another handshake
+	for i, e := range ends { // without close, one of them would start another handshake
 		e.initiator = newInitiator(e.dev)
 		began := time.Now()
 		e.addPeer(t, ends[1-i], i+1, 0, true)

@@ -69,7 +69,8 @@ func (s *nameServer) count() int {
 	return len(s.asked)
 }
 
-// TestResolver follows the addresses of a name while the caller asks for them all the time.
+// TestResolver checks the known addresses of a name and the number of lookups, mainly while the
+// caller asks for the name all the time.
 func TestResolver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &nameServer{addrs: map[string]string{"node": "203.0.113.9 203.0.113.1 2001:db8::1 203.0.113.9"}}
@@ -98,7 +99,7 @@ func TestResolver(t *testing.T) {
 			}
 		}
 
-		expect(0) // it does not wait for the answer
+		expect(0) // addrs does not wait for the answer
 		expect(1, "203.0.113.1", "203.0.113.9", "2001:db8::1")
 		s.set("node", "203.0.113.9 2001:db8::1 203.0.113.1") // the same in another order
 		wait(2 * leastLookupPause)
@@ -136,8 +137,8 @@ func TestResolver(t *testing.T) {
 	})
 }
 
-// TestFoundTogether finds the addresses of many names one after the other. That must not cause a reading of
-// the devices for each.
+// TestFoundTogether checks that found is called about once a second while the addresses of many
+// names are found one after the other. Each call makes the network read its devices.
 func TestFoundTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &nameServer{addrs: map[string]string{}}
@@ -163,8 +164,8 @@ func TestFoundTogether(t *testing.T) {
 	})
 }
 
-// TestManyNames resolves many names at once, by a server that does not answer. The number of lookups at the
-// same time is limited, and each ends.
+// TestManyNames checks that the number of lookups at the same time is limited, and that each
+// lookup ends, if the server does not answer.
 func TestManyNames(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &nameServer{hangs: true}
@@ -190,7 +191,7 @@ func TestManyNames(t *testing.T) {
 	})
 }
 
-// withName returns the lease of host i with a name.
+// withName returns the lease of host i, which listens on port 7, with name as its PublicEndpoint.
 func withName(t *testing.T, i byte, name string) *subnet.Lease {
 	t.Helper()
 	l := host(t, i, int(i))
@@ -204,8 +205,9 @@ func withName(t *testing.T, i byte, name string) *subnet.Lease {
 	return l
 }
 
-// TestTryTheNameOfAPeer expects that a host sends to the addresses of a peer's name while it has no session
-// with the peer, and goes on sending to the address in the lease if the name is of no use.
+// TestTryTheNameOfAPeer checks that a host sends to the addresses of a peer's name while it has
+// no session with the peer, and only to the address in the lease if the name has no usable
+// address.
 func TestTryTheNameOfAPeer(t *testing.T) {
 	for name, want := range map[string][]string{
 		"node2.example.org":      {"203.0.113.2:7", "203.0.113.3:7"},
@@ -251,8 +253,8 @@ func TestTryTheNameOfAPeer(t *testing.T) {
 	}
 }
 
-// TestNamesOfNewPeers expects that the name of a peer is resolved when the peer is added, and not if only
-// something else of its lease changes.
+// TestNamesOfNewPeers checks that the name of a peer is resolved when the peer is added, and
+// not when something else in its lease changes.
 func TestNamesOfNewPeers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := newNATHost(t, host(t, 1, 1))
@@ -273,7 +275,8 @@ func TestNamesOfNewPeers(t *testing.T) {
 	})
 }
 
-// TestPublishTheNameOfThisHost compares the data in the claim of a host with a name.
+// TestPublishTheNameOfThisHost checks that the claim of a host with a name contains that name,
+// in each family.
 func TestPublishTheNameOfThisHost(t *testing.T) {
 	b := backendFor(t, `{}`)
 	b.env.PublicEndpoint = endpoint.Named{Host: "node1.example.org"}
@@ -290,7 +293,8 @@ func TestPublishTheNameOfThisHost(t *testing.T) {
 	}
 }
 
-// TestCheckPublicEndpoint expects that a port is refused where it would be that of two devices.
+// TestCheckPublicEndpoint checks that a name with a port is refused if the network has two
+// devices, because each device has a port of its own.
 func TestCheckPublicEndpoint(t *testing.T) {
 	for _, tt := range []struct{ raw, name, err string }{
 		{`{}`, "node1", ""},

@@ -20,6 +20,7 @@ type natHost struct {
 	clock  instant
 }
 
+// newNATHost returns host 1 with its last lease, own.
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)
@@ -30,7 +31,8 @@ func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	return h
 }
 
-// sync makes passes for d, whenever the network asks for them, with the leases of other hosts.
+// sync lets the time d pass. It makes one pass at once, and then a pass whenever the network
+// asks for one. leases are those of the other hosts. It returns the number of passes.
 func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (passes int) {
 	t.Helper()
 	s, end := set(nil, leases...), h.clock.steady+d
@@ -49,12 +51,14 @@ func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (
 	}
 }
 
+// pass moves the clock by d.
 func (h *natHost) pass(d time.Duration) {
 	h.clock.steady += d
 	h.clock.wall = h.clock.wall.Add(d)
 }
 
-// session gives host i a session at an endpoint of the IPv4 device, and sends packets to all others.
+// session gives host i a new session at endpoint, on the IPv4 device. It also counts one more
+// byte sent to each peer of the device.
 func (h *natHost) session(i byte, endpoint string) {
 	for k, p := range h.device.peers["flannel-wg"] {
 		if p.TransmitBytes++; k == key(i) {
@@ -65,12 +69,12 @@ func (h *natHost) session(i byte, endpoint string) {
 	}
 }
 
-// endpoint returns the endpoint of host i.
+// endpoint returns the endpoint of host i on the IPv4 device.
 func (h *natHost) endpoint(i byte) string {
 	return endpointOf(h.device.peers["flannel-wg"][key(i)]).String()
 }
 
-// published returns what the host shares in the lease that it would publish now.
+// published returns the endpoints in the lease that the host would publish now.
 func (h *natHost) published(t *testing.T) sharedEndpoints {
 	t.Helper()
 	claim, err := h.Claim(t.Context(), host(t, 1, 1).Claim())
@@ -90,7 +94,8 @@ func (h *natHost) asked() bool {
 	}
 }
 
-// hostThatShares returns the lease of a host that shares endpoints.
+// hostThatShares returns the lease of host i, which shares endpoints. sharing describes the
+// form of entries.
 func hostThatShares(t *testing.T, i byte, entries ...string) *subnet.Lease {
 	t.Helper()
 	l, shared := host(t, i, int(i)), sharing(t, entries...)
@@ -110,8 +115,9 @@ func netUDP(endpoint string) *net.UDPAddr {
 	return net.UDPAddrFromAddrPort(netip.MustParseAddrPort(endpoint))
 }
 
-// TestShareTheEndpointOfAPeer lets a peer behind NAT keep a session. The host must share its endpoint
-// once, and a restart must keep that.
+// TestShareTheEndpointOfAPeer checks that a host writes its lease once to share the endpoint of
+// a peer behind NAT that keeps a session, and that the endpoint stays in the lease after a
+// restart.
 func TestShareTheEndpointOfAPeer(t *testing.T) {
 	const seen = "192.168.78.7:40002"
 	h := newNATHost(t, host(t, 1, 1))
@@ -143,8 +149,9 @@ func TestShareTheEndpointOfAPeer(t *testing.T) {
 	}
 }
 
-// TestSharingIsDecidedAgain lets three other hosts share the endpoint of a peer after the pass in which this
-// host has decided to share it. It must notice that before it writes.
+// TestSharingIsDecidedAgain checks that a host does not share the endpoint of a peer if three
+// other hosts begin to share it after the host has decided to do so, and before it writes its
+// lease.
 func TestSharingIsDecidedAgain(t *testing.T) {
 	const seen = "192.168.78.7:40002"
 	for _, others := range []bool{false, true} {
@@ -176,8 +183,8 @@ func TestSharingIsDecidedAgain(t *testing.T) {
 	}
 }
 
-// TestPeersWithoutNATCostNothing expects that the network asks for only one pass after the first, in
-// which it reads its devices.
+// TestPeersWithoutNATCostNothing checks that the network asks for only one pass after the first
+// one, to read its devices, and for none if EndpointSharingInterval is 0.
 func TestPeersWithoutNATCostNothing(t *testing.T) {
 	h := newNATHost(t, host(t, 1, 1))
 	if passes := h.sync(t, time.Hour, host(t, 2, 2), host(t, 3, 3)); passes != 2 {
@@ -193,8 +200,9 @@ func TestPeersWithoutNATCostNothing(t *testing.T) {
 	c.expect(t, "flannel-wg", "192.168.77.2:51820 10.5.2.0/24", "192.168.77.3:51820 10.5.3.0/24")
 }
 
-// TestTryTheEndpointsOfOthers expects that a host tries what another host shares of a peer, and only of
-// that peer, while it has no session with it.
+// TestTryTheEndpointsOfOthers checks that a host tries the endpoint that another host shares
+// for a peer, while there is no session with that peer. It must not try that endpoint for other
+// peers.
 func TestTryTheEndpointsOfOthers(t *testing.T) {
 	const shared, other = "192.168.78.7:40002", "192.168.78.9:9"
 	h := newNATHost(t, host(t, 1, 1))
@@ -239,7 +247,7 @@ func TestTryTheEndpointsOfOthers(t *testing.T) {
 	}
 }
 
-// TestAMovedLeaseIsTriedAtOnce expects that a peer whose lease has another address is tried there at once,
+// TestAMovedLeaseIsTriedAtOnce checks that a host sends to the new address of a lease at once,
 // whether or not the pass reads the device.
 func TestAMovedLeaseIsTriedAtOnce(t *testing.T) {
 	for _, changed := range [][]string{{"host2"}, nil} {
@@ -266,7 +274,8 @@ func TestSharedEndpointsAreTriedSoon(t *testing.T) {
 	}
 }
 
-// TestNothingSharedIsLost expects that the pass after a failed one takes over what that has not.
+// TestNothingSharedIsLost checks that a pass after a failed one visits all leases, because the
+// failed pass may not have visited its changes.
 func TestNothingSharedIsLost(t *testing.T) {
 	h := newNATHost(t, host(t, 1, 1))
 	h.failed = true

@@ -73,7 +73,7 @@ func (f *fakeControl) ConfigureDevice(name string, c wgtypes.Config) error {
 		if f.peers[name] == nil {
 			f.peers[name] = map[wgtypes.Key]wgtypes.Peer{}
 		}
-		for _, n := range p.AllowedIPs { // a network moves from the peer that has it
+		for _, n := range p.AllowedIPs { // a subnet moves from the peer that has it
 			for k, other := range f.peers[name] {
 				same := func(o net.IPNet) bool { return o.String() == n.String() }
 				if k != p.PublicKey && slices.ContainsFunc(other.AllowedIPs, same) {
@@ -95,8 +95,7 @@ func (f *fakeControl) handshake(device string, of wgtypes.Key) {
 	f.peers[device][of] = p
 }
 
-// expect fails the test unless the device has these peers, each with its endpoint and
-// networks.
+// expect fails the test unless the device has these peers, each with its endpoint and subnets.
 func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	t.Helper()
 	var got []string
@@ -113,7 +112,8 @@ func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	}
 }
 
-// host returns the lease of host i with an address that ends in at.
+// host returns the lease of host i, whose key is "host<i>". Its public addresses, one for each
+// family, end in at.
 func host(t *testing.T, i byte, at int) *subnet.Lease {
 	t.Helper()
 	l := &subnet.Lease{Key: fmt.Sprintf("host%d", i), BackendType: Type}
@@ -129,7 +129,8 @@ func host(t *testing.T, i byte, at int) *subnet.Lease {
 	return l
 }
 
-// start returns the network of host 1, dual-stack with a device for each family.
+// start returns the network of host 1, dual-stack with a device for each family. The Spy is its
+// kernel, and the fakeControl has the peers of its devices.
 func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	t.Helper()
 	k := dataplanetest.New()
@@ -167,8 +168,8 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	return n, spy, c
 }
 
-// set returns a set of these leases. changed contains the keys of changed ones; if it is
-// empty, any may have changed.
+// set returns a complete set of these leases. changed contains the keys of the leases that have
+// changed. If changed is nil, any lease may have changed.
 func set(changed []string, leases ...*subnet.Lease) backend.Set {
 	s := backend.Set{Leases: map[string]*subnet.Lease{}, Changed: changed, All: changed == nil, Complete: true}
 	for _, l := range leases {
@@ -178,7 +179,7 @@ func set(changed []string, leases ...*subnet.Lease) backend.Set {
 }
 
 // TestOneFamilyFails checks that a failure of one family does not affect the peers of the
-// other.
+// other family.
 func TestOneFamilyFails(t *testing.T) {
 	const four, six = "192.168.77.2:51820 10.5.2.0/24", "[fd00:77::2]:51820 fd00:10:5:2::/64"
 	t.Run("IPv6 is switched off", func(t *testing.T) {
@@ -231,7 +232,7 @@ func TestChangesOfAFailedPass(t *testing.T) {
 	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
 }
 
-// TestNamedPeersAreNotRead checks that a pass which names peers as changed reads no device, also if their
+// TestNamedPeersAreNotRead checks that a pass which names peers as changed reads no device, even if their
 // leases are the same as before. During a migration there is such a pass for each answer to a probe.
 func TestNamedPeersAreNotRead(t *testing.T) {
 	n, _, c := start(t)
@@ -254,8 +255,8 @@ func TestNamedPeersAreNotRead(t *testing.T) {
 	}
 }
 
-// TestPeerRemovedByHand changes a lease's address after another program has removed the
-// peer from the device.
+// TestPeerRemovedByHand checks that a peer gets the new address of its lease even if another
+// program has removed the peer from the device.
 func TestPeerRemovedByHand(t *testing.T) {
 	n, _, c := start(t)
 	for _, s := range []backend.Set{set(nil, host(t, 2, 2)), set([]string{"host2"}, host(t, 2, 9))} {

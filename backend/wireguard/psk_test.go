@@ -14,9 +14,8 @@ import (
 	"k8s.io/klog/v2/textlogger"
 )
 
-// TestSecret follows the life of a preshared key. Only after a start or a change, and
-// until all peers have the new key, a peer with another key counts as one with flanneld's
-// last key.
+// TestSecret checks when a preshared key counts as new: after a start or a change, until all
+// peers have it. Only during that time may a peer with another key still have the previous one.
 func TestSecret(t *testing.T) {
 	var log bytes.Buffer
 	ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
@@ -59,8 +58,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestForeign distinguishes flanneld's own change of the preshared key from that of
-// another program.
+// TestForeign checks which changes of a peer count as repairs of what another program has done.
+// A preshared key does not count while flanneld's own key is new.
 func TestForeign(t *testing.T) {
 	psk, p := key(5), peer{key: key(2)}
 	peers := map[wgtypes.Key]peer{p.key: p}

@@ -15,8 +15,9 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 )
 
-// TestKernelReaderCompletesChecksums sends a UDP packet over IPv6 into a real TUN device, whose checksum
-// the kernel leaves to the reader. The payload is one for which it is computed as 0.
+// TestKernelReaderCompletesChecksums checks the checksum of a UDP packet over IPv6 that is sent
+// into a real TUN device. The kernel leaves the checksum to the program that reads the device,
+// and the payload is chosen so that the computed checksum is 0.
 func TestKernelReaderCompletesChecksums(t *testing.T) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -30,7 +31,7 @@ func TestKernelReaderCompletesChecksums(t *testing.T) {
 	if out, err := exec.Command("sh", "-ec", "ip addr add fd00:5:1::2/32 dev wg-test nodad; ip link set wg-test up").CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	packet := zeroUDP6(2) // with the same addresses and ports
+	packet := zeroUDP6(2) // has the addresses, ports and payload for the packet to send
 	from := netip.AddrPortFrom(netip.MustParseAddr("fd00:5:1::2"), binary.BigEndian.Uint16(packet[ipv6Header:]))
 	to := netip.AddrPortFrom(netip.MustParseAddr("fd00:5:2::2"), binary.BigEndian.Uint16(packet[ipv6Header+2:]))
 	conn, err := net.DialUDP("udp6", net.UDPAddrFromAddrPort(from), net.UDPAddrFromAddrPort(to))

@@ -45,8 +45,8 @@ func sum6(b []byte) uint16 {
 	return uint16(sum)
 }
 
-// zeroUDP6 returns an IPv6 packet whose UDP checksum is computed as 0, and is written like that. The
-// payload has size bytes, at least 2.
+// zeroUDP6 returns an IPv6 packet whose computed UDP checksum is 0, and whose checksum field is
+// 0. The payload has size bytes, at least 2.
 func zeroUDP6(size int) []byte {
 	b := make([]byte, ipv6Header+udpHeader+size)
 	b[0], b[6], b[7] = 6<<4, unix.IPPROTO_UDP, 64
@@ -62,7 +62,8 @@ func zeroUDP6(size int) []byte {
 	return b
 }
 
-// TestReaderWritesZeroChecksums reads packets from a TUN device. Only computed checksums of 0 must change.
+// TestReaderWritesZeroChecksums checks that Read writes a computed checksum of 0 as 0xffff, and
+// does not change any other packet.
 func TestReaderWritesZeroChecksums(t *testing.T) {
 	const checksum = ipv6Header + 6
 	edited := func(size int, edit func(b []byte)) []byte {
@@ -120,8 +121,8 @@ func TestReaderWritesZeroChecksums(t *testing.T) {
 	}
 }
 
-// TestReaderRemembersFailure checks the reason for the end of a device, and that packets count although
-// the device could not split all of them.
+// TestReaderRemembersFailure checks the reason that ended returns after an error of the device,
+// and that Read still corrects the packets that come with the error.
 func TestReaderRemembersFailure(t *testing.T) {
 	failed := errors.New("unsupported virtio GSO type: 7")
 	for _, tt := range []struct {

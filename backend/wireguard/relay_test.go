@@ -32,7 +32,8 @@ func array(t *testing.T, numbers ...byte) json.RawMessage {
 	return raw
 }
 
-// withRelays returns the lease of host i with what it says about relays.
+// withRelays returns the lease of host i, with d as its backend data for IPv4. It sets the
+// public key and the port in d.
 func withRelays(t *testing.T, i byte, d leaseData) *subnet.Lease {
 	t.Helper()
 	l := host(t, i, int(i))
@@ -44,7 +45,8 @@ func withRelays(t *testing.T, i byte, d leaseData) *subnet.Lease {
 	return l
 }
 
-// TestListsAboutRelaysInALease compares the encoded text, and expects that it is read as it was.
+// TestListsAboutRelaysInALease checks the encoded form of lists, and that relaysIn returns what
+// a lease contains.
 func TestListsAboutRelaysInALease(t *testing.T) {
 	want := fmt.Sprintf(`[%q,%q]`, text(key(2)), text(key(3)))
 	if got := array(t, 2, 3); string(got) != want {
@@ -63,8 +65,8 @@ func TestListsAboutRelaysInALease(t *testing.T) {
 	}
 }
 
-// TestHostileListsAboutRelays reads data that no host of ours writes. The lease must remain usable, and no
-// key may be taken from it.
+// TestHostileListsAboutRelays checks lists that flanneld never writes. They must be read as
+// empty, and the rest of the data must remain usable.
 func TestHostileListsAboutRelays(t *testing.T) {
 	many := make([]byte, maxRelayKeys+1)
 	for i := range many {
@@ -95,7 +97,8 @@ func TestHostileListsAboutRelays(t *testing.T) {
 	}
 }
 
-// TestAgreedRelay lets host 1, which does not reach host 2, choose among relays.
+// TestAgreedRelay checks which relay host 1 chooses for host 2, which it does not reach, with
+// different lists of both hosts.
 func TestAgreedRelay(t *testing.T) {
 	own, other := relayLists{keys(2), keys(5, 6)}, relayNote{peer: key(2), misses: true, relays: keys(5, 6)}
 	change := func(f func(own *relayLists, other *relayNote)) (relayLists, relayNote) {
@@ -113,7 +116,7 @@ func TestAgreedRelay(t *testing.T) {
 	}
 	for name, tt := range map[string]struct {
 		change func(own *relayLists, other *relayNote)
-		hidden wgtypes.Key // this host is no relay
+		hidden wgtypes.Key // this host does not publish that it is a relay
 		want   wgtypes.Key // zero for none
 	}{
 		"both reach both relays":                {change: func(*relayLists, *relayNote) {}, want: first},
@@ -134,8 +137,8 @@ func TestAgreedRelay(t *testing.T) {
 	}
 }
 
-// TestBothHostsAgreeOnARelay lets both hosts of many pairs choose, each from its own lists and the
-// published ones of the other, and expects the same relay, and that pairs use different ones.
+// TestBothHostsAgreeOnARelay checks that both hosts of a pair choose the same relay, each from
+// its own lists and the published lists of the other host, and that many pairs use all relays.
 func TestBothHostsAgreeOnARelay(t *testing.T) {
 	used := map[wgtypes.Key]int{}
 	random := rand.New(rand.NewPCG(1, 2))
@@ -165,7 +168,8 @@ func TestBothHostsAgreeOnARelay(t *testing.T) {
 	}
 }
 
-// TestRelayNotes expects a note only about leases that matter, and a report of each change.
+// TestRelayNotes checks that only leases that matter to this host have a note, and that set
+// reports each change.
 func TestRelayNotes(t *testing.T) {
 	tun, notes := newDevice(tunnel{families: both}).tunnel, relayNotes{}
 	for _, step := range []struct {
@@ -174,7 +178,7 @@ func TestRelayNotes(t *testing.T) {
 		changed bool
 	}{
 		{leaseData{}, relayNote{}, false},
-		{leaseData{Unreachable: array(t, 3), Relays: array(t, 5)}, relayNote{}, false}, // that concerns others
+		{leaseData{Unreachable: array(t, 3), Relays: array(t, 5)}, relayNote{}, false}, // the lists concern other hosts
 		{leaseData{Relay: true}, relayNote{peer: key(2), relay: true}, true},
 		{leaseData{Relay: true}, relayNote{peer: key(2), relay: true}, false},
 		{leaseData{Unreachable: array(t, 1), Relays: array(t, 5)}, relayNote{peer: key(2), misses: true, relays: keys(5)}, true},
@@ -193,8 +197,8 @@ func TestRelayNotes(t *testing.T) {
 	}
 }
 
-// TestHostileMarkOfARelay reads values that no host of ours writes. The lease must remain usable, and its host is
-// no relay.
+// TestHostileMarkOfARelay checks values of Relay that flanneld never writes. They must be read
+// as false, and the rest of the data must remain usable.
 func TestHostileMarkOfARelay(t *testing.T) {
 	for value, want := range map[string]bool{
 		`true`: true, `false`: false, `1`: false, `"true"`: false, `null`: false, `[true]`: false, `{"Relay":true}`: false,

@@ -21,7 +21,7 @@ import (
 // relayedHost is the network of host 1, which has sessions with some hosts.
 type relayedHost struct {
 	*natHost
-	sessions []byte // these hosts answer
+	sessions []byte // numbers of the hosts that answer
 }
 
 func newRelayedHost(t *testing.T, own *subnet.Lease) *relayedHost {
@@ -33,7 +33,8 @@ func newRelayedHost(t *testing.T, own *subnet.Lease) *relayedHost {
 	return &relayedHost{natHost: h}
 }
 
-// run lets time pass.
+// run lets the time d pass. About every 5 s, host 1 gets a new session with each host in
+// sessions, and makes passes. leases are those of the other hosts.
 func (h *relayedHost) run(t *testing.T, d time.Duration, leases ...*subnet.Lease) {
 	t.Helper()
 	for end := h.clock.steady + d; h.clock.steady < end; {
@@ -44,7 +45,8 @@ func (h *relayedHost) run(t *testing.T, d time.Duration, leases ...*subnet.Lease
 	}
 }
 
-// misses returns the lease of host i, which publishes that it does not reach host 1, and relays.
+// misses returns the lease of host i, which publishes that it does not reach host 1, and that
+// it reaches these relays.
 func (h *relayedHost) misses(t *testing.T, i byte, relays ...byte) *subnet.Lease {
 	t.Helper()
 	own, err := encodeKeys([]wgtypes.Key{h.key.PublicKey()})
@@ -54,7 +56,7 @@ func (h *relayedHost) misses(t *testing.T, i byte, relays ...byte) *subnet.Lease
 	return withRelays(t, i, leaseData{Unreachable: own, Relays: array(t, relays...)})
 }
 
-// publishedRelays returns the lists in the lease that the host would publish now.
+// publishedRelays returns the lists about relays in the lease that the host would publish now.
 func (h *relayedHost) publishedRelays(t *testing.T) relayLists {
 	t.Helper()
 	claim, err := h.Claim(t.Context(), host(t, 1, 1).Claim())
@@ -65,7 +67,7 @@ func (h *relayedHost) publishedRelays(t *testing.T) relayLists {
 	return lists
 }
 
-// networks returns the allowed IPs of a peer on the IPv4 device.
+// networks returns the allowed IPs of host i on the IPv4 device.
 func (h *relayedHost) networks(i byte) (all []string) {
 	for _, n := range h.device.peers["flannel-wg"][key(i)].AllowedIPs {
 		all = append(all, n.String())
@@ -73,7 +75,8 @@ func (h *relayedHost) networks(i byte) (all []string) {
 	return all
 }
 
-// expectBy fails the test unless the packets to host 2 go by host by, which may be host 2.
+// expectBy fails the test unless packets to host 2 over IPv4 go by host by, which is a relay,
+// or host 2 if there must be none.
 func (h *relayedHost) expectBy(t *testing.T, when string, by byte) {
 	t.Helper()
 	want, relay := map[byte][]string{2: nil, 5: {"10.5.5.0/24"}, 6: {"10.5.6.0/24"}}, ""
@@ -94,7 +97,8 @@ func (h *relayedHost) expectBy(t *testing.T, when string, by byte) {
 	}
 }
 
-// relayOf returns which of the relays 5 and 6 host 1 and host 2 use first, and the other one.
+// relayOf returns the numbers of the relays 5 and 6: first the one that host 1 and host 2
+// prefer, and then the other one.
 func (h *relayedHost) relayOf() (first, second byte) {
 	note := relayNote{peer: key(2), misses: true, relays: keys(5, 6)}
 	relay, _ := agreedRelay(h.key.PublicKey(), relayLists{keys(2), keys(5, 6)}, note, func(wgtypes.Key) bool { return true })
@@ -104,7 +108,8 @@ func (h *relayedHost) relayOf() (first, second byte) {
 	return 6, 5
 }
 
-// TestReachAPeerByARelay follows a host that has sessions with two relays, and none with host 2.
+// TestReachAPeerByARelay checks what host 1 publishes, and which relay carries its packets to
+// host 2. It has sessions with two relays, and at first none with host 2.
 func TestReachAPeerByARelay(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	first, second := h.relayOf()
@@ -129,7 +134,7 @@ func TestReachAPeerByARelay(t *testing.T) {
 		t.Error("it publishes its lease again, although nothing has changed")
 	}
 
-	// A change of the peer or of a relay that has nothing to do with relays keeps the way.
+	// The relay stays if the lease of the peer or of the relay is written again without a change about relays.
 	s := set([]string{"host2", host(t, first, 1).Key}, two, five, six)
 	if _, err := h.Sync(t.Context(), s); err != nil {
 		t.Fatal(err)
@@ -143,7 +148,7 @@ func TestReachAPeerByARelay(t *testing.T) {
 	h.run(t, time.Second, two, five, six)
 	h.expectBy(t, "host 2 reaches it again", first)
 
-	// The first relay dies. Its session ends three minutes later.
+	// The first relay dies. The session with it ends three minutes later.
 	h.sessions = []byte{second}
 	h.run(t, sessionLife+relayGrace+30*time.Second, two, five, six)
 	h.expectBy(t, "the first relay is dead", second)
@@ -168,7 +173,8 @@ func TestReachAPeerByARelay(t *testing.T) {
 	h.expectBy(t, "host 2 has not withdrawn yet", 2)
 }
 
-// TestAPeerLeavesTheRelay expects that a host follows a peer that has withdrawn, at once.
+// TestAPeerLeavesTheRelay checks that a host stops using a relay at once if the lease of the
+// peer or of the relay does not allow it any more.
 func TestAPeerLeavesTheRelay(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	five := withRelays(t, 5, leaseData{Relay: true})
@@ -206,8 +212,8 @@ func TestAPeerLeavesTheRelay(t *testing.T) {
 	}
 }
 
-// TestARestartKeepsTheRelay expects that a host whose lease has lists goes on with them from its first pass,
-// also while its sessions begin anew.
+// TestARestartKeepsTheRelay checks that a host whose own lease has lists uses the relay from
+// its first pass, even while its sessions begin anew.
 func TestARestartKeepsTheRelay(t *testing.T) {
 	five, six := withRelays(t, 5, leaseData{Relay: true}), host(t, 6, 6)
 	h := newRelayedHost(t, withRelays(t, 1, leaseData{Unreachable: array(t, 2), Relays: array(t, 5)}))
@@ -221,8 +227,9 @@ func TestARestartKeepsTheRelay(t *testing.T) {
 	}
 }
 
-// TestTheEndOfAMigrationKeepsTheRelay expects that the claim of a host keeps the lists that it has published for
-// wireguard as the next backend. Data of the former backend counts for nothing.
+// TestTheEndOfAMigrationKeepsTheRelay checks that the claim of a host keeps the lists that it
+// has published for wireguard, also if wireguard was the next backend of a migration. Data of
+// the other backend is ignored.
 func TestTheEndOfAMigrationKeepsTheRelay(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	h.Backend.published.Store(nil) // the claim precedes the network
@@ -250,8 +257,8 @@ func TestTheEndOfAMigrationKeepsTheRelay(t *testing.T) {
 	}
 }
 
-// TestNoNetworkIsEverWithoutAPeer expects that a network moves to another peer in one change, which removes
-// nothing.
+// TestNoNetworkIsEverWithoutAPeer checks that a subnet moves to another peer in one write,
+// which removes no subnet.
 func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	five, six := withRelays(t, 5, leaseData{Relay: true}), host(t, 6, 6)
@@ -305,8 +312,8 @@ func TestARelayThatDoesNotAnswer(t *testing.T) {
 	}
 }
 
-// TestMostUnreachablePeers expects that a host which does not reach many peers lists first those that
-// agree, then those that it lists already.
+// TestMostUnreachablePeers checks which peers a host publishes as unreachable if there are too
+// many: first the peers that also miss this host, then the peers that it publishes already.
 func TestMostUnreachablePeers(t *testing.T) {
 	r := newRelaying()
 	r.notes["relay"] = relayNote{peer: key(200), relay: true}
@@ -365,8 +372,9 @@ func TestRelaysOfBothFamilies(t *testing.T) {
 	}
 }
 
-// TestRelaysPostponeNoWrite plans a write because of endpoints in a large network. Lists about relays, which are
-// there just before it, must go with it.
+// TestRelaysPostponeNoWrite checks that lists about relays do not postpone a write that is
+// planned because of endpoints. The network is large, and the lists come just before the write,
+// which must contain them.
 func TestRelaysPostponeNoWrite(t *testing.T) {
 	const hosts = 5000
 	s := sharer{interval: 2 * time.Minute}
@@ -383,8 +391,9 @@ func TestRelaysPostponeNoWrite(t *testing.T) {
 	}
 }
 
-// TestNotesAboutRelaysAreReadInTime expects that a host reads its devices at once if the choice of relays may
-// follow from a lease, and soon otherwise.
+// TestNotesAboutRelaysAreReadInTime checks that a host reads its devices at once if a changed
+// lease may change its choice of relays, and soon if the lease only says something about
+// relays.
 func TestNotesAboutRelaysAreReadInTime(t *testing.T) {
 	five, seven := withRelays(t, 5, leaseData{Relay: true}), withRelays(t, 7, leaseData{Relay: true})
 	for name, tt := range map[string]struct {
@@ -421,8 +430,8 @@ func TestNotesAboutRelaysAreReadInTime(t *testing.T) {
 	}
 }
 
-// TestAHostThatIsDownCostsLittle expects that a host reads its devices often only while a peer agrees that
-// they do not reach each other.
+// TestAHostThatIsDownCostsLittle checks that a host reads its devices often only while a peer
+// also publishes that the two do not reach each other.
 func TestAHostThatIsDownCostsLittle(t *testing.T) {
 	five := withRelays(t, 5, leaseData{Relay: true})
 	for _, agrees := range []bool{false, true} {
@@ -464,7 +473,8 @@ func TestNetworksWithoutRelaysCostNothing(t *testing.T) {
 	}
 }
 
-// TestCheckRelay expects an error if the configuration leaves no host the means to use a relay.
+// TestCheckRelay checks that there is an error if the configuration does not allow any host to
+// use a relay.
 func TestCheckRelay(t *testing.T) {
 	for raw, want := range map[string]string{
 		`{"PersistentKeepaliveInterval":25}`: "",

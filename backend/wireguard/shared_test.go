@@ -20,7 +20,8 @@ var (
 	both = []prefix.Family{prefix.IPv4, prefix.IPv6}
 )
 
-// sharing returns shared endpoints, given as the number of the key and the endpoint.
+// sharing returns shared endpoints. An entry such as "2 203.0.113.2:1" contains the number of
+// the peer's key, as for key, and the endpoint.
 func sharing(t *testing.T, entries ...string) sharedEndpoints {
 	t.Helper()
 	s := sharedEndpoints{}
@@ -35,7 +36,7 @@ func sharing(t *testing.T, entries ...string) sharedEndpoints {
 	return s
 }
 
-// dataWith returns backend data with PeerEndpoints, which may be anything.
+// dataWith returns backend data with any JSON value as PeerEndpoints.
 func dataWith(peers string) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"PublicKey":%q,"Port":51820,"PeerEndpoints":%s}`, text(key(9)), peers))
 }
@@ -50,7 +51,8 @@ func backendFor(t *testing.T, raw string) *Backend {
 	return b.(*Backend)
 }
 
-// TestSharedEndpointsInALease compares the encoded text, and expects that it is read as it was.
+// TestSharedEndpointsInALease checks the encoded form of shared endpoints, and that
+// decodeShared returns the same endpoints.
 func TestSharedEndpointsInALease(t *testing.T) {
 	b := backendFor(t, `{}`)
 	shared := sharing(t, "2 203.0.113.2:40002", "3 203.0.113.3:1", "2 [2001:db8::2]:65535")
@@ -75,8 +77,8 @@ func TestSharedEndpointsInALease(t *testing.T) {
 	}
 }
 
-// TestHostileSharedEndpoints reads data that no host of ours writes. The lease must remain usable, and
-// no endpoint may be taken from it.
+// TestHostileSharedEndpoints checks endpoints that flanneld never writes. None of them may be
+// used, and the rest of the data must remain usable.
 func TestHostileSharedEndpoints(t *testing.T) {
 	b := backendFor(t, `{}`)
 	entry := func(endpoint string) string { return fmt.Sprintf(`{%q:%q}`, text(key(2)), endpoint) }
@@ -129,7 +131,7 @@ func TestHostileSharedEndpoints(t *testing.T) {
 	}
 }
 
-// TestSharedIndex expects the endpoints of a peer in the order of the number of hosts that share them.
+// TestSharedIndex checks that endpoints that more hosts share come first.
 func TestSharedIndex(t *testing.T) {
 	var x sharedIndex
 	expect := func(want ...string) {

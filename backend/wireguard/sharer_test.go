@@ -11,12 +11,12 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// view is what a device has of a peer whose lease has the endpoints 192.168.77.2:51820 and
-// [2001:db8::2]:51820.
+// view describes a peer in a device. The lease of the peer has the endpoints 192.168.77.2:51820
+// and [2001:db8::2]:51820.
 type view struct {
-	endpoint string
-	age      time.Duration
-	gone     bool // the peer has no lease
+	endpoint string        // at which the device sees the peer
+	age      time.Duration // of the last handshake
+	gone     bool          // the peer has no lease
 }
 
 func (v view) diff(t *testing.T) diff {
@@ -32,7 +32,7 @@ func (v view) diff(t *testing.T) diff {
 	return d
 }
 
-// TestSharer follows what a host shares of one peer, and when.
+// TestSharer checks which endpoint of a peer a host wants to share, at each of several times.
 func TestSharer(t *testing.T) {
 	const interval = 2 * time.Minute
 	const one, two = "203.0.113.2:1", "203.0.113.2:2"
@@ -77,8 +77,8 @@ func TestSharer(t *testing.T) {
 	}
 }
 
-// TestSharersOfOnePeer expects that a host shares a peer only if few others do so, and does not stop
-// because of others.
+// TestSharersOfOnePeer checks that a host begins to share an endpoint only if fewer than
+// enoughHosts other hosts share it, and does not stop because of other hosts.
 func TestSharersOfOnePeer(t *testing.T) {
 	seen := []observations{{key(2): {endpoint: netip.MustParseAddrPort("203.0.113.2:1"), last: time.Hour}}}
 	var others sharedIndex
@@ -98,8 +98,9 @@ func TestSharersOfOnePeer(t *testing.T) {
 	}
 }
 
-// TestSharersDecideAgain has hosts that begin to share two endpoints after a host has offered them, and before
-// it writes. It must leave out those that enough others share, and write nothing if none is left.
+// TestSharersDecideAgain checks a host that has offered two endpoints, if other hosts begin to
+// share endpoints before it writes. It must leave out the endpoints that enough other hosts
+// share, and write nothing if that leaves nothing new.
 func TestSharersDecideAgain(t *testing.T) {
 	both := []string{"2 203.0.113.2:2", "3 203.0.113.3:3"}
 	for name, tt := range map[string]struct {
@@ -142,7 +143,8 @@ func TestSharersDecideAgain(t *testing.T) {
 	}
 }
 
-// TestMostSharedEndpoints expects that a host which sees many peers keeps sharing those that it shares.
+// TestMostSharedEndpoints checks that a host which sees too many peers keeps the endpoints that
+// it shares already.
 func TestMostSharedEndpoints(t *testing.T) {
 	device := observations{}
 	for i := range byte(100) {
@@ -161,8 +163,8 @@ func only(s sharedEndpoints, peer byte) sharedEndpoints {
 	return s
 }
 
-// TestWritesAreLimited lets the endpoint of a peer change all the time, and counts the writes of the
-// lease of a host in networks of different sizes.
+// TestWritesAreLimited checks how often a host writes its lease while the endpoint of a peer
+// changes all the time, in networks of different sizes.
 func TestWritesAreLimited(t *testing.T) {
 	for hosts, want := range map[int]int{3: 60, 5000: 24} { // in an hour: one in 60 s, or in 30 ms for each host
 		s, now, writes := sharer{interval: time.Minute}, time.Hour, 0
@@ -184,7 +186,8 @@ func TestWritesAreLimited(t *testing.T) {
 	}
 }
 
-// TestWorthSharing expects that a host which is itself behind NAT does not share endpoints outside of it.
+// TestWorthSharing checks that a host which is itself behind NAT does not share global
+// endpoints.
 func TestWorthSharing(t *testing.T) {
 	for _, tt := range []struct {
 		own, endpoint string

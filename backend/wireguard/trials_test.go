@@ -11,7 +11,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// TestTrials follows the endpoints that are tried for one peer.
+// TestTrials checks which endpoint is tried for one peer, at each of several times.
 func TestTrials(t *testing.T) {
 	lease, one, two := netip.MustParseAddrPort("192.168.77.2:51820"), netip.MustParseAddrPort("203.0.113.2:1"), netip.MustParseAddrPort("203.0.113.2:2")
 	candidates := []netip.AddrPort{one}
@@ -37,7 +37,7 @@ func TestTrials(t *testing.T) {
 	expect(15*time.Second, lease) // the second round, of 30 s
 	expect(44*time.Second, lease)
 	expect(45*time.Second, one)
-	candidates = []netip.AddrPort{lease, two, one} // that of the lease is not tried twice
+	candidates = []netip.AddrPort{lease, two, one} // the endpoint of the lease is not tried twice
 	expect(50*time.Second, two)                    // for the rest of the trial
 	if got := ts.pause(55 * time.Second); got != 10*time.Second {
 		t.Errorf("pause of %s, want 10s", got)
@@ -61,7 +61,7 @@ func TestTrials(t *testing.T) {
 		}
 	}
 
-	// After some rounds the endpoint of the lease has a rest.
+	// After trialRounds rounds, the peer keeps the endpoint of the lease for trialRest.
 	now := 5 * time.Minute
 	var tried []netip.AddrPort
 	for range 100 {
@@ -94,8 +94,8 @@ func TestTrials(t *testing.T) {
 	}
 }
 
-// TestTrialsReachTheEndpointOfTheLease has candidates that must not keep a host from the endpoint of the
-// lease, which is the right one.
+// TestTrialsReachTheEndpointOfTheLease checks that candidates do not prevent the trial of the
+// endpoint of the lease, which is the right one.
 func TestTrialsReachTheEndpointOfTheLease(t *testing.T) {
 	lease := netip.MustParseAddrPort("192.168.77.2:51820")
 	at := func(port uint16) netip.AddrPort { return netip.AddrPortFrom(lease.Addr(), port) }

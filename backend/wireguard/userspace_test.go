@@ -16,7 +16,7 @@ import (
 	"golang.zx2c4.com/wireguard/tun/tuntest"
 )
 
-// TestLacking checks that the error names exactly the missing files and a remedy.
+// TestLacking checks that the error names the file that cannot be used, and a remedy.
 func TestLacking(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
@@ -39,8 +39,8 @@ func TestLacking(t *testing.T) {
 	}
 }
 
-// TestIdleClients keeps connections to the device's socket open, before a request and in
-// the middle of one. close must end the device and the connections.
+// TestIdleClients checks that close ends the device and its connections, even if a client keeps
+// a connection to the device's socket open before a request or in the middle of one.
 func TestIdleClients(t *testing.T) {
 	for name, said := range map[string]string{"silent": "", "unfinished get": "get=1\n", "unfinished set": "set=1\nlisten_port=7\n"} {
 		t.Run(name, func(t *testing.T) {

@@ -27,6 +27,7 @@ import (
 
 func text(k wgtypes.Key) string { return k.String() }
 
+// key returns a key that contains the number n.
 func key(n byte) (k wgtypes.Key) {
 	k[0] = n
 	return k
@@ -106,8 +107,8 @@ func TestPSK(t *testing.T) {
 	}
 }
 
-// TestData compares the encoded bytes with those that other flannel daemons write and
-// read.
+// TestData checks that the encoded bytes are the ones that other flannel daemons write and
+// read, and which data is refused.
 func TestData(t *testing.T) {
 	raw, err := encodeData(leaseData{PublicKey: text(key(1)), Port: 51820})
 	if err != nil || string(raw) != `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}` {
@@ -239,9 +240,9 @@ func TestWrittenKeys(t *testing.T) {
 	expect(made)
 }
 
-// TestMakeRoom tests existing devices with the names of TUN devices. It removes the
-// kernel's WireGuard devices, and none at all if there is a device that may belong to
-// another program.
+// TestMakeRoom checks that removeKernelDevices removes the kernel's WireGuard devices with the
+// names of TUN devices. It must remove nothing if one of the devices may belong to another
+// program.
 func TestMakeRoom(t *testing.T) {
 	for _, tt := range []struct{ four, six, left, err string }{
 		{},
@@ -282,7 +283,8 @@ func TestMakeRoom(t *testing.T) {
 	}
 }
 
-// lease returns a peer's lease. An empty address leaves out its family.
+// lease returns the lease of a peer with these public addresses and ports. An empty address
+// leaves out its family.
 func lease(t *testing.T, addr4, addr6 string, port4, port6 int) subnet.Lease {
 	t.Helper()
 	var l subnet.Lease
