@@ -70,7 +70,7 @@ func (c contact) next(now time.Duration, h wgtypes.Peer, age, keepalive time.Dur
 type relaying struct {
 	notes     relayNotes // about the leases of other hosts
 	news      bool       // notes have changed since the device was read
-	decisive  bool       // so have notes about peers or relays in the own lease, which decide about relays
+	decisive  bool       // notes that may change the choice of relays have changed since the device was read
 	contacts  map[wgtypes.Key]contact
 	published relayLists        // lists in the own lease
 	by        map[string]string // relays in use: lease key of the relay by lease key of the peer
@@ -157,9 +157,10 @@ func (c contact) returns(now, interval time.Duration) bool {
 	return c.session && now-c.since >= 2*relayPause(interval)
 }
 
-// wanted returns the lists that this host should publish at the time now. A peer counts as
-// unreachable if it has had no session for interval. If it publishes that it does not reach
-// this host, it counts as unreachable at once.
+// wanted returns the lists that this host should publish at the time now. Both are empty unless
+// there are an unreachable peer and a relay. A peer counts as unreachable if it has had no
+// session for interval, or at once if it publishes that it does not reach this host. It stays
+// unreachable until packets to it go directly again (see returns).
 func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	var want relayLists
 	notes := r.notes.byPeer()

@@ -127,8 +127,8 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return nil
 }
 
-// key returns the private key of this host. If there is none yet, it makes one, and stores it
-// if there is a file for it.
+// key returns the private key of this host: the stored one, or the key of an existing device,
+// or a new one. It stores the key if there is a file for it.
 func (b *Backend) key() (wgtypes.Key, error) {
 	var have wgtypes.Key
 	client, err := wgctrl.New()
