@@ -96,7 +96,7 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 }
 
 // OwnTable checks that the backend uses the route table of the subnet that contains this host,
-// and not the first table. own is that subnet of the cloud, and other another one.
+// and not the first table. own is that subnet of the cloud, and other is another subnet.
 func (v VPC) OwnTable(t *testing.T, own, other string) {
 	t.Helper()
 	s, _ := v.Open(t)
