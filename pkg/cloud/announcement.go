@@ -12,12 +12,13 @@ import (
 	"unicode"
 )
 
-// announcement is what the leader tells the other hosts about their routes.
+// announcement is what the leader tells the other hosts about their routes. A destination is in order if
+// each table has the right route to it.
 type announcement struct {
 	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if the leader does not know them yet
-	Rest     bool           `json:"rest,omitempty"`     // all that are not in Unrouted are in order; there are too many to name them
-	Unrouted []unrouted     `json:"unrouted,omitempty"` // others, by the reason
-	Tables   []routerTable  `json:"tables,omitempty"`   // for hosts with a tunnel; nil if they are not known
+	Rest     bool           `json:"rest,omitempty"`     // all destinations that are not in Unrouted are in order, and Routed does not name them
+	Unrouted []unrouted     `json:"unrouted,omitempty"` // destinations that are not in order, grouped by the reason
+	Tables   []routerTable  `json:"tables,omitempty"`   // for hosts with a tunnel; nil if they are unknown or left out
 	Error    string         `json:"error,omitempty"`    // the error of the leader's last comparison
 }
 
@@ -27,28 +28,28 @@ type unrouted struct {
 	Subnets []netip.Prefix `json:"subnets"`
 }
 
-// routerTable tells from which hosts packets follow a table, and to which ones it leads.
+// routerTable tells which hosts send packets by a table of the cloud, and to which destinations the table leads.
 type routerTable struct {
 	Name  string         `json:"name"`            // see Table.Name
-	Hosts []netip.Prefix `json:"hosts,omitempty"` // hosts whose packets follow the table, by their first subnets
-	Less  []netip.Prefix `json:"less,omitempty"`  // destinations in Routed to which it has not been read with a right route yet
-	More  []netip.Prefix `json:"more,omitempty"`  // destinations that are not in Routed to which it has
+	Hosts []netip.Prefix `json:"hosts,omitempty"` // hosts whose packets follow the table; the first subnet of each
+	Less  []netip.Prefix `json:"less,omitempty"`  // destinations in Routed to which the table had no right route when it was read
+	More  []netip.Prefix `json:"more,omitempty"`  // destinations not in Routed to which the table had a right route when it was read
 }
 
-// All hosts read the announcement. The annotations of an object of Kubernetes have at most 256 KiB together,
-// and a value of etcd has at most 1.5 MiB.
+// Limits of an announcement, because all hosts read it and stores limit its size: the annotations of an object
+// of Kubernetes have at most 256 KiB together, and a value of etcd has at most 1.5 MiB.
 const (
 	mostText    = 250_000 // bytes of an announcement
 	mostReason  = 300     // bytes of a reason
 	mostReasons = 100     // different reasons
 	mostTables  = 100     // tables that a host accepts
-	mostName    = 100     // bytes of the name of a table that a host accepts, which publishes it
+	mostName    = 100     // bytes of a table's name that a host accepts; the host publishes the name
 	otherReason = "the reason is in the status of the leader"
 )
 
-// announce returns the announcement after a comparison of the leader that ended with err, as JSON. Equal
-// states give equal texts. It has the tables if tables is set. If the announcement would be too large, omitted
-// says what was left out.
+// announce returns the announcement about r as JSON. r and err are the report and the error of the leader's last
+// comparison. Equal states give equal texts. The text contains the tables only if tables is set. If the complete
+// announcement is too large, omitted names the part that was left out. Otherwise it is empty.
 func announce(r Report, err error, tables bool) (text json.RawMessage, omitted string, _ error) {
 	a := announcement{Routed: slices.Clone(r.Routed)}
 	slices.SortFunc(a.Routed, comparePrefixes)
@@ -88,8 +89,8 @@ func parse(text json.RawMessage) (a announcement, err error) {
 	return a, nil
 }
 
-// routerTables returns the tables of a report for an announcement. Their destinations are named as differences to
-// those in order, because few of them are.
+// routerTables returns the tables of a report for an announcement. It lists the destinations of each table as
+// differences to r.Routed, because these are few.
 func routerTables(r Report) []routerTable {
 	routed := set(r.Routed)
 	tables := []routerTable{}
@@ -123,13 +124,13 @@ func set(all []netip.Prefix) map[netip.Prefix]bool {
 	return members
 }
 
-// seen reports whether a table has been read with a right route to dst.
+// seen reports whether t had a right route to dst when the leader read it.
 func (a announcement) seen(t routerTable, dst netip.Prefix) bool {
 	return slices.Contains(t.More, dst) || slices.Contains(a.Routed, dst) && !slices.Contains(t.Less, dst)
 }
 
-// tables returns what the announced tables do for a host with these subnets, like the report of a keeper
-// on that host. settled is set if each of them has been read with the routes to all of the subnets.
+// tables returns the announced tables and their routes to the subnets of one host, in the form that a keeper on
+// that host reports. settled is set if each table had the routes to all of these subnets when the leader read it.
 func (a announcement) tables(subnets []netip.Prefix) (tables []TableReport, routes []RouteReport, settled bool) {
 	settled = true
 	for _, t := range a.Tables {
@@ -146,14 +147,15 @@ func (a announcement) tables(subnets []netip.Prefix) (tables []TableReport, rout
 	return tables, routes, settled
 }
 
-// form is a form of an announcement.
+// form is an announcement from which something may be left out.
 type form struct {
 	announcement
 	omitted string // empty if the form is complete
 }
 
-// forms returns the forms of a, from the complete one to one that is always small enough. Each host learns from
-// it whether its routes are in order, as far as the place permits that.
+// forms returns the forms of a in the order in which announce tries them. The first form is complete, and the last
+// one is always small enough. The forms between them leave out what hosts need least, so that as many hosts as
+// possible learn whether their routes are in order.
 func (a announcement) forms() []form {
 	const routed = "the subnets with a route, so a host that is not named counts as in order"
 	var plain announcement
@@ -165,12 +167,12 @@ func (a announcement) forms() []form {
 	short := announcement{Routed: a.Routed, Unrouted: plain.Unrouted, Tables: a.Tables, Error: a.Error}
 	forms := []form{{a, ""}, {short, "the reasons"}}
 	if a.Tables != nil {
-		// Hosts then go on to use the cloud or the tunnel as they do. No other form has the tables, because
-		// the tables need Routed.
+		// Without tables each host continues to use the cloud or the tunnel, as before. The later forms have no
+		// tables either.
 		short.Tables = nil
 		forms = append(forms, form{short, "the reasons, and the route tables, so that no host changes between the cloud and the tunnel"})
 	}
-	none, rest := a.Routed[:0], a.Routed != nil // without routes that are known, there is no rest of them
+	none, rest := a.Routed[:0], a.Routed != nil // if Routed is unknown, the other destinations are unknown too
 	return append(forms, []form{
 		{announcement{Routed: none, Rest: rest, Unrouted: a.Unrouted, Error: a.Error}, routed},
 		{announcement{Routed: none, Rest: rest, Unrouted: plain.Unrouted, Error: a.Error}, "the reasons, and " + routed},
@@ -179,7 +181,7 @@ func (a announcement) forms() []form {
 	}...)
 }
 
-// routed reports whether the routes to dst are in order.
+// routed reports whether dst is in order.
 func (a announcement) routed(dst netip.Prefix) bool {
 	if !a.Rest {
 		return slices.Contains(a.Routed, dst)
@@ -187,7 +189,8 @@ func (a announcement) routed(dst netip.Prefix) bool {
 	return !slices.ContainsFunc(a.Unrouted, func(u unrouted) bool { return slices.Contains(u.Subnets, dst) })
 }
 
-// add adds a destination that is not in order.
+// add adds a destination that is not in order. If there are too many different reasons, it adds otherReason
+// instead of a new one.
 func (a *announcement) add(dst netip.Prefix, reason, kind string) {
 	find := func() int {
 		return slices.IndexFunc(a.Unrouted, func(u unrouted) bool { return u.Reason == reason && u.Kind == kind })
@@ -247,7 +250,7 @@ func knownKind(kind string) string {
 	return "failed"
 }
 
-// waitingError means that the leader, or the one after it, will tell whether the routes are in order.
+// waitingError means that this host waits for a leader, or for the leader's announcement about its routes.
 type waitingError struct{ error }
 
 func (e *waitingError) Unwrap() error { return e.error }

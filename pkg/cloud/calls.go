@@ -27,13 +27,13 @@ const (
 // Calls makes and counts the calls of an API. The zero Calls is usable, and safe for concurrent use.
 type Calls struct {
 	mu sync.Mutex
-	n  map[CallCount]uint64 // with N being zero
+	n  map[CallCount]uint64 // numbers of calls; field N of each key is zero
 }
 
 // CallCount is the number of calls with the same name and result.
 type CallCount struct {
 	Name   string // in the words of the cloud, such as CreateRoute
-	Result string // see Kind
+	Result string // kind of the error: see Kind
 	N      uint64
 }
 
@@ -47,9 +47,9 @@ func (c *Calls) Count(name string, err error) {
 	c.n[CallCount{Name: name, Result: Kind(err)}]++
 }
 
-// Make makes a call, and repeats it while it returns ErrThrottled, but not for ever: then the next
-// pass of the keeper starts from the state that the tables have by then. It counts each try by name,
-// and adds the action to the error.
+// Make makes a call, and repeats it after pauses while it returns ErrThrottled. It gives up after a
+// few tries, or when ctx ends, so that the next comparison of the keeper can start with the present
+// tables. It counts each try under name, and returns the last error with action before its text.
 func (c *Calls) Make(ctx context.Context, name, action string, call func() error) error {
 	backoff := wait.Backoff{Least: leastPause, Most: mostPause, Share: pauseShare}
 	for try := 1; ; try++ {
@@ -79,9 +79,9 @@ func (c *Calls) Counts() []CallCount {
 	return all
 }
 
-// Kind returns how a call ended that returned err: ok, throttled, unavailable, denied, quota or failed. Of
-// other errors it may also return outside, if a host is not in this cloud, or waiting, for a leader. An
-// error that a leader has announced has the kind that it had there.
+// Kind returns the kind of err. For the error of a call this is ok, throttled, unavailable, denied, quota or
+// failed. For other errors it may also be outside, if a host is not in this cloud, or waiting, if this host
+// waits for a leader. An error that a leader has announced has the kind that the leader announced with it.
 func Kind(err error) string {
 	var missing *MissingError
 	var quota *QuotaError

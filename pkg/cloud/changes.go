@@ -12,8 +12,8 @@ import (
 // change is a call that puts a route.
 type change struct {
 	Route
-	// was is the route that is replaced; zero if there is none. The call replaces all of several
-	// routes. Then was is the first one that serves another host, or else the first one.
+	// was is the route that the call replaces; zero if it replaces none. If the call replaces several
+	// routes, was is the first of them that serves another host, or the first one if none does.
 	was Route
 }
 
@@ -24,8 +24,8 @@ func (c change) replaces() bool { return c.was.Dst.IsValid() }
 type want struct {
 	Dst    netip.Prefix
 	Target string
-	// Other is set if the target is another host. If the route to it leads to nowhere, that host does
-	// not run, and a new route would lead to nowhere too.
+	// Other is set if the target is another host. If the route to that host is lost, the host does not
+	// run. Then the route stays, because a new one would be lost too.
 	Other bool
 }
 
@@ -42,9 +42,9 @@ func (r Route) fulfils(w want) bool {
 	return r == w.in(r.Table)
 }
 
-// changes returns the calls after which each table has the wanted routes. It leaves a route that is right
-// as it is, and never names a route to another destination. An interrupted call may have left a wrong
-// route beside the right one.
+// changes returns the calls after which each table has the wanted routes. There is no call for a route
+// that is right, or for a route to another destination. A wrong route beside the right one needs a call:
+// an interrupted call may have left it.
 func changes(tables []Table, wanted []want) []change {
 	var calls []change
 	for _, t := range tables {
@@ -73,12 +73,12 @@ func changes(tables []Table, wanted []want) []change {
 // replaceable reports whether flanneld may replace and remove r, judging by r alone.
 func (r Route) replaceable() bool { return r.ByCall && !r.Foreign }
 
-// serves reports whether r leads to another host than that with the wanted target, as far as the cloud
-// knows.
+// serves reports whether r carries packets to another target than the wanted one: it does not lead to
+// the wanted target, and is not lost.
 func (r Route) serves(wanted string) bool { return r.Target != wanted && !r.Lost }
 
-// Overlap returns the first of networks that overlaps a route of the cloud itself, and that route. own
-// reports whether a route is one of the cloud itself.
+// Overlap returns the first route of the cloud itself that overlaps one of networks, and that network. own
+// reports whether a route is one of the cloud itself. found is false if no such route overlaps.
 func Overlap(tables []Table, networks []netip.Prefix, own func(Route) bool) (network netip.Prefix, r Route, found bool) {
 	for _, t := range tables {
 		for _, r := range t.Routes {
@@ -92,8 +92,8 @@ func Overlap(tables []Table, networks []netip.Prefix, own func(Route) bool) (net
 	return netip.Prefix{}, Route{}, false
 }
 
-// unclaimed returns the routes in networks that no host needs: they are replaceable, and
-// overlap no subnet of a lease. It does not look where they lead.
+// unclaimed returns the routes in networks that no lease needs: they are replaceable, and leased
+// reports false for their destinations. It does not look where they lead.
 func unclaimed(tables []Table, networks []netip.Prefix, leased func(netip.Prefix) bool) []Route {
 	var routes []Route
 	for _, t := range tables {
@@ -107,9 +107,10 @@ func unclaimed(tables []Table, networks []netip.Prefix, leased func(netip.Prefix
 	return routes
 }
 
-// hostless returns those of routes that lead to nowhere, or to a host that is not in the
-// network: none of its addresses is one of present. addresses contains the hosts that are
-// known, by target. A route to a target that is missing there stays.
+// hostless returns the routes that are lost, or that lead to a host outside of the network.
+// present reports whether an address belongs to a host of the network. addresses contains the
+// addresses of the known hosts, by target. A route to an unknown target is not returned, unless
+// it is lost.
 func hostless(routes []Route, addresses map[string][]netip.Addr, present func(netip.Addr) bool) []Route {
 	var gone []Route
 	for _, r := range routes {

@@ -8,11 +8,12 @@
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
 //   - keeper.go is the loop that reads the tables and removes routes, and put.go puts them. targets.go
 //     finds where routes to other hosts lead. report.go is what the loop reports.
-//   - elected.go makes one host write the routes to all hosts, and announcement.go is what it tells the
-//     others. writer.go is the choice between that and a keeper on each host.
+//   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
+//     what the leader tells the other hosts. writer.go names the two choices of an operator: a leader, or
+//     a keeper on each host.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
 //   - mark.go is the mark of a cluster in the descriptions of its routes.
-//   - rights.go collects what calls of an implementation say about missing rights.
+//   - rights.go collects the rights that are missing according to the calls of an implementation.
 package cloud
 
 import (
@@ -41,8 +42,8 @@ type Route struct {
 	// ByCall is set if a call of the cloud's API has made the route. Other routes are
 	// those of the network itself, and those that a VPN gateway has learned.
 	ByCall bool
-	// Foreign is set if the route belongs to another program or cluster, which the cloud has
-	// said. Such a route is never replaced or removed.
+	// Foreign is set if data of the cloud shows that the route belongs to another program or
+	// cluster. flanneld never replaces or removes such a route.
 	Foreign bool
 }
 
@@ -79,34 +80,35 @@ func (t Table) Count(f prefix.Family) (n int) {
 	return n
 }
 
-// Cloud is the API of a cloud, seen by one host and for the tables of one network. One method is
-// called at a time, but Put several times at once with different routes if KeeperConfig.AtOnce
-// permits that. Their errors wrap those of this package where they apply, and
-// never contain secrets.
+// Cloud is the API of a cloud, seen by one host and for the tables of one network. The keeper calls
+// one method at a time, except Put: if KeeperConfig.AtOnce permits that, it makes several calls of Put
+// at once, with different routes. The errors of methods wrap the errors of this package where these
+// apply, and never contain secrets.
 type Cloud interface {
-	// Join finds this host in the cloud and makes the cloud pass it packets with foreign
-	// addresses, if it does not do that yet. It returns the target of routes to this host, and a
-	// DroppedError if the cloud does not pass it such packets.
+	// Join finds this host in the cloud. It also makes the cloud pass packets with addresses of
+	// pods to this host, unless the cloud does that already. It returns the target of routes to this
+	// host, or a DroppedError if the cloud does not pass such packets.
 	Join(ctx context.Context) (target string, err error)
-	// Find finds other hosts by their addresses, and makes the cloud pass them packets with foreign
-	// addresses, as Join does for this host. It returns the results in the order of hosts. It must be
-	// called after Join and Tables.
+	// Find finds other hosts by their addresses, and makes the cloud pass packets with addresses of
+	// pods to them, as Join does for this host. It returns one result for each of hosts, in the same
+	// order. It must be called after Join and Tables.
 	Find(ctx context.Context, hosts []Host) ([]Found, error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
-	// Put makes r exist, and no other route to the same destination that may be replaced. If
-	// replace is set, it replaces such a route, so that packets are never without a route; it
-	// succeeds if there is none. Without replace, it returns ErrExists if there is one, which
+	// Put makes r the only route to its destination, except for routes that flanneld may not
+	// replace. If replace is set, Put replaces the existing route in one step, so that packets are
+	// never without a route. It also succeeds if there is no route to replace. If replace is not
+	// set, Put returns ErrExists if there is a route that it would have to replace, because this
 	// may lead to another host that runs.
 	Put(ctx context.Context, r Route, replace bool) error
-	// Remove removes r, but no other route to the same destination. It succeeds if there is no
-	// such route.
+	// Remove removes r, but no other route to the same destination. It succeeds if r does not
+	// exist.
 	Remove(ctx context.Context, r Route) error
-	// Addresses returns the addresses of the hosts that the targets lead to. A target that is
-	// not a host, or about which nothing is known, is missing in the result.
+	// Addresses returns the addresses of the hosts that the targets lead to, by target. A target
+	// that is not a host, or that the cloud does not know, is missing in the result.
 	Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error)
-	// Check returns an error if this host cannot use the cloud: a MissingError if rights
-	// are missing. It changes nothing.
+	// Check returns an error if this host cannot use the cloud. This is a MissingError if rights
+	// are missing. Check changes nothing.
 	Check(ctx context.Context) error
 }
 
@@ -114,17 +116,17 @@ type Cloud interface {
 type Host struct {
 	Subnets   []netip.Prefix
 	Addresses []netip.Addr
-	// Refused is set if this host does not accept the lease, for example because it contradicts an
-	// older one. Routes to its subnets stay, and are not put.
+	// Refused is set if the lease of the host is refused, for example because it contradicts an
+	// older lease. Existing routes to its subnets stay, but no new ones are put.
 	Refused bool
 }
 
-// Found is a host of the cloud. If Err is not nil, routes to the host are of no use, and Err gives the
-// reason.
+// Found is the result of looking for a host in the cloud. If Err is not nil, no route can lead to the host, and
+// Err gives the reason.
 type Found struct {
 	Target string
 	// Table is the id of the table that packets of the host follow. It is empty if the cloud does not know
-	// it, or was not asked: only hosts with a tunnel to others need it.
+	// the table, or was not asked for it: only hosts with a tunnel to others need it.
 	Table string
 	Err   error
 }
@@ -134,8 +136,8 @@ func NotFound(h Host) Found {
 	return Found{Err: fmt.Errorf("%w %v", errOutside, h.Addresses)}
 }
 
-// errOutside means that a host is in another VPC, or outside of the cloud. The addresses of the host follow
-// its text.
+// errOutside means that a host is in another VPC, or outside of the cloud. In a message the addresses of the
+// host follow the text of errOutside.
 var errOutside = errors.New("the cloud has no instance here with an address of")
 
 // ErrExists means that a route was not put because there is another one to the same destination.
@@ -145,16 +147,16 @@ var ErrExists = errors.New("there is another route to the same destination")
 // be repeated after a pause.
 var ErrThrottled = errors.New("the cloud refuses calls because there are too many")
 
-// ErrUnavailable means that the cloud has not answered, or with an error of its own. The call
-// may be repeated.
+// ErrUnavailable means that the cloud has not answered, or has answered that it cannot process the
+// call now. The call may be repeated.
 var ErrUnavailable = errors.New("the cloud does not answer")
 
-// ErrKeys means that the cloud refuses the keys of this host for any call. Its text follows the name of
-// the cloud.
+// ErrKeys means that the cloud refuses the keys of this host for any call. In a message its text follows
+// the name of the cloud.
 var ErrKeys = errors.New("refuses the keys")
 
-// DroppedError means that the cloud drops packets of pods from and to this host, although there may be
-// routes to it: the host is not allowed to send packets of others.
+// DroppedError means that the cloud drops packets of pods from and to a host, even if there are routes to
+// it: the cloud lets the host send and receive only packets with the host's own addresses.
 type DroppedError struct{ Err error }
 
 // Error implements error.
@@ -189,7 +191,7 @@ func (e *QuotaError) Error() string {
 
 // MissingError names the rights that this host needs and does not have.
 type MissingError struct {
-	Permissions []string // such as ec2:CreateRoute
+	Permissions []string // such as ec2:CreateRoute; not empty
 	Page        string   // path of the page with the policy to paste
 }
 
@@ -202,14 +204,14 @@ func (e *MissingError) Error() string {
 	return what + ": " + e.Page + " has the policy to paste"
 }
 
-// Transient reports whether err may disappear without an operator: the cloud does not answer,
-// or refuses calls because there are too many, or the leader has not written or announced anything yet.
+// Transient reports whether err may disappear without an operator: the cloud does not answer, the
+// cloud refuses calls because there are too many, or this host waits for a leader or its announcement.
 func Transient(err error) bool {
 	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || waiting(err)
 }
 
-// Hopeless reports whether err means that the cloud does not permit this host what it has to do, so that
-// another host may have to do it.
+// Hopeless reports whether err means that the cloud does not permit this host to read or write the routes:
+// rights are missing, or the cloud refuses the keys. Then another host may have to do it.
 func Hopeless(err error) bool {
 	_, missing := errors.AsType[*MissingError](err)
 	return missing || errors.Is(err, ErrKeys)

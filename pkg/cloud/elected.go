@@ -18,23 +18,24 @@ import (
 
 // Election elects one host of the network, by the store.
 type Election interface {
-	// Lead tries once to make this host the leader. If it succeeds, it runs lead, whose context ends with
-	// the term, and returns nil after it. announce publishes what Leader returns to all hosts. Lead
-	// returns ErrLed, wrapped, if another host is the leader.
+	// Lead tries once to make this host the leader. If it succeeds, it runs lead, and returns nil after
+	// lead has returned. The context term ends when this host must not lead any more. The function
+	// announce publishes an announcement, which Leader then returns on all hosts. If another host is the
+	// leader, Lead returns an error that wraps ErrLed.
 	Lead(ctx context.Context, lead func(term context.Context, announce func(context.Context, json.RawMessage) error)) error
-	// Leader returns the name of the present leader, which is empty if there is none, and its last
-	// announcement, which is nil if there is none.
+	// Leader returns the name of the present leader and its last announcement. The name is empty if there
+	// is no leader, and the announcement is nil if the leader has announced nothing yet.
 	Leader(ctx context.Context) (name string, announced json.RawMessage, err error)
 }
 
 // ErrLed means that another host is the leader.
 var ErrLed = errors.New("another host is the leader")
 
-// A host that may write tries to become the leader after pauses, which grow with the number of hosts,
-// because all of them may have the rights.
+// A host that may write tries to become the leader after each pause. The pause grows with the number of
+// hosts, because all of them may try.
 const (
 	leastTry = 5 * time.Second
-	eachTry  = 25 * time.Millisecond
+	eachTry  = 25 * time.Millisecond // for each other host
 )
 
 // A host that waits for its route reads the announcement after growing pauses.
@@ -43,54 +44,55 @@ const (
 	mostRead  = 10 * time.Second
 	// patience is the time for which a new host waits for its route before it gives a reason.
 	patience = 10 * time.Second
-	// novelty is the time for which a new host reads often, also if its routes are in order: they may lead to
-	// another host that had the same subnet, until the leader has compared them.
+	// novelty is the time for which a new host reads often even if the announcement says that its routes are in
+	// order. Until the leader has compared again, these routes may lead to an earlier host with the same subnet.
 	novelty = time.Minute
 )
 
-// A host that may not write checks its rights again after growing pauses, because an operator may give
-// them to it. The check takes some calls.
+// A host that may not write checks its rights again after growing pauses, because an operator may have given
+// the rights to it. The pauses grow because a check makes some calls.
 const (
 	leastCheck = 30 * time.Second
 	mostCheck  = time.Hour
-	checkTime  = time.Minute
+	checkTime  = time.Minute // for one check
 )
 
-// mostVacancy is the time for which there may be no leader before hosts whose routes are in order report
-// that. It is longer than the change to another leader takes.
+// mostVacancy is the time without a leader after which a host reports an error even if its routes are in order.
+// It is longer than the change to another leader takes.
 const mostVacancy = 2 * time.Minute
 
-// ElectedConfig configures an Elected. All fields are required but All, which is set anyway, and Tunnel.
+// ElectedConfig configures an Elected. All fields are required except All, which NewElected sets, AtOnce and
+// Tunnel.
 type ElectedConfig struct {
 	KeeperConfig
 	Election Election
 	// Tunnel is set if a tunnel carries the packets that the routers of the cloud do not carry. The leader
-	// then announces also what each table does.
+	// then also announces the tables, because hosts choose the cloud or the tunnel by them.
 	Tunnel bool
 }
 
-// Elected makes one host of the network write the routes to all hosts. Only that host makes calls that
-// write. A host that may not write makes calls only to check its rights.
+// Elected makes one host of the network, the leader, write the routes to all hosts. Only the leader makes
+// calls that write. The other hosts make calls only to check their rights.
 type Elected struct {
 	ElectedConfig
 	first  chan struct{} // closed when there is a result
-	ready  func()
+	ready  func()        // closes first
 	begun  time.Time
-	checks wait.Backoff
-	reads  wait.Backoff
-	check  time.Time // when to check the rights again
-	unfit  error     // why this host may not write; nil if it may
-	failed error     // why it has not become the leader although there is none
+	checks wait.Backoff // pauses between checks of the rights
+	reads  wait.Backoff // pauses between readings of the announcement
+	check  time.Time    // when to check the rights again
+	unfit  error        // why this host may not write; nil if it may
+	failed error        // why this host has not become the leader although there is no other one
 
 	mu       sync.Mutex
 	peers    Peers
-	keeper   *Keeper // during a term of this host
-	report   Report  // of the other time
-	vacant   time.Time
-	inOrder  bool // the last announcement that was read has the own routes
-	told     bool // the last announcement that was read has the tables
-	repaired int
-	err      error
+	keeper   *Keeper   // while this host is the leader; otherwise nil
+	report   Report    // while this host is not the leader; the field Leader is always valid
+	vacant   time.Time // since when there is no leader; zero if there is one
+	inOrder  bool      // the last announcement or comparison says that the own routes are in order
+	told     bool      // the last announcement or comparison had the tables; only with Tunnel
+	repaired int       // routes that this host has repaired since the last call of Last
+	err      error     // why the routes to this host are not in order
 }
 
 // NewElected returns an Elected. The caller runs it.
@@ -111,10 +113,10 @@ func (e *Elected) Run(ctx context.Context) {
 	for first := true; ctx.Err() == nil; first = false {
 		leader, announced, err := e.Election.Leader(ctx)
 		if err == nil && leader != "" {
-			e.follow(leader, announced, nil) // the check of the rights may take long
+			e.follow(leader, announced, nil) // before the check of the rights, which may take long
 		}
 		fit := e.fit(ctx, first || err == nil && leader == "") == nil
-		// A daemon that was restarted may be the leader.
+		// Try to lead at the start even if there is a leader: it may be this host before its restart.
 		if fit && err == nil && (first || leader == "") {
 			failed := e.Election.Lead(ctx, e.lead)
 			if leader, announced, err = e.Election.Leader(ctx); err == nil && leader == "" && !errors.Is(failed, ErrLed) {
@@ -129,8 +131,9 @@ func (e *Elected) Run(ctx context.Context) {
 	}
 }
 
-// fit returns nil if this host may write. It checks the rights at the start, and again after growing pauses
-// while there is no leader, or the error may end by itself.
+// fit returns nil if this host may write, and otherwise the reason why not. It checks the rights at the start.
+// It repeats a check that has failed, after growing pauses, if vacant is set or the error may end by itself.
+// vacant means that there is no leader.
 func (e *Elected) fit(ctx context.Context, vacant bool) error {
 	if e.check.IsZero() || e.unfit != nil && (vacant || Transient(e.unfit)) && time.Now().After(e.check) {
 		ctx, cancel := context.WithTimeout(ctx, checkTime)
@@ -140,7 +143,7 @@ func (e *Elected) fit(ctx context.Context, vacant bool) error {
 	return e.unfit
 }
 
-// note records whether this host may write.
+// note records whether this host may write: err is nil, or the reason why it may not.
 func (e *Elected) note(ctx context.Context, err error) {
 	if err != nil && (e.unfit == nil || e.unfit.Error() != err.Error()) {
 		klog.FromContext(ctx).Info("this host does not take part in the election of the one that writes the routes of the cloud", "reason", err.Error())
@@ -151,11 +154,12 @@ func (e *Elected) note(ctx context.Context, err error) {
 	e.check = time.Now().Add(e.checks.Next())
 }
 
-// pause returns the time until the next try to lead or to read the announcement.
+// pause returns the time until the next try to lead or to read the announcement. fit is set if this host may
+// write.
 func (e *Elected) pause(fit bool) time.Duration {
 	e.mu.Lock()
 	each, inOrder := time.Duration(len(e.peers.Hosts)*int(eachTry)), e.inOrder && e.err == nil && time.Since(e.begun) >= novelty
-	reached := e.Tunnel && e.err != nil && (!waiting(e.err) || errors.Is(e.err, errNoTables)) // by the tunnel
+	reached := e.Tunnel && e.err != nil && (!waiting(e.err) || errors.Is(e.err, errNoTables)) // by the tunnel, so a route is not urgent
 	e.mu.Unlock()
 	pause := wait.Vary(e.Resync, 0.5)
 	if fit {
@@ -165,13 +169,13 @@ func (e *Elected) pause(fit bool) time.Duration {
 		e.reads.Reset()
 		return pause
 	}
-	if e.reads.Most = max(mostRead, each); reached { // for ever, if the table stays full
+	if e.reads.Most = max(mostRead, each); reached { // the host may wait for ever if the table stays full
 		e.reads.Most = max(e.reads.Most, e.Resync)
 	}
 	return min(pause, e.reads.Next())
 }
 
-// lead writes the routes to all hosts until term ends, or this host turns out not to be able to.
+// lead writes the routes to all hosts until term ends, or until tell finds that this host cannot write them.
 func (e *Elected) lead(term context.Context, announce func(context.Context, json.RawMessage) error) {
 	term, resign := context.WithCancel(term)
 	defer resign()
@@ -204,8 +208,8 @@ func (e *Elected) lead(term context.Context, announce func(context.Context, json
 	log.Info("the term of this host as the writer of routes has ended")
 }
 
-// tell announces the result of each comparison of k until term ends. It returns if this host lacks
-// rights, or cannot join the cloud, which another host may have and can.
+// tell publishes the result of each comparison of k until term ends. It also returns if this host lacks
+// rights or cannot join the cloud, so that another host can become the leader.
 func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, publish func(context.Context, json.RawMessage) error) {
 	name, _, _ := e.Election.Leader(term) // only for reports
 	e.mu.Lock()
@@ -250,7 +254,8 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 	}
 }
 
-// take takes the result of the keeper over, and returns its error.
+// take records the result of the last comparison of k, and returns its error. Before the end of the first
+// comparison it does nothing and returns nil.
 func (e *Elected) take(ctx context.Context, k *Keeper) error {
 	select {
 	case <-k.first:
@@ -267,14 +272,15 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 	return err
 }
 
-// follow applies what the store has answered about the leader.
+// follow applies the answer of the store about the leader. leader is empty if there is none, and err is the
+// error of the store.
 func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	leader = clean(leader)
 	e.mu.Lock()
 	before, was, report := errorText(e.err), e.inOrder, e.report
 	switch {
 	case err != nil:
-		if !e.inOrder && !e.told { // otherwise the routes stay while the store is away
+		if !e.inOrder && !e.told { // otherwise the routes stay as they are while the store is away
 			e.err = &waitingError{err}
 		}
 	case leader == "":
@@ -292,7 +298,7 @@ func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	if inOrder || time.Since(e.begun) > patience {
 		e.ready()
 	}
-	if changed { // a further pass at each look would cost more than the look
+	if changed { // a pass after each reading of the announcement would cost more than the reading
 		e.Compared()
 	}
 }
@@ -304,8 +310,9 @@ func errorText(err error) string {
 	return err.Error()
 }
 
-// stay applies that there is no leader. A host whose routes are in order waits for the next one. The kind of the
-// error is that it waits, also if this host cannot write routes, because they are as they were.
+// stay applies that there is no leader. If the routes of this host are in order, it waits for the next leader, and
+// sets an error only after mostVacancy. The error is a waitingError even if this host cannot write routes, because
+// the routes are as they were.
 func (e *Elected) stay() {
 	if e.vacant.IsZero() {
 		e.vacant = time.Now()
@@ -323,8 +330,9 @@ func (e *Elected) stay() {
 	e.err = &waitingError{err}
 }
 
-// read returns whether the routes to this host are in order, by the announcement of the leader. err is what
-// keeps them from that. It is nil if a route was just put, which the routers may not follow yet.
+// read applies an announcement of the leader, and returns whether the routes to this host are in order. If they are
+// not, err is the reason. err is nil, although inOrder is false, if a tunnel is in use and a route was just put: the
+// routers may not follow this route yet.
 func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, err error) {
 	if announced == nil {
 		if e.inOrder || e.told {
@@ -336,7 +344,7 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 	if err != nil {
 		return false, fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
 	}
-	if a.Routed == nil && (e.inOrder || e.told) { // the routes stay in an outage of the cloud or of the store
+	if a.Routed == nil && (e.inOrder || e.told) { // the routes stay as they are in an outage of the cloud or of the store
 		return e.stays()
 	}
 	err = a.check(e.Own.Subnets, leader)
@@ -356,7 +364,8 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		e.report.Dropped = false
 		return inOrder && settled, err
 	}
-	// Without tables this host goes on as it does, unless the leader says that there is no route.
+	// Without tables this host continues to use the cloud or the tunnel, as before, unless the leader says that
+	// there is no route.
 	if _, told := errors.AsType[*toldError](err); inOrder || told {
 		e.report.Dropped = told && Kind(err) != "waiting"
 	}
@@ -366,11 +375,12 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 	return inOrder, err
 }
 
-// errNoTables means that this host has a tunnel and has never read the tables. The leader has none, or has too
-// many hosts to announce them. The name of the leader precedes its text.
+// errNoTables means that this host has a tunnel but no leader has announced the tables to it: the leader has no
+// tunnel, or has too many hosts to announce them. In a message its text follows the name of the leader.
 var errNoTables = errors.New("has not announced which tables hosts follow")
 
-// stays is the result of read while the leader does not know the routes yet: they are as they were.
+// stays returns the result of read while the leader does not know the routes yet. They are as they were, so the
+// last result still holds.
 func (e *Elected) stays() (inOrder bool, err error) {
 	if e.inOrder {
 		return true, nil
@@ -387,9 +397,9 @@ func (e *Elected) SetPeers(p Peers) {
 	}
 }
 
-// Result returns what keeps the routes to this host from being in order, as far as it is known, and the
-// number of routes that this host has repaired since the last call. It waits for the first result, and
-// returns an error if ctx ends before.
+// Result returns the reason why the routes to this host are not in order, or nil if they are or no reason is
+// known. repaired is the number of routes that this host has repaired since the last call. Result waits for
+// the first result, and returns an error if ctx ends before.
 func (e *Elected) Result(ctx context.Context) (repaired int, err error) {
 	select {
 	case <-e.first:
@@ -413,8 +423,8 @@ func (e *Elected) Last() (repaired int, known bool, err error) {
 	return repaired, true, e.err
 }
 
-// Report returns the state at the last comparison, if this host is the leader, and otherwise as the leader
-// has announced it.
+// Report returns the state at the last comparison if this host is the leader. Otherwise it returns the state
+// that the leader has announced.
 func (e *Elected) Report() Report {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -19,45 +19,47 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// After a write the tables are read again, because a cloud may accept a call and show its result
-// later. The pause grows while every pass finds something to write, so that two programs that
-// want different routes do not use up the calls of all hosts.
+// leastConfirm is the first pause after a write before the tables are read again: a cloud may accept
+// a call and show its result later. The pause grows while every comparison finds something to write.
+// Otherwise two programs that want different routes would use up the calls that the cloud allows for
+// all hosts together.
 const leastConfirm = 5 * time.Second
 
 // A route without a lease stays for a grace period, because the lease of a host that has just
-// started may arrive here later than its route. Hosts multiply it by 1 to 3, so that only one of
-// them makes the calls.
+// started may arrive here later than its route. Each host multiplies the period by a random number
+// from 1 to 3, so that usually only one host makes the calls.
 const (
 	// grace is longer than the time after which a store that sends nothing counts as
 	// disconnected, which is 12 minutes.
 	grace = 15 * time.Minute
-	// mostLostGrace limits the grace of a route to nowhere, which carries no packets.
+	// mostLostGrace limits the grace period of a lost route, because this carries no packets.
 	mostLostGrace = time.Minute
 )
 
-// The own routes wait for the removals of a comparison, so these are limited by number and time.
+// A comparison puts the own routes before it removes others, so the next time to put them is after all
+// removals. The removals of one comparison are therefore limited by number and time.
 const (
-	mostRemovals = 20 // routes that are looked at
+	mostRemovals = 20 // routes without a lease that one comparison looks at
 	removalTime  = time.Minute
 )
 
-// mostLook is the greatest pause between two looks at the target of a route without a lease that may not
-// be removed. The pause begins with the resync period and doubles: a look may take a call for each
-// target, and such routes may stay for years.
+// mostLook is the longest pause between two looks at the target of a route that has no lease, but must
+// stay because of its target. The pause begins with the resync period and doubles: a look may take a call
+// for each target, and such routes may stay for years.
 const mostLook = 6 * time.Hour
 
 // leastRest is the shortest pause between two comparisons of the routes to all hosts.
 const leastRest = 2 * time.Second
 
 // leastLasting is the first pause after an error that needs an operator. The pause doubles up to
-// the resync period, because each host may have the same error.
+// the resync period, because all hosts may have the same error and make calls.
 const leastLasting = time.Second
 
-// errUnanswered means that a route leads to another host, which may be right: the store may have
-// given the subnet to it.
+// errUnanswered means that a route to a wanted destination leads to another host, and must stay until
+// the store answers: the store may have given the subnet to that host.
 var errUnanswered = errors.New("the datastore has not answered, and may have given the subnet to another host")
 
-// joinError is an error of Cloud.Join. Without that call a host cannot write any route.
+// joinError is an error of Cloud.Join. A host cannot write any route before Join succeeds.
 type joinError struct{ error }
 
 func (e *joinError) Unwrap() error { return e.error }
@@ -83,47 +85,48 @@ func (p Peers) equal(o Peers) bool {
 	return p.Complete == o.Complete && p.Unreadable == o.Unreadable && slices.Equal(sorted(p.Hosts), sorted(o.Hosts))
 }
 
-// KeeperConfig configures a Keeper. All fields but All and AtOnce are required.
+// KeeperConfig configures a Keeper. All fields are required except All and AtOnce.
 type KeeperConfig struct {
 	Cloud    Cloud
 	Own      Host
 	All      bool           // the keeper writes the routes to all hosts, and not only to this one
 	Networks []netip.Prefix // removals are limited to routes in them
 	Resync   time.Duration  // time between two comparisons if nothing happens
-	AtOnce   int            // most calls of Cloud.Put at the same time; 0 means 1
+	AtOnce   int            // limit of calls of Cloud.Put at the same time; 0 means 1
 	// Connected returns the time since which the store is connected; zero if it is not.
 	Connected func() time.Time
-	// Compared is called after each comparison, and must not block.
+	// Compared is called after each comparison, and when the report changes during a long one. It must
+	// not block.
 	Compared func()
 }
 
-// Keeper makes the tables of a cloud have the routes to the own subnets, or to those of all hosts, and
-// removes the routes of hosts that are gone.
+// Keeper puts the routes to the own subnets, or to the subnets of all hosts, into the tables of a cloud.
+// It removes the routes of hosts that are gone.
 type Keeper struct {
 	KeeperConfig
 	loop    *loop.Loop
-	first   chan struct{} // closed after the first comparison
-	factor  float64       // of the grace periods
-	confirm wait.Backoff
-	lasting wait.Backoff    // after errors that are not transient
+	first   chan struct{}   // closed after the first comparison
+	factor  float64         // multiplies the grace periods
+	confirm wait.Backoff    // pauses after writes, before the tables are read again
+	lasting wait.Backoff    // pauses after errors that are not transient
 	idle    map[Route]*idle // routes that no lease needs
-	right   map[Route]bool  // wanted routes that the last reading has shown
+	right   map[Route]bool  // wanted routes that the tables had when they were last read
 	targets targets         // of other hosts
 
 	mu       sync.Mutex
 	peers    Peers
 	read     bool      // a comparison has used peers
-	whole    time.Time // since when peers has all hosts that the store knows; zero if it does not
+	whole    time.Time // since when peers has contained all leases of the store; zero if it does not
 	report   Report
-	repaired int
-	err      error
+	repaired int   // routes repaired since the last call of Last
+	err      error // of the routes to this host, from the last comparison
 }
 
-// idle is what is known of a route that no lease needs.
+// idle is the state of a route that no lease needs.
 type idle struct {
-	since  time.Time // when that became known
-	looked time.Time // the last look at its target
-	next   time.Time // before that there is no further look
+	since  time.Time // when this host found that no lease needs the route
+	looked time.Time // the last look at the target of the route
+	next   time.Time // the earliest time of the next look
 	pause  wait.Backoff
 }
 
@@ -151,15 +154,17 @@ func NewKeeper(c KeeperConfig) *Keeper {
 	return k
 }
 
-// rest is a pause between comparisons of the routes to all hosts, so that hosts which start together
-// cause a few comparisons.
+// rest pauses after a comparison of the routes to all hosts, so that hosts that start together cause
+// only a few comparisons. It does not pause if the keeper writes only the own routes.
 func (k *Keeper) rest(ctx context.Context) {
 	if k.All {
 		_ = wait.For(ctx, leastRest) // the end of ctx ends the loop
 	}
 }
 
-// next returns what makes the loop compare again after a comparison that ended with err.
+// next returns the result of a step of the loop, after a comparison that ended with err. The result makes
+// the loop compare again after the right pause. again is the longest pause that the comparison wants; 0
+// means that it wants none.
 func (k *Keeper) next(err error, again time.Duration) error {
 	if err != nil && (Transient(err) || errors.Is(err, errUnanswered)) {
 		return err
@@ -179,8 +184,8 @@ func (k *Keeper) next(err error, again time.Duration) error {
 // growing pauses.
 func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 
-// SetPeers sets the other hosts that have a lease. Most changes of leases do not matter to routes, so these cause
-// no comparison.
+// SetPeers sets the other hosts that have a lease. If the keeper writes the routes to all hosts, a difference from
+// the earlier hosts causes a comparison. Most changes of leases make no difference to a Host.
 func (k *Keeper) SetPeers(p Peers) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -197,7 +202,7 @@ func (k *Keeper) SetPeers(p Peers) {
 	}
 }
 
-// answered reports whether the store has answered and is connected.
+// answered reports whether the store has told its leases and is connected.
 func (k *Keeper) answered() bool {
 	connected := !k.Connected().IsZero()
 	k.mu.Lock()
@@ -205,8 +210,8 @@ func (k *Keeper) answered() bool {
 	return connected && k.peers.Complete
 }
 
-// hosts returns all hosts that have a lease, and since when no other host can have one without
-// this host having heard of it. The time is zero if another host can.
+// hosts returns all hosts that have a lease, with this one, and since when this host has learned of
+// each new lease. If there may be leases that this host does not know, since is zero and all is nil.
 func (k *Keeper) hosts() (all []Host, since time.Time) {
 	connected := k.Connected()
 	k.mu.Lock()
@@ -220,8 +225,9 @@ func (k *Keeper) hosts() (all []Host, since time.Time) {
 	return append(slices.Clone(k.peers.Hosts), k.Own), since
 }
 
-// Result returns the error of the last comparison, and the number of routes that were repaired
-// since the last call. It waits for the first comparison, and returns an error if ctx ends before.
+// Result returns why the routes to this host were not in order after the last comparison, or nil.
+// repaired is the number of routes that were repaired since the last call. Result waits for the first
+// comparison, and returns an error if ctx ends before.
 func (k *Keeper) Result(ctx context.Context) (repaired int, err error) {
 	select {
 	case <-k.first:
@@ -245,9 +251,9 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	return repaired, true, k.err
 }
 
-// compare makes one comparison and the calls that it needs. It returns after which time there
-// should be another one. own is what keeps the routes to this host from being in order, and all is that of
-// all hosts.
+// compare makes one comparison and the calls that it needs. again is the time after which the next
+// comparison should begin; 0 if the resync period is soon enough. own is the error of the routes to this
+// host, and all is the error of the routes to all hosts. Each is nil if these routes are in order.
 func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all error) {
 	target, err := k.Cloud.Join(ctx)
 	if err != nil {
@@ -273,7 +279,7 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 	return earlier(k.confirm.Next(), after), own, all
 }
 
-// earlier returns the earlier one of two times to wait, of which 0 means never.
+// earlier returns the shorter one of two times to wait. The value 0 means for ever.
 func earlier(a, b time.Duration) time.Duration {
 	if a == 0 || b != 0 && b < a {
 		return b
@@ -281,8 +287,9 @@ func earlier(a, b time.Duration) time.Duration {
 	return a
 }
 
-// sweep removes the routes of hosts that are gone. A route must be without a lease for the grace
-// period, in which the store must be connected. sweep returns when that has passed for the next one.
+// sweep removes the routes of hosts that are gone. It removes a route only if the route has had no
+// lease for the grace period, and the store has been connected for that time. again is the time until
+// the grace period of the next route ends; 0 if there is none.
 func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration, err error) {
 	hosts, known := k.hosts()
 	if known.IsZero() {
@@ -300,14 +307,15 @@ func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration
 		k.idle[r] = one
 		if rest := k.grace(r) - now.Sub(one.since); rest > 0 {
 			again = earlier(again, rest)
-		} else if !one.next.After(now) { // a further look causes no comparison of its own
+		} else if !one.next.After(now) { // a later look waits for any later comparison
 			due = append(due, r)
 		}
 	}
 	if len(due) == 0 {
 		return again, nil
 	}
-	// Those whose removal has failed must not keep others from being removed.
+	// Begin with the routes that were looked at longest ago. Otherwise routes whose removal fails would
+	// keep the others from being removed.
 	slices.SortStableFunc(due, func(a, b Route) int { return k.idle[a].looked.Compare(k.idle[b].looked) })
 	more, err := k.remove(ctx, tables, due)
 	if more {
@@ -325,8 +333,8 @@ func (k *Keeper) grace(r Route) time.Duration {
 	return time.Duration(float64(least) * k.factor)
 }
 
-// leaseless returns the routes that no lease of hosts needs. They must have the size of a subnet,
-// which the route of an operator does not have by accident.
+// leaseless returns the routes that no lease of hosts needs. It returns only routes with the prefix length
+// of a subnet, to spare routes of an operator.
 func (k *Keeper) leaseless(tables []Table, hosts []Host) []Route {
 	routes := unclaimed(tables, k.Networks, func(dst netip.Prefix) bool { return leased(hosts, dst) })
 	return slices.DeleteFunc(routes, func(r Route) bool {
@@ -341,8 +349,8 @@ func leased(hosts []Host, dst netip.Prefix) bool {
 	return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
 }
 
-// remove removes those of the routes in due that do not lead to a host with a lease, and reports
-// whether there are more of them. It updates tables.
+// remove removes the routes in due that do not lead to a host with a lease. It also removes them from
+// tables. more is set if remove has not looked at all routes in due, and the keeper should soon go on.
 func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, removalTime)
 	defer cancel()
@@ -355,7 +363,7 @@ func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more 
 	}
 	var errs []error
 	for _, r := range due {
-		hosts, known := k.hosts() // a call takes time
+		hosts, known := k.hosts() // again for each route, because a call takes time
 		if known.IsZero() {
 			break
 		}
@@ -388,7 +396,7 @@ func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more 
 	return more && len(errs) == 0, oneline.Join(errs...)
 }
 
-// addresses returns the addresses of the hosts to which routes lead.
+// addresses returns the addresses of the hosts to which routes lead, by target. It leaves out lost routes.
 func (k *Keeper) addresses(ctx context.Context, routes []Route) (map[string][]netip.Addr, error) {
 	var targets []string
 	for _, r := range routes {

@@ -15,8 +15,8 @@ const (
 	clusterField = "cluster="
 )
 
-// Describe returns the description of a route to dst, for clouds whose routes have one. It is the mark by which
-// hosts of other clusters know the route. The network is for people.
+// Describe returns the description of a route to dst, for clouds whose routes have descriptions. By this mark,
+// hosts of other clusters see that the route is not theirs. The description also names the network, for operators.
 func Describe(cluster string, networks []netip.Prefix, dst netip.Prefix) string {
 	inside := dst
 	for _, n := range networks {
@@ -27,8 +27,8 @@ func Describe(cluster string, networks []netip.Prefix, dst netip.Prefix) string 
 	return program + " " + clusterField + cluster + " network=" + inside.String()
 }
 
-// MarkedBy returns the cluster whose mark a description is. It is empty if that cluster has no name. ok is
-// false if the description is no mark.
+// MarkedBy returns the cluster of a description that Describe has made. The cluster is empty if it has no name. ok
+// is false if the description is not a mark of flanneld.
 func MarkedBy(description string) (cluster string, ok bool) {
 	fields := strings.Fields(description)
 	if len(fields) == 0 || fields[0] != program {
@@ -42,7 +42,8 @@ func MarkedBy(description string) (cluster string, ok bool) {
 	return "", false
 }
 
-// OfOther reports whether a description is the mark of another cluster, which has a name.
+// OfOther reports whether a description is the mark of another cluster. The mark of a cluster without a name does
+// not count.
 func OfOther(description, cluster string) bool {
 	by, _ := MarkedBy(description)
 	return by != "" && by != cluster

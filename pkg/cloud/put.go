@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// progress is the number of routes to other hosts after which the report is renewed: the calls for all
-// of them may take minutes.
+// progress is the number of written routes after which a leader renews its report during a comparison:
+// the calls for all hosts may take minutes.
 const progress = 20
 
 // puts makes the calls of one comparison for the wanted routes. Several calls may be in progress, but
@@ -23,13 +23,13 @@ type puts struct {
 	*Keeper
 	tables  []Table
 	planned *plan
-	before  map[Route]bool   // wanted routes that the reading before this one has shown
-	full    map[string]error // by table and family
+	before  map[Route]bool   // wanted routes that the tables had at the comparison before this one
+	full    map[string]error // errors of full quotas, by place
 	results chan putResult
-	running int // calls in progress
-	wrote   int
+	running int   // calls in progress
+	wrote   int   // calls that have succeeded
 	stopped bool  // further calls would fail as well
-	reason  error // for that; nil if it is about the own routes
+	reason  error // why stopped is set; nil if an own route has failed
 }
 
 // putResult is the result of the call for a change.
@@ -38,9 +38,10 @@ type putResult struct {
 	err error
 }
 
-// put makes the calls for the wanted routes. It updates tables, and adds the problems of p. A table that
-// refuses a route does not affect the others. err is the error after which put has begun no further
-// calls, if it is not about the own routes.
+// put makes the calls for the wanted routes. It updates tables, and adds each failure to the problems of
+// p. A table that refuses a route does not affect other tables. wrote is the number of calls that have
+// succeeded. If an error has made put stop before all calls, err is this error; it is nil if the call was
+// for an own route, because then the problems of p are sufficient.
 func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, err error) {
 	s := &puts{Keeper: k, tables: tables, planned: p, before: k.right, full: map[string]error{}, results: make(chan putResult)}
 	k.right = present(tables, p.wanted)
@@ -59,10 +60,11 @@ func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, e
 	return s.wrote, s.reason
 }
 
-// place returns the table and family of a route, which have a quota.
+// place returns the table and the family of a route as a key. Each place has a quota of its own.
 func place(r Route) string { return r.Table + " " + prefix.FamilyOf(r.Dst.Addr()).String() }
 
-// begin begins the call for a change, unless the change may not be made or there is no place for it.
+// begin begins the call for a change. If the change must wait for the store, or the quota is full, it
+// makes no call, and adds a problem.
 func (s *puts) begin(ctx context.Context, c change) {
 	if c.replaces() && c.was.serves(c.Target) && !s.answered() {
 		s.planned.problems.add(c.Dst, "leave route "+c.was.String(), errUnanswered)
@@ -76,7 +78,7 @@ func (s *puts) begin(ctx context.Context, c change) {
 	go func() { s.results <- putResult{c, s.call(ctx, c)} }()
 }
 
-// finish waits for the end of a call, and records its result.
+// finish waits until one of the calls in progress has ended, and records its result.
 func (s *puts) finish(ctx context.Context) {
 	r := <-s.results
 	s.running--
@@ -102,7 +104,7 @@ func (s *puts) finish(ctx context.Context) {
 	}
 }
 
-// fail records the error of the call for a change.
+// fail records the error of the call for a change. After some errors it stops further calls.
 func (s *puts) fail(c change, err error) {
 	if quota, ok := errors.AsType[*QuotaError](err); ok && !c.replaces() {
 		s.full[place(c.Route)] = quota
@@ -112,13 +114,13 @@ func (s *puts) fail(c change, err error) {
 		return
 	}
 	s.stopped = true
-	if s.reason == nil && !slices.Contains(s.Own.Subnets, c.Dst) { // the problems of own subnets count anyway
+	if s.reason == nil && !slices.Contains(s.Own.Subnets, c.Dst) { // problems.of returns those of own subnets anyway
 		s.reason = fmt.Errorf("put route %s: %w", c.Route, err)
 	}
 }
 
-// call makes the call for c. If there is a route that the tables did not show, it may lead to
-// another host, like one that they showed.
+// call makes the call for c. If there is a route that the tables did not show, it may lead to another
+// host. call replaces such a route only if the store has answered, like a route that the tables showed.
 func (k *Keeper) call(ctx context.Context, c change) error {
 	err := k.Cloud.Put(ctx, c.Route, c.replaces())
 	switch {
@@ -147,8 +149,8 @@ func present(tables []Table, wanted []want) map[Route]bool {
 	return right
 }
 
-// explainQuota adds the number of routes that the table has in the family of r to an error about
-// its quota.
+// explainQuota sets the limit in a QuotaError without a limit: the number of routes that the table
+// has in the family of r. It returns other errors as they are.
 func explainQuota(err error, r Route, tables []Table) error {
 	quota, ok := errors.AsType[*QuotaError](err)
 	if !ok || quota.Limit > 0 {
@@ -162,7 +164,7 @@ func explainQuota(err error, r Route, tables []Table) error {
 	return err
 }
 
-// update makes a change in the copy of the tables.
+// update makes a change in tables, which are a copy of the cloud's.
 func update(tables []Table, c change) {
 	for i := range tables {
 		t := &tables[i]

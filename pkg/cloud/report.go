@@ -22,13 +22,13 @@ type Report struct {
 	Tables  []TableReport
 	Good    time.Time // the last comparison after which everything was right; zero if there was none
 	Calls   []CallCount
-	// Routed contains the destinations of other hosts and of this one that are in order, and Unrouted the
-	// others with the reasons, at the last comparison that knew all hosts. Both are nil before it, and
-	// unless this host is the leader.
+	// Routed contains the destinations of all hosts to which each table has the right route, at the last
+	// comparison that knew all hosts. Unrouted contains those without a right route for which a reason is
+	// known. Both are nil before such a comparison, and if this host is not the leader.
 	Routed   []netip.Prefix
 	Unrouted []Unrouted
-	// Dropped is set if the cloud has dropped packets of this host since the tables were read: see
-	// DroppedError. It is also set if the leader has announced since then that there is no route to this host.
+	// Dropped is set if a comparison has ended with a DroppedError since the tables were last read. It is also
+	// set if the last announcement has no tables and says that there is no route to this host.
 	Dropped bool
 }
 
@@ -48,20 +48,20 @@ type RouteReport struct {
 	Seen bool
 }
 
-// TableReport counts the routes of a table that count towards its quota.
+// TableReport is the state of a table.
 type TableReport struct {
 	ID    string
-	Name  string // see Table.Name
-	Own   bool   // see Table.Own
-	Used  map[prefix.Family]int
-	Quota int // 0 if it is not known
-	// Hosts are the hosts whose packets follow the table, by their first subnets, and Seen are the
-	// destinations of hosts to which it had the right route when it was read, at the last comparison that
-	// knew all hosts. Both are nil before it, and unless this host is the leader.
+	Name  string                // see Table.Name
+	Own   bool                  // see Table.Own
+	Used  map[prefix.Family]int // number of routes that count towards the quota
+	Quota int                   // 0 if it is not known
+	// Hosts contains the first subnet of each host whose packets follow the table. Seen contains the
+	// destinations to which the table had the right route when it was read. Both are from the last
+	// comparison that knew all hosts. They are nil before it, and if this host is not the leader.
 	Hosts, Seen []netip.Prefix
 }
 
-// followed returns the name of the table that packets of this host follow, or "".
+// followed returns the name of the table that packets of this host follow, or "" if it is not known.
 func (r Report) followed() (name string) {
 	for _, t := range r.Tables {
 		if t.Own {
@@ -71,7 +71,7 @@ func (r Report) followed() (name string) {
 	return name
 }
 
-// writer returns the Writer of the keeper's routes.
+// writer returns the value of Report.Writer.
 func (k *Keeper) writer() string {
 	if k.All {
 		return WriterLeader
@@ -79,8 +79,8 @@ func (k *Keeper) writer() string {
 	return WriterHost
 }
 
-// note stores the state of the tables after a comparison. err is what keeps the own routes from being in
-// order.
+// note stores the state of the tables after a comparison in the report. err is the reason why the own routes
+// are not in order, or nil.
 func (k *Keeper) note(tables []Table, p *plan, err error) {
 	now := Report{Writer: k.writer(), Leading: k.All}
 	right := present(tables, p.wanted)
@@ -123,13 +123,13 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 	k.report = now
 }
 
-// routed returns the destinations to which a right route leads in each table, and the others.
-// routed is not nil.
+// routed returns the destinations to which each table has the right route, and those with a problem or
+// a target that does not run. The slice routed is not nil, even if it is empty.
 func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unrouted) {
 	routed = []netip.Prefix{}
 	right, named := present(tables, p.wanted), map[netip.Prefix]bool{}
 	for _, one := range p.problems {
-		if !named[one.dst] { // of several tables
+		if !named[one.dst] { // several tables may have the same problem
 			unrouted = append(unrouted, Unrouted{one.dst, one.err.Error(), Kind(one.err)})
 		}
 		named[one.dst] = true
@@ -146,8 +146,9 @@ func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unroute
 	return routed, unrouted
 }
 
-// recall sets the quota to that of an earlier report. A table with more routes has a new quota. Unless all is
-// set, it does the same with what needs all hosts.
+// recall sets an unknown quota to the quota in the earlier report before, unless the table has more routes: then
+// the quota has been raised. If all is not set, the comparison did not know all hosts, and recall also keeps the
+// earlier Hosts and Seen.
 func (t *TableReport) recall(before []TableReport, all bool) {
 	i := slices.IndexFunc(before, func(b TableReport) bool { return b.ID == t.ID })
 	if i < 0 {
@@ -161,7 +162,7 @@ func (t *TableReport) recall(before []TableReport, all bool) {
 	}
 }
 
-// Report returns the state at the last comparison that could read the tables.
+// Report returns the state at the last comparison that could read the tables. Only Dropped may be newer.
 func (k *Keeper) Report() Report {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -19,9 +19,9 @@ func (r *Rights) Lack(names ...string) {
 	}
 }
 
-// Note notes the result of a call that checks a right and changes nothing. It returns err if that
-// leaves open whether this host has the right. Other errors are not errors of the check: the call
-// itself will return them.
+// Note records the result of a call that checks a right and changes nothing. If err leaves open
+// whether this host has the right, Note returns err. It returns nil after other errors, such as a
+// route that does not exist: they show nothing about rights.
 func (r *Rights) Note(err error) error {
 	if missing, ok := errors.AsType[*MissingError](err); ok {
 		r.Lack(missing.Permissions...)

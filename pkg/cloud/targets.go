@@ -16,25 +16,25 @@ import (
 
 // targets remembers where routes to other hosts lead. The zero targets is usable.
 type targets struct {
-	known   map[string]Found    // by the addresses of the host
-	asked   time.Time           // when all hosts were looked for
-	outside map[string]*outside // hosts that the cloud does not have, by their addresses
+	known   map[string]Found    // results without an error, by Host.name
+	asked   time.Time           // when find last forgot known, to look for all hosts again
+	outside map[string]*outside // hosts that the cloud does not have, by Host.name
 }
 
-// outside is a host that the cloud does not have, at least not yet. It may stay so, and to look for it may take calls
-// that list all instances.
+// outside is a host that the cloud does not have, or does not have yet. find looks for such a host after growing
+// pauses, because this may take calls that list all instances.
 type outside struct {
 	Found
-	again time.Time // when to look for it
+	again time.Time // when to look for the host again
 	pause wait.Backoff
 }
 
 // name identifies a host by its addresses.
 func (h Host) name() string { return fmt.Sprint(h.Addresses) }
 
-// find returns the results for hosts in their order. It asks the cloud only for those that it does
-// not remember, and for all of them once in a resync period. It forgets targets in lost first. It looks for hosts
-// outside of the cloud after growing pauses.
+// find returns one result for each of hosts, in the same order. It asks the cloud only for hosts whose targets it
+// does not remember. Once in a resync period it asks for all hosts again, except those outside of the cloud: it asks
+// for these after growing pauses. It also asks again for a host whose target is in lost.
 func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool) ([]Found, error) {
 	if time.Since(t.asked) >= resync {
 		t.known, t.asked = map[string]Found{}, time.Now()
@@ -66,7 +66,8 @@ func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.D
 	return found, nil
 }
 
-// note remembers the result for a host.
+// note remembers the result f for the host with this name. It does not remember an error, unless the host is outside
+// of the cloud.
 func (t *targets) note(name string, f Found, resync time.Duration) {
 	delete(t.known, name)
 	if f.Err == nil {
@@ -82,19 +83,20 @@ func (t *targets) note(name string, f Found, resync time.Duration) {
 	t.outside[name].again = time.Now().Add(t.outside[name].pause.Next())
 }
 
-// plan is what a comparison wants.
+// plan is the input of the calls of a comparison.
 type plan struct {
 	wanted   []want
 	problems problems // why there are no right routes to some destinations
-	// all is set if wanted has the routes to all hosts: the store and the cloud have told where they lead.
+	// all is set if wanted has the routes to all hosts: the store has told the hosts, and the cloud their targets.
 	all bool
-	// followers are the hosts whose packets follow a table, by its id. They are named by their first
-	// subnets. It is complete if all is set.
+	// followers contains the first subnet of each host whose packets follow a table, by the id of the table. It
+	// is complete if all is set.
 	followers map[string][]netip.Prefix
 }
 
 // plan returns the wanted routes, in an order that is the same on all hosts: if a table has no place for all
-// routes, each leader puts the same ones. If err is not nil, they are only those to this host.
+// routes, each leader puts the same ones. own is the target of this host. The plan has only the routes to this
+// host if All is not set, if the store has not answered, or if err is not nil.
 func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan, err error) {
 	p = &plan{followers: map[string][]netip.Prefix{}}
 	for _, dst := range k.Own.Subnets {
@@ -133,7 +135,8 @@ func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan,
 	return p, nil
 }
 
-// others returns the hosts whose leases this host accepts. A later change of them causes a comparison.
+// others returns the other hosts, without those whose leases are refused. It sets k.read, so that the next change
+// of the hosts causes a comparison.
 func (k *Keeper) others() []Host {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -141,7 +144,7 @@ func (k *Keeper) others() []Host {
 	return slices.DeleteFunc(slices.Clone(k.peers.Hosts), func(h Host) bool { return h.Refused })
 }
 
-// lostTargets returns the targets of routes that lead to nowhere.
+// lostTargets returns the targets of lost routes.
 func lostTargets(tables []Table) map[string]bool {
 	lost := map[string]bool{}
 	for _, t := range tables {
@@ -154,20 +157,20 @@ func lostTargets(tables []Table) map[string]bool {
 	return lost
 }
 
-// problems is what keeps routes from being in order.
+// problems are the reasons why routes are not in order.
 type problems []problem
 
 type problem struct {
 	dst    netip.Prefix
-	action string // that has failed, which names the route; empty if it was none
-	err    error  // the same for all routes with the same problem, so that an announcement is short
+	action string // the action that has failed, with its route; empty if no action has failed
+	err    error  // has the same text for all routes with the same problem, so that an announcement is short
 }
 
 func (p *problems) add(dst netip.Prefix, action string, err error) {
 	*p = append(*p, problem{dst, action, err})
 }
 
-// full returns the error with the action.
+// full returns the error with the action before its text.
 func (p problem) full() error {
 	if p.action == "" {
 		return p.err
@@ -175,7 +178,8 @@ func (p problem) full() error {
 	return fmt.Errorf("%s: %w", p.action, p.err)
 }
 
-// of returns the problems with these destinations, or all of them if there are none.
+// of returns the problems of the destinations dsts as one error, or nil if they have none. If dsts is empty, it
+// returns the problems of all destinations.
 func (p problems) of(dsts []netip.Prefix) error {
 	var errs []error
 	for _, one := range p {

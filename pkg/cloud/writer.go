@@ -4,13 +4,13 @@ package cloud
 
 import "fmt"
 
-// The hosts that write routes, as Backend.Writer in the configuration.
+// Values of Backend.Writer in the configuration. They choose the hosts that write routes.
 const (
 	WriterHost   = "host"   // each host writes the routes to its own subnets
 	WriterLeader = "leader" // one elected host writes the routes to all hosts
 )
 
-// CheckWriter returns an error unless w is a writer, or empty, which means WriterHost.
+// CheckWriter returns an error if w is not a value of Backend.Writer. An empty w is valid, and means WriterHost.
 func CheckWriter(w string) error {
 	switch w {
 	case "", WriterHost, WriterLeader:
