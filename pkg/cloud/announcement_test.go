@@ -12,12 +12,13 @@ import (
 	"testing"
 )
 
+// subnetOf returns the IPv4 subnet number n, for 0 <= n < 65536.
 func subnetOf(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(n >> 8), byte(n), 0}), 24)
 }
 
-// TestAnnouncementIsSmall has many hosts with long reasons. The announcement must fit into an annotation of
-// Kubernetes, and all hosts must get a reason.
+// TestAnnouncementIsSmall announces many hosts with long reasons. It expects that the announcement fits into an
+// annotation of Kubernetes, that equal states have equal texts, and that each host without a route gets a reason.
 func TestAnnouncementIsSmall(t *testing.T) {
 	var r Report
 	for n := range 2000 {
@@ -47,15 +48,16 @@ func TestAnnouncementIsSmall(t *testing.T) {
 	}
 }
 
-// hostOf returns the subnets of a dual-stack host, with texts as long as they get.
+// hostOf returns the subnets of the dual-stack host number n, from 0. Their texts are as long as texts of subnets
+// can be.
 func hostOf(n int) []netip.Prefix {
 	v4 := netip.AddrFrom4([4]byte{200, 100 + byte(n>>7), 100 + byte(n&127), 0})
 	v6 := netip.AddrFrom16([16]byte{0xfd, 0xff, 0xff, 0xff, 0xff, 0xff, 0xc0 | byte(n>>8), byte(n)})
 	return []netip.Prefix{netip.PrefixFrom(v4, 24), netip.PrefixFrom(v6, 64)}
 }
 
-// TestLargeAnnouncement has announcements that come near to the limit of an annotation, or exceed it. The text
-// must fit, and hosts must learn what it has place for.
+// TestLargeAnnouncement announces so many hosts that the complete text comes near to the limit, or exceeds it. It
+// expects that the text fits, that omitted names the part that was left out, and that hosts learn the rest.
 func TestLargeAnnouncement(t *testing.T) {
 	const (
 		waits         = "has not put the route"
@@ -64,11 +66,11 @@ func TestLargeAnnouncement(t *testing.T) {
 		tooMany       = "too many subnets"
 	)
 	for name, tt := range map[string]struct {
-		routed, unrouted int    // hosts
-		reason           string // after a number below 100
-		omitted          string // the beginning of it
-		first, second    string // errors of the first host with a route, and the second one without; empty if there is none
-		other            string // that of a host that the leader does not know
+		routed, unrouted int    // number of hosts with a route, and without
+		reason           string // text of the reasons, after a number below 100
+		omitted          string // the beginning of the expected omitted
+		first, second    string // expected errors of the first host with a route, and of the second one without; empty for no error
+		other            string // expected error of a host that the leader does not know; empty for no error
 	}{
 		"5,000 hosts with a route":            {5000, 2, " a quota", "", "", reason, waits},
 		"100 long reasons":                    {3000, 200, strings.Repeat("<", 500), "the reasons", "", toldElsewhere, waits}, // JSON has six bytes for <
@@ -104,7 +106,8 @@ func TestLargeAnnouncement(t *testing.T) {
 	}
 }
 
-// TestAnnouncementIsOneLine has an announcement that another program has written.
+// TestAnnouncementIsOneLine expects that an error shows texts of an announcement in one short line, even if another
+// program has written them.
 func TestAnnouncementIsOneLine(t *testing.T) {
 	dirty := "a\nb\x1b[31m" + strings.Repeat("c", 1000)
 	for _, a := range []announcement{{Unrouted: []unrouted{{dirty, "quota", []netip.Prefix{subnetOf(1)}}}}, {Error: dirty}} {
@@ -115,14 +118,14 @@ func TestAnnouncementIsOneLine(t *testing.T) {
 	}
 }
 
-// TestTablesInAnnouncement has hosts with a tunnel. They must get the tables as long as there is place, and must
-// never take a route for one that the routers follow because there is none.
+// TestTablesInAnnouncement expects that hosts with a tunnel get the tables while these fit into the announcement, and
+// which of their routes the tables had when they were read.
 func TestTablesInAnnouncement(t *testing.T) {
 	for name, tt := range map[string]struct {
 		hosts   int
 		reason  string
-		omitted string // the beginning of it
-		known   bool   // the tables are
+		omitted string // the beginning of the expected omitted
+		known   bool   // the announcement must have the tables
 	}{
 		"few hosts":    {10, " a quota", "", true},
 		"3,400 hosts":  {3400, " a quota", "", true},
@@ -138,12 +141,12 @@ func TestTablesInAnnouncement(t *testing.T) {
 					for _, dst := range both {
 						r.Unrouted = append(r.Unrouted, Unrouted{dst, fmt.Sprint(n%100) + tt.reason, "quota"})
 					}
-					r.Tables[0].Seen = append(r.Tables[0].Seen, both[0]) // only there
+					r.Tables[0].Seen = append(r.Tables[0].Seen, both[0]) // only this table has the route
 					continue
 				}
 				r.Routed = append(r.Routed, both...)
 				r.Tables[0].Seen = append(r.Tables[0].Seen, both...)
-				if n%10 != 8 { // just put there
+				if n%10 != 8 { // for host 8, 18 and so on, the route was just put into the other table
 					r.Tables[1].Seen = append(r.Tables[1].Seen, both...)
 				}
 			}
@@ -169,7 +172,7 @@ func TestTablesInAnnouncement(t *testing.T) {
 			}
 			for n, want := range map[int]struct {
 				own                              string
-				a0, a1, z0, z1, settled, inPlace bool // first and second subnet by table
+				a0, a1, z0, z1, settled, inPlace bool // a0 is set if rtb-a had the route to the first subnet, z1 if rtb-z had that to the second
 			}{
 				0:        {"rtb-z", true, true, true, true, true, true},
 				8:        {"rtb-z", false, false, true, true, false, true},
@@ -186,7 +189,8 @@ func TestTablesInAnnouncement(t *testing.T) {
 	}
 }
 
-// TestTooManyTables expects that a host accepts only what can be tables of a cloud, because it publishes their names.
+// TestTooManyTables expects that a host refuses more tables, or longer names, than a cloud can have: a host publishes
+// these names.
 func TestTooManyTables(t *testing.T) {
 	for name, tt := range map[string]struct {
 		tables int
@@ -207,7 +211,8 @@ func TestTooManyTables(t *testing.T) {
 	}
 }
 
-// FuzzAnnouncement reads what any program with access to the store may have written.
+// FuzzAnnouncement follows announcements that any program with access to the store may have written. It expects errors
+// and names in one short line, and only routes of this host.
 func FuzzAnnouncement(f *testing.F) {
 	f.Add([]byte(`{"routed":["10.5.2.0/24"],"tables":[{"name":"a\nb","hosts":["10.5.2.0/24"],"less":["10.5.2.0/24"],"more":["fd00::/64"]}],"unrouted":[{"reason":"a\u0000","kind":"x","subnets":["10.5.2.0/24"]}],"error":"\n"}`))
 	f.Add([]byte(`{"routed":[],"rest":true,"tables":[{}]}`))

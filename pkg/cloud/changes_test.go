@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 )
 
+// byCall returns a route in table t1 that a call has made.
 func byCall(dst, target string) Route {
 	return Route{Table: "t1", Dst: netip.MustParsePrefix(dst), Target: target, ByCall: true}
 }

@@ -14,13 +14,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// slow is a cloud in memory in which each call of Put takes a second. Tests use its fields in Do.
+// slow is a cloud in memory in which each call of Put takes a second. Tests must use its fields only in Do.
 type slow struct {
 	*cloudtest.Memory
 	fails         error // result of the 41st call of Put
-	puts          []int // calls of Put, by the number of the comparison
-	routes        []int // in the table at the begin of each comparison
-	running, most int   // calls of Put at the same time, and the highest number of those
+	puts          []int // number of calls of Put in each comparison
+	routes        []int // number of routes in the table at the begin of each comparison
+	running, most int   // number of calls of Put in progress, now and at most
 }
 
 func (s *slow) Tables(ctx context.Context) ([]cloud.Table, error) {
@@ -51,16 +51,17 @@ func (s *slow) Put(ctx context.Context, r cloud.Route, replace bool) (err error)
 	return s.Memory.Put(ctx, r, replace)
 }
 
-// TestSeveralRoutesAtOnce has a leader that puts the routes of 99 other hosts. The 40th call for them may
-// fail. Calls that have begun by then are not lost.
+// TestSeveralRoutesAtOnce lets a leader put the routes to 99 other hosts, up to atOnce at the same time. The 40th
+// of these calls fails with the error fails, if that is not nil. After an error that stops the calls, the test
+// expects that the leader counts the calls that have begun, and makes the others later.
 func TestSeveralRoutesAtOnce(t *testing.T) {
 	missing := &cloud.MissingError{Permissions: []string{"memory:put"}, Page: "page.md"}
 	for name, test := range map[string]struct {
 		atOnce        int
 		fails         error
 		quota         int
-		least, most   int // calls of the comparison with the other hosts
-		routes, later int // after that comparison, and an hour later
+		least, most   int // expected calls in the second comparison, the first one with the other hosts
+		routes, later int // expected routes: at least so many after that comparison, and exactly so many an hour later
 	}{
 		"one at a time":                  {0, nil, 0, 99, 99, 100, 100},
 		"one at a time, no answer":       {0, cloud.ErrUnavailable, 0, 40, 40, 40, 100},

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package access is what the clouds share whose calls are signed with a pair of keys: the keys, the
-// metadata service that gives an instance those of its role, and the way calls are made.
+// Package access contains the common code for clouds whose calls are signed with a pair of keys: an id and
+// a secret. An instance gets the keys of its role from the metadata service.
 //
 //   - access.go has the keys, and chooses the addresses of services.
-//   - client.go makes calls, and has their errors.
+//   - client.go makes calls, and has the errors of calls.
 //   - metadata.go reads the metadata service.
 package access
 
@@ -22,7 +22,7 @@ import (
 type Keys struct {
 	ID     string
 	Secret string
-	Token  string // of a role; empty for the keys of a user
+	Token  string // belongs to the keys of a role; empty for the keys of a user
 }
 
 // String implements fmt.Stringer. It shows nothing that is secret.
@@ -34,8 +34,8 @@ func (k Keys) GoString() string { return k.String() }
 // Provider returns the keys for the next call.
 type Provider func(context.Context) (Keys, error)
 
-// First returns a Provider of the first of these pairs of keys that has an id and a secret, or else
-// role.
+// First returns a Provider that always returns the first of pairs with both an id and a secret. If
+// there is none, First returns role.
 func First(role Provider, pairs ...Keys) Provider {
 	for _, k := range pairs {
 		if k.ID != "" && k.Secret != "" {
@@ -45,8 +45,8 @@ func First(role Provider, pairs ...Keys) Provider {
 	return role
 }
 
-// Warnings returns warnings about a Backend object that has the keys k, by AccessKeyID and
-// AccessKeySecret.
+// Warnings returns warnings about raw, a Backend object whose AccessKeyID and AccessKeySecret are k:
+// one key of the pair is missing, or raw contains secrets.
 func Warnings(raw json.RawMessage, k Keys) (warnings []string, err error) {
 	if (k.ID == "") != (k.Secret == "") {
 		warnings = append(warnings, "AccessKeyID and AccessKeySecret need each other: the one that is set is ignored")
@@ -55,8 +55,8 @@ func Warnings(raw json.RawMessage, k Keys) (warnings []string, err error) {
 	return append(warnings, secrets...), err
 }
 
-// Endpoint returns the URL in a variable of the environment, or standard if there is none. The error
-// does not contain the value.
+// Endpoint returns the URL in an environment variable, or standard if the variable is empty. The error
+// does not contain the value, which may have a secret.
 func Endpoint(variable, standard string) (string, error) {
 	text := os.Getenv(variable)
 	if text == "" {

@@ -25,7 +25,8 @@ func TestKeysShowNoSecret(t *testing.T) {
 	}
 }
 
-// TestSession has a service that forgets its sessions, one that has none, and one that is away.
+// TestSession reads from a service that forgets its sessions, from one without sessions, and from one that is
+// away. It expects a new session after a transient error, the values without a session, and a transient error.
 func TestSession(t *testing.T) {
 	sessions := map[string]bool{}
 	opened := 0

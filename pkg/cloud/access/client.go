@@ -21,9 +21,9 @@ type Client struct {
 	HTTP     *http.Client
 }
 
-// Make makes a call by once, which signs it with the keys. It repeats a call that was throttled, and one
-// whose keys were refused, because the role may have new ones. It counts each try by name, and adds the
-// action to the error.
+// Make makes a call with once, which signs the call with the keys that it gets. Make repeats a throttled
+// call like cloud.Calls.Make, and counts it in the same way. If the cloud refuses the keys, Make asks for
+// the keys again and repeats the call at once, because the role may have new keys.
 func (c *Client) Make(ctx context.Context, name, action string, once func(Keys) error) error {
 	signed := func() error {
 		keys, err := c.Keys(ctx)
@@ -55,12 +55,13 @@ func Decode(text []byte, answer any) error {
 
 // Error is an error of an API.
 type Error struct {
-	Status  int // of HTTP
+	Status  int // HTTP status
 	Code    string
 	Message string
 }
 
-// NewError returns an Error with the words of the API in one line of limited length.
+// NewError returns an Error with the code and the message of the API. It makes each of them one line of
+// limited length.
 func NewError(status int, code, message string) *Error {
 	return &Error{status, transport.Clean(code), transport.Clean(message)}
 }
@@ -76,8 +77,8 @@ func Code(err error) string {
 	return ""
 }
 
-// Refused returns the error of a cloud with that name that refuses the keys. The message of the API may
-// contain what was signed, so it is left out.
+// Refused returns the error for a cloud that refuses the keys. name is the name of the cloud, and code the
+// error code of its API. The error omits the API's message, because this may contain the signed text.
 func Refused(name, code string) error {
 	return fmt.Errorf("%s %w (%s): check the instance's role, and this host's clock", name, cloud.ErrKeys, code)
 }

@@ -21,29 +21,30 @@ import (
 const (
 	metadataTimeout = 5 * time.Second
 	sessionTime     = 6 * time.Hour
-	reserve         = 5 * time.Minute // before keys or a session end; a role has new keys 30 minutes before
+	reserve         = 5 * time.Minute // keys and sessions are replaced this long before they end; new keys exist 30 minutes before
 )
 
 // ErrUndefined means that the metadata service does not have a value.
 var ErrUndefined = errors.New("the value does not exist")
 
-// Metadata is the metadata service of an instance. It is used by one goroutine.
+// Metadata is the metadata service of an instance. Only one goroutine at a time may use it.
 type Metadata struct {
 	Cloud string // for errors, such as Alibaba Cloud
 	Page  string // path of the page with the policy of the role
 	URL   string // without a path
 	Roles string // path below meta-data that lists the role of the instance, such as ram/security-credentials/
-	// Session is the prefix of the headers with which a session is opened and used. It is
-	// empty if the service has no sessions.
+	// Session is the name of the header that contains the session. The name of the header that
+	// opens a session begins with it. Session is empty if the service has no sessions.
 	Session string
 
 	session string
-	ends    time.Time // of the session
+	ends    time.Time // when the session must not be used any more
 	keys    Keys
-	until   time.Time // of the keys
+	until   time.Time // when the keys must not be used any more
 }
 
-// Read returns a value.
+// Read returns the value at a path below meta-data. The error wraps ErrUndefined if there is no such
+// value.
 func (m *Metadata) Read(ctx context.Context, path string) (string, error) {
 	text, err := m.read(ctx, path)
 	if err != nil {
@@ -75,7 +76,8 @@ func (m *Metadata) read(ctx context.Context, path string) (string, error) {
 	return text, nil
 }
 
-// open opens a session, which an instance may require. A service that refuses it has no sessions.
+// open opens a session unless one is open, because an instance may require one. If the service refuses to
+// open a session, open returns nil: such a service works without sessions.
 func (m *Metadata) open(ctx context.Context) error {
 	if m.Session == "" || m.session != "" && time.Now().Before(m.ends) {
 		return nil
@@ -106,7 +108,8 @@ func (m *Metadata) send(ctx context.Context, method, path string, header http.He
 	return status, strings.TrimSpace(string(body)), err
 }
 
-// ReadAddresses returns the addresses in a value, which is a list in the form of JSON or lines.
+// ReadAddresses returns the addresses in a value, which is a list in JSON or in lines. It returns nil if
+// the value does not exist.
 func (m *Metadata) ReadAddresses(ctx context.Context, path string) ([]netip.Addr, error) {
 	text, err := m.Read(ctx, path)
 	if errors.Is(err, ErrUndefined) {
@@ -123,14 +126,14 @@ func addresses(text string) []netip.Addr {
 type Interface struct {
 	MAC     string
 	Primary bool
-	Address netip.Addr // the wanted one
+	Address netip.Addr // the wanted address that the interface has
 }
 
 // Path returns the path of a value of the interface.
 func (i Interface) Path(name string) string { return "network/interfaces/macs/" + i.MAC + "/" + name }
 
-// Find returns the network interface that has one of the wanted addresses. names are the values that
-// contain addresses.
+// Find returns the network interface that has one of the wanted addresses, or an error if none has. names
+// are the names of the values of an interface that contain addresses.
 func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...string) (Interface, error) {
 	primary, err := m.Read(ctx, "mac")
 	if err != nil {
@@ -157,7 +160,8 @@ func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...strin
 	return Interface{}, fmt.Errorf("no network interface of this instance has an address of the external interface: the metadata service of %s does not know %v", m.Cloud, wanted)
 }
 
-// Keys returns the keys of the role of the instance. It implements Provider.
+// Keys returns the keys of the role of the instance. It keeps them until shortly before they end. It is
+// a Provider.
 func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	if m.keys.ID != "" && time.Now().Before(m.until) {
 		return m.keys, nil
@@ -181,10 +185,11 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	return k, nil
 }
 
-// renew makes Keys ask for the keys again.
+// renew makes the next call of Keys ask the service for the keys again.
 func (m *Metadata) renew() { m.keys = Keys{} }
 
-// decodeKeys decodes the keys of a role, with the names of Alibaba Cloud and Tencent Cloud.
+// decodeKeys decodes the keys of a role and the time when they end. It knows the names of fields of Alibaba
+// Cloud and Tencent Cloud. It returns false if the id or the secret is missing.
 func decodeKeys(text string) (Keys, time.Time, bool) {
 	var answer struct {
 		ID         string `json:"AccessKeyId"`

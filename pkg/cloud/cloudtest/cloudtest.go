@@ -16,20 +16,20 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
-// Fixture is a cloud with one table for the network, in which nothing has been written yet, and
-// two hosts. Its functions change the cloud from outside.
+// Fixture is a cloud with one table for the network and two hosts: this one and a peer. The table has no
+// routes that calls have made. The functions of a Fixture change the cloud from outside.
 type Fixture struct {
 	Cloud       cloud.Cloud
-	Table       string
+	Table       string // id
 	Peer        string // target of the other host
 	PeerAddress netip.Addr
 	IPv4Only    bool // the cloud has no routes for IPv6
 	Follows     bool // the cloud tells which table packets of other hosts follow
 	// DeleteByHand deletes a route.
 	DeleteByHand func(netip.Prefix)
-	// EndPeer ends the other host.
+	// EndPeer terminates the other host.
 	EndPeer func()
-	// SetQuota limits the number of routes.
+	// SetQuota limits the number of routes in the table.
 	SetQuota func(int)
 	// Deny takes away the right to put routes.
 	Deny func()
@@ -37,20 +37,23 @@ type Fixture struct {
 	Throttle func(calls int)
 	// SetAway makes the cloud unavailable, or available again.
 	SetAway func(bool)
-	// LoseAnswer makes the next call that changes a route work, and loses its answer.
+	// LoseAnswer makes the cloud lose the answer to the next call that changes a route. The call itself
+	// succeeds.
 	LoseAnswer func()
-	// AddOfOther adds a route to the other host that another cluster has marked. Only RunMarked needs it.
+	// AddOfOther adds a route to a destination, with the other host as its target and the mark of another
+	// cluster. Only RunMarked needs it.
 	AddOfOther func(netip.Prefix)
-	// Gaps counts how often the table was without a route that it had before, except by
-	// Remove and DeleteByHand.
+	// Gaps returns how often the table was without a route to a destination that it had a route to
+	// before. Removals by Remove and DeleteByHand do not count.
 	Gaps func() int
 }
 
-// Run runs the suite. open returns a new Fixture, with which the test runs alone.
+// Run runs the suite. open returns a new Fixture for each case.
 func Run(t *testing.T, open func(t *testing.T) Fixture) { RunExcept(t, nil, open) }
 
-// RunExcept runs the suite without the cases in lacks, which a server of another project cannot run. lacks has
-// the reasons by the names of the cases. Functions of the Fixture that no other case calls may be nil.
+// RunExcept runs the suite without the cases in lacks, for test servers of other projects that cannot run these.
+// lacks contains the reason for each case, by its name. Functions of the Fixture that only these cases call may be
+// nil.
 func RunExcept(t *testing.T, lacks map[string]string, open func(t *testing.T) Fixture) {
 	t.Helper()
 	for name := range lacks {
@@ -90,7 +93,7 @@ func cases() []testCase {
 	}
 }
 
-// RunMarked runs the part of the suite for clouds whose routes have a mark of their cluster.
+// RunMarked runs the part of the suite for clouds whose routes can have the mark of a cluster.
 func RunMarked(t *testing.T, open func(t *testing.T) Fixture) {
 	t.Run("a route of another cluster stays", func(t *testing.T) { testOfOther(t, open(t)) })
 }
@@ -99,7 +102,7 @@ func subnets() (v4, v6 netip.Prefix) {
 	return netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("fd00:10:5:1::/64")
 }
 
-// find returns the route to dst that a call has made, and whether there is exactly one.
+// find returns the route to dst that a call has made. It returns false unless there is exactly one.
 func find(t *testing.T, f Fixture, dst netip.Prefix) (cloud.Route, bool) {
 	t.Helper()
 	tables, err := f.Cloud.Tables(t.Context())
@@ -120,7 +123,7 @@ func find(t *testing.T, f Fixture, dst netip.Prefix) (cloud.Route, bool) {
 	return found[0], true
 }
 
-// join returns the target of the own host.
+// join calls Join, and returns the target of this host.
 func join(t *testing.T, f Fixture) string {
 	t.Helper()
 	self, err := f.Cloud.Join(t.Context())
@@ -169,7 +172,7 @@ func testPut(t *testing.T, f Fixture) {
 		put(t, f, dst, self, false)
 	}
 	for _, dst := range all {
-		for range 2 { // the second time there is none
+		for range 2 { // the second time there is no route to remove
 			if err := f.Cloud.Remove(t.Context(), route(f, dst, self)); err != nil {
 				t.Fatal(err)
 			}
@@ -193,7 +196,7 @@ func testReplace(t *testing.T, f Fixture) {
 func testStale(t *testing.T, f Fixture) {
 	self := join(t, f)
 	dst, _ := subnets()
-	put(t, f, dst, self, true) // there is none to replace
+	put(t, f, dst, self, true) // there is no route to replace
 	if err := f.Cloud.Put(t.Context(), route(f, dst, f.Peer), false); !errors.Is(err, cloud.ErrExists) {
 		t.Errorf("error %v, want ErrExists", err)
 	}
@@ -257,7 +260,8 @@ func testAddresses(t *testing.T, f Fixture) {
 	}
 }
 
-// testFind finds the hosts as a leader does, and puts a route to another one.
+// testFind finds three hosts as a leader does: an unknown one, the peer and this one. It expects an error only for
+// the first, and that a route to the peer can be put.
 func testFind(t *testing.T, f Fixture) {
 	self := join(t, f)
 	known, err := f.Cloud.Addresses(t.Context(), []string{self})

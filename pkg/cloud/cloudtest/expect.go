@@ -21,8 +21,8 @@ func Serve(t *testing.T, h http.Handler) string {
 	return server.URL
 }
 
-// CheckFails expects that the check of a cloud ends with an error that contains text. transient tells
-// whether the error may end by itself. The name of the case is for messages.
+// CheckFails expects that Check of a cloud returns an error that contains text. transient is the expected
+// result of cloud.Transient. name is the name of the case, for messages.
 func CheckFails(t *testing.T, name string, c cloud.Cloud, text string, transient bool) {
 	t.Helper()
 	err := c.Check(t.Context())
@@ -31,7 +31,7 @@ func CheckFails(t *testing.T, name string, c cloud.Cloud, text string, transient
 	}
 }
 
-// Routes returns the routes that a cloud with one table shows.
+// Routes returns the routes of a cloud. It fails the test unless the cloud has one table.
 func Routes(t *testing.T, c cloud.Cloud) []cloud.Route {
 	t.Helper()
 	tables, err := c.Tables(t.Context())
@@ -41,8 +41,8 @@ func Routes(t *testing.T, c cloud.Cloud) []cloud.Route {
 	return tables[0].Routes
 }
 
-// Lacks expects that the check of a cloud names these permissions, and no others. The name of the case is for
-// messages.
+// Lacks expects that Check of a cloud returns a MissingError with exactly these permissions. name is the name of
+// the case, for messages.
 func Lacks(t *testing.T, name string, c cloud.Cloud, permissions ...string) {
 	t.Helper()
 	err := c.Check(t.Context())

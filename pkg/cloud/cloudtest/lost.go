@@ -11,8 +11,9 @@ import (
 	"sync/atomic"
 )
 
-// LoseAnswers returns a handler that passes requests to h, and a function that makes it lose the answer to
-// the next request that succeeds and for which changes reports true: the connection is closed instead.
+// LoseAnswers returns a handler that passes requests to h, and the function lose. After a call of lose, the
+// handler closes the connection instead of sending the next answer. This is the answer to the next request
+// that succeeds and for which changes reports true.
 func LoseAnswers(h http.Handler, changes func(r *http.Request, body string) bool) (handler http.Handler, lose func()) {
 	var next atomic.Bool
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// Memory is a Cloud in memory, for tests of its users. It passes the suite. Tests use its fields
-// in Do.
+// Memory is a Cloud in memory, for tests of the users of a Cloud. It passes the suite. Tests must use
+// its fields only in Do.
 type Memory struct {
 	mu sync.Mutex
 
@@ -25,20 +25,20 @@ type Memory struct {
 	Hosts     map[string][]netip.Addr // addresses of the hosts that exist, by target
 	Quota     int                     // routes of one family in a table; 0 means no limit
 	Fails     error                   // result of all calls, if not nil
-	Lost      int                     // the next changes whose answers are lost
-	Throttled int                     // the next calls that are refused because there were too many
-	Denied    map[string]bool         // put, remove or read
-	Writes    []string                // the calls that have changed something
-	Compared  int                     // calls of Tables
-	Looks     int                     // targets that were asked for by Addresses
-	Sought    int                     // hosts that were asked for by Find
+	Lost      int                     // number of the next changes whose answers are lost
+	Throttled int                     // number of the next calls that are refused because there were too many
+	Denied    map[string]bool         // rights that are missing: join, read, put or remove
+	Writes    []string                // calls of Put and Remove that were not refused
+	Compared  int                     // number of calls of Tables
+	Looks     int                     // number of targets in all calls of Addresses
+	Sought    int                     // number of hosts in all calls of Find
 	Stopped   map[string]bool         // targets of hosts that do not run
-	Refused   int                     // calls of Put that the quota has refused
-	Unfit     map[string]error        // targets that are found with an error
-	Follow    map[string]string       // tables that packets of hosts follow, by target; missing ones follow the first table
-	Slow      time.Duration           // that Remove takes
+	Refused   int                     // number of calls of Put that the quota has refused
+	Unfit     map[string]error        // errors with which Find returns hosts, by target
+	Follow    map[string]string       // tables that packets of hosts follow, by target; missing hosts follow the first table
+	Slow      time.Duration           // time that Remove takes
 	Appears   func()                  // called by Put before it looks at the table; may be nil
-	Removed   func(left int)          // called by Remove with the number of routes in the table; may be nil
+	Removed   func(left int)          // called by Remove with the number of routes left in the table; may be nil
 }
 
 // Do runs f while no call is in progress.
@@ -62,7 +62,7 @@ func (m *Memory) fail(right string) error {
 	return nil
 }
 
-// answer returns the error of a call that has made a change.
+// answer returns the result of a call that has made a change: ErrUnavailable if its answer is lost, otherwise nil.
 func (m *Memory) answer() error {
 	if m.Lost == 0 {
 		return nil

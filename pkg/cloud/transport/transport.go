@@ -23,20 +23,20 @@ const Timeout = 10 * time.Second
 // maxAnswer limits an answer, in bytes. A page of 500 routes takes 400 kB.
 const maxAnswer = 16 << 20
 
-// maxText limits a text of a cloud that is shown, in bytes.
+// maxText limits a text that comes from a cloud and is shown to an operator, in bytes.
 const maxText = 300
 
-// NewClient returns a client for calls. Proxies count, as the variables of the environment define
-// them.
+// NewClient returns a client for calls. It uses the proxies that environment variables define.
 func NewClient() *http.Client {
 	return &http.Client{Timeout: Timeout, CheckRedirect: noRedirect}
 }
 
-// noRedirect makes a redirect an answer: clouds send none, and another server must not get calls.
+// noRedirect makes the client return a redirect as the answer, instead of following it: clouds send no
+// redirects, and another server must not get calls.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
-// Send sends a request and returns the answer. The error wraps cloud.ErrUnavailable, and does not
-// contain the URL, in which there may be parameters.
+// Send sends a request and returns the answer with any status. The error wraps cloud.ErrUnavailable. It
+// does not contain the URL, which may have secret parameters.
 func Send(client *http.Client, req *http.Request) (status int, body []byte, err error) {
 	resp, err := client.Do(req)
 	if err != nil {
@@ -50,8 +50,8 @@ func Send(client *http.Client, req *http.Request) (status int, body []byte, err 
 	return resp.StatusCode, body, nil
 }
 
-// Reason returns the text of the innermost error. That of package net/http begins with the URL, and
-// those of SDKs repeat themselves at each level.
+// Reason returns the text of the innermost error in err. Outer errors of package net/http contain the
+// URL, and SDKs repeat the same text at each level.
 func Reason(err error) string {
 	for {
 		inner := errors.Unwrap(err)
@@ -70,8 +70,9 @@ func Clean(text string) string {
 	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
 }
 
-// TurnPage makes params ask for the page with that token, by the parameter key. It reports false
-// after the last page, which has no token.
+// TurnPage sets the parameter key of params to the token of the next page. It reports false if token is
+// empty, which means that there is no next page. It returns an error if token is the token of the
+// present page, because the calls would never end.
 func TurnPage(params url.Values, key, token string) (more bool, err error) {
 	if token != "" && token == params.Get(key) {
 		return false, errors.New("the answer refers to itself as its next page")

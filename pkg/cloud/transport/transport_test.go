@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 )
 
-// TestSend has a server that answers, one that redirects, one that ends in the middle of an answer, and
-// one that is away.
+// TestSend expects that Send returns an answer, and a redirect without following it. It expects a transient
+// error, without the parameters of the URL, if the server ends in the middle of an answer or is away.
 func TestSend(t *testing.T) {
 	answers := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot); fmt.Fprint(w, "text") })
 	for name, test := range map[string]struct {

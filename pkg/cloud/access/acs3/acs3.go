@@ -19,14 +19,15 @@ import (
 
 const algorithm = "ACS3-HMAC-SHA256"
 
-// Call is what a signature covers, beside the request.
+// Call contains the parts of a signed call that are not in the request.
 type Call struct {
 	Action, Version string
 	Time            time.Time
 	Nonce           string // differs in each call
 }
 
-// Sign adds the headers of a call to a request with parameters in the URL and without a body.
+// Sign signs a request, and adds the headers of the call and the signature. The request must have its
+// parameters in the URL, and no body.
 func Sign(req *http.Request, keys access.Keys, c Call) {
 	req.URL.RawQuery = query(req.URL.Query())
 	signed := map[string]string{
@@ -51,7 +52,7 @@ func Sign(req *http.Request, keys access.Keys, c Call) {
 	req.Header.Set("Authorization", algorithm+" Credential="+keys.ID+",SignedHeaders="+list+",Signature="+hex.EncodeToString(mac.Sum(nil)))
 }
 
-// query returns parameters in the form that is signed: sorted, and escaped as in RFC 3986.
+// query returns parameters in the form that the signature needs: sorted, and escaped as in RFC 3986.
 func query(params url.Values) string {
 	return strings.NewReplacer("+", "%20", "*", "%2A", "%7E", "~").Replace(params.Encode())
 }

@@ -11,7 +11,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
-// TestPublishedExample signs the example in Alibaba Cloud's description of the algorithm.
+// TestPublishedExample signs the example in Alibaba Cloud's description of the algorithm, and expects the
+// signature from there.
 func TestPublishedExample(t *testing.T) {
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost,
 		"https://ecs.cn-shanghai.aliyuncs.com/?RegionId=cn-shanghai&ImageId=win2019_1809_x64_dtc_zh-cn_40G_alibase_20230811.vhd", http.NoBody)

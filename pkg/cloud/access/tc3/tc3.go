@@ -21,15 +21,15 @@ const (
 	end       = "tc3_request"
 )
 
-// Call is what a signature covers, beside the host of the request.
+// Call contains the parts of a signed call that Sign does not take from the request.
 type Call struct {
 	Service string // such as vpc
 	Time    time.Time
 	Body    []byte
 }
 
-// Sign adds the headers of a signature to a POST request without parameters in the URL. It needs the
-// content type.
+// Sign signs a POST request, and adds the headers of the signature. The request must have a Content-Type
+// header, and no parameters in the URL.
 func Sign(req *http.Request, keys access.Keys, c Call) {
 	date := c.Time.UTC().Format(time.DateOnly)
 	stamp := strconv.FormatInt(c.Time.Unix(), 10)

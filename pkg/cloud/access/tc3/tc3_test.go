@@ -10,7 +10,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
-// TestPublishedExample signs the example in Tencent Cloud's description of the algorithm.
+// TestPublishedExample signs the example in Tencent Cloud's description of the algorithm, and expects the
+// signature from there.
 func TestPublishedExample(t *testing.T) {
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "https://cvm.tencentcloudapi.com/", http.NoBody)
 	if err != nil {

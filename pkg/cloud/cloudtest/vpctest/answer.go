@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Errors of calls. A server has a code of its cloud for each.
+// Errors of calls. A server translates each of them to an error code of its cloud.
 var (
 	ErrAway      = errors.New("the service is unavailable")
 	ErrSignature = errors.New("the signature does not match")
@@ -27,17 +27,18 @@ var (
 	ErrQuota     = errors.New("the quota of routes in this table is exceeded")
 )
 
-// maxSkew is the difference of clocks that clouds accept.
+// maxSkew is the largest difference of clocks that the cloud accepts.
 const maxSkew = 5 * time.Minute
 
-// Signed is what a server knows about the signature of a call.
+// Signed contains the result of a server's check of the signature of a call.
 type Signed struct {
 	Valid bool
 	Time  time.Time
 	Nonce string // empty if the protocol has none
 }
 
-// Answer counts a call, and answers it by f unless the state forbids that.
+// Answer records a call, and returns the result of f. If the call is refused, for example because of an outage
+// or a missing permission, it returns an error without calling f. A dry run that would succeed returns ErrDryRun.
 func (s *State) Answer(c Call, signed Signed, f func(*View) (any, error)) (answer any, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -65,16 +66,16 @@ func (s *State) Answer(c Call, signed Signed, f func(*View) (any, error)) (answe
 	return answer, err
 }
 
-// View is the state during a call.
+// View is the state during a call, while no other call is in progress.
 type View struct {
 	s   *State
-	dry bool
+	dry bool // the call must change nothing
 }
 
 // Instances returns all instances, sorted by id.
 func (v *View) Instances() []Instance { return v.s.sortedInstances() }
 
-// Restrict sets Restricted of the instance to which routes with that target lead.
+// Restrict sets the field Restricted of the instance to which routes with this target lead.
 func (v *View) Restrict(target string, restricted bool) error {
 	for _, i := range v.Instances() {
 		if v.s.TargetOf(i) == target {
@@ -100,10 +101,11 @@ func (v *View) TableOf(subnet string) string {
 // Tables returns the ids of all tables.
 func (v *View) Tables() []string { return v.s.sortedTables() }
 
-// SubnetOf returns the subnet that uses a table, or an empty text.
+// SubnetOf returns the subnet that uses a table, or an empty text if none does.
 func (v *View) SubnetOf(id string) string { return v.s.tables[id].subnet }
 
-// Visible returns the routes of a table that descriptions show now.
+// Visible returns the routes of a table that a call can read now. They are those of an earlier time if SetLag was
+// used.
 func (v *View) Visible(id string) ([]Route, error) {
 	if v.s.tables[id] == nil {
 		return nil, ErrNoTable
@@ -117,7 +119,7 @@ func (v *View) Visible(id string) ([]Route, error) {
 	return seen.tables[id], nil
 }
 
-// PageSize returns the number of items in one answer.
+// PageSize returns the number of items in one answer. wanted is the number that the call asks for, or 0.
 func (v *View) PageSize(wanted int) int {
 	if wanted <= 0 {
 		return v.s.pageSize
@@ -125,7 +127,7 @@ func (v *View) PageSize(wanted int) int {
 	return min(wanted, v.s.pageSize)
 }
 
-// Create makes a route. The description may be empty.
+// Create adds a Custom route to the table with this id. The description may be empty.
 func (v *View) Create(id string, dst netip.Prefix, target, description string) (Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
@@ -164,7 +166,7 @@ func (v *View) target(target string) error {
 	return nil
 }
 
-// find returns the first route that a call has made and that is.
+// find returns the first route of the table with this id that a call has made and for which is reports true.
 func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
@@ -177,8 +179,8 @@ func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	return &t.routes[i], nil
 }
 
-// Replace changes the target of the route that is, and the description unless it is empty. A disabled one stays
-// disabled.
+// Replace changes the target of the first route for which is reports true. It also changes the description, unless
+// description is empty. A disabled route stays disabled.
 func (v *View) Replace(id, target, description string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil {
@@ -202,7 +204,7 @@ func (v *View) Replace(id, target, description string, is func(Route) bool) erro
 	return nil
 }
 
-// Delete deletes the route that is.
+// Delete deletes the first route for which is reports true.
 func (v *View) Delete(id string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil || v.dry {

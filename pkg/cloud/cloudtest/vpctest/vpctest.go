@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package vpctest is the state of a cloud for the test servers of clouds with route tables for each
-// subnet. It has routes that lead to nowhere, a quota, throttling, rights, outages, paging, and
-// answers that are older than the last call. A server adds the protocol of its cloud.
+// Package vpctest is the state of a cloud in which each subnet of the cloud has a route table. Several test
+// servers use it, and add the protocols of their clouds. It has routes that lead to nowhere, a quota,
+// throttling, rights, outages, paging, and answers that are older than the last call.
 //
-//   - vpctest.go is what tests see and change.
-//   - answer.go is what a server does in a call.
+//   - vpctest.go contains the functions for tests.
+//   - answer.go contains the functions for servers, which they use during a call.
 package vpctest
 
 import (
@@ -24,22 +24,22 @@ const (
 	MainTable = "rtb-main"
 )
 
-// Keys of the role of all instances. Tests check that the last two are never shown.
+// Keys of the role of all instances. Tests check that no message contains Secret or Token.
 const (
 	KeyID  = "id-of-the-role"
 	Secret = "secret-key-of-the-role"
 	Token  = "token-of-the-role"
 )
 
-// VPCRange is the range of the VPC, to which each table has a route of its own.
+// VPCRange is the address range of the VPC. Each table has a System route to it.
 func VPCRange() netip.Prefix { return netip.MustParsePrefix("192.168.0.0/16") }
 
 // Instance is an instance with one network interface.
 type Instance struct {
-	ID, Subnet string
+	ID, Subnet string // the subnet is one of the cloud
 	Addresses  []netip.Addr
 	Stopped    bool
-	// Restricted is set if the instance gets only packets with its own addresses.
+	// Restricted is set if the cloud passes the instance only packets with its own addresses.
 	Restricted bool
 }
 
@@ -55,13 +55,13 @@ func (i Instance) IPv4() netip.Addr {
 
 // Route is a route of a table.
 type Route struct {
-	Number int
+	Number int // identifies the route
 	Dst    netip.Prefix
 	Target string // in the words of the cloud
 	Kind   Kind
-	// More are further targets of a route with several.
+	// More contains the other targets of a route with several targets.
 	More        []string
-	Disabled    bool // by an operator; it gets no packets
+	Disabled    bool // an operator has disabled the route, so it carries no packets
 	Description string
 	// Service is the service of the cloud that manages the route; empty if none does.
 	Service string
@@ -72,7 +72,7 @@ type Kind string
 
 // Kinds of routes.
 const (
-	System  Kind = "system"  // of the network itself
+	System  Kind = "system"  // the cloud itself has made it
 	Custom  Kind = "custom"  // a call has made it
 	Learned Kind = "learned" // a gateway has learned it
 )
@@ -86,7 +86,7 @@ type Call struct {
 
 // table is a route table.
 type table struct {
-	subnet string // that uses the table; empty for the main table
+	subnet string // the subnet that uses the table; empty for the main table, and if none does
 	routes []Route
 }
 
@@ -100,7 +100,7 @@ type State struct {
 	mu        sync.Mutex
 	instances map[string]Instance
 	tables    map[string]*table
-	past      []snapshot // oldest first
+	past      []snapshot // all states since New, oldest first
 	calls     []Call
 	denied    map[string]bool
 	throttled int
@@ -109,16 +109,17 @@ type State struct {
 	lag       time.Duration
 	pageSize  int
 	last      int             // number of the last route
-	nonces    map[string]bool // of signed calls
+	nonces    map[string]bool // nonces of earlier calls
 }
 
-// snapshot contains the tables at one moment.
+// snapshot contains the tables after one change.
 type snapshot struct {
-	since  time.Time
+	since  time.Time // when the change was made
 	tables map[string][]Route
 }
 
-// New returns a State with a main table, and a quota of 50.
+// New returns a State with a main table, and a quota of 50 routes. targetOf and writing are the fields TargetOf
+// and Writing.
 func New(targetOf func(Instance) string, writing ...string) *State {
 	s := &State{
 		Writing: writing, TargetOf: targetOf, instances: map[string]Instance{}, tables: map[string]*table{},
@@ -144,7 +145,7 @@ func (s *State) remember() {
 	s.past = append(s.past, now)
 }
 
-// AddTable adds a table for a subnet. With an empty subnet no subnet uses it.
+// AddTable adds a table that a subnet uses. If subnet is empty, no subnet uses the table.
 func (s *State) AddTable(id, subnet string) {
 	s.change(func() {
 		s.last++
@@ -152,7 +153,7 @@ func (s *State) AddTable(id, subnet string) {
 	})
 }
 
-// AddInstance adds an instance with the number n, and returns it.
+// AddInstance adds an instance with the id "i-n", and returns it.
 func (s *State) AddInstance(n int, subnet string, addresses ...netip.Addr) Instance {
 	i := Instance{ID: fmt.Sprintf("i-%d", n), Subnet: subnet, Addresses: addresses}
 	s.change(func() { s.instances[i.ID] = i })
@@ -167,7 +168,7 @@ func (s *State) Stop(id string) {
 	s.change(func() { s.update(id, func(i *Instance) { i.Stopped = true }) })
 }
 
-// Restrict sets Restricted of an instance, as an operator does.
+// Restrict sets the field Restricted of an instance, as an operator does.
 func (s *State) Restrict(id string, restricted bool) {
 	s.change(func() { s.update(id, func(i *Instance) { i.Restricted = restricted }) })
 }
@@ -179,7 +180,7 @@ func (s *State) update(id string, f func(*Instance)) {
 	}
 }
 
-// Instance returns an instance.
+// Instance returns the instance with an id, or the zero Instance if there is none.
 func (s *State) Instance(id string) Instance {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -200,7 +201,8 @@ func (s *State) sortedInstances() (all []Instance) {
 	return all
 }
 
-// AddRoute adds or replaces a route, as an operator or the cloud itself does.
+// AddRoute adds r to a table, as an operator or the cloud itself does. r replaces Custom routes to the same
+// destination.
 func (s *State) AddRoute(id string, r Route) {
 	s.change(func() {
 		s.tables[id].remove(r.Dst)
@@ -208,20 +210,20 @@ func (s *State) AddRoute(id string, r Route) {
 	})
 }
 
-// AddSecond adds a route beside others to the same destination.
+// AddSecond adds a route without replacing routes to the same destination.
 func (s *State) AddSecond(id string, r Route) {
 	s.change(func() { s.add(s.tables[id], r) })
 }
 
-// DeleteRoute deletes a route, as an operator does.
+// DeleteRoute deletes the Custom routes to dst, as an operator does.
 func (s *State) DeleteRoute(id string, dst netip.Prefix) {
 	s.change(func() { s.tables[id].remove(dst) })
 }
 
-// Deny refuses a call for lack of a permission, or does not any more.
+// Deny sets whether the permission for the call with this name is missing.
 func (s *State) Deny(call string, denied bool) { s.change(func() { s.denied[call] = denied }) }
 
-// Throttle refuses the next n calls because there were too many.
+// Throttle makes the cloud refuse the next n calls because there were too many.
 func (s *State) Throttle(n int) { s.change(func() { s.throttled = n }) }
 
 // SetAway makes the service unavailable, or available again.
@@ -230,13 +232,13 @@ func (s *State) SetAway(away bool) { s.change(func() { s.away = away }) }
 // SetQuota sets the number of routes that calls may make in a table, for each family.
 func (s *State) SetQuota(n int) { s.change(func() { s.quota = n }) }
 
-// SetLag makes descriptions of tables show the state that they had before that time.
+// SetLag makes View.Visible show the tables as they were this time ago.
 func (s *State) SetLag(lag time.Duration) { s.change(func() { s.lag = lag }) }
 
 // SetPageSize limits the items in one answer.
 func (s *State) SetPageSize(n int) { s.change(func() { s.pageSize = n }) }
 
-// Routes returns the routes of a table.
+// Routes returns the present routes of a table.
 func (s *State) Routes(id string) []Route {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -273,8 +275,8 @@ func (s *State) Succeeded(names ...string) (n int) {
 	return n
 }
 
-// Forwarding returns the destinations to which the routers of the VPC deliver packets by a table,
-// with the instance for each.
+// Forwarding returns the instances to which the routers of the VPC deliver packets by a table, by
+// destination.
 func (s *State) Forwarding(id string) map[netip.Prefix]Instance {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -289,7 +291,7 @@ func (s *State) Forwarding(id string) map[netip.Prefix]Instance {
 	return to
 }
 
-// add adds a route with a number of its own.
+// add adds a route, and gives it the next number.
 func (s *State) add(t *table, r Route) {
 	s.last++
 	r.Number = s.last
