@@ -20,12 +20,12 @@ import (
 )
 
 // store is the store of a network whose hosts elect a leader. A term ends 20 seconds after the store has
-// gone away, and another host can lead 10 seconds later, as in package subnet.
+// gone away, as in package subnet.
 type store struct {
 	mu        sync.Mutex
-	leader    string
+	leader    string // name of the leader; empty if there is none
 	announced json.RawMessage
-	end       context.CancelFunc // of the term
+	end       context.CancelFunc // ends the term; nil if there is no leader
 	away      bool
 	vacant    bool // no host can become the leader
 	asked     int  // how often hosts have asked for the leader
@@ -41,7 +41,7 @@ func (s *store) setAway(away bool) {
 	}
 }
 
-// voter is the store as a host sees it. It implements cloud.Election.
+// voter is the store as the host with this name sees it. It implements cloud.Election.
 type voter struct {
 	*store
 	name string
@@ -84,12 +84,12 @@ func (v voter) Lead(ctx context.Context, lead func(context.Context, func(context
 	return nil
 }
 
-// view is the cloud as a host sees it, which may lack rights.
+// view is the cloud as one host sees it. The host may lack rights.
 type view struct {
 	*cloudtest.Memory
-	self     string
-	lacks    bool          // used in Do
-	unjoined error         // used in Do; of Join
+	self     string        // target of the host
+	lacks    bool          // the host lacks all rights; used in Do
+	unjoined error         // error of Join; used in Do
 	checks   time.Duration // how long Check takes
 }
 
@@ -134,16 +134,17 @@ func (v *view) denied() (err error) {
 	return err
 }
 
-// network is a network of three hosts on one cloud, in simulated time.
+// network is a network of the hosts 1 to 3 on one cloud, in simulated time. The index of each array is the
+// number of a host.
 type network struct {
 	*testing.T
 	*cloudtest.Memory
 	*store
-	views  [4]*view // by number of the host, like those that follow
-	hosts  [4]*cloud.Elected
+	views  [4]*view
+	hosts  [4]*cloud.Elected // nil if the host has not started
 	stops  [4]func()
-	tunnel bool // of the hosts that start
-	// passes counts the passes that each host has caused.
+	tunnel bool // value of Tunnel for hosts that start
+	// passes counts the calls of Compared by each host, which cause passes.
 	passes [4]atomic.Int64
 }
 
@@ -160,7 +161,8 @@ func runNetwork(t *testing.T, test func(*network)) {
 	})
 }
 
-// runLed runs test with a network that host 1 leads. Host 3 lacks rights. The other hosts have started too.
+// runLed runs test with a network in which host 1 leads, and the hosts in others have started after it. Host 3
+// lacks rights.
 func runLed(t *testing.T, others []int, test func(*network)) {
 	t.Helper()
 	runNetwork(t, func(n *network) {
@@ -171,7 +173,7 @@ func runLed(t *testing.T, others []int, test func(*network)) {
 	})
 }
 
-// start starts hosts. Each knows the leases of all of them.
+// start starts hosts at the same time, each with the leases of hosts 1 to 3, and lets 20 seconds pass.
 func (n *network) start(hosts ...int) {
 	for _, i := range hosts {
 		n.hosts[i] = cloud.NewElected(cloud.ElectedConfig{Election: voter{n.store, target(i)}, Tunnel: n.tunnel, KeeperConfig: cloud.KeeperConfig{
@@ -199,7 +201,8 @@ func (n *network) after(d time.Duration) {
 	synctest.Wait()
 }
 
-// expect expects that a host is in order, or gives a reason that contains text.
+// expect expects that the error of a host contains text, or that there is no error if text is empty. The situation
+// for messages is in what.
 func (n *network) expect(what string, host int, text string) {
 	n.Helper()
 	_, err := n.hosts[host].Result(n.Context())
@@ -229,7 +232,8 @@ func (n *network) expectLeader(what string, want int) {
 	}
 }
 
-// TestOneHostWrites lets the leader end. The next one finds all routes in order.
+// TestOneHostWrites checks that only the leader writes routes. After its end, another host must become the leader,
+// write nothing while all routes are in order, and repair a route that was deleted.
 func TestOneHostWrites(t *testing.T) {
 	runLed(t, []int{2, 3}, func(n *network) {
 		n.expectWrites("at the start", 3)
@@ -259,8 +263,10 @@ func TestOneHostWrites(t *testing.T) {
 	})
 }
 
-// TestHostsWithoutRights has one host with rights. The others write nothing, and wait for their
-// routes.
+// TestHostsWithoutRights checks hosts that lack rights, in four phases. While all hosts lack them, each one must name
+// its missing rights. When host 3 gets rights, it must write the routes to all hosts. After its end, the others must
+// stay in order for a while, then report that there is no leader, and never read the tables. When host 1 gets rights,
+// it must become the leader.
 func TestHostsWithoutRights(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.views[1].lacks, n.views[2].lacks, n.views[3].lacks = true, true, true
@@ -296,7 +302,7 @@ func TestHostsWithoutRights(t *testing.T) {
 	})
 }
 
-// TestLeaderLosesItsRights expects that a leader which lacks rights makes way for another host.
+// TestLeaderLosesItsRights expects that another host becomes the leader after the leader has lost its rights.
 func TestLeaderLosesItsRights(t *testing.T) {
 	runLed(t, []int{2}, func(n *network) {
 		n.Do(func() {
@@ -310,8 +316,8 @@ func TestLeaderLosesItsRights(t *testing.T) {
 	})
 }
 
-// TestLeaderCannotJoin expects that a leader which the cloud does not know any more makes way for another
-// host.
+// TestLeaderCannotJoin expects that another host becomes the leader when the cloud does not know the leader any
+// more. When the cloud knows the first one again and there is no other, this must lead again.
 func TestLeaderCannotJoin(t *testing.T) {
 	runLed(t, []int{2}, func(n *network) {
 		n.Do(func() {
@@ -331,8 +337,8 @@ func TestLeaderCannotJoin(t *testing.T) {
 	})
 }
 
-// TestSlowCheck has a host that does not reach the API of the cloud. It is ready as soon as it knows its
-// route.
+// TestSlowCheck expects that a host has a result as soon as it has read the announcement, even while the check of
+// its rights is still waiting for the cloud.
 func TestSlowCheck(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.start(1)
@@ -346,7 +352,8 @@ func TestSlowCheck(t *testing.T) {
 	})
 }
 
-// TestElectionWithoutTheStore loses the store. No host writes then, and all routes count as in order.
+// TestElectionWithoutTheStore expects that no host writes while the store is away, and that routes still count as in
+// order. A host that starts then must report the store. When the store is back, a missing route must be put.
 func TestElectionWithoutTheStore(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.start(1)
@@ -370,8 +377,8 @@ func TestElectionWithoutTheStore(t *testing.T) {
 	})
 }
 
-// TestNewLeaderWithoutTheCloud has a leader that cannot read the tables. Hosts whose routes were in order
-// stay ready.
+// TestNewLeaderWithoutTheCloud elects a leader that cannot read the tables. It expects that hosts whose routes were
+// in order stay without an error, and that a host that starts then reports the error of the leader.
 func TestNewLeaderWithoutTheCloud(t *testing.T) {
 	runLed(t, []int{2, 3}, func(n *network) {
 		n.Do(func() { n.Fails = cloud.ErrUnavailable })
@@ -391,8 +398,8 @@ func TestNewLeaderWithoutTheCloud(t *testing.T) {
 	})
 }
 
-// TestLeaderWithoutLeases has a leader whose store has not told the leases yet. It must not tell hosts with
-// routes that they have none.
+// TestLeaderWithoutLeases elects a leader that does not know the leases of other hosts yet. It expects that hosts
+// with routes stay without an error.
 func TestLeaderWithoutLeases(t *testing.T) {
 	runLed(t, []int{2, 3}, func(n *network) {
 		n.hosts[2].SetPeers(cloud.Peers{})
@@ -405,7 +412,8 @@ func TestLeaderWithoutLeases(t *testing.T) {
 	})
 }
 
-// TestLeaderTellsTheReason expects that a host says why it has no route, and its leader is in order.
+// TestLeaderTellsTheReason expects that only the host to which no route can lead reports the reason that the leader
+// has announced. In an outage of the cloud the leader must report that too.
 func TestLeaderTellsTheReason(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.Unfit = map[string]error{target(2): errors.New("it forwards no packets")}
@@ -424,7 +432,8 @@ func TestLeaderTellsTheReason(t *testing.T) {
 	})
 }
 
-// TestHostWaitsForItsRoute expects that a new host gives its reason only after a while.
+// TestHostWaitsForItsRoute expects that a new host waits for the leader to put its route, then is in order, and later
+// reports an announcement that cannot be read.
 func TestHostWaitsForItsRoute(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.views[2].lacks = true
@@ -447,8 +456,8 @@ func TestHostWaitsForItsRoute(t *testing.T) {
 	})
 }
 
-// TestLateLeader has no leader for long, and then one that has not compared the routes yet. A host whose routes were
-// in order is ready again at once.
+// TestLateLeader has no leader for an hour, and then one that has not compared the routes yet. It expects that a host
+// whose routes were in order reports an error until there is a leader, and no error from then on.
 func TestLateLeader(t *testing.T) {
 	runLed(t, []int{3}, func(n *network) {
 		n.stops[1]()

@@ -23,9 +23,11 @@ type bed struct {
 	*testing.T
 	*cloudtest.Memory
 	keeper    *cloud.Keeper
-	connected time.Time // of the store; used in Do
+	connected time.Time // since when the store is connected; zero if it is not; used in Do
 	configure func(*cloud.KeeperConfig)
 }
+
+// The functions address, subnet, target and lease return the data of host n.
 
 func address(n int) netip.Addr { return netip.MustParseAddr(fmt.Sprintf("192.168.77.%d", n)) }
 
@@ -37,18 +39,19 @@ func lease(n int) cloud.Host {
 	return cloud.Host{Subnets: []netip.Prefix{subnet(n)}, Addresses: []netip.Addr{address(n)}}
 }
 
+// routeTo returns a route to the subnet of host n whose target is host.
 func routeTo(n, host int) cloud.Route {
 	return cloud.Route{Table: "table-1", Dst: subnet(n), Target: target(host), ByCall: true}
 }
 
-// run runs test with a keeper on a cloud in which the hosts 1 to 3 exist and the table has
+// run runs test with a keeper for host 1. In the cloud the hosts 1 to 3 exist, and the table has
 // these routes.
 func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
 	t.Helper()
 	runWith(t, func(*cloud.KeeperConfig) {}, test, routes...)
 }
 
-// runWith is like run, with changes of the configuration of the keeper.
+// runWith is like run. configure changes the configuration of the keeper.
 func runWith(t *testing.T, configure func(*cloud.KeeperConfig), test func(*bed), routes ...cloud.Route) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -62,7 +65,7 @@ func runWith(t *testing.T, configure func(*cloud.KeeperConfig), test func(*bed),
 	})
 }
 
-// restart starts a keeper, which ends with the test. The earlier one does nothing any more.
+// restart starts a keeper, which ends with the test.
 func (b *bed) restart() {
 	c := cloud.KeeperConfig{
 		Cloud: b.Memory, Own: lease(1), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() {},
@@ -77,7 +80,7 @@ func (b *bed) restart() {
 	synctest.Wait()
 }
 
-// answer passes the keeper the leases of these hosts, as all that the store has.
+// answer passes the leases of these hosts to the keeper, as the complete answer of the store.
 func (b *bed) answer(peers ...int) {
 	p := cloud.Peers{Complete: true}
 	for _, n := range peers {
@@ -104,7 +107,7 @@ func (b *bed) after(d time.Duration) {
 	synctest.Wait()
 }
 
-// comparison lets the time between two comparisons pass.
+// comparison lets enough time pass for a comparison.
 func (b *bed) comparison() { b.after(2 * resync) }
 
 // deleteOwn deletes the route of host 1 by hand.
@@ -182,7 +185,9 @@ func TestWrongRouteIsReplaced(t *testing.T) {
 	}, routeTo(1, 2))
 }
 
-// TestZombie starts a host while the store is away. Its subnet may have gone to another host.
+// TestZombie starts a host whose subnet may have gone to another host. It expects that a route to the
+// other host stays until the store has answered and is connected. A missing or lost route must be put
+// regardless of that.
 func TestZombie(t *testing.T) {
 	run(t, func(b *bed) {
 		b.comparison()
@@ -204,8 +209,8 @@ func TestZombie(t *testing.T) {
 	}, routeTo(1, 2))
 }
 
-// TestZombieBesideALostRoute has a route to nowhere before one to a host that runs. The call would
-// replace both.
+// TestZombieBesideALostRoute has a lost route before a route to another host that runs. A call would
+// replace both, so the test expects no call until the store has answered.
 func TestZombieBesideALostRoute(t *testing.T) {
 	run(t, func(b *bed) {
 		b.comparison()
@@ -217,8 +222,8 @@ func TestZombieBesideALostRoute(t *testing.T) {
 	}, routeTo(1, 9), routeTo(1, 2))
 }
 
-// TestRouteAppears has a route to another host that appears between the reading of the table and
-// the call.
+// TestRouteAppears adds a route to another host between the reading of the table and the call that
+// puts the own route. It expects that the route is replaced only if the store is connected.
 func TestRouteAppears(t *testing.T) {
 	for _, connected := range []bool{false, true} {
 		run(t, func(b *bed) {
@@ -251,8 +256,8 @@ func TestLostRouteIsPutBack(t *testing.T) {
 	}, routeTo(1, 1))
 }
 
-// TestOtherRoutesStay has a table with routes that do not belong to a lease, and which must
-// all stay.
+// TestOtherRoutesStay expects that a keeper leaves routes that are not its own, unless they are known to
+// belong to a host that is gone.
 func TestOtherRoutesStay(t *testing.T) {
 	learned := routeTo(7, 9)
 	learned.ByCall = false
@@ -290,19 +295,20 @@ func TestRoutesOfHostsThatAreGone(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 2), stranger, lost)
 }
 
-// TestLeaseArrivesLater has a route whose lease arrives after the route, within the grace period.
+// TestLeaseArrivesLater expects that a route stays if its lease arrives after it, within the grace period.
 func TestLeaseArrivesLater(t *testing.T) {
 	run(t, func(b *bed) {
 		b.answer(2)
-		b.after(12 * time.Minute) // until a store that sends nothing counts as disconnected
+		b.after(12 * time.Minute) // the time after which a store that sends nothing counts as disconnected
 		b.answer(2, 3)
 		b.hour()
 		b.expectRoutes("at the end", routeTo(1, 1), routeTo(3, 3))
 	}, routeTo(1, 1), routeTo(3, 3))
 }
 
-// TestNothingIsRemovedWithoutTheStore loses the store, and then a host joins. Each return of the
-// store begins the grace period again.
+// TestNothingIsRemovedWithoutTheStore loses the store, and then the route of a new host appears. It
+// expects that no route is removed while the store is away, and that the grace period begins again
+// each time the store is back.
 func TestNothingIsRemovedWithoutTheStore(t *testing.T) {
 	run(t, func(b *bed) {
 		b.answer(2)
@@ -327,8 +333,8 @@ func TestNothingIsRemovedWithoutTheStore(t *testing.T) {
 	}, routeTo(1, 1))
 }
 
-// TestUnreadableLease has a lease that cannot be read. It protects routes of other hosts, and does
-// not keep the own route from being replaced.
+// TestUnreadableLease expects that routes without a lease stay while the store has a lease that cannot
+// be read. The own route must be put all the same.
 func TestUnreadableLease(t *testing.T) {
 	run(t, func(b *bed) {
 		b.keeper.SetPeers(cloud.Peers{Complete: true, Unreadable: true})
@@ -337,8 +343,8 @@ func TestUnreadableLease(t *testing.T) {
 	}, routeTo(1, 2), routeTo(4, 4))
 }
 
-// TestManyRemovals has more routes of hosts that are gone than one comparison removes, and one host
-// whose lease arrives between two of the removals.
+// TestManyRemovals has more routes of hosts that are gone than one comparison removes. It expects that
+// all of them are removed in few comparisons, except one whose lease arrives between two removals.
 func TestManyRemovals(t *testing.T) {
 	routes := []cloud.Route{routeTo(1, 1)}
 	for n := 100; n < 150; n++ {
@@ -363,8 +369,9 @@ func TestManyRemovals(t *testing.T) {
 	}, routes...)
 }
 
-// TestLooksAtRest has many routes without a lease that may not be removed: they lead to a host with a lease,
-// and to targets of which nothing is known. The keeper must not ask for them again and again.
+// TestLooksAtRest has many routes without a lease that must stay: some lead to a host with a lease, and the others
+// to unknown targets. The test expects that the keeper asks for their targets seldom, and that it still removes the
+// routes to a host after this host is gone.
 func TestLooksAtRest(t *testing.T) {
 	routes := []cloud.Route{routeTo(1, 1)}
 	for n := 100; n < 200; n++ {
@@ -383,7 +390,7 @@ func TestLooksAtRest(t *testing.T) {
 			}
 		})
 		b.answer(2)
-		b.after(time.Hour) // any grace period
+		b.after(time.Hour) // longer than any grace period
 		looks, before := 0, b.compared()
 		b.Do(func() { looks = b.Looks })
 		if before > 30 {
@@ -410,7 +417,7 @@ func TestLooksAtRest(t *testing.T) {
 	}, slices.Clone(routes)...)
 }
 
-// TestSlowRemovals has a cloud whose removals take long. The own route must not wait for all of them.
+// TestSlowRemovals expects that the own route is put before all removals are done, if each takes long.
 func TestSlowRemovals(t *testing.T) {
 	routes := []cloud.Route{routeTo(1, 1)}
 	for n := 100; n < 119; n++ {
@@ -419,7 +426,7 @@ func TestSlowRemovals(t *testing.T) {
 	run(t, func(b *bed) {
 		b.Slow = 25 * time.Second
 		b.answer()
-		for len(b.writes()) == 0 { // until it removes
+		for len(b.writes()) == 0 { // until the first removal
 			b.after(time.Second)
 		}
 		b.deleteOwn()
@@ -434,7 +441,8 @@ func TestSlowRemovals(t *testing.T) {
 	}, routes...)
 }
 
-// TestRemovalIsDenied has a host that may not remove routes. It must not try often.
+// TestRemovalIsDenied expects that a host that may not remove routes names the missing right for each
+// route.
 func TestRemovalIsDenied(t *testing.T) {
 	run(t, func(b *bed) {
 		b.answer()
@@ -506,8 +514,8 @@ func TestRightIsRevoked(t *testing.T) {
 	}, routeTo(1, 1))
 }
 
-// TestWriteIsConfirmed has a cloud that loses a route right after it was put. The keeper must not
-// wait for the next resync to notice that.
+// TestWriteIsConfirmed deletes a route right after it was put. It expects that the keeper does not wait
+// for the next resync to put the route again.
 func TestWriteIsConfirmed(t *testing.T) {
 	run(t, func(b *bed) {
 		b.deleteOwn()
@@ -517,7 +525,8 @@ func TestWriteIsConfirmed(t *testing.T) {
 	})
 }
 
-// TestWriteIsSeenLater puts a route. It counts as seen only when the table was read again.
+// TestWriteIsSeenLater expects that a route that was put is reported as seen only after the table was
+// read again.
 func TestWriteIsSeenLater(t *testing.T) {
 	run(t, func(b *bed) {
 		for _, seen := range []bool{false, true} {
@@ -529,8 +538,8 @@ func TestWriteIsSeenLater(t *testing.T) {
 	})
 }
 
-// TestContestedRoute has another program that wants another route. The keeper must not use up
-// the calls of all hosts.
+// TestContestedRoute lets another program replace the own route every second. It expects that the
+// pauses of the keeper grow, so that it does not use up the calls that the cloud allows for all hosts.
 func TestContestedRoute(t *testing.T) {
 	run(t, func(b *bed) {
 		b.answer(2)

@@ -20,7 +20,8 @@ func runAll(t *testing.T, test func(*bed), routes ...cloud.Route) {
 	runWith(t, func(c *cloud.KeeperConfig) { c.All = true }, test, routes...)
 }
 
-// expectUnrouted expects that the report names exactly these hosts, with a reason that contains text.
+// expectUnrouted expects that the report names the subnets of exactly these hosts as unrouted, with a reason
+// that contains text.
 func (b *bed) expectUnrouted(what, text string, hosts ...int) {
 	b.Helper()
 	all := b.keeper.Report().Unrouted
@@ -61,8 +62,9 @@ func TestLeaderWritesAllRoutes(t *testing.T) {
 	})
 }
 
-// TestLeaderFollowsLeases has a subnet that goes to another host, a host with another instance, and
-// a host that goes.
+// TestLeaderFollowsLeases gives a subnet to another host, replaces the instance of a host, and removes the
+// lease of a host. It expects that the leader changes the first two routes, and removes the third one after
+// the grace period.
 func TestLeaderFollowsLeases(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.keeper.SetPeers(cloud.Peers{Complete: true, Hosts: []cloud.Host{
@@ -84,7 +86,8 @@ func TestLeaderFollowsLeases(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 2), routeTo(4, 4))
 }
 
-// TestLeaderNamesHosts has hosts to which no route can lead. They do not affect the others.
+// TestLeaderNamesHosts expects that the leader names the hosts to which no route can lead, and that they do
+// not affect the routes to other hosts.
 func TestLeaderNamesHosts(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.Do(func() {
@@ -109,7 +112,8 @@ func TestLeaderNamesHosts(t *testing.T) {
 	})
 }
 
-// TestLeaderLeavesRoutesToStoppedHosts has a host that does not run. A new route would lead to nowhere too.
+// TestLeaderLeavesRoutesToStoppedHosts expects that the route to a host that does not run stays, because a new
+// route would be lost too.
 func TestLeaderLeavesRoutesToStoppedHosts(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.Do(func() { b.Stopped = map[string]bool{target(2): true} })
@@ -120,7 +124,8 @@ func TestLeaderLeavesRoutesToStoppedHosts(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 2))
 }
 
-// TestLeaderIgnoresRefusedLeases has a lease that the host does not accept. Its route stays.
+// TestLeaderIgnoresRefusedLeases expects that no route is put for a lease that is refused, and that an existing
+// route to its subnet stays.
 func TestLeaderIgnoresRefusedLeases(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.keeper.SetPeers(cloud.Peers{Complete: true, Hosts: []cloud.Host{
@@ -132,7 +137,8 @@ func TestLeaderIgnoresRefusedLeases(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 9))
 }
 
-// TestLeaderWithAFullTable expects one call that the quota refuses in each comparison.
+// TestLeaderWithAFullTable expects that each comparison makes at most one call that the quota refuses, and that
+// all routes without a place have the same reason.
 func TestLeaderWithAFullTable(t *testing.T) {
 	runAll(t, func(b *bed) {
 		peers := []int{}
@@ -160,7 +166,8 @@ func TestLeaderWithAFullTable(t *testing.T) {
 	})
 }
 
-// TestLeaderWithoutTheStore loses the store. Nothing is put for other hosts, replaced or removed.
+// TestLeaderWithoutTheStore expects that no route of another host is put, replaced or removed while the store is
+// away.
 func TestLeaderWithoutTheStore(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.answer(2)
@@ -178,7 +185,8 @@ func TestLeaderWithoutTheStore(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 2))
 }
 
-// TestLeasesChangeTheirData has leases that come again with the same addresses, and then one that is refused.
+// TestLeasesChangeTheirData expects that leases that come again with the same addresses cause no comparison, and that
+// the lease of a new host causes one at once.
 func TestLeasesChangeTheirData(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.answer(2, 3)
@@ -200,7 +208,8 @@ func TestLeasesChangeTheirData(t *testing.T) {
 	})
 }
 
-// TestHostOutsideIsSoughtSeldom has a host outside of the cloud, and leases that change often.
+// TestHostOutsideIsSoughtSeldom expects that the leader seldom looks for a host outside of the cloud, even if leases
+// change often, and that it finds the host when this has joined the cloud.
 func TestHostOutsideIsSoughtSeldom(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.answer(2, 9)
@@ -223,8 +232,8 @@ func TestHostOutsideIsSoughtSeldom(t *testing.T) {
 	})
 }
 
-// TestManyHostsStart has hosts that start one after the other. The leader must not read the tables for
-// each of them.
+// TestManyHostsStart starts 100 hosts within ten seconds. It expects that the leader puts all routes without
+// reading the tables for each host.
 func TestManyHostsStart(t *testing.T) {
 	runAll(t, func(b *bed) {
 		before := b.compared()

@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
-// runTunnelled runs test with a network whose table has a place for two of three routes, and whose hosts have a
-// tunnel. Host 3 lacks rights.
+// runTunnelled runs test with a network whose hosts have a tunnel, because the table has a place for only two of the
+// three routes. Host 3 lacks rights.
 func runTunnelled(t *testing.T, test func(*network)) {
 	t.Helper()
 	runNetwork(t, func(n *network) {
@@ -26,7 +26,8 @@ func runTunnelled(t *testing.T, test func(*network)) {
 	})
 }
 
-// expectTable expects that a host knows that its packets follow the table, and whether the table leads to it.
+// expectTable expects that a host reports that its packets follow table-1. routed tells whether it must report a
+// route to itself in that table.
 func (n *network) expectTable(what string, host int, routed bool) {
 	n.Helper()
 	r := n.hosts[host].Report()
@@ -37,7 +38,7 @@ func (n *network) expectTable(what string, host int, routed bool) {
 	}
 }
 
-// expectKind expects the kind of the error of a host.
+// expectKind expects that the error of a host has the kind want.
 func (n *network) expectKind(what string, host int, want string) {
 	n.Helper()
 	if _, err := n.hosts[host].Result(n.Context()); cloud.Kind(err) != want {
@@ -58,14 +59,16 @@ func (n *network) looks() int {
 	return n.asked
 }
 
-// announce makes host 9 the leader, with this announcement.
+// announce makes host 9 the leader, with the announcement text. Host 9 does not exist, so it announces nothing else.
 func (n *network) announce(text string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.leader, n.announced = "host-9", json.RawMessage(text)
 }
 
-// TestLeaderAnnouncesTables has a table without a place for all hosts. The leader ends, and later there is a place.
+// TestLeaderAnnouncesTables has a table without a place for host 3. It expects that all hosts know the table and
+// whether they have a route, also without a leader, with the next leader and without the store. Then the quota
+// grows, and the test expects that host 3 gets a route, and keeps it when the quota is full again.
 func TestLeaderAnnouncesTables(t *testing.T) {
 	runTunnelled(t, func(n *network) {
 		expect := func(what string) {
@@ -84,7 +87,7 @@ func TestLeaderAnnouncesTables(t *testing.T) {
 		n.setVacant(true)
 		n.after(time.Second)
 		expect("without a leader")
-		n.after(20 * time.Minute) // host 3 looks seldom
+		n.after(20 * time.Minute) // host 3 asks for the leader seldom
 		for host := 2; host <= 3; host++ {
 			n.expectTable("long without a leader", host, host < 3)
 			n.expectKind("long without a leader", host, "waiting")
@@ -123,7 +126,8 @@ func TestLeaderAnnouncesTables(t *testing.T) {
 	})
 }
 
-// TestPlacesGoToTheSameHosts lets leaders fill an empty table. Each of them must put the same routes.
+// TestPlacesGoToTheSameHosts expects that each leader puts the same routes into an empty table that has no place for
+// all of them.
 func TestPlacesGoToTheSameHosts(t *testing.T) {
 	for leader := 1; leader <= 3; leader++ {
 		runNetwork(t, func(n *network) {
@@ -138,7 +142,8 @@ func TestPlacesGoToTheSameHosts(t *testing.T) {
 	}
 }
 
-// TestRouteCountsWhenItIsSeen has a route that a call has just put: the routers may not follow it yet.
+// TestRouteCountsWhenItIsSeen expects that a host does not count a route as seen that a call has just put, because
+// the routers may not follow it yet. Announcements without tables must leave the state of the host as it was.
 func TestRouteCountsWhenItIsSeen(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.tunnel, n.views[2].lacks = true, true
@@ -148,7 +153,7 @@ func TestRouteCountsWhenItIsSeen(t *testing.T) {
 			present, seen   bool
 			own             bool
 			kind            string
-			most            time.Duration // until the host knows it
+			most            time.Duration // time after which the host must know the announcement
 		}{
 			{"before a comparison", `{"routed":null}`, false, false, false, "waiting", time.Minute},
 			{"a full table", `{"routed":[],"unrouted":[{"reason":"full","kind":"quota","subnets":["10.5.2.0/24"]}],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"]}]}`, false, false, true, "quota", time.Minute},
@@ -179,8 +184,8 @@ func TestRouteCountsWhenItIsSeen(t *testing.T) {
 	})
 }
 
-// TestUnknownHostsOfTheLeader has hosts that the leader cannot make routes to: one is not in its VPC, one is not
-// allowed to forward packets, and one follows another table.
+// TestUnknownHostsOfTheLeader expects that hosts know that no route leads to them if they are not in the VPC of the
+// leader, or may not forward packets. A host that follows another table must know its route, and no own table.
 func TestUnknownHostsOfTheLeader(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.tunnel = true
@@ -208,13 +213,14 @@ func TestUnknownHostsOfTheLeader(t *testing.T) {
 	})
 }
 
+// Announcements about host 2.
 const (
 	noRoute = `{"routed":[],"unrouted":[{"reason":"full","kind":"quota","subnets":["10.5.2.0/24"]}]}`
 	inTable = `{"routed":["10.5.2.0/24"],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"]}]}`
 )
 
-// TestNoRouteWithoutTables has a leader that announces no tables, but that there is no route. The host must not go on
-// with what it knew.
+// TestNoRouteWithoutTables expects that a host follows an announcement that it has no route, even if this has no
+// tables. Then the report must have Dropped.
 func TestNoRouteWithoutTables(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.tunnel, n.views[2].lacks = true, true
@@ -246,7 +252,8 @@ func TestNoRouteWithoutTables(t *testing.T) {
 	})
 }
 
-// TestHostsWithoutTablesReadSeldom has hosts that stay without tables. All of them read the whole announcement.
+// TestHostsWithoutTablesReadSeldom expects that a host that stays without tables reads the announcement after growing
+// pauses, because all such hosts read the whole announcement.
 func TestHostsWithoutTablesReadSeldom(t *testing.T) {
 	for _, announced := range []string{noRoute, `{"routed":["10.5.2.0/24"]}`} {
 		runNetwork(t, func(n *network) {
@@ -264,7 +271,8 @@ func TestHostsWithoutTablesReadSeldom(t *testing.T) {
 	}
 }
 
-// TestNewHostReadsOften has an announcement about the host that had the subnet before.
+// TestNewHostReadsOften expects that a new host reads the announcement often, because it may be about the host that
+// had the subnet before. A host that has been in order for some time must read it seldom.
 func TestNewHostReadsOften(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.tunnel, n.views[2].lacks = true, true
@@ -284,8 +292,8 @@ func TestNewHostReadsOften(t *testing.T) {
 	})
 }
 
-// TestLeaderWhosePacketsAreDropped has a leader that ends because the cloud drops its packets. It must not count its
-// routes as usable until the next leader says so.
+// TestLeaderWhosePacketsAreDropped expects that a host does not lead any more when the cloud drops its packets, and
+// that it reports Dropped until the next leader announces its route and the tables.
 func TestLeaderWhosePacketsAreDropped(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.tunnel = true
