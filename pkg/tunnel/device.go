@@ -38,7 +38,7 @@ func OpenDevice(name string) (*Device, error) {
 	}
 	flags := uint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
 	err = attach(fd, name, flags)
-	if errors.Is(err, unix.EINVAL) { // the number of queues is fixed when a device is created
+	if errors.Is(err, unix.EINVAL) { // a device that was created with several queues accepts only this flag
 		err = attach(fd, name, flags|unix.IFF_MULTI_QUEUE)
 	}
 	switch {

@@ -34,7 +34,8 @@ type singlePeer struct {
 	to netip.AddrPort
 }
 
-// newSinglePeer creates one on host number i, which sends to host number to.
+// newSinglePeer creates a singlePeer on host i of the lab, which sends to host to. The
+// numbers begin with 1.
 func newSinglePeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *singlePeer {
 	t.Helper()
 	h := l.Host(i)
@@ -73,7 +74,7 @@ func (p *singlePeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
 	}
 }
 
-// echo returns an echo request from src to dst.
+// echo returns an ICMP echo request from src to dst, with the hop limit ttl.
 func echo(src, dst string, ttl byte) []byte {
 	from, to := netip.MustParseAddr(src), netip.MustParseAddr(dst)
 	if from.Is6() {
@@ -132,8 +133,8 @@ func TestKernelPlainPeer(t *testing.T) {
 	}
 }
 
-// nonzeroDrops returns the counters that are not zero, without packets that the kernel
-// itself sends on a new device.
+// nonzeroDrops returns the counters of dropped packets that are not zero, by reason. It
+// leaves out OtherFamily, because the kernel itself sends such packets on a new device.
 func nonzeroDrops(c *Counters) map[string]uint64 {
 	all := map[string]uint64{}
 	for reason, n := range c.Dropped() {
@@ -144,7 +145,8 @@ func nonzeroDrops(c *Counters) map[string]uint64 {
 	return all
 }
 
-// sources returns source addresses of packets that host 2 sends to host 1.
+// sources returns source addresses for packets that host 2 sends to host 1, by the owner
+// of the address.
 func sources(f prefix.Family, host1 *lab.Host) map[string]string {
 	of := func(i int) string { return subnetOf(i, f).Addr().Next().String() }
 	foreign := "203.0.113.9"
@@ -162,7 +164,8 @@ type damage struct {
 	want Reason
 }
 
-// damaged returns variants of a valid packet with every defect, and the expected reason.
+// damaged returns variants of the valid packet good, each with one defect and the reason
+// for which it must be dropped.
 func damaged(good []byte) map[string]damage {
 	change := func(at int, to ...byte) []byte {
 		b := bytes.Clone(good)
@@ -181,7 +184,9 @@ func damaged(good []byte) map[string]damage {
 	return all
 }
 
-// TestKernelSourceCheck sends one packet of each kind and checks whether it is dropped.
+// TestKernelSourceCheck sends packets from each kind of source, damaged packets and packets
+// of a removed peer. It checks with which reason each one is dropped. The reason 0 in the
+// tables below means that the packet must arrive.
 func TestKernelSourceCheck(t *testing.T) {
 	for check, want := range map[SourceCheck]map[string]Reason{
 		CheckNetwork: {"own": 0, "foreign": 0, "other peer's": WrongSource, "no peer's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
@@ -223,7 +228,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	}[f])
 	theirs := echo(from["other peer's"], dst, 9)
 	send(other, theirs, 0)
-	send(p, theirs, want["other peer's"]) // directly after it, from a peer that may not send it
+	send(p, theirs, want["other peer's"]) // the same packet directly after that, but from a peer that may not send it
 	send(other, theirs, 0)                // the last packet before the peer is removed
 	waittest.Eventually(t, patience, "packets of two peers", func() error {
 		if n := e.Counters.Received(); n != received {
@@ -239,7 +244,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	}
 	waittest.Eventually(t, patience, "counters", func() error {
 		have := nonzeroDrops(e.Counters)
-		delete(have, NoRoute.String()) // replies to addresses without a peer
+		delete(have, NoRoute.String()) // the host replies to addresses without a peer
 		if diff := cmp.Diff(expected, have); diff != "" {
 			return errors.New(diff)
 		}
@@ -250,7 +255,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	})
 }
 
-// datagram returns an IP packet that contains a UDP datagram.
+// datagram returns an IP packet that contains a UDP datagram from and to the same port.
 func datagram(src, dst string, port uint16, payload string) []byte {
 	if len(payload)%2 != 0 {
 		payload += " "
@@ -365,7 +370,8 @@ func listenICMP(t *testing.T, h *lab.Host) net.PacketConn {
 	return conn
 }
 
-// sendUDP sends a datagram from the host with the given TTL and size.
+// sendUDP sends a UDP datagram from the host. size is the length in bytes of the IP packet,
+// and discover the value of IP_MTU_DISCOVER.
 func sendUDP(t *testing.T, h *lab.Host, dst string, ttl, size, discover int) {
 	t.Helper()
 	err := h.Do(context.Background(), func() error {
@@ -487,9 +493,9 @@ func addRouteWithMTU(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int)
 	}
 }
 
-// TestKernelPathMTUBySource tests a path with a small MTU that only the tunnel's
-// datagrams take: the host routes by source address or by port, and the tunnel uses the
-// second address.
+// TestKernelPathMTUBySource checks that packets arrive over a path with a small MTU that
+// only the tunnel's datagrams take: the host routes by source address or by port, and the
+// tunnel uses the host's second address.
 func TestKernelPathMTUBySource(t *testing.T) {
 	for version, second := range map[string]string{"-4": "192.168.77.201", "-6": "fd00:77::201"} {
 		public := netip.MustParseAddr(second)
@@ -499,7 +505,7 @@ func TestKernelPathMTUBySource(t *testing.T) {
 				l := newTestLab(t, 2, f)
 				h, far := l.Host(1), l.Host(2).Addr(f)
 				for _, command := range []string{
-					"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by default the host uses the first one
+					"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by default the host uses its first address
 					"rule add " + rule + " lookup 100",
 					"route add " + far.String() + " dev eth0 mtu 1400 table 100",
 				} {
@@ -519,8 +525,8 @@ func TestKernelPathMTUBySource(t *testing.T) {
 	}
 }
 
-// expectFragmented sends a packet of the device's MTU that may be fragmented, and waits
-// until want packets have arrived.
+// expectFragmented sends an IPv4 packet of the device's MTU from a to b, which may be
+// fragmented. It fails the test unless want packets arrive at b.
 func expectFragmented(t *testing.T, a, b *end, want uint64) {
 	t.Helper()
 	before := b.Counters.Received()

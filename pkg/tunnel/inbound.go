@@ -25,7 +25,7 @@ type inbound struct {
 	merged   bool // the merger contains packets
 	failures int  // number of receives that failed in a row
 
-	anySender      bool // any sender may send any packet
+	anySender      bool // any sender may use any source
 	foreignSources bool // sources outside of the networks are allowed
 
 	// The last sender and source, because most packets have the same as the one before.
@@ -70,9 +70,9 @@ func (i *inbound) read(fd uintptr) error {
 // ready implements direction. Writing to the device never waits.
 func (*inbound) ready() bool { return true }
 
-// nextOffset returns the offset in buf for the next receive. It is behind the gathered
-// packets if more can be added to them, because the next datagrams may continue a
-// super-packet that the sender had to split.
+// nextOffset returns the offset in buf for the next receive. The offset is behind the
+// gathered packets if more can be added to them, because the next datagrams may continue a
+// super-packet that the sender had to split. Otherwise nextOffset flushes these packets.
 func (i *inbound) nextOffset() int {
 	if i.merged {
 		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
@@ -87,7 +87,7 @@ func (i *inbound) nextOffset() int {
 // datagrams of size bytes, or one datagram if size is 0.
 func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	if now := i.Table.current.Load(); now != i.routes || from != i.from {
-		i.flush() // the merger contains packets of one sender only, so that it need not check packets that continue a stream
+		i.flush() // the merger contains packets of one sender only, because datagram does not check packets that the merger adds
 		i.routes, i.from, i.src = now, from, netip.Addr{}
 		i.reason, i.refused = i.refusal(from)
 	}
@@ -103,9 +103,10 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	}
 }
 
-// refusal returns whether to drop datagrams from an address, and the reason. Peers send
-// from the port that they listen on. A pod on a peer's host has the same address because
-// of masquerading, but another port.
+// refusal reports whether to drop datagrams from an address and port, and returns the
+// reason, which is valid only if they are dropped. Peers send from the port that they
+// listen on. A pod on a peer's host has the same address because of masquerading, but
+// another port.
 func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 	if i.anySender {
 		return 0, false
@@ -162,9 +163,9 @@ func (i *inbound) sourceAllowed(src netip.Addr) bool {
 	return i.allowed
 }
 
-// belongsToSender reports whether src belongs to the present sender. The address on which
-// this host receives datagrams does not: the device accepts packets with this host's own
-// addresses, so a peer could use it to impersonate the host.
+// belongsToSender reports whether src may belong to the present sender. The address on
+// which this host receives datagrams never does: the device accepts packets with this
+// host's own addresses, so a peer could use that address to impersonate the host.
 func (i *inbound) belongsToSender(src netip.Addr) bool {
 	public, found := i.routes.subnets.Lookup(src)
 	if found {

@@ -20,8 +20,9 @@ import (
 
 const tcpHeaders = 20 + 20
 
-// tcpFrame returns a super-packet with its header, as a device returns it for data of a
-// TCP stream from port on, to be split into packets with size bytes of data each.
+// tcpFrame returns a super-packet behind its offload header, as a device returns it. It
+// contains data of a TCP stream with the source port port. It has to be split into packets
+// with size bytes of data each.
 func tcpFrame(port uint16, sequence uint32, flags byte, data []byte, size int) []byte {
 	return tcpFrameOf("10.5.2.7", "10.5.1.7", port, sequence, flags, data, size)
 }
@@ -57,7 +58,7 @@ func tcpFrameOf(from, to string, port uint16, sequence uint32, flags byte, data 
 	return b
 }
 
-// packetsOf returns the packets of a frame of the device.
+// packetsOf returns the packets of a frame, which is what one read from a device returns.
 func packetsOf(t *testing.T, frame []byte) [][]byte {
 	t.Helper()
 	b := frame[packet.OffloadLen:]
@@ -96,8 +97,8 @@ func TestGathering(t *testing.T) {
 	last := packetsOf(t, tcpFrame(1, 0, fin, data[:size], size))
 	beyond := packetsOf(t, tcpFrame(1, size, ack, data[:10*size], size))
 	for name, tc := range map[string]struct {
-		receives [][][]byte
-		frames   []int // number of packets in each
+		receives [][][]byte // datagrams of each receive
+		frames   []int      // expected number of packets in each frame that is written to the device
 	}{
 		"one receive":             {[][][]byte{stream[:44]}, []int{44}},
 		"a packet behind":         {[][][]byte{stream[:44], stream[44:]}, []int{45}},
@@ -116,7 +117,8 @@ func TestGathering(t *testing.T) {
 	}
 }
 
-// devicePair returns a substitute for a device and its other end. Neither blocks.
+// devicePair returns a substitute for a device, and the descriptor of its other end.
+// Neither blocks.
 func devicePair(t *testing.T) (device *Device, there int) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
@@ -137,8 +139,8 @@ var (
 	otherPeer  = Peer{Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}
 )
 
-// newTestInbound returns an inbound with the peers streamPeer and otherPeer, and the end
-// that it writes to.
+// newTestInbound returns an inbound with the peers streamPeer and otherPeer, and a
+// descriptor from which the test reads the frames that it writes.
 func newTestInbound(t *testing.T) (i *inbound, there int) {
 	here, there := devicePair(t)
 	table := NewTable()
@@ -149,8 +151,8 @@ func newTestInbound(t *testing.T) (i *inbound, there int) {
 	), there
 }
 
-// receive passes datagrams from the port of a host to i. An empty datagram contains no
-// packet.
+// receive passes the datagrams of one receive to i, with the port of peers as their source
+// port. Without datagrams it passes one empty datagram, which i must drop.
 func receive(i *inbound, from netip.Addr, datagrams [][]byte) {
 	receiveFrom(i, netip.AddrPortFrom(from, port), datagrams)
 }
@@ -164,8 +166,8 @@ func receiveFrom(i *inbound, from netip.AddrPort, datagrams [][]byte) {
 	i.take(at, n, size, from)
 }
 
-// expectFrame reads a frame and fails the test unless it contains the packets in want,
-// each with its hop limit decremented.
+// expectFrame reads a frame from there, and fails the test unless it contains the packets in
+// want, each with its hop limit decremented.
 func expectFrame(t *testing.T, there int, want [][]byte) {
 	t.Helper()
 	frame := make([]byte, packet.OffloadLen+maxPacket)
@@ -241,7 +243,7 @@ func TestGatheringChecks(t *testing.T) {
 	packets := packetsOf(t, tcpFrame(1, 0, 0x10, make([]byte, 20*size), size))
 	for name, tc := range map[string]struct {
 		from   string
-		port   uint16 // 0 means the peers' port
+		port   uint16 // source port; 0 means the port of peers
 		peers  []Peer // peers after the change; nil if they stay the same
 		reason Reason
 	}{
@@ -327,8 +329,8 @@ func TestAddressesOfNoHost(t *testing.T) {
 	}
 }
 
-// expectDropped fails the test unless the only packet was dropped for that reason. An
-// empty reason means that it must not be dropped.
+// expectDropped fails the test unless i has handled one packet and dropped it with this
+// reason. An empty reason means that the packet must not be dropped.
 func expectDropped(t *testing.T, i *inbound, what, reason string) {
 	t.Helper()
 	want := map[string]uint64{reason: 1}

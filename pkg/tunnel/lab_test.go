@@ -51,7 +51,7 @@ type end struct {
 
 var networks = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}
 
-// subnetOf returns the subnet of host number i.
+// subnetOf returns the subnet of host i of the lab, from 1.
 func subnetOf(i int, f prefix.Family) netip.Prefix {
 	if f == prefix.IPv6 {
 		return netip.MustParsePrefix(fmt.Sprintf("fd00:10:5:%d::/64", i))
@@ -59,7 +59,7 @@ func subnetOf(i int, f prefix.Family) netip.Prefix {
 	return netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", i))
 }
 
-// peersOf returns host number i as a peer, once per family.
+// peersOf returns h, which is host i of the lab, as a peer, once per family.
 func peersOf(h *lab.Host, i int, families []prefix.Family) []Peer {
 	var peers []Peer
 	for _, f := range families {
@@ -80,7 +80,8 @@ func newTestLab(t testing.TB, hosts int, families ...prefix.Family) *lab.Lab {
 	return l
 }
 
-// newEnd creates a tunnel on host number i that has all other hosts as peers.
+// newEnd creates a tunnel on host i of the lab, from 1, with all other hosts as peers. It
+// ends with the test. change may change its configuration.
 func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *end {
 	t.Helper()
 	ctx := context.Background()

@@ -178,10 +178,11 @@ func (o *outbound) flush() {
 }
 
 // singlePeriod is the time during which a peer gets single datagrams, before the tunnel
-// sends it several at a time again.
+// tries several at a time again.
 const singlePeriod = 10 * time.Second
 
-// errNoSegments means that the kernel accepts only one datagram at a time.
+// errNoSegments means that the batch was not sent, because the kernel accepts only one
+// datagram at a time.
 var errNoSegments = errors.New("no segmentation")
 
 func (o *outbound) send() error {

@@ -16,7 +16,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
-// TestSends checks that sends are filled with packets of several super-packets.
+// TestSends checks that one send contains packets of several super-packets, as far as their
+// sizes permit that.
 func TestSends(t *testing.T) {
 	const (
 		size = 1420
@@ -26,12 +27,12 @@ func TestSends(t *testing.T) {
 	data := bytes.Repeat([]byte("the bytes of a stream "), 3000)
 	frame := func(n int) []byte { return tcpFrame(1, 0, ack, data[:n], size) }
 	expired := frame(size)
-	expired[packet.OffloadLen+8] = 1 // hops
+	expired[packet.OffloadLen+8] = 1 // hop limit
 	loopback := frame(size)
 	copy(loopback[packet.OffloadLen+12:], []byte{127, 0, 0, 1})
 	for name, tc := range map[string]struct {
 		frames [][]byte
-		sends  []int // number of packets in each
+		sends  []int // expected number of packets in each send
 	}{
 		"one":                       {[][]byte{frame(10 * size)}, []int{10}},
 		"several":                   {[][]byte{frame(10 * size), frame(3 * size)}, []int{13}},
@@ -60,8 +61,8 @@ func sendCounts(t *testing.T, frames [][]byte) []int {
 	return receivedCounts(t, in[0], o.Counters.Sent())
 }
 
-// newLoopback returns an outbound that sends on the loopback device, and a peer for each
-// subnet.
+// newLoopback returns an outbound that sends on the loopback device, and the socket of a
+// peer for each subnet.
 func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*socket) {
 	t.Helper()
 	open := func(at netip.AddrPort) *socket {
@@ -78,7 +79,7 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 	for _, subnet := range subnets {
 		public = public.Next()
 		peers = append(peers, open(netip.AddrPortFrom(public, port)))
-		port = peers[0].conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() // all have the same
+		port = peers[0].conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() // all peers have the same port
 		table.Update(nil, []Peer{{Subnet: subnet, Public: public}})
 	}
 	out.local = netip.AddrPortFrom(out.local.Addr(), port)
@@ -86,8 +87,8 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 	return newOutbound(&Tunnel{Config: Config{Device: device, Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
 }
 
-// receivedCounts returns the number of packets in each send, after total packets have
-// arrived.
+// receivedCounts receives from in until total packets have arrived, and returns the number
+// of packets in each receive. On the loopback device a receive contains one send.
 func receivedCounts(t *testing.T, in *socket, total uint64) (counts []int) {
 	t.Helper()
 	raw, err := in.conn.SyscallConn()
@@ -117,8 +118,8 @@ func receivedCounts(t *testing.T, in *socket, total uint64) (counts []int) {
 	return counts
 }
 
-// TestOneByOne checks that only a peer to which the kernel accepts single datagrams gets
-// them for a while.
+// TestOneByOne checks that a peer gets single datagrams for a while after the kernel has
+// refused to send it several at a time, and that other peers get several at a time.
 func TestOneByOne(t *testing.T) {
 	const size, ack = 1420, 0x10
 	frame := func(to string) []byte {

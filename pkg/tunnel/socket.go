@@ -22,8 +22,8 @@ const (
 	maxDatagrams = 64
 	maxPayload   = 65535 - 40 - 8 // maximum bytes of a send, for both families
 	// Sizes of a socket's buffers in bytes. A busy host may read its receive buffer
-	// milliseconds late, and loses a whole super-packet for which there is no room until
-	// then. A larger send buffer would only add delay.
+	// milliseconds late. Until then each super-packet for which there is no room is lost as
+	// a whole. A larger send buffer would only add delay.
 	receiveBuffer, sendBuffer = 8 << 20, 4 << 20
 )
 
@@ -33,8 +33,8 @@ type socket struct {
 	conn     *net.UDPConn
 	raw      syscall.RawConn // of conn
 	sender   *sender
-	room     []unix.PollFd    // last question about room in conn
-	pollRoom func(fd uintptr) // asks whether there is room
+	room     []unix.PollFd    // argument and result of pollRoom
+	pollRoom func(fd uintptr) // asks the kernel whether conn has room
 	probe    int              // a socket for asking the kernel about the routes of conn's datagrams
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
@@ -105,8 +105,9 @@ func (s *socket) family() family {
 }
 
 // prepare sets the options that make the socket fast, as far as the kernel supports them.
-// It also forbids the fragmentation of datagrams, so that senders of larger packets get
-// an error, unless a send allows it.
+// If plain is set, it does not use the kernel's offloads. It also forbids the fragmentation
+// of datagrams, so that a send of a packet that is too large returns an error, unless the
+// send allows fragmentation.
 func (s *socket) prepare(fd int, plain bool) error {
 	for _, o := range []struct{ force, ask, size int }{
 		{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, receiveBuffer}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sendBuffer},
@@ -147,9 +148,10 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	return mtu - s.overhead, err
 }
 
-// nextLowerMTU returns the next smaller MTU of a common kind of link, in bytes, for a
-// path that the kernel does not know. A caller that repeats it finds a suitable size in
-// few steps.
+// nextLowerMTU returns the size in bytes of the largest packet that is smaller than size
+// and fills a datagram on a common kind of link. It returns 0 if there is none. It is for
+// a path whose MTU the kernel does not know: a caller that repeats the call finds a
+// suitable size in few steps.
 func (s *socket) nextLowerMTU(size int) int {
 	// RFC 1191, 7.1, and the minimum of IPv6.
 	for _, mtu := range [...]int{32000, 17914, 8166, 4352, 2002, 1492, 1280, 1006, 508, 296, 68} {
@@ -166,7 +168,7 @@ func (s *socket) close() error { return s.conn.Close() }
 
 func (s *socket) release() error { return unix.Close(s.probe) }
 
-// newControl returns a control message with size zero bytes of data.
+// newControl returns a control message. Its data has size bytes, all of them zero.
 func newControl(level, typ int32, size int) []byte {
 	b := make([]byte, unix.CmsgSpace(size))
 	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
@@ -189,9 +191,9 @@ func (c segmentSize) set(n int) { binary.NativeEndian.PutUint16(c[unix.CmsgLen(0
 type receiver struct {
 	header unix.Msghdr
 	part   unix.Iovec
-	from   unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
+	from   unix.RawSockaddrInet6 // for IPv4 a RawSockaddrInet4 is in its place, which is shorter
 	oob    []byte
-	lost   uint32 // number of receives for which the socket had no room so far
+	lost   uint32 // number of drops so far because the socket had no room; combined datagrams count once
 }
 
 func newReceiver() *receiver {
@@ -201,8 +203,9 @@ func newReceiver() *receiver {
 	return r
 }
 
-// receive makes one receive on fd into b. It returns n bytes from an address and port,
-// which contain datagrams of size bytes, or one datagram if size is 0.
+// receive makes one receive on fd into b. It returns the number n of bytes, and the address
+// and port that they come from. The bytes contain datagrams of size bytes, of which the
+// last may be shorter, or one datagram if size is 0.
 func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPort, err error) {
 	r.part.Base = &b[0]
 	r.part.SetLen(len(b))
@@ -225,7 +228,7 @@ type sender struct {
 	*fdWriter
 	header unix.Msghdr
 	part   unix.Iovec
-	to     unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
+	to     unix.RawSockaddrInet6 // for IPv4 a RawSockaddrInet4 is in its place, which is shorter
 }
 
 func newSender(conn syscall.RawConn) *sender {
@@ -258,8 +261,8 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	return s.write()
 }
 
-// parseControl parses the control messages of a receive. It returns the size of the
-// datagrams that the kernel has combined, or 0 if there is only one.
+// parseControl parses the control messages of a receive, and sets lost. It returns the size
+// of the datagrams that the kernel has combined, or 0 if there is only one.
 func (r *receiver) parseControl(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))

@@ -44,7 +44,8 @@ func NewTable() *Table {
 }
 
 // maxPersistentChanges is the maximum number of changes for which Update copies only the
-// parts that each change touches. For more it copies the tables once.
+// parts of the tables that each change touches. For more changes, one copy of the whole
+// tables is faster.
 const maxPersistentChanges = 64
 
 // Update removes peers and then adds others. Tunnels see all of the changes or none.

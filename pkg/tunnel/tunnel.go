@@ -37,24 +37,23 @@ type SourceCheck string
 
 // The source checks.
 const (
-	// CheckStrict accepts packets from the public addresses of peers, with a source in
-	// that peer's subnet.
+	// CheckStrict accepts a packet only if it comes from the public address of a peer, and
+	// its source is in a subnet of that address.
 	CheckStrict SourceCheck = "strict"
-	// CheckNetwork also accepts sources outside of the networks, because packets that
-	// enter the network at a peer may keep their source.
+	// CheckNetwork also accepts sources outside of the networks from any peer, because
+	// packets that enter the network at a peer may keep their source.
 	CheckNetwork SourceCheck = "network"
 	// CheckOff accepts any source from any sender.
 	CheckOff SourceCheck = "off"
 )
 
-// Config configures a tunnel. All fields are required, unless their zero value has a
-// meaning.
+// Config configures a tunnel. All fields except Check and NoSocketOffloads are required.
 type Config struct {
 	// Device is the TUN device. It stays open when the tunnel ends. Only one tunnel at a
 	// time may use it.
 	Device *Device
 	// Local contains the addresses to send from and listen on, at most one per address
-	// family. Peers listen on the same port.
+	// family. Peers must listen on the same port.
 	Local []netip.AddrPort
 	// Own contains this host's addresses in the network, one per family.
 	Own []netip.Addr
@@ -72,7 +71,7 @@ type Config struct {
 type Tunnel struct {
 	Config
 	sockets        [2]*socket    // by family: IPv4, IPv6; nil if there is none
-	errorLimit     *rate.Limiter // limit of other ICMP errors
+	errorLimit     *rate.Limiter // limit of ICMP errors, except those about sizes
 	sizeErrorLimit *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
 	log            klog.Logger
 	started        bool // Start has succeeded
@@ -106,8 +105,8 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	return t, nil
 }
 
-// Start makes the tunnel move packets, until Close or an error: see Done and Err. It has no
-// effect if the tunnel does so already.
+// Start makes the tunnel move packets, until Close or an error: see Done and Err. After it
+// has succeeded, further calls have no effect.
 func (t *Tunnel) Start() error {
 	if t.started {
 		return nil

@@ -13,11 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// readsPerTurn is the number of reads after which a worker lets others run.
+// readsPerTurn is the number of reads after which a worker lets other workers run.
 const readsPerTurn = 64
 
 // direction moves the packets of one descriptor to their destination. outbound is the
-// direction from the device to peers, inbound that from one socket to the device.
+// direction from the device to peers, and inbound is the direction from one socket to the
+// device.
 type direction interface {
 	// read makes one read and handles the result.
 	read(fd uintptr) error
@@ -51,11 +52,11 @@ type worker struct {
 
 func newWorker(d direction, conn syscall.RawConn, closing *atomic.Bool, task string) *worker {
 	w := &worker{direction: d, conn: conn, closing: closing, task: task}
-	w.runTurn = func(fd uintptr) { _, _ = w.turn(fd, w.ready) } // the worker itself gets the error again
+	w.runTurn = func(fd uintptr) { _, _ = w.turn(fd, w.ready) } // after an error, the worker's own turn gets it again
 	return w
 }
 
-// connect makes workers let each other run.
+// connect tells each worker the others, for yield.
 func connect(workers []*worker) {
 	for i, w := range workers {
 		w.others = slices.Delete(slices.Clone(workers), i, i+1)
@@ -85,8 +86,9 @@ func (w *worker) run() error {
 	return fmt.Errorf("%s: %w", w.task, failed)
 }
 
-// turn makes up to burst reads while goOn returns true. It reports whether there may be
-// more to read. The caller holds mu.
+// turn makes up to readsPerTurn reads, while goOn returns true and the tunnel is not
+// closing, and then flushes. It reports whether there may be more to read. The caller holds
+// mu.
 func (w *worker) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	defer w.flush()
 	for range readsPerTurn {

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// testDirection is a direction whose reads call the function.
+// testDirection is a direction. It is a function that each read calls.
 type testDirection func(fd uintptr) error
 
 func (r testDirection) read(fd uintptr) error { return r(fd) }
@@ -22,8 +22,8 @@ func (testDirection) flush() {}
 
 func (testDirection) ready() bool { return true }
 
-// TestWorkersYield checks that a worker that never waits does not delay another one, with
-// and without a free thread.
+// TestWorkersYield checks that a worker that never waits runs another worker, which has data
+// to read.
 func TestWorkersYield(t *testing.T) {
 	there, sender := devicePair(t)
 	here, _ := devicePair(t)
@@ -59,8 +59,8 @@ type fullDirection struct{ testDirection }
 
 func (fullDirection) ready() bool { return false }
 
-// TestWorkersDoNotWaitForOthers checks that a worker never runs another one that would
-// have to wait, and that no worker reads after the tunnel is closed.
+// TestWorkersDoNotWaitForOthers checks that a worker never runs another worker that would
+// have to wait for room in its output, and that no worker reads after the tunnel is closed.
 func TestWorkersDoNotWaitForOthers(t *testing.T) {
 	there, sender := devicePair(t)
 	here, _ := devicePair(t)

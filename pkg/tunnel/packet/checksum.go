@@ -22,7 +22,7 @@ func sum(b []byte, partial uint64) uint64 {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[40:]), carry)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[48:]), carry)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[56:]), carry)
-		carries += carry // a sum of its own, so that the next block does not depend on this one
+		carries += carry // counted separately, so that the next block does not depend on this carry
 	}
 	s, carry = bits.Add64(s, carries, 0)
 	for ; len(b) >= 8; b = b[8:] {
@@ -57,7 +57,8 @@ func headerSum(b []byte) uint64 {
 	return sum(b[header4:], s)
 }
 
-// fold returns the checksum of a sum, as a number in network order.
+// fold reduces a sum to 16 bits, and converts it from the byte order of sum. The checksum is
+// the complement of the result.
 func fold(s uint64) uint16 {
 	s = s&0xffffffff + s>>32
 	s = s&0xffffffff + s>>32
@@ -66,7 +67,7 @@ func fold(s uint64) uint16 {
 	return bits.ReverseBytes16(uint16(s))
 }
 
-// swap converts a 16-bit word to the byte order of sum.
+// swap converts a 16-bit number to the byte order of sum.
 func swap(v uint16) uint64 { return uint64(bits.ReverseBytes16(v)) }
 
 // nonzero returns the checksum to write into a datagram. It replaces zero, which would

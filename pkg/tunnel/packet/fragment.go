@@ -5,9 +5,9 @@ package packet
 import "encoding/binary"
 
 // Fragment calls emit with each fragment of the IPv4 packet b, whose parsed header is h
-// (RFC 791, 3.2).
-// A fragment has at most mtu bytes and is in buf, which must have as many. emit must not
-// keep it. Fragment reports false if b must not be fragmented or mtu is too small.
+// (RFC 791, 3.2). Each fragment has at most mtu bytes. It is in buf, which must have at
+// least mtu bytes, so it is valid only until emit returns. Fragment reports false, without
+// a call of emit, if b must not be fragmented or mtu is too small.
 func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	room := (mtu - h.Len) &^ 7
 	if h.DontFragment || room <= 0 {
@@ -35,8 +35,8 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	return true
 }
 
-// dropOptions replaces the IP options that belong only into the first fragment by padding:
-// those without the copied flag (RFC 791, 3.1).
+// dropOptions replaces the IP options that must be only in the first fragment by padding.
+// These are the options without the copied flag (RFC 791, 3.1).
 func dropOptions(o []byte) {
 	const end, padding, copied = 0, 1, 0x80
 	for len(o) > 0 && o[0] != end {

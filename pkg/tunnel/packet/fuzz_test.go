@@ -21,7 +21,8 @@ func seeds(f *testing.F) {
 	f.Add([]byte{})
 }
 
-// FuzzDeviceFrame handles any bytes like a frame from a device.
+// FuzzDeviceFrame handles any bytes like a frame from a device. All packets that come out
+// must be valid.
 func FuzzDeviceFrame(f *testing.F) {
 	seeds(f)
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -128,7 +129,7 @@ func FuzzDatagrams(f *testing.F) {
 			end := min(at+size, len(buf))
 			one := bytes.Clone(buf[at:end])
 			h, fault := Parse(one)
-			if len(pending) > 0 && m.Add(at, end) { // without checking it before
+			if len(pending) > 0 && m.Add(at, end) { // Add must accept only valid packets, although nothing has checked this one
 				if fault != NoFault || CheckHeader(one, h) != NoFault || h.Total != len(one) {
 					t.Fatalf("added although it has fault %d:\n%x", fault, one)
 				}
@@ -168,7 +169,8 @@ func normal(b []byte, transport int, tcp bool) []byte {
 	return b
 }
 
-// expectPart fails the test unless part i of a super-packet is the packet that went in.
+// expectPart fails the test unless part i of a super-packet equals the packet want that was
+// merged into it, apart from the differences that normal removes.
 func expectPart(t *testing.T, segments Segments, i int, want []byte) {
 	t.Helper()
 	got := make([]byte, segments.Len(i))

@@ -33,9 +33,9 @@ const (
 )
 
 // Write returns the ICMP error about the packet b, whose parsed header is h. It writes
-// the message to the start of dst, which must have MaxReply bytes. src is the source of
-// the message. mtu is used with TooBig only. Write returns nil if no error may be sent
-// about b.
+// the message, with its IP header, to the start of dst, which must have MaxICMPError bytes.
+// src is the source of the message. mtu is used with TooBig only. Write returns nil if no
+// error may be sent about b.
 func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byte {
 	if h.LaterFragment || h.Len >= maxHeader4 || h.Dst.IsMulticast() || !Forwardable(h.Src) || src.Is6() != h.IPv6 {
 		return nil
@@ -69,13 +69,14 @@ func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byt
 type icmpFormat struct {
 	header          int  // length of the IP header in bytes
 	first           byte // first byte of the IP header
-	ttl, protocolAt int  // offset of the hop limit, and the distance from it to the protocol
+	ttl, protocolAt int  // offset of the hop limit, and of the protocol relative to it
 	addresses       int  // offset of the addresses
 	protocol        byte
 	codes           [3][2]byte // type and code of each kind of error
 	minMTU          int        // minimum MTU that may be reported
-	// quoted is the maximum number of bytes of the packet that follow its IP header. IPv6
-	// fills the message (RFC 4443), because extension headers may precede the ports.
+	// quoted is the maximum number of bytes behind the packet's IP header that the message
+	// contains. For IPv6 they fill the message (RFC 4443), because extension headers may
+	// precede the ports.
 	quoted int
 }
 

@@ -51,8 +51,8 @@ type Header struct {
 	// DontFragment is set if routers must not fragment the packet. It is always set for
 	// IPv6.
 	DontFragment bool
-	// Fragment is set if the packet is a fragment. Later is set if it is not the first
-	// fragment.
+	// Fragment is set if the packet is a fragment, and LaterFragment also if it is not the
+	// first fragment. Both are always false for IPv6.
 	Fragment, LaterFragment bool
 }
 
@@ -112,8 +112,8 @@ func parse6(b []byte) (Header, Fault) {
 	return h, NoFault
 }
 
-// CheckHeader verifies the header checksum of the packet b, whose parsed header is h.
-// IPv6 has none.
+// CheckHeader verifies the header checksum of the packet b, whose parsed header is h. It
+// accepts each IPv6 packet, because IPv6 has no header checksum.
 func CheckHeader(b []byte, h Header) Fault {
 	if !h.IPv6 && fold(headerSum(b[:h.Len])) != 0xffff {
 		return BadChecksum
@@ -121,8 +121,9 @@ func CheckHeader(b []byte, h Header) Fault {
 	return NoFault
 }
 
-// DecrementTTL decrements the hop limit of a packet in which Parse has found no fault. If
-// the hop limit would become zero it reports false and changes nothing.
+// DecrementTTL decrements the hop limit of a packet in which Parse has found no fault, and
+// updates the header checksum. If the hop limit would become zero, it reports false and
+// changes nothing.
 func DecrementTTL(b []byte) bool {
 	if b[0]>>4 == 6 {
 		if b[7] <= 1 {

@@ -22,14 +22,15 @@ type Merger struct {
 	start, end int // range of the gathered packets in buf
 	count      int // number of gathered packets
 	headers    int // length of all headers; 0 if no packet can be added
-	transport  int // length of the IP header
+	transport  int // offset of the transport header in a packet
 	size       int // payload bytes of each packet
 	tcp, ipv6  bool
 	full       bool // no packet may follow
 }
 
-// Begin starts a super-packet with the packet buf[start:end], whose parsed header is h.
-// The merger also uses the OffloadLen bytes before start.
+// Begin starts a super-packet with the packet buf[start:end], whose parsed header is h. It
+// discards the gathered packets. The merger owns buf from start to the end of the gathered
+// packets, and the OffloadLen bytes before start, until the next Begin.
 func (m *Merger) Begin(buf []byte, start, end int, h Header) {
 	m.buf, m.start, m.end, m.count, m.headers, m.full = buf, start, end, 1, 0, false
 	plain := h.IPv6 || h.Len == header4
@@ -107,7 +108,7 @@ func (m *Merger) continues(a, b []byte) bool {
 			return false
 		}
 		if a[6]&dontFragment == 0 && binary.BigEndian.Uint16(b[4:]) != binary.BigEndian.Uint16(a[4:])+uint16(m.count) {
-			return false // the receiver of fragments identifies them by the number
+			return false // splitting would change the identification, which receivers of fragments need
 		}
 	}
 	x, y := a[m.transport:], b[m.transport:]
@@ -124,7 +125,7 @@ func (m *Merger) continues(a, b []byte) bool {
 }
 
 // verify verifies the transport checksum of one packet. The receiver of a super-packet
-// cannot do that, because a new checksum is computed for it, which would hide the error.
+// cannot do that: Finish computes a new checksum, which would hide an error.
 func (m *Merger) verify(b []byte) bool {
 	protocol := uint8(protoUDP)
 	if m.tcp {
@@ -134,7 +135,7 @@ func (m *Merger) verify(b []byte) bool {
 	return fold(sum(t, pseudo(b, m.ipv6, protocol, len(t)))) == 0xffff
 }
 
-// Finish returns the gathered packets with their Offload header, and their number. The
+// Finish returns the gathered packets behind their Offload header, and their number. The
 // result is valid until the next Begin.
 func (m *Merger) Finish() (b []byte, count int) {
 	b = m.buf[m.start-OffloadLen : m.end]

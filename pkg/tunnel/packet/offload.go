@@ -20,8 +20,8 @@ const (
 
 const needsChecksum = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
 
-// Offload is the parsed header. It describes the work that is left to the receiver of a
-// packet from or to a TUN device.
+// Offload is the parsed form of that header. It describes the work that is left to the
+// receiver of a packet from or to a TUN device.
 type Offload struct {
 	flags, gso     uint8
 	headerLen      uint16
@@ -83,8 +83,8 @@ const (
 	udpHeader = 8
 )
 
-// transportLen returns the length of the transport header at the start of b, or 0 if b is
-// too short.
+// transportLen returns the length of the transport header at the start of b, or 0 if b does
+// not begin with a complete and valid one.
 func transportLen(b []byte, tcp bool) int {
 	n := udpHeader
 	if tcp {
@@ -156,7 +156,8 @@ func (s *Segments) addHeaders(n int) {
 	}
 }
 
-// without returns the value that removes fields from a sum: the sum of their complements.
+// without returns the value to add to a sum of b so that the sum no longer contains the
+// 16-bit fields at these offsets: the sum of their complements.
 func without(b []byte, fields ...int) (s uint64) {
 	for _, at := range fields {
 		s += swap(^binary.BigEndian.Uint16(b[at:]))

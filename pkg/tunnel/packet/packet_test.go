@@ -65,14 +65,14 @@ type spec struct {
 	fragments bool // fragmentation is allowed
 	options   []byte
 	ipOptions []byte
-	// extension is the first IPv6 extension header, of the given type. build sets its
+	// extension is the first IPv6 extension header, and typ its type. buildPacket sets its
 	// first byte.
 	extension []byte
 	typ       byte
-	apart     bool // must not be merged
+	apart     bool // the packet must not be merged with others
 }
 
-// buildPacket returns a complete packet.
+// buildPacket returns the packet that s describes, with all checksums.
 func buildPacket(s spec) []byte {
 	transport := udpHeader
 	if s.tcp {
@@ -182,7 +182,9 @@ func expectValid(t *testing.T, b []byte) Header {
 	return h
 }
 
-// superPacket returns a complete packet in the form in which a device returns it.
+// superPacket returns the packet that s describes as a super-packet from a device: without a
+// complete transport checksum, and with its offload header o. size is the number of payload
+// bytes of each part.
 func superPacket(s spec, size int) (b []byte, o Offload) {
 	b = buildPacket(s)
 	at, field, pseudo := transportOf(b)
@@ -252,7 +254,8 @@ func TestSplitZeroChecksum(t *testing.T) {
 		}
 		p := part()
 		at, field, _ := transportOf(p)
-		// The checksum is the complement of the sum.
+		// Adding the checksum to the payload makes the sum all ones, so that the checksum, its
+		// complement, becomes zero.
 		sum := uint32(binary.BigEndian.Uint16(s.payload[100:])) + uint32(binary.BigEndian.Uint16(p[field:]))
 		binary.BigEndian.PutUint16(s.payload[100:], uint16(sum+sum>>16))
 		p = part()
@@ -389,7 +392,8 @@ func TestMergeRefuses(t *testing.T) {
 	}
 }
 
-// setChecksum corrects the transport checksum.
+// setChecksum corrects the transport checksum of packet b. ip is the length of the IP header,
+// and field the offset of the checksum in the transport header.
 func setChecksum(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b)) }
 
 func TestMergerWithoutOffloads(t *testing.T) {
