@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// dumpTimeout limits the wait for the next part of an answer.
+// dumpTimeout limits the wait for the next message of a dump.
 const dumpTimeout = 5 * time.Second
 
 // listDefaults returns the default routes of the main table, in the kernel's order. The
@@ -33,7 +33,7 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
 		return nil, err
 	}
-	// With strict checking the kernel applies the table and sends no other routes.
+	// With strict checking the kernel sends only the routes of the table in the request.
 	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1)
 	req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
 	family := uint8(unix.AF_INET)
@@ -65,8 +65,8 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	}
 }
 
-// collect adds one message of a route dump to defaults. done reports that no default
-// route can follow.
+// collect adds the route in one message of a route dump to defaults, if it is a default
+// route of the main table. done reports that no default route can follow.
 func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
 	switch {
 	case m.Header.Flags&unix.NLM_F_DUMP_INTR != 0:

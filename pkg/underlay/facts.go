@@ -19,7 +19,8 @@ type Facts struct {
 	// Defaults has the default routes of the main table, in kernel order. Gather leaves
 	// it empty if the options name an interface.
 	Defaults []DefaultRoute
-	// Reach is the route to Options.CanReach. It is zero if CanReach is not an address.
+	// Reach is the route to Options.CanReach. It is the zero Reach if CanReach is not an
+	// address.
 	Reach Reach
 }
 
@@ -59,7 +60,7 @@ type Addr struct {
 type DefaultRoute struct {
 	Family prefix.Family
 	// Links has the indexes of the route's outgoing links, each once. A multipath route
-	// has several. It is empty if the kernel reported none.
+	// can have several links. Links is empty if the kernel reported none.
 	Links  []int
 	Metric int
 }
@@ -110,9 +111,9 @@ func (l Link) sends(ip netip.Addr) bool {
 // usable returns the addresses of family f that can be chosen without an option that
 // names them, best first. Global addresses precede link-local ones; among these the order
 // is: in use, permanent, not temporary, kernel order. flannel has the same order, with
-// two exceptions: flannel does not prefer addresses in use, and does not rank virtual
-// addresses last. A failover moves a virtual address to another host, so any other global
-// address is better.
+// two exceptions: flannel does not prefer addresses in use, and treats virtual addresses
+// like other permanent ones. A failover moves a virtual address to another host, so any
+// other global address is better, except an IPv6 privacy address.
 func (l Link) usable(f prefix.Family, inUse Interface) []netip.Addr {
 	var as []Addr
 	for _, a := range l.Addrs {

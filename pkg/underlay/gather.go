@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// dumpTries is how often a dump is tried if changes interrupt it.
+// dumpTries is the maximum number of tries of a dump that changes interrupt.
 const dumpTries = 5
 
 // Gather reads the facts that the choice with options o needs, in the network namespace
@@ -43,7 +43,8 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 	return f, nil
 }
 
-// dump calls list until it returns a complete result.
+// dump calls list until the result is complete, at most dumpTries times. Errors contain
+// what, a name of the result.
 func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
 	var zero T
 	for try := 1; ; try++ {

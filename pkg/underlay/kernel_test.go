@@ -30,8 +30,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// kernel is a new, empty network namespace. The test's goroutine runs in it, and all
-// methods act on it, whichever goroutine calls them.
+// kernel is a new, empty network namespace. The test's goroutine runs in it. All methods
+// act on it, even if another goroutine calls them.
 type kernel struct {
 	*testing.T
 	h *netlink.Handle
@@ -70,7 +70,8 @@ func (k kernel) must(err error) {
 	}
 }
 
-// link returns the named link, or a link that does not exist if there is none.
+// link returns the named link. If there is none, it fails the test and returns a link that
+// no call can use.
 func (k kernel) link(name string) netlink.Link {
 	k.Helper()
 	l, err := k.h.LinkByName(name)
@@ -86,7 +87,8 @@ func (k kernel) setUp(name string) {
 	k.must(k.h.LinkSetUp(k.link(name)))
 }
 
-// addLink adds one end of a veth pair. The link has a carrier if up is true.
+// addLink adds a veth pair. Its ends are name and name-peer. Both are set up, so that they
+// have a carrier, if up is true.
 func (k kernel) addLink(name string, up bool) {
 	k.Helper()
 	peer := name + "-peer"
@@ -284,7 +286,7 @@ func TestKernelDumpIsNeverPartial(t *testing.T) {
 	}
 }
 
-// logged returns a context whose log is written to the buffer.
+// logged returns a context with a logger that writes to the returned buffer.
 func logged(t *testing.T) (context.Context, *bytes.Buffer) {
 	var b bytes.Buffer
 	return klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&b)))), &b
@@ -336,7 +338,7 @@ func TestKernelWait(t *testing.T) {
 			done := make(chan time.Time, 1)
 			go func() {
 				for _, step := range tt.steps {
-					// Far enough apart for a separate check after each change.
+					// The pause is long enough for a separate check after each change.
 					<-time.After(100 * time.Millisecond)
 					step(k)
 				}

@@ -21,7 +21,7 @@ type Options struct {
 	// CanReach is an address. The interface of the route to it is tried last.
 	CanReach string
 	// PublicIP and PublicIPv6 are the addresses that peers send to. Zero means the
-	// interface's own address. The one of a disabled family has no effect.
+	// interface's own address. The address of a disabled family has no effect.
 	PublicIP, PublicIPv6 netip.Addr
 	// Families are the enabled address families, IPv4 first; never empty.
 	Families []prefix.Family
@@ -32,7 +32,8 @@ type Options struct {
 	// InUse is the current choice, if there is one. Its addresses are kept even if the
 	// interface has others that would rank higher.
 	InUse Interface
-	// Reader is shared by all networks of a process. It may be nil.
+	// Reader reads the facts for all networks of a process. If it is nil, this network reads
+	// alone.
 	Reader *Reader
 }
 
@@ -71,9 +72,9 @@ func (o Options) public(f prefix.Family) named {
 	return named{"--public-ipv6", o.PublicIPv6}
 }
 
-// asksForInterface reports whether an option selects an interface. The default route is
-// then not used. An empty value counts as not set, because manifests contain
-// --iface=$(IFACE).
+// asksForInterface reports whether an option selects an interface, so that the default
+// route is not used. An empty value counts as not set, because manifests contain
+// --iface=$(IFACE), which may be empty.
 func (o Options) asksForInterface() bool {
 	given := func(v string) bool { return v != "" }
 	return slices.ContainsFunc(o.Ifaces, given) || slices.ContainsFunc(o.IfaceRegexes, given) || o.CanReach != ""

@@ -11,11 +11,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// Reader reads the facts about the host for several networks, which share one subscription to
-// changes, and share reads. Their options must name the same interfaces. A Reader is used in one
-// network namespace. A nil Reader shares nothing.
+// Reader reads the facts about the host for several networks. These share one subscription to
+// changes, and share reads. Their options must select the interface in the same way. A Reader must
+// be used in one network namespace only. A nil Reader shares nothing.
 type Reader struct {
-	facts map[string]*wait.Batch[gathered] // by families and rest; guarded by mu
+	facts map[string]*wait.Batch[gathered] // shared reads, by families and rest; guarded by mu
 
 	mu      sync.Mutex
 	changes wait.Shared
@@ -56,7 +56,7 @@ func (r *Reader) gather(ctx context.Context, o Options, rest time.Duration) gath
 }
 
 // subscribe returns a channel that becomes readable after a change of anything that Gather
-// reads. No change after the return is missed. stop ends that.
+// reads. No change after the return of subscribe is missed. stop ends the subscription.
 func (r *Reader) subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 	changes := &wait.Shared{}
 	if r != nil {

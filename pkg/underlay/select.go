@@ -24,7 +24,7 @@ func Select(f Facts, o Options) (Interface, error) {
 	return c.Interface, err
 }
 
-// choice is a result of Select. lastResort means that an address is link-local because
+// choice is the result of choose. lastResort means that an address is link-local because
 // the interface has no better one, not because an option named it.
 type choice struct {
 	Interface
@@ -61,8 +61,8 @@ type attempt struct {
 	find   func() (found, error)
 }
 
-// found is a link, with the addresses that the option selected and a note to append to
-// the option as the reason.
+// found is a link, with the addresses that the option selected. The reason of the choice is
+// the option, followed by note.
 type found struct {
 	link  Link
 	addrs []netip.Addr
@@ -109,9 +109,9 @@ func (s selector) try(a attempt) (choice, error) {
 	return c, nil
 }
 
-// address returns the address of family f. If this host has the public address, on any
-// interface, it is also the local one: peers expect packets from that address. named
-// means that an option determined the local address.
+// address returns the address of family f on the link that was found. If this host has the
+// public address, on any interface, it is also the local one: peers expect packets from
+// that address. named means that an option determined the local address.
 func (s selector) address(w found, f prefix.Family) (a Address, named bool, err error) {
 	a.Public = s.opts.public(f).addr
 	if a.Public.IsValid() && len(s.facts.linksWith(a.Public)) > 0 {
@@ -210,8 +210,8 @@ func parseAddr(text string) (netip.Addr, error) {
 	return a.Unmap(), err
 }
 
-// linkWithAll returns the first link that has all the addresses. The error omits the name of
-// the first address, because the caller puts that in front.
+// linkWithAll returns the first link that has all the addresses. The error does not name the
+// first address, because the caller puts that in front of the error.
 func (s selector) linkWithAll(wants []named) (Link, error) {
 	for _, l := range s.facts.Links {
 		if !slices.ContainsFunc(wants, func(w named) bool { _, ok := l.addr(w.addr); return !ok }) {
@@ -230,8 +230,9 @@ func (s selector) linkWithAll(wants []named) (Link, error) {
 	return Link{}, fmt.Errorf("%s, want one interface for both", strings.Join(where, ", but "))
 }
 
-// byRegex prefers addresses over names: it compares names only if no interface has
-// matching addresses.
+// byRegex finds an interface by a regular expression. It prefers addresses over names: it
+// compares names only if no interface has matching addresses. The interface in use comes
+// before all others, even if only its name matches.
 func (s selector) byRegex(expr string) (found, error) {
 	re, err := regexp.Compile(expr)
 	if err != nil {
@@ -319,8 +320,9 @@ func (s selector) byReach(value string) (found, error) {
 	return w, nil
 }
 
-// keeps reports whether the best address of l is the one in use. The source that the
-// kernel reports may be a virtual address that was added later.
+// keeps reports whether the best address of l is the one in use, so that byReach must not
+// replace it: the source that the kernel reports may be a virtual address that was added
+// later.
 func (s selector) keeps(l Link, f prefix.Family) bool {
 	ips := l.usable(f, s.opts.InUse)
 	return len(ips) > 0 && s.opts.InUse.uses(ips[0]) && !ips[0].IsLinkLocalUnicast()
@@ -388,8 +390,10 @@ func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
 	return links, nil
 }
 
-// best returns the first link that has global addresses in all families, or otherwise at
-// least link-local ones. Among equal links it prefers the one in use.
+// best returns the first link that is up, has a carrier, and has global addresses in all
+// families. If there is none, link-local addresses are sufficient. If there is none with
+// these either, it returns the first link. Among equally good links it prefers the one in
+// use.
 func (s selector) best(links []Link) Link {
 	const global, linkLocal, nothing = 0, 1, 2
 	grade := func(l Link) int {
@@ -408,7 +412,8 @@ func (s selector) best(links []Link) Link {
 	return slices.MinFunc(s.inUseFirst(links), func(a, b Link) int { return grade(a) - grade(b) })
 }
 
-// inUseFirst moves the link in use to the front if it is up and has a carrier.
+// inUseFirst returns links, with the link in use at the front if that is up and has a
+// carrier. It does not change links.
 func (s selector) inUseFirst(links []Link) []Link {
 	i := slices.IndexFunc(links, func(l Link) bool { return l.Name == s.opts.InUse.Name && l.Up && l.Running })
 	if i < 0 {

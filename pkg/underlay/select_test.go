@@ -22,8 +22,8 @@ var (
 
 func ip(s string) netip.Addr { return netip.MustParseAddr(s) }
 
-// link builds a link with addresses such as "10.0.0.1" or, with flags, "10.0.0.1
-// deprecated temporary". Addresses are permanent unless "dynamic".
+// link returns a link with addresses such as "10.0.0.1" or, with flags, "10.0.0.1
+// deprecated temporary". Addresses are permanent unless they have the flag "dynamic".
 func link(index int, name string, addrs ...string) Link {
 	l := Link{Name: name, Index: index, MTU: 1500, Up: true, Running: true}
 	for _, text := range addrs {
@@ -54,7 +54,8 @@ func defaultRoute(f prefix.Family, metric int, links ...int) DefaultRoute {
 	return DefaultRoute{Family: f, Links: links, Metric: metric}
 }
 
-// host returns a host with four NICs that have three addresses of each family.
+// host returns the facts of a host with four network cards, each with several addresses of
+// each family.
 func host() Facts {
 	return Facts{
 		Links: []Link{
@@ -92,7 +93,7 @@ func reach(link int, src string) Facts {
 	})
 }
 
-// show writes an Interface as "name local[>public]... | reason".
+// show returns an Interface in the form "name local[>public]... | reason".
 func show(i Interface) string {
 	var b strings.Builder
 	b.WriteString(i.Name)
@@ -175,7 +176,7 @@ func TestSelect(t *testing.T) {
 		"name, permanent temporary before dynamic": {with(func(f *Facts) { f.Links[1].Addrs = link(2, "", "10.0.0.1 dynamic", "10.0.0.2 secondary").Addrs }), ifaces(v4, "eth0"),
 			"eth0 10.0.0.2 | --iface eth0", ""},
 
-		// several
+		// several options for the interface
 		"iface order": {host(), ifaces(v4, "eth2", "eth1"), "eth2 10.2.0.2 | --iface eth2", ""},
 		"iface failing first": {host(), ifaces(v4, "eth9", "lo", "eth1"),
 			"eth1 10.1.0.2 | --iface eth1 (--iface eth9: no interface has this name; --iface lo: lo has no usable IPv4 address)", ""},
@@ -296,8 +297,8 @@ func TestSelect(t *testing.T) {
 	}
 }
 
-// TestSelectVirtualAddress checks that an address that may move to another host is not taken unless
-// there is no other.
+// TestSelectVirtualAddress checks that Select takes a virtual address, which may move to another host,
+// only if there is no other global address, or only a privacy address.
 func TestSelectVirtualAddress(t *testing.T) {
 	for name, tt := range map[string]struct {
 		addrs []string
@@ -327,7 +328,7 @@ func TestSelectVirtualAddress(t *testing.T) {
 func TestSelectKeepsAddressInUse(t *testing.T) {
 	for name, tt := range map[string]struct {
 		inUse string
-		addrs []string // of d1
+		addrs []string // addresses of d1
 		opts  Options
 		reach string
 		want  string
@@ -365,8 +366,8 @@ func TestSelectKeepsAddressInUse(t *testing.T) {
 	}
 }
 
-// TestSelectStaysOnALink checks that a link that returns does not replace the one in use if both are
-// equally good.
+// TestSelectStaysOnALink checks that Select keeps the link in use if another one is equally good, and
+// that it takes the other one if the link in use has no carrier.
 func TestSelectStaysOnALink(t *testing.T) {
 	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.1.0.3")}, Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 0, 1, 2)}}
 	for option, o := range map[string]Options{
@@ -427,7 +428,7 @@ func TestSelectSkipsPodInterfaces(t *testing.T) {
 	for name, tt := range map[string]struct {
 		opts  Options
 		reach Reach
-		want  string // a part of the error if there is none
+		want  string // a part of the expected interface, or of the error
 	}{
 		"any address":        {Options{Families: v4, IfaceRegexes: []string{`.*`}}, Reach{}, "eth0 10.0.0.2 | "},
 		"any in dual":        {Options{Families: dual, IfaceRegexes: []string{`.*`}}, Reach{}, "eth0 10.0.0.2 fe80::2 | "},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package underlay chooses the external interface, whose address peers send to.
+// Package underlay chooses the external interface. Peers send to the address of this
+// interface.
 package underlay
 
 import (
@@ -34,7 +35,7 @@ func (i Interface) uses(local netip.Addr) bool {
 	return slices.ContainsFunc(i.Addrs, func(a Address) bool { return a.Local == local })
 }
 
-// Family returns the address of family f; ok is false if it is not enabled.
+// Family returns the address of family f; ok is false if the family is not enabled.
 func (i Interface) Family(f prefix.Family) (a Address, ok bool) {
 	for _, a := range i.Addrs {
 		if prefix.FamilyOf(a.Local) == f {

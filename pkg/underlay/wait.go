@@ -22,7 +22,7 @@ const recheck = time.Second
 // calling thread. If there is none, it waits for changes of links, addresses and routes,
 // for at most timeout; zero or less means that it does not wait. It accepts a link-local
 // address as a last resort only when the time is over, because after a boot that address
-// appears first.
+// appears first. If ctx ends before, Wait returns an error with the cause.
 func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, error) {
 	if err := o.check(); err != nil {
 		return Interface{}, err
@@ -80,8 +80,8 @@ func chooseNow(ctx context.Context, o Options) (choice, error) {
 }
 
 // subscribe calls wake after each change of anything that Gather reads. One socket receives all
-// groups and is open on return, so no later change is missed. stop closes it and returns after the
-// last call of wake.
+// groups of notifications. It is open on return, so no later change is missed. stop closes the
+// socket, and returns after the last call of wake.
 func subscribe(o Options, wake func()) (stop func(), err error) {
 	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
 	if !o.asksForInterface() || o.CanReach != "" {
@@ -136,9 +136,9 @@ func asLoaded(typ uint16) uint32 {
 	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
 }
 
-// relay calls wake after each message that receive returns. It treats an
-// overflow as a change. Any other error ends relay, which is how it notices a closed
-// socket.
+// relay calls wake after each message that receive returns. It also calls wake after an
+// overflow, which may have hidden a change, and after an interrupted call. Any other error
+// ends relay. This is how it notices a closed socket.
 func relay(wake func(), receive func() error) {
 	for {
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {

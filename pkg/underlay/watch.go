@@ -16,17 +16,17 @@ import (
 
 // Delays in following a change.
 const (
-	// stable is how long a different choice must last before it is taken.
+	// stable is how long a different choice must last before it replaces the current one.
 	stable = 500 * time.Millisecond
-	// returning is how long another interface or address is not taken after the chosen
-	// interface was down or absent: its IPv6 addresses disappear with the link, and a
+	// returning is the time after the chosen interface was down or absent in which no other
+	// interface or address replaces it: the IPv6 addresses disappear with the link, and a
 	// network manager needs a while to restore them.
 	returning = 5 * time.Second
 	// After each check Watch rests for restFactor times the CPU time of the check, because
 	// a router may have a million routes of which some change all the time.
 	leastRest, restFactor = 100 * time.Millisecond, 20
-	// checkPeriod is how often Watch checks without a notification, and checkAgain how soon
-	// after a check that failed.
+	// checkPeriod is the time after which Watch checks again without a notification.
+	// checkAgain is that time after a check that failed.
 	checkPeriod, checkAgain = time.Minute, time.Second
 )
 
@@ -38,8 +38,9 @@ const (
 // the last choice.
 //
 // After each check Watch calls usable with the reason why packets cannot leave by the
-// current choice, or with nil if they can. It blocks until ctx ends, then returns nil.
-// changed and usable must not block.
+// current choice, or with nil if they can. It blocks until ctx ends, then returns nil. It
+// returns an error only if it cannot subscribe to changes. changed and usable must not
+// block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
 	notified, stop, err := o.Reader.subscribe(o)
 	if err != nil {
@@ -79,8 +80,8 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 }
 
 // spent returns the CPU time that the process has used. The difference of two calls is the cost
-// of reading the interfaces in between, together with other work of this process. Elapsed time
-// would also contain the work of other programs on a busy host.
+// of the work between them, together with other work of this process. Elapsed time would also
+// contain the work of other programs on a busy host.
 func spent() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
@@ -121,15 +122,15 @@ type observation struct {
 // follower decides when a new choice replaces the current one.
 type follower struct {
 	now       Interface
-	next      Interface // a choice that differs from now; zero if there is none
+	next      Interface // the last choice if it differs from now; otherwise zero
 	since     time.Time // when next first appeared
 	downSince time.Time // since when the interface of now is down; zero if it is not
 	lastDown  time.Time // when the interface of now was last down
-	missing   bool
+	missing   bool      // the last check found no interface, or only a worse one
 }
 
-// consider processes the result of a check. It reports whether now has changed, and the
-// longest time until the next check.
+// consider processes the result of a check. moved reports whether the field now has
+// changed. again is the longest time until the next check.
 func (f *follower) consider(ctx context.Context, s observation) (moved bool, again time.Duration) {
 	log := klog.FromContext(ctx)
 	switch {
@@ -164,7 +165,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	}
 	due := f.since.Add(stable)
 	if f.next.Name != f.now.Name || !slices.Equal(f.next.Addrs, f.now.Addrs) {
-		from := f.lastDown // the interface is back, but perhaps without all of its addresses
+		from := f.lastDown // if the interface is back, perhaps not all of its addresses are
 		if s.down {
 			from = f.downSince
 		}
@@ -189,7 +190,7 @@ func same(a, b Interface) bool {
 	return a.Name == b.Name && a.Index == b.Index && a.MTU == b.MTU && slices.Equal(a.Addrs, b.Addrs)
 }
 
-// worse reports whether c has only a link-local address in a family in which now has a
+// worse reports whether there is a family in which c has a link-local address and now has a
 // better one. After an interruption the link-local address returns first.
 func worse(c, now Interface) bool {
 	return slices.ContainsFunc(c.Addrs, func(a Address) bool {

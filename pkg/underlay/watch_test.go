@@ -32,7 +32,7 @@ func TestFollower(t *testing.T) {
 	backup.Name, backup.Index = "d2", 2
 	none := net.UnknownNetworkError("no interface")
 	type check struct {
-		after  time.Duration // since the one before
+		after  time.Duration // since the check before
 		choice Interface
 		err    error
 		down   bool
@@ -176,8 +176,8 @@ func TestKernelWatch(t *testing.T) {
 	}
 }
 
-// TestKernelWatchStays adds addresses that rank above those in use. They are taken only
-// when those in use can no longer be used.
+// TestKernelWatchStays adds addresses that rank above those in use. It expects that Watch
+// chooses them only when those in use are removed or deprecated.
 func TestKernelWatchStays(t *testing.T) {
 	for name, tt := range map[string]struct {
 		opts  Options
@@ -235,7 +235,8 @@ func TestKernelWatchStays(t *testing.T) {
 	}
 }
 
-// TestKernelOnlyDefaultRoutesWake adds many routes, none of which is a default route.
+// TestKernelOnlyDefaultRoutesWake expects that default routes cause a notification, and that
+// many other routes cause none.
 func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
@@ -283,7 +284,7 @@ func TestFactsCannotSend(t *testing.T) {
 	onLo.Links[0].Addrs = []Addr{{IP: ip("10.1.0.2")}}
 	for name, tt := range map[string]struct {
 		facts Facts
-		want  string // empty: nothing
+		want  string // expected error; empty for none
 	}{
 		"no problem":            {d1(func(*Link) {}), ""},
 		"a deprecated address":  {d1(func(l *Link) { l.Addrs[0].Deprecated = true }), ""},
@@ -308,7 +309,7 @@ func TestFactsCannotSend(t *testing.T) {
 }
 
 // TestKernelWatchReportsUsability removes the only address of the chosen interface and
-// adds it again.
+// adds it again. It expects that Watch calls usable each time, but never changed.
 func TestKernelWatchReportsUsability(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
