@@ -24,7 +24,7 @@ type announcement struct {
 
 type unrouted struct {
 	Reason  string         `json:"reason"`
-	Kind    string         `json:"kind,omitempty"` // of the reason: see Kind
+	Kind    string         `json:"kind,omitempty"` // kind of the reason: see Kind
 	Subnets []netip.Prefix `json:"subnets"`
 }
 

@@ -317,7 +317,7 @@ func TestLeaderLosesItsRights(t *testing.T) {
 }
 
 // TestLeaderCannotJoin expects that another host becomes the leader when the cloud does not know the leader any
-// more. When the cloud knows the first one again and there is no other, this must lead again.
+// more. When the second leader has ended and the cloud knows the first one again, the first one must lead again.
 func TestLeaderCannotJoin(t *testing.T) {
 	runLed(t, []int{2}, func(n *network) {
 		n.Do(func() {

@@ -72,7 +72,7 @@ type Peers struct {
 	Unreadable bool
 }
 
-// equal reports whether p and o are the same hosts, in any order.
+// equal reports whether p and o are equal. The order of the hosts does not count.
 func (p Peers) equal(o Peers) bool {
 	sorted := func(hosts []Host) []string {
 		names := make([]string, len(hosts))
@@ -163,8 +163,8 @@ func (k *Keeper) rest(ctx context.Context) {
 }
 
 // next returns the result of a step of the loop, after a comparison that ended with err. The result makes
-// the loop compare again after the right pause. again is the longest pause that the comparison wants; 0
-// means that it wants none.
+// the loop compare again after the right pause. again is the time after which that comparison asks for
+// another one; 0 means that it asks for none.
 func (k *Keeper) next(err error, again time.Duration) error {
 	if err != nil && (Transient(err) || errors.Is(err, errUnanswered)) {
 		return err

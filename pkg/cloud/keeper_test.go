@@ -39,7 +39,7 @@ func lease(n int) cloud.Host {
 	return cloud.Host{Subnets: []netip.Prefix{subnet(n)}, Addresses: []netip.Addr{address(n)}}
 }
 
-// routeTo returns a route to the subnet of host n whose target is host.
+// routeTo returns a route to the subnet of host n. Its target is the host with the number host.
 func routeTo(n, host int) cloud.Route {
 	return cloud.Route{Table: "table-1", Dst: subnet(n), Target: target(host), ByCall: true}
 }

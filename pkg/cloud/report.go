@@ -23,8 +23,8 @@ type Report struct {
 	Good    time.Time // the last comparison after which everything was right; zero if there was none
 	Calls   []CallCount
 	// Routed contains the destinations of all hosts to which each table has the right route, at the last
-	// comparison that knew all hosts. Unrouted contains those without a right route for which a reason is
-	// known. Both are nil before such a comparison, and if this host is not the leader.
+	// comparison that knew all hosts. Unrouted contains the other destinations for which a reason is known.
+	// Both are nil before such a comparison, and if this host is not the leader.
 	Routed   []netip.Prefix
 	Unrouted []Unrouted
 	// Dropped is set if a comparison has ended with a DroppedError since the tables were last read. It is also
@@ -36,7 +36,7 @@ type Report struct {
 type Unrouted struct {
 	Dst    netip.Prefix
 	Reason string
-	Kind   string // of the reason: see Kind
+	Kind   string // kind of the reason: see Kind
 }
 
 // RouteReport is a wanted route, and whether the table has it.

@@ -15,7 +15,7 @@ import (
 // Peer is another host and its subnet.
 type Peer struct {
 	Subnet netip.Prefix
-	Public netip.Addr // destination of datagrams to the peer, and source of those from it; several peers may share it
+	Public netip.Addr // destination of datagrams to the peer, and source of datagrams from it; several peers may share it
 }
 
 // Table maps addresses to peers. It may be changed while tunnels use it.

@@ -56,7 +56,7 @@ func newWorker(d direction, conn syscall.RawConn, closing *atomic.Bool, task str
 	return w
 }
 
-// connect tells each worker the others, for yield.
+// connect makes each worker know the other workers, which yield runs.
 func connect(workers []*worker) {
 	for i, w := range workers {
 		w.others = slices.Delete(slices.Clone(workers), i, i+1)

@@ -290,8 +290,8 @@ func (s selector) leadsToPods(l Link) bool {
 
 // byReach returns the interface and the source address of the route to an address. For an
 // address of this host the kernel reports lo; byReach then returns the interface that has
-// the address. This happens because all hosts may get the same target, and one of them
-// has its address.
+// the address. This case exists because all hosts may get the same option, and one of them
+// has the address.
 func (s selector) byReach(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {

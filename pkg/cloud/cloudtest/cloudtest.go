@@ -20,7 +20,7 @@ import (
 // routes that calls have made. The functions of a Fixture change the cloud from outside.
 type Fixture struct {
 	Cloud       cloud.Cloud
-	Table       string // id
+	Table       string // id of the table
 	Peer        string // target of the other host
 	PeerAddress netip.Addr
 	IPv4Only    bool // the cloud has no routes for IPv6

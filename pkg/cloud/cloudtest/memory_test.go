@@ -31,7 +31,7 @@ func TestMemory(t *testing.T) {
 					m.Fails = cloud.ErrUnavailable
 				}
 			},
-			Gaps: func() int { return 0 }, // a call is one step
+			Gaps: func() int { return 0 }, // a call of Put is one step, so there is no gap
 		}
 	})
 }

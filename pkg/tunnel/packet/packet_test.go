@@ -506,8 +506,8 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// TestICMPError checks the message against that of flannel's udp backend, and cases in
-// which none may be sent.
+// TestICMPError compares an IPv4 message with the one of flannel's udp backend, checks the
+// IPv6 messages, and checks cases in which no message may be sent.
 func TestICMPError(t *testing.T) {
 	own, own6 := netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00:10:5:1::")
 	p := buildPacket(spec{payload: []byte("12345678")})

@@ -166,7 +166,7 @@ func (v *View) target(target string) error {
 	return nil
 }
 
-// find returns the first route of the table with this id that a call has made and for which is reports true.
+// find returns the first route r of the table with this id that a call has made and for which is(r) is true.
 func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
@@ -179,8 +179,8 @@ func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	return &t.routes[i], nil
 }
 
-// Replace changes the target of the first route for which is reports true. It also changes the description, unless
-// description is empty. A disabled route stays disabled.
+// Replace changes the target of the first Custom route r for which is(r) is true. It also changes the description,
+// unless description is empty. A disabled route stays disabled.
 func (v *View) Replace(id, target, description string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil {
@@ -204,7 +204,7 @@ func (v *View) Replace(id, target, description string, is func(Route) bool) erro
 	return nil
 }
 
-// Delete deletes the first route for which is reports true.
+// Delete deletes the first Custom route r for which is(r) is true.
 func (v *View) Delete(id string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil || v.dry {

@@ -145,7 +145,8 @@ func (s *State) remember() {
 	s.past = append(s.past, now)
 }
 
-// AddTable adds a table that a subnet uses. If subnet is empty, no subnet uses the table.
+// AddTable adds a table that a subnet uses. If subnet is empty, no subnet uses the table. MainTable is used by all
+// subnets without a table.
 func (s *State) AddTable(id, subnet string) {
 	s.change(func() {
 		s.last++
