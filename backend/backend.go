@@ -6,14 +6,14 @@
 //   - backend.go is the contract: a Backend starts a Network, whose Sync gets the full Set of peers.
 //   - registry.go creates the Backend that a configuration names.
 //   - syncer.go is the loop. syncerlog.go contains its log, inspect.go its report for
-//     /statusz, and repairs.go the limit of repairs.
+//     /statusz, and repairs.go its limit of repairs.
 //   - programmer.go is the part that all networks with kernel objects have in common.
 //     notifier.go serves networks with several sources of changes.
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
 //   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
-//   - samelocation.go is the contract of backends that differ inside and between locations.
-//   - leftover.go, listener.go and tunneler.go are interfaces that some backends have in
-//     addition.
+//   - samelocation.go is the contract of networks with one backend inside of a location and
+//     another one between locations. side.go is the contract of the two backends of a migration.
+//   - leftover.go, listener.go and tunneler.go contain interfaces that only some backends implement.
 //
 // The smallest backend is backend/hostgw.
 package backend
@@ -52,10 +52,10 @@ type Env struct {
 	Used []string
 	// Connected returns the time since which the store is connected; zero if it is not.
 	Connected func() time.Time
-	// FreePorts is that of the Catalog. It may be nil.
+	// FreePorts is Catalog.FreePorts. It may be nil.
 	FreePorts func(ports []int) error
-	// PublicEndpoint is the name of this host to which peers send, in addition to its address; zero if
-	// there is none.
+	// PublicEndpoint is a name or address, with an optional port, to which peers can send instead
+	// of to the published address of this host. It is zero if there is none.
 	PublicEndpoint endpoint.Named
 	// Relay is set if this host carries the packets of hosts that do not reach each other.
 	Relay bool
@@ -63,15 +63,15 @@ type Env struct {
 	Location string
 	// ProbesMTU is set if Backend.MTU is "probe". The Registry sets it.
 	ProbesMTU bool
-	// PathLimit is what all probers of path MTUs on this host may send together. Nil means a limit for
-	// this network alone.
+	// PathLimit limits the packets that all probers of path MTUs on this host send together. If it
+	// is nil, this network has a limit of its own.
 	PathLimit *rate.Limiter
 	// Elector elects one host of the network for a task.
 	Elector subnet.Elector
 	// Warn reports something to operators beside the log, for example as an Event. It may be nil.
 	Warn func(reason, message string)
-	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.
-	// The two backends of a migration share one.
+	// NewReconciler returns the Reconciler for the backend's network. If it is nil, the network
+	// creates one. It is set if two backends share one Reconciler, as in a migration.
 	NewReconciler func(dataplane.Scope) (Reconciler, error)
 }
 
@@ -84,16 +84,18 @@ func (e Env) Locals() []netip.Addr {
 	return all
 }
 
-// Reachable reports whether a may be the address of another host outside of the networks. Packets of a
-// tunnel to an address in a network would go into the tunnel again.
+// Reachable reports whether a may be the address of another host: a host address that is not
+// link-local, not on the external interface, and in none of the networks. The route to an address
+// in a network leads into the tunnel, so the tunnel's own packets to that address would enter the
+// tunnel again.
 func (e Env) Reachable(a netip.Addr) bool {
 	inside := func(n subnet.Network) bool { return n.Prefix.Contains(a) }
 	return subnet.IsHost(a) && !a.Is4In6() && a.Zone() == "" && !a.IsLinkLocalUnicast() &&
 		!slices.ContainsFunc(e.Config.Networks, inside) && !slices.Contains(e.Locals(), a)
 }
 
-// Base returns the state that the kernel should have for the own lease with every
-// backend.
+// Base returns the state that the kernel should have for the own lease with any backend: the
+// blackhole routes if Blackhole is set, and otherwise nothing.
 func (e Env) Base(own subnet.Lease) dataplane.State {
 	base := dataplane.NewState()
 	if e.Blackhole {
@@ -124,8 +126,9 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
-// TryDevice returns an error if a device like l cannot be created. Only creating one loads the
-// module of the kernel.
+// TryDevice creates and deletes a device like l. It returns an error if l cannot be created.
+// Looking for the module is not sufficient, because the kernel loads it only when a device is
+// created.
 func (e Env) TryDevice(ctx context.Context, l dataplane.Link) error {
 	for _, failed := range e.Kernel.Apply(ctx, []dataplane.Op{{Object: l}, {Object: l, Delete: true}}) {
 		return fmt.Errorf("create a device of type %s: %w", l.Kind, failed.Err)
@@ -133,9 +136,9 @@ func (e Env) TryDevice(ctx context.Context, l dataplane.Link) error {
 	return nil
 }
 
-// DeviceConflict returns the error about a device that has the name of one of the
-// backend's devices, but a type that flanneld never creates under that name. flanneld
-// does not remove it. want is the expected type.
+// DeviceConflict returns the error about device l, which has the name of one of the backend's
+// devices, but a type that flanneld never creates under that name. flanneld does not remove the
+// device. want is the expected type.
 func DeviceConflict(l dataplane.Link, want string) error {
 	return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
 		l.Name, l.Kind, want, l.Name)
@@ -159,11 +162,11 @@ type Backend interface {
 	// Scope returns the part of the kernel's state that belongs to the backend. It is
 	// pure.
 	Scope() dataplane.Scope
-	// Claim returns the claim that this node publishes. prev is its last published claim,
-	// or zero if none is known. Data that peers have learned from prev, such as a VTEP
-	// MAC, should stay the same. Claim changes nothing, except that it may run a
-	// configured command that must run first. It does not wait for a cloud: it returns an
-	// error for which cloud.Transient is true.
+	// Claim returns the claim that this node publishes. prev is its last published claim, or zero
+	// if none is known. Data that peers have learned from prev, such as a VTEP MAC, should stay the
+	// same. Claim changes nothing, except that it may run a configured command whose output is part
+	// of the claim. It does not wait for a cloud: it returns an error for which cloud.Transient is
+	// true.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
 	// Start prepares the backend's devices for the own lease and returns the network. It
 	// removes only objects that it replaces.
@@ -179,9 +182,9 @@ type Network interface {
 	// the identities that the lease claims and that no other lease may have, such as VTEP
 	// MACs or public keys. It is pure, and safe for concurrent use.
 	Check(l subnet.Lease) (identities []string, err error)
-	// Sync makes the kernel carry packets to exactly these peers. It may be repeated with
-	// an equal set. It returns refusals for peers that cannot be served. Unless it
-	// returns an error, all others are configured.
+	// Sync makes the kernel carry packets to exactly these peers. It may be repeated with an equal
+	// set. It returns refusals for peers that cannot be served. Unless it returns an error, all
+	// other peers are configured.
 	Sync(ctx context.Context, peers Set) (Outcome, error)
 	// Changed returns a channel that receives when the kernel may have drifted, or nil if
 	// the network cannot find out.
@@ -203,17 +206,19 @@ type Set struct {
 	// Complete is set when the store has answered. Before that, Sync must not remove an
 	// object because its lease is not in the set.
 	Complete bool
-	// Unreadable is set if the store has a lease that cannot be read and that is not in the
-	// set. A host of which nothing else is known may need an object outside of this host.
+	// Unreadable is set if the store has a lease that cannot be read and that is not in the set.
+	// The host of that lease may need objects outside of this host, such as routes in a cloud.
+	// Which ones is unknown, so a network must then not remove such objects.
 	Unreadable bool
-	// Refused returns the leases that have not passed the checks, for networks whose objects
-	// outside of this host must stay for them. It may be called until Sync returns. If it is
-	// nil, there are none.
+	// Refused returns the leases of which at least one endpoint has not passed the checks. A
+	// network with objects outside of this host, such as routes in a cloud, keeps the objects of
+	// these leases. Refused may be called until Sync returns. If it is nil, there are no such
+	// leases.
 	Refused func() []*subnet.Lease
 }
 
-// KeysToSync returns the keys of the leases that may differ from the previous set. If any may, these are the
-// keys of all leases, and those in known whose leases have gone.
+// KeysToSync returns the keys of the leases that may differ from the previous set. If All is set,
+// these are the keys of all leases in s, and the keys in known that have no lease in s.
 func KeysToSync[V any](s Set, known map[string]V) []string {
 	if !s.All {
 		return s.Changed

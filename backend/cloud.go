@@ -23,7 +23,7 @@ type CloudBackend struct {
 	Type  string // in the configuration; leases contain no type, like those of flannel
 	Env   Env
 	Cloud cloud.Cloud
-	Calls *cloud.Calls // of Cloud
+	Calls *cloud.Calls // the calls that Cloud makes
 	// AtOnce is the most calls of Cloud.Put at the same time; 0 means 1.
 	AtOnce int
 	// Writer is cloud.WriterHost or cloud.WriterLeader.
@@ -47,8 +47,8 @@ func (o *Overflow) UnmarshalJSON(raw []byte) (err error) {
 // errOverflow is the error about a value without a type.
 var errOverflow = errors.New(`Overflow: want "vxlan", or an object with this Type and its keys`)
 
-// CheckCluster returns an error unless name can be the key Cluster of the Backend object of a cloud. It may be
-// empty.
+// CheckCluster returns an error unless name can be the value of the key Cluster of a cloud's
+// Backend object. An empty name is valid.
 func CheckCluster(name string) error {
 	if name == "" || regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(name) {
 		return nil
@@ -62,10 +62,10 @@ func (*CloudBackend) LeaseType() string { return "" }
 // Scope implements Backend.
 func (b *CloudBackend) Scope() dataplane.Scope { return b.Env.Scope() }
 
-// Claim implements Backend. A host that begins to use the backend must be able to use the
-// cloud first, unless a leader writes the routes. A host that has a lease of this backend keeps it
-// without a call, because its pods are running and its routes may be in place: the keeper reports what is
-// wrong.
+// Claim implements Backend. It returns an error if a host that begins to use this backend cannot
+// use the cloud, unless a leader writes the routes. A host that already has a lease of this backend
+// keeps it without a call of the cloud, because its pods are running and its routes may be in
+// place. The keeper then reports what is wrong.
 func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.Env.Claim("", prev)
 	if b.Writer == cloud.WriterLeader {
@@ -93,8 +93,8 @@ func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, er
 	return n, nil
 }
 
-// StartKeeper starts to keep the routes of the cloud to this host right, until n is closed. It notifies n
-// after each comparison.
+// StartKeeper starts a goroutine that keeps the routes of the cloud to this host right until n is
+// closed. It notifies n after each comparison of the routes.
 func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
@@ -113,15 +113,16 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 }
 
 // RouteKeeper is the part of a network that keeps the routes of a cloud to this host right, and
-// implements CloudRouter. It compares them on a goroutine of its own, because a call may take long.
+// implements CloudRouter. It compares the routes on a goroutine of its own, because a call of the
+// cloud may take long.
 type RouteKeeper struct {
 	routes     cloudRoutes
 	calls      *cloud.Calls
-	complete   bool // of the last set
-	unreadable bool // of the last set
+	complete   bool // Set.Complete of the last set
+	unreadable bool // Set.Unreadable of the last set
 }
 
-// SetPeers passes on the leases of the other hosts.
+// SetPeers tells the keeper which other hosts have a lease, if that may have changed.
 func (r *RouteKeeper) SetPeers(peers Set) {
 	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
 		r.complete, r.unreadable = peers.Complete, peers.Unreadable
@@ -129,7 +130,7 @@ func (r *RouteKeeper) SetPeers(peers Set) {
 	}
 }
 
-// Last is Last of a cloud.Keeper, or of a cloud.Elected.
+// Last returns the result of the last comparison. See cloud.Keeper.Last.
 func (r *RouteKeeper) Last() (repaired int, compared bool, err error) { return r.routes.Last() }
 
 // CloudRoutes implements CloudRouter.
@@ -139,7 +140,7 @@ func (r *RouteKeeper) CloudRoutes() cloud.Report {
 	return report
 }
 
-// cloudRoutes keeps routes of a cloud right: a cloud.Keeper, or a cloud.Elected.
+// cloudRoutes keeps routes of a cloud right. It is a cloud.Keeper or a cloud.Elected.
 type cloudRoutes interface {
 	Run(ctx context.Context)
 	SetPeers(p cloud.Peers)
@@ -148,7 +149,7 @@ type cloudRoutes interface {
 	Report() cloud.Report
 }
 
-// cloudTask is the name of the task of the leader.
+// cloudTask is the task for which the store elects the leader.
 const cloudTask = "cloud-routes"
 
 // election implements cloud.Election by the store.
@@ -180,7 +181,7 @@ type cloudNetwork struct {
 	*RouteKeeper
 }
 
-// MTU implements Sized, and Network for the networks.
+// MTU implements Sized. It also implements Network for cloudNetwork, which embeds CloudBackend.
 func (b *CloudBackend) MTU() int { return b.Env.Underlay.MTU }
 
 // Check implements Network. Leases contain no backend data.
@@ -203,8 +204,8 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(failed, err)
 }
 
-// cloudHosts returns all hosts that have a lease, also those whose lease is refused: their routes
-// must stay.
+// cloudHosts returns all hosts that have a lease. Hosts whose lease is refused are included,
+// because the routes to them must stay.
 func cloudHosts(peers Set) []cloud.Host {
 	var all []cloud.Host
 	for _, l := range peers.Leases {

@@ -10,8 +10,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestRefusedLeasesCount expects that a refused lease protects its route like any other, and that a leader
-// can tell it from the others: it must not make routes for it, for example to all addresses.
+// TestRefusedLeasesCount checks that cloudHosts returns the host of a refused lease, so that its
+// route stays. The host must be marked as refused, because a leader must not create a route for
+// such a lease: its subnet may be invalid, for example all addresses.
 func TestRefusedLeasesCount(t *testing.T) {
 	address := netip.MustParseAddr("192.168.77.1")
 	l := &subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: address}}}

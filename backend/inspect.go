@@ -34,8 +34,8 @@ type DataPath interface {
 	Dropped() map[string]uint64
 }
 
-// Chooser is a Network that chooses one of two backends for each peer and prefers one of them: the
-// next one in a migration, the cloud with Overflow, and with SameLocation that one for the peers at the
+// Chooser is a Network that chooses one of two backends for each peer. It prefers the next backend
+// in a migration, the cloud with Overflow, and the backend of SameLocation for peers at the
 // location of this host. Its methods are called from the goroutine that calls Sync.
 type Chooser interface {
 	// Choice returns how the peer with that key is served.
@@ -45,7 +45,7 @@ type Chooser interface {
 // Choice is the backend that carries the packets to a peer.
 type Choice struct {
 	Backend string // type; empty if no backend carries them
-	Waiting string // the reason why it is not the preferred one; empty if it is
+	Waiting string // the reason why Backend is not the preferred one; empty if it is
 }
 
 // CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
@@ -62,12 +62,12 @@ type Overflower interface {
 	Overflow() OverflowReport
 }
 
-// OverflowReport tells by which way packets travel.
+// OverflowReport tells how many peers are reached by the cloud, and how many by the tunnel.
 type OverflowReport struct {
-	Tunnel            string // type of its backend
+	Tunnel            string // type of the tunnel's backend
 	ByCloud, ByTunnel int    // numbers of peers
-	// Problem says what is wrong with the routes of the cloud to this host, and what follows from that. It
-	// is empty if nothing is.
+	// Problem says what is wrong with the routes of the cloud to this host, and what follows from
+	// that. It is empty if nothing is wrong.
 	Problem string
 }
 
@@ -82,9 +82,9 @@ type PathSizer interface {
 // RelayUser is a Network that reaches some peers by a relay: another host that carries the packets, and sees
 // their plaintext. Its method is called from the goroutine that calls Sync.
 type RelayUser interface {
-	// Relay returns the key of the lease of the relay that carries the packets to the peer with that
-	// key. It is empty if there is none. If each family has another relay, it has both keys, with a comma and
-	// a space between them.
+	// Relay returns the key of the lease of the relay that carries the packets to the peer with
+	// that key, or "" if no relay does. If IPv4 and IPv6 have different relays, it returns both
+	// keys, with a comma and a space between them.
 	Relay(key string) string
 }
 
@@ -97,7 +97,7 @@ type ObjectReport struct {
 // PeerReport describes how the lease of another node is served.
 type PeerReport struct {
 	Lease   subnet.Lease
-	Refused string         // the reason why it is not served in all families; empty if it is
+	Refused string         // the reason why the lease is not served, or not in all families; empty if it is served in all
 	Held    bool           // the store has lost the lease without removing it
 	Changed time.Time      // when the lease last changed
 	Objects []ObjectReport // nil if not requested, or if the network is not an Inspector
@@ -124,9 +124,9 @@ type Inspection struct {
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 
-// Inspect returns the state between two passes. objects selects whether it includes the
-// kernel objects of each peer, which costs more than counting them. It returns ctx's
-// error if no pass ends before ctx does.
+// Inspect returns the state between two passes. objects selects whether the result includes the
+// kernel objects of each peer, which costs more than counting them. Inspect returns the error of
+// ctx if ctx ends before the present pass does.
 func (s *Syncer) Inspect(ctx context.Context, objects bool) (in Inspection, err error) {
 	err = s.loop.Do(ctx, func() { in = s.inspect(objects) })
 	return in, err

@@ -4,10 +4,10 @@ package backend
 
 import "fmt"
 
-// Leftover is a kernel object of a kind that the data plane does not know, so that a
-// backend creates it outside of its Scope. It stays in the kernel when another
-// configuration replaces that of the backend. String describes the object. Two leftovers
-// with the same text are the same object.
+// Leftover is a kernel object of a kind that the data plane does not know, so the backend creates
+// it outside of its Scope. When another configuration replaces that of the backend, the object
+// stays in the kernel. String describes the object. Two leftovers with the same text are the same
+// object.
 type Leftover interface {
 	fmt.Stringer
 	// Present reports whether the kernel has it.

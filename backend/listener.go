@@ -23,14 +23,15 @@ func Ports(b Backend) []int {
 	return nil
 }
 
-// SeveralListener is a Backend that consists of several.
+// SeveralListener is a Backend that consists of several backends.
 type SeveralListener interface {
-	// PortsByType returns what Ports of each backend returns, by its type. It is pure.
+	// PortsByType returns the result of Ports for each of these backends, by the backend's type. It
+	// is pure.
 	PortsByType() map[string][]int
 }
 
 // PortsByType returns the UDP ports of b that peers send to, by the type of the backend that
-// receives the packets. b has type configured in the configuration.
+// receives the packets. configured is the type of b in the configuration.
 func PortsByType(b Backend, configured string) map[string][]int {
 	if l, ok := b.(SeveralListener); ok {
 		return l.PortsByType()
@@ -40,12 +41,13 @@ func PortsByType(b Backend, configured string) map[string][]int {
 
 // Checker is a Backend that can find out before Start whether the host has what it needs.
 type Checker interface {
-	// Usable returns an error if the host lacks something without which Start fails, such as a
-	// kernel module. It may create and delete a device.
+	// Usable returns an error if the host lacks something that Start needs, such as a kernel
+	// module. It may create and delete a device.
 	Usable(ctx context.Context) error
 }
 
-// Usable returns an error if it is known that b cannot start on this host.
+// Usable returns an error if b finds out that it cannot start on this host. It returns nil if b is
+// not a Checker.
 func Usable(ctx context.Context, b Backend) error {
 	if c, ok := b.(Checker); ok {
 		return c.Usable(ctx)
@@ -59,8 +61,8 @@ type EndpointNamer interface {
 	CheckPublicEndpoint(e endpoint.Named) error
 }
 
-// CheckPublicEndpoint returns an error if there is a public endpoint e and peers of b cannot send to it. b
-// has type configured in the configuration.
+// CheckPublicEndpoint returns an error if e is not zero and peers cannot send to e by backend b.
+// configured is the type of b in the configuration.
 func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
 	if e.IsZero() {
 		return nil
@@ -78,8 +80,8 @@ type Relayer interface {
 	CheckRelay() error
 }
 
-// CheckRelay returns an error if this host should be a relay and other hosts cannot use it. b has type
-// configured in the configuration.
+// CheckRelay returns an error if relay is set and hosts with backend b cannot use a relay. relay
+// tells whether this host should be one. configured is the type of b in the configuration.
 func CheckRelay(b Backend, configured string, relay bool) error {
 	if !relay {
 		return nil
@@ -93,7 +95,7 @@ func CheckRelay(b Backend, configured string, relay bool) error {
 
 // FileOwner is a Backend that needs files for itself.
 type FileOwner interface {
-	// Files returns their paths. No other network of this host may use them.
+	// Files returns the paths of these files. No other network of this host may use the same files.
 	Files() []string
 }
 

@@ -15,12 +15,13 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// leastPathMTU is the least MTU in bytes that a route gets. Every host must accept packets of this size
-// over IPv4 (RFC 791). A path that seems to be narrower belongs to a host that drops large echo requests.
+// leastPathMTU is the least MTU in bytes that a route gets over IPv4, because every host must
+// accept packets of this size (RFC 791). A path that seems to be narrower belongs to a host that
+// drops large echo requests. Over IPv6 the least MTU is that of Family.MinMTU.
 const leastPathMTU = 576
 
-// narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer gives the routes
-// to peers with a narrow path that MTU, and no other route is changed.
+// narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer uses it to
+// give the route to each peer with a narrow path the MTU of that path. It changes no other route.
 type narrowing struct {
 	Reconciler
 	scope    dataplane.Scope
@@ -42,7 +43,8 @@ func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconcile
 	return e.narrowing(ctx, r, scope)
 }
 
-// narrowing returns a Reconciler on r, which it owns. It adopts the MTUs that the kernel's routes have.
+// narrowing returns a Reconciler that wraps r, and closes r when it is closed or cannot be created.
+// The path MTUs begin with the MTUs that flanneld's routes have in the kernel.
 func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope) (Reconciler, error) {
 	have, err := e.Kernel.Read(ctx, scope)
 	if err != nil {
@@ -79,7 +81,8 @@ func (n *narrowing) Close() error {
 	return n.Reconciler.Close()
 }
 
-// changed returns keys with the peers whose paths have got another MTU.
+// changed returns keys, and the keys of the peers with a path whose MTU has changed since the last
+// call.
 func (n *narrowing) changed(keys []string) []string {
 	all := slices.Clone(keys)
 	for _, key := range n.prober.Take() {
@@ -90,7 +93,7 @@ func (n *narrowing) changed(keys []string) []string {
 	return all
 }
 
-// size returns the size of the largest packet to a subnet like PathMTU.
+// size returns the result of PathSizer.PathMTU.
 func (n *narrowing) size(subnet netip.Prefix) int { return n.prober.Size(subnet) }
 
 // retain forgets the peers without a lease.
@@ -98,8 +101,9 @@ func (n *narrowing) retain(leases map[string]*subnet.Lease) {
 	n.prober.Retain(func(key string) bool { return leases[key] != nil })
 }
 
-// narrow returns the objects of a peer, with the MTUs of the paths to it. A subnet with a narrow path
-// gets a route of its own if there is only one to its network. narrow is safe for concurrent use.
+// narrow returns the objects of a peer, with the MTU of the path in each route with a narrow path.
+// If there is only one route to the whole network, a subnet with a narrow path gets a route of its
+// own. narrow owns objects, and is safe for concurrent use.
 func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object {
 	var paths []pathmtu.Path
 	var routes []dataplane.Route
@@ -136,7 +140,8 @@ func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, boo
 	return dataplane.Route{}, false
 }
 
-// wide returns a route to dst by the route of base to its network.
+// wide returns a route to dst through the device of base's route to the network of dst. ok is false
+// if there is no such route.
 func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Route, bool) {
 	for _, network := range n.scope.Networks {
 		if !prefix.Contains(network, dst) {
@@ -149,8 +154,8 @@ func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Rout
 	return dataplane.Route{}, false
 }
 
-// pathBy returns the path of route r to an endpoint. ok is false if r does not lead through a device of
-// base.
+// pathBy returns the path of route r to endpoint e. ok is false if base does not have the device of
+// r, with an address of the endpoint's family.
 func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathmtu.Path, ok bool) {
 	link, ok := base.Links[r.Dev]
 	if !ok {

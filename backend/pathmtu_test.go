@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// mtuRegistry returns a registry of a backend that finds MTUs and of one that does not. Their factories
-// record the configuration that they get.
+// mtuRegistry returns a registry of two backends: tunnel finds MTUs, and plain does not. Their
+// factories set got to the configuration that they get, and probes to Env.ProbesMTU.
 func mtuRegistry(t testing.TB, got *string, probes *bool) backend.Registry {
 	t.Helper()
 	factory := func(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
@@ -35,7 +35,9 @@ func mtuRegistry(t testing.TB, got *string, probes *bool) backend.Registry {
 	return r
 }
 
-// TestMTUProbe checks the value "probe" of Backend.MTU. Every other value belongs to the backend.
+// TestMTUProbe checks that Backend.MTU "probe" sets ProbesMTU and is not passed to the backend, or
+// is an error if the backend does not find MTUs. Any value that is not a text must reach the
+// backend unchanged.
 func TestMTUProbe(t *testing.T) {
 	for _, tc := range []struct {
 		kind, raw, want string
@@ -90,9 +92,10 @@ func FuzzMTUProbe(f *testing.F) {
 	})
 }
 
-// TestAdoptsPathMTUs starts a network on routes that an earlier process has given an MTU. It must not
-// write anything, for backends with a route to each peer and for those with one to the network. When a
-// peer goes, so does its route. A route of another program does not count.
+// TestAdoptsPathMTUs checks that a network adopts the MTU that an earlier process has given to a
+// route, and changes no route of flanneld when it starts. It tests a backend with a route to each
+// peer, and one with a single route to the network. When a peer goes, its route must be deleted.
+// The MTU of another program's route must not be adopted.
 func TestAdoptsPathMTUs(t *testing.T) {
 	network := netip.MustParsePrefix("10.5.0.0/16")
 	device := dataplane.Link{Name: "flannel.1", Kind: "vxlan", MAC: dataplane.MAC{2, 1}, MTU: 1450, Up: true,

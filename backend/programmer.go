@@ -45,12 +45,14 @@ type Programmer struct {
 	Reconciler
 
 	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
-	keys     map[netip.Prefix]string       // lease keys by destination; nil until one is needed
-	lastCall time.Time                     // time of the last call for all peers
-	stale    bool                          // the results may be out of date
+	keys     map[netip.Prefix]string       // lease keys by destination of a route; nil until a key is needed
+	lastCall time.Time                     // time of the last calls of Desired for all peers
+	stale    bool                          // the results of Desired may be out of date
 }
 
-// SetUp makes the kernel contain Base. It removes only objects that conflict with Base.
+// SetUp makes the kernel contain Base. It removes only objects that conflict with Base. It returns
+// an error if a route of Base is refused, for example because another device is directly connected
+// to the destination.
 func (p *Programmer) SetUp(ctx context.Context) error {
 	base := dataplane.NewState()
 	base.AddState(p.Base)
@@ -82,15 +84,16 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	}
 	report, err := p.Update(ctx, removed, added, peers.Complete)
 	o, refused := p.outcome(report)
-	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // the pass may have been caused by a changed lease
+	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // this pass has called Desired only for changed leases
 	if p.stale {
 		o.Again = max(p.Volatile-time.Since(p.lastCall), time.Nanosecond)
 	}
 	return o, oneline.Join(err, refused)
 }
 
-// WithResized returns peers with those added to Changed whose paths have got another MTU since the last
-// call. Sync does that itself. A network that does more than Sync calls it before.
+// WithResized returns peers, and adds to Changed the keys of the peers with a path whose MTU has
+// changed since the last call. Sync calls it. A network that reads Changed itself before it calls
+// Sync must call WithResized first.
 func (p *Programmer) WithResized(peers Set) Set {
 	if n := p.narrower(); n != nil {
 		peers.Changed = n.changed(peers.Changed)
@@ -107,7 +110,7 @@ func (p *Programmer) Objects(key string) []ObjectReport {
 	return hs
 }
 
-// all calls Desired for all peers.
+// all calls Desired for all peers, and makes the kernel match the results.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.lastCall, p.stale = nil, nil, time.Now(), false
 	if n := p.narrower(); n != nil {
@@ -135,7 +138,7 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 	o, refused := p.outcome(report)
-	if p.stale = p.Volatile > 0 && report.Rerouted; p.stale { // the change may have happened after the calls
+	if p.stale = p.Volatile > 0 && report.Rerouted; p.stale { // the change may have happened after the calls of Desired
 		o.Again = p.Volatile
 	}
 	return o, oneline.Join(err, refused)
@@ -173,8 +176,8 @@ func (p *Programmer) desired(ctx context.Context, key string, peers Set) (object
 // MTUs.
 type narrower interface {
 	Reconciler
-	changed(keys []string) []string         // keys, and those of peers with another MTU since the last call
-	retain(leases map[string]*subnet.Lease) // forgets all other peers
+	changed(keys []string) []string         // returns keys, and the keys of peers whose path MTU has changed since the last call
+	retain(leases map[string]*subnet.Lease) // forgets the peers without a lease in leases
 	narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object
 	size(subnet netip.Prefix) int // see PathMTU
 }
@@ -211,7 +214,7 @@ func (p *Programmer) index(key string, objects []dataplane.Object) {
 	}
 }
 
-// key returns the key of the lease that needs a route to dst.
+// key returns the key of the lease that needs a route to dst, or "" if none does.
 func (p *Programmer) key(dst netip.Prefix) string {
 	if p.keys == nil {
 		p.keys = make(map[netip.Prefix]string, len(p.objects))

@@ -18,9 +18,10 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestConflictWithRouteOfAllPeers tests a device to which the network of all peers is
-// directly connected. It is an error if another program owns the device, because the
-// device receives the packets. The backend's own device carries them.
+// TestConflictWithRouteOfAllPeers checks SetUp and Sync if a device is directly connected to the
+// network of all peers. They must return an error if another program owns the device, because the
+// device receives the packets to all peers. They must return no error if the device is the
+// backend's own, because it carries the packets.
 func TestConflictWithRouteOfAllPeers(t *testing.T) {
 	network := netip.MustParsePrefix("10.5.0.0/16")
 	ours := dataplane.Link{Name: "flannel-wg", Kind: dataplane.KindWireGuard, MTU: 1440, Up: true}
@@ -79,10 +80,9 @@ func TestConflictWithRouteOfAllPeers(t *testing.T) {
 	}
 }
 
-// TestVolatileCallsDesiredAgain changes a route of the host, and the next pass is one for a
-// changed lease. That pass and others before Volatile has passed must call Desired only for
-// their lease, and ask for another pass. The first pass after Volatile must call Desired once
-// for all peers.
+// TestVolatileCallsDesiredAgain changes a route of the host, and the next passes are for a changed
+// lease. Until the time Volatile has passed, they must call Desired only for that lease, and ask
+// for another pass. The first pass after that must call Desired once for each peer.
 func TestVolatileCallsDesiredAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()
@@ -163,7 +163,7 @@ func TestResyncReads(t *testing.T) {
 	})
 }
 
-// programmed is a network with a Programmer for tests.
+// programmed is a network whose Sync, Changed and Close are those of a Programmer.
 type programmed struct {
 	*network
 	*backend.Programmer
@@ -175,7 +175,8 @@ func (p programmed) Sync(ctx context.Context, peers backend.Set) (backend.Outcom
 func (p programmed) Changed() <-chan struct{} { return p.Programmer.Changed() }
 func (p programmed) Close() error             { return p.Programmer.Close() }
 
-// programmer returns a Programmer of plain routes through eth0.
+// programmer returns a Programmer with one plain route through eth0 for each peer. resync is the
+// interval of full reads.
 func programmer(t *testing.T, k dataplane.Kernel, resync time.Duration) *backend.Programmer {
 	t.Helper()
 	scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}

@@ -30,24 +30,27 @@ type Combine func(cloud *CloudBackend, tunnel Backend) Backend
 type Registry struct {
 	entries map[string]Entry
 	migrate Migrate
-	combine Combine // nil if there is no Overflow
-	locate  Locate  // nil if there is no SameLocation
+	combine Combine // nil if Overflow is not supported
+	locate  Locate  // nil if SameLocation is not supported
 }
 
 // Entry is a backend of a registry.
 type Entry struct {
 	Type    string // in lower case
 	Factory Factory
-	// ProbesMTU is set if Backend.MTU may be "probe": the network has a device, and a Programmer.
+	// ProbesMTU is set if Backend.MTU may be "probe". The network must then have a device and a
+	// Programmer.
 	ProbesMTU bool
-	// Overflows is set if the backend may be the tunnel of a cloud. It is Sized.
+	// Overflows is set if the backend may be the tunnel of a cloud. The backend must then implement
+	// Sized.
 	Overflows bool
-	// Inside is set if the backend may be the one inside of a location. It is Sized.
+	// Inside is set if the backend may be the one inside of a location. The backend must then
+	// implement Sized.
 	Inside bool
 }
 
-// NewRegistry returns a Registry of entries. It returns an error for an empty or
-// duplicate name and for a missing factory.
+// NewRegistry returns a Registry of entries. It returns an error for a name that is empty,
+// duplicate or not in lower case, and for a missing factory.
 func NewRegistry(entries ...Entry) (Registry, error) {
 	r := Registry{entries: map[string]Entry{}, migrate: noMigration}
 	for _, e := range entries {
@@ -64,19 +67,20 @@ func NewRegistry(entries ...Entry) (Registry, error) {
 	return r, nil
 }
 
-// WithMigration returns r with the backend for configurations with a next backend.
+// WithMigration returns r with m, which creates the backend for configurations with a next backend.
 func (r Registry) WithMigration(m Migrate) Registry {
 	r.migrate = m
 	return r
 }
 
-// WithOverflow returns r with the backend for clouds with the key Overflow.
+// WithOverflow returns r with c, which creates the backend for clouds with the key Overflow.
 func (r Registry) WithOverflow(c Combine) Registry {
 	r.combine = c
 	return r
 }
 
-// WithLocations returns r with the backend for configurations with the key SameLocation.
+// WithLocations returns r with l, which creates the backend for configurations with the key
+// SameLocation.
 func (r Registry) WithLocations(l Locate) Registry {
 	r.locate = l
 	return r
@@ -126,7 +130,8 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 	}
 }
 
-// overflow returns the backend for a cloud with a tunnel.
+// overflow returns the backend for a cloud c with a tunnel. warnings are those about c. The result
+// also contains those about the tunnel.
 func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []string, error) {
 	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.combine == nil {
 		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys", subnet.Shorten(c.Overflow.Type), strings.Join(r.tunnels(), ", "))
@@ -151,21 +156,22 @@ func (r Registry) tunnels() []string {
 // Types returns the names of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 
-// Catalog is a registry with the state that its backends keep in the process while
-// networks begin and end.
+// Catalog is a registry, with the state that its backends keep in the process while networks begin
+// and end.
 type Catalog struct {
 	Registry
-	// Shutdown does what must be done on the host when the daemon is told to stop. It may
-	// be nil.
+	// Shutdown runs when the daemon is told to stop, and does what the backends must do on the host
+	// then. It may be nil.
 	Shutdown func(ctx context.Context)
-	// Retire undoes what backends have done outside of Scope and Leftovers, when the network was
-	// deleted. It may be nil.
+	// Retire runs when the network was deleted. It undoes what backends have done outside of Scope
+	// and Leftovers. It may be nil.
 	Retire func(ctx context.Context) error
-	// CloseUnused ends what runs in the process and belongs to no started network. A network may
-	// leave it running at its end, so that packets go on until the next network takes it over. It
-	// may be nil.
+	// CloseUnused closes the devices and tunnels of this process that no started network uses. A
+	// network that ends may leave them running, so that they carry packets until the next network
+	// takes them over. It may be nil.
 	CloseUnused func() error
-	// FreePorts does the same for what listens on one of these UDP ports. It may be nil.
+	// FreePorts is like CloseUnused, but closes only what listens on one of these UDP ports. It may
+	// be nil.
 	FreePorts func(ports []int) error
 	// Close releases the state, after the end of all networks. It may be nil.
 	Close func()
@@ -177,8 +183,9 @@ type Catalog struct {
 // probe is the value of Backend.MTU with which this host finds the MTU of each path.
 const probe = "probe"
 
-// probesMTU reports whether Backend.MTU in raw is "probe". It returns raw without that value, which no
-// backend knows: the devices then have the MTU that they have without the key.
+// probesMTU reports whether Backend.MTU in raw is "probe". If so, it returns raw without the key
+// MTU, because no backend knows that value: devices then have the default MTU. It returns an error
+// if backend e does not find MTUs, or if it does and MTU is another text.
 func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
 	var keys map[string]json.RawMessage
 	if json.Unmarshal(raw, &keys) != nil { // the factory says what is wrong

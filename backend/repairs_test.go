@@ -12,7 +12,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// TestForwardChanges lets another program restore its entry for some time.
+// TestForwardChanges checks how often forward wakes the loop while changes are announced each
+// millisecond. As long as each pass repairs an entry, it must wake once in every quiet at first,
+// and then repairRate times a second. When passes repair nothing, it must wake once in every quiet
+// again.
 func TestForwardChanges(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		repairs, changed := newRepairs(), wait.NewSignal()

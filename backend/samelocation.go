@@ -28,8 +28,9 @@ func (s *SameLocation) UnmarshalJSON(raw []byte) (err error) {
 // errSameLocation is the error about a value without a type.
 var errSameLocation = errors.New(`SameLocation: want "vxlan" or "host-gw", or an object with this Type and its keys`)
 
-// decodeInner decodes the value of a key that names another backend: its type, or an object with its type
-// and keys. It returns wrong if there is no type, and nothing for null.
+// decodeInner decodes the value of a key that names another backend: its type, or an object with
+// its type and keys. If there is no type, it returns the error wrong. For null it returns zero
+// values.
 func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, err error) {
 	if string(raw) == "null" {
 		return "", nil, nil
@@ -49,16 +50,18 @@ func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, 
 
 // Surrounding is a Backend that may leave the packets between hosts of one location to another backend.
 type Surrounding interface {
-	// SameLocation returns what the configuration says about the other backend. It is pure.
+	// SameLocation returns the key SameLocation of the configuration. It is pure.
 	SameLocation() SameLocation
 }
 
-// Locate creates the backend of a network with locations. between and inside create the backends between
-// and inside locations, for an Env. same is the configuration of the latter.
+// Locate creates the backend of a network with locations. between creates the backend between
+// locations for an Env, and inside the one inside of a location. same is the configuration of the
+// backend inside.
 type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend, []string, error)) (Backend, []string, error)
 
-// located returns the backend for a configuration with SameLocation. A path MTU would need a route of its
-// own to a peer, which the backend inside a location has.
+// located returns the backend for a configuration with SameLocation. It refuses MTU "probe": the
+// MTU of a path needs a route to the peer alone, and with locations only the backend inside may
+// have such a route.
 func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
 	entry := r.entries[same.Type]
 	if !entry.Inside || r.locate == nil {
@@ -98,8 +101,8 @@ func Inside(b Backend) []string {
 	return nil
 }
 
-// CheckLocations returns an error if hosts of b have no locations. b has type configured in the
-// configuration.
+// CheckLocations returns an error if hosts with backend b cannot have locations. configured is the
+// type of b in the configuration.
 func CheckLocations(b Backend, configured string) error {
 	if len(Inside(b)) > 0 {
 		return nil
@@ -120,5 +123,5 @@ type LocationReport struct {
 	Name            string // location of this host; empty if it has none
 	Inside, Between string // types of the backends
 	ByInside        int    // number of peers to which the backend inside of the location carries the packets
-	ByBetween       int    // number of the others
+	ByBetween       int    // number of the peers to which the backend between locations carries the packets
 }

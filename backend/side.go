@@ -11,12 +11,12 @@ type LeaseTyper interface {
 	LeaseType() string
 }
 
-// Matcher is implemented by backends of which two may serve a network during a migration,
-// such as vxlan with two VNIs.
+// Matcher is implemented by backends that can be both the present and the next backend of a
+// migration, such as vxlan with two VNIs.
 type Matcher interface {
-	// Matches reports whether the data of l, whose type is that of the backend, comes from
-	// a host with the same configuration in this respect. It is pure, and safe for
-	// concurrent use.
+	// Matches reports whether the data of l comes from a host whose configuration has the same
+	// value, such as the same VNI. The type of l must be that of the backend. Matches is pure, and
+	// safe for concurrent use.
 	Matches(l subnet.Lease) bool
 }
 
@@ -31,7 +31,7 @@ type Side struct {
 	Strict bool
 }
 
-// NewSide returns the side of b, which has type configured in the configuration.
+// NewSide returns the side of b. configured is the type of b in the configuration.
 func NewSide(b Backend, configured string) Side {
 	s := Side{Type: configured, LeaseType: configured}
 	if t, ok := b.(LeaseTyper); ok {
@@ -43,8 +43,8 @@ func NewSide(b Backend, configured string) Side {
 	return s
 }
 
-// Of returns the lease as a host without a migration would have it with this backend. ok
-// is false if l has nothing for this backend.
+// Of returns l as a host that has only this backend would publish it. ok is false if l has no data
+// for this backend. The result may be l itself.
 func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 	hasNext := l.NextType != "" && l.NextType == s.Type
 	if l.BackendType == s.LeaseType && (!s.Strict && !hasNext || s.matches(*l)) {
@@ -61,15 +61,16 @@ func (s Side) matches(l subnet.Lease) bool { return s.Matches == nil || s.Matche
 
 // Sized is a Backend whose networks have an MTU that is known before they start.
 type Sized interface {
-	// MTU returns what MTU of its networks returns. It is pure.
+	// MTU returns the result of Network.MTU for these networks. It is pure.
 	MTU() int
 }
 
-// Reclaimer is a Network on a host that may publish more than its own lease has.
+// Reclaimer is a Network that can find out that its host may now publish more data than the own
+// lease has.
 type Reclaimer interface {
-	// Reclaim returns a channel that receives when Claim of the backend may return more than it
-	// did before the network was started. The owner of the network then starts another one, with
-	// the lease that has the new claim.
+	// Reclaim returns a channel that receives when Claim of the backend may return more data than
+	// before the start of the network. The owner of the network then publishes the new claim, and
+	// replaces the network by one with the new lease.
 	Reclaim() <-chan struct{}
 }
 
@@ -78,18 +79,19 @@ type Publisher interface {
 	// Republish returns a channel that receives when Claim of the backend returns other data than the
 	// own lease has. The owner of the network then publishes the new claim, and the network goes on.
 	Republish() <-chan struct{}
-	// Published tells the network that the store has this claim now. It may be called at any time.
+	// Published tells the network that the store now has the claim c. It may be called at any time.
 	Published(c subnet.Claim)
 }
 
-// Selector is a Network that uses leases with data for several backends as they are.
+// Selector is a Network that gets each lease with the data for all backends. Other networks get
+// only the part for their own backend.
 type Selector interface {
 	// Selects reports whether the network can use l. It is pure, and safe for concurrent
 	// use.
 	Selects(l *subnet.Lease) bool
 }
 
-// TwoSided is a Backend that consists of two, of which each can use other leases.
+// TwoSided is a Backend that consists of two backends, which can use different leases.
 type TwoSided interface {
 	// Sides returns the sides of the present and of the next backend. It is pure.
 	Sides() (present, next Side)

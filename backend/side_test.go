@@ -68,9 +68,9 @@ func TestSide(t *testing.T) {
 	}
 }
 
-// TestLeasesOfAMigration lets peers of a host with the new backend finish one after the other. It
-// must use their data for that backend, also before they have finished, and report that all have
-// left the former backend only when that is true.
+// TestLeasesOfAMigration checks a host with the new backend while its peers finish the migration
+// one after the other. The host must use their data for the new backend even before they have
+// finished. It must not report that all have left the former backend before that is true.
 func TestLeasesOfAMigration(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var settled []bool
@@ -114,8 +114,8 @@ type matching struct {
 
 func (m *matching) Matches(subnet.Lease) bool { m.calls++; return true }
 
-// TestLeasesWithoutAMigration checks that the data of leases is not decoded for a migration if there
-// was none.
+// TestLeasesWithoutAMigration checks that the Syncer does not decode the data of leases for
+// Pass.Settled unless Migrated is set.
 func TestLeasesWithoutAMigration(t *testing.T) {
 	for _, migrated := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -19,8 +19,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// While passes fail, a new error is logged at once. Errors whose text differs each time,
-// for example because many changes fail in random order, are logged once in errorEvery.
+// While passes fail, a new error is logged at once. If the text of the error differs each time, for
+// example because many changes fail in random order, errorBurst errors are logged at once, and then
+// one in errorEvery.
 const (
 	errorEvery = time.Minute
 	errorBurst = 5
@@ -34,7 +35,8 @@ type SyncerConfig struct {
 	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration  // maximum time between two passes
 	// Migrated is set if hosts of the network may use another backend because of a migration.
-	// Pass.Settled then tells when they have left it. Without it no lease is decoded for that.
+	// Pass.Settled then tells when they have left it. If Migrated is not set, no lease is decoded
+	// for Pass.Settled.
 	Migrated bool
 	// OnSync is called after every pass.
 	OnSync func(Pass)
@@ -46,20 +48,20 @@ type SyncerConfig struct {
 // Pass is the result of a pass.
 type Pass struct {
 	Complete bool // the store has answered
-	News     bool // Complete is set, and the result of Peers may differ from that at the last pass
+	News     bool // Complete is set, and Peers may return another result than at the last pass
 	Err      error
-	// Settled is set if Complete is, and no known lease has data for another backend than
-	// that of this host. All hosts have then left the backend from which, or to which, the
-	// network migrated. It needs SyncerConfig.Migrated.
+	// Settled is set if Complete is set and no known lease has data for another backend than that
+	// of this host. All hosts have then finished the migration, or have all gone back to the former
+	// backend. Settled is never set without SyncerConfig.Migrated.
 	Settled  bool
 	Took     time.Duration // duration of the pass
 	Repaired int           // number of repaired changes by other programs
 }
 
-// Syncer is the lease-watch loop. It turns the updates of a manager about other nodes
-// into calls of Network.Sync. The cost of an update depends on the number of changes.
-// Only if leases contradict each other, or another store has answered, does the Syncer
-// check all leases again.
+// Syncer is the lease-watch loop. It turns the updates of a manager about other nodes into calls of
+// Network.Sync. The cost of an update depends on the number of changes. The Syncer checks all
+// leases again only if leases contradict each other, if it gets a whole snapshot, or if the lease
+// of a held peer expires.
 type Syncer struct {
 	SyncerConfig
 	loop     *loop.Loop
@@ -82,7 +84,7 @@ type Syncer struct {
 	news     bool // see Pass
 
 	side   Side                // the part of leases that this host can use, unless Network is a Selector
-	moving map[string]struct{} // keys of known leases for which Pass.Settled is false
+	moving map[string]struct{} // keys of the known leases because of which Pass.Settled is not set
 }
 
 // NewSyncer returns a Syncer. Until the first snapshot it serves the peers in the ledger
@@ -154,7 +156,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	}
 	s.repairs.Note(ctx, outcome.Repaired)
 	s.logRefused(ctx, set, outcome.Refused, err != nil)
-	if set.Complete { // earlier leases are those of the last process, which has logged them
+	if set.Complete { // before that, the leases are those on disk, which the last process has logged
 		s.logShared(ctx)
 	}
 	s.logResult(ctx, err)
@@ -271,8 +273,8 @@ func (s *Syncer) validateAll() {
 	s.arbiter.Reset(usable)
 }
 
-// refusedLeases returns the leases that are not passed to the network, or only some of whose
-// endpoints are.
+// refusedLeases returns the leases that the network does not get, and those of which it gets only
+// some endpoints.
 func (s *Syncer) refusedLeases() []*subnet.Lease {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -289,7 +291,7 @@ func (s *Syncer) refusedLeases() []*subnet.Lease {
 	return leases
 }
 
-// noteMoving records whether l has data for another backend than that of this host.
+// noteMoving records l in moving if it has data for another backend than that of this host.
 func (s *Syncer) noteMoving(l *subnet.Lease) {
 	reservation := !slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
 	if reservation { // no daemon publishes it

@@ -28,8 +28,8 @@ import (
 
 // network records the calls of Sync. A lease's data is its identity.
 type network struct {
-	fail    int     // number of Syncs that fail first
-	errs    []error // errors of the first Syncs; later ones return "kernel says no"
+	fail    int     // number of the next Syncs that fail
+	errs    []error // errors of the next Syncs that fail; further ones return "kernel says no"
 	outcome backend.Outcome
 
 	mu      sync.Mutex
@@ -99,7 +99,8 @@ func (n *network) err() error {
 	return err
 }
 
-// lease returns the lease of host i with the given identity.
+// lease returns the lease of host i, with subnet 10.5.i.0/24 and public address 192.168.77.i. id is
+// its identity.
 func lease(i int, id string) subnet.Lease {
 	return subnet.Lease{
 		Key: fmt.Sprintf("host%d", i), Order: uint64(i), BackendType: "test",
@@ -133,8 +134,8 @@ func deltaUpdate(revision int64, leases []subnet.Lease, gone ...string) subnet.U
 	return u
 }
 
-// run starts a Syncer of host 1 in the bubble. known contains the peers in the state on
-// disk. The returned function returns the log.
+// run starts a Syncer of host 1 in the synctest bubble. known contains the peers in the state on
+// disk. The returned function returns the text that was logged until now.
 func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	return runOnSync(t, n, nil, known...)
@@ -177,7 +178,7 @@ func expectSyncs(t *testing.T, n *network, want ...string) {
 	}
 }
 
-// advance lets d of the bubble's time pass, and waits for all effects.
+// advance lets the fake time d of the synctest bubble pass, and waits for all effects.
 func advance(d time.Duration) {
 	<-time.After(d)
 	synctest.Wait()
@@ -376,7 +377,7 @@ func TestRefusalAfterChange(t *testing.T) {
 	})
 }
 
-// TestPassReportsNews tests passes with and without news to store on disk.
+// TestPassReportsNews checks which passes report news. News is what must be stored on disk.
 func TestPassReportsNews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var passes, news atomic.Int32

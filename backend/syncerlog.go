@@ -17,9 +17,9 @@ import (
 // This file contains the log of a Syncer. Each refusal, failure and held peer is logged
 // when it begins and when it ends, and not at every pass.
 
-// logHeld logs when the ledger holds more peers than before, and when it holds none any
-// more. In a store that was emptied peers come back one by one, which is not worth a line
-// each.
+// logHeld logs when the ledger holds more peers than before, and when it holds none any more. It
+// does not log each peer that comes back: after a store was emptied, all peers come back one by
+// one.
 func (s *Syncer) logHeld(ctx context.Context) {
 	n := s.Ledger.NumHeld()
 	switch {
@@ -32,9 +32,9 @@ func (s *Syncer) logHeld(ctx context.Context) {
 	s.held = n
 }
 
-// logRefused logs new refusals, refusals with a new reason, and the end of refusals. It
-// only checks leases that may have changed. If the pass failed, it may not have reached
-// all peers, so a peer that it did not mention keeps its refusal.
+// logRefused logs new refusals, refusals with a new reason, and the end of refusals. It only checks
+// leases that may have changed. byKernel contains the refusals of the pass. If the pass failed, it
+// may not have reached all peers, so a peer that is not in byKernel keeps its refusal.
 func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refusal, failed bool) {
 	keys := map[string]struct{}{}
 	add := func(reasons map[string]string) {
@@ -77,8 +77,8 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 	}
 }
 
-// logShared logs once when leases share a public address, and once when none do any more.
-// All of them are served, but one of them may be left over.
+// logShared logs once when leases begin to share a public address, and once when they no longer do.
+// All of these leases are served, but one of them may be that of a host that is gone.
 func (s *Syncer) logShared(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	for _, shared := range s.arbiter.SharedChanges() {
@@ -90,7 +90,7 @@ func (s *Syncer) logShared(ctx context.Context) {
 	}
 }
 
-// reason returns the reason why a lease is not served in all families.
+// reason returns the reason why a lease is not served in all families, or "" if it is.
 func (s *Syncer) reason(key string) string {
 	if why, ok := s.unusable[key]; ok {
 		return why

@@ -7,9 +7,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// SeveralTunneler is implemented by backends with several kinds of tunnel packets.
+// SeveralTunneler is implemented by backends that consist of others, and so may have several kinds
+// of tunnel packets.
 type SeveralTunneler interface {
-	// Tunnels returns what Tunnel of each backend returns. It is pure.
+	// Tunnels returns the results of Tunnel of these other backends. It is pure.
 	Tunnels(f prefix.Family) []firewall.Payload
 }
 
@@ -21,14 +22,14 @@ type Tunneler interface {
 	Tunnel(f prefix.Family) firewall.Payload
 }
 
-// IPIPHolder is implemented by backends that may have a device of type ipip from the host's address to
-// any other. The kernel allows one such device for each address.
+// IPIPHolder is implemented by backends that may have an ipip device from the host's address to any
+// other address. The kernel allows one such device for each address of the host.
 type IPIPHolder interface {
 	// HoldsIPIP reports whether the backend has the device. It is pure.
 	HoldsIPIP() bool
 }
 
-// HoldsIPIP reports whether b has a device of type ipip from the host's address to any other.
+// HoldsIPIP reports whether b has an ipip device from the host's address to any other address.
 func HoldsIPIP(b Backend) bool {
 	h, ok := b.(IPIPHolder)
 	return ok && h.HoldsIPIP()
