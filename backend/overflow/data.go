@@ -15,13 +15,13 @@ import (
 // data is the backend data of a lease for one family. It says what the routers of the cloud do with
 // packets from and to the host. Other daemons ignore it.
 type data struct {
-	// Table is the route table that packets of the host follow. It is empty if there is none, or if the
-	// host does not know it.
+	// Table is the route table that packets of the host follow. It is empty if the cloud carries no
+	// packets of the host, or if the host does not know the table.
 	Table string `json:",omitempty"`
 	// Routed are the tables that have a route to the subnet of the host, sorted.
 	Routed []string `json:",omitempty"`
-	// Why is the reason why Table is not one of Routed, if it is known: a result of cloud.Kind, but never
-	// waiting, which would change the lease of each new host once more.
+	// Why is the reason why Table is not one of Routed, if the host knows it: a result of
+	// cloud.Kind. It is never "waiting", which would change the lease of each new host once more.
 	Why string `json:",omitempty"`
 	// Overflow is the data for the tunnel.
 	Overflow json.RawMessage `json:",omitempty"`
@@ -35,8 +35,8 @@ func (d data) encode() (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decode decodes a lease's backend data. known is false if there is none: the host has no tunnel, like
-// one with flannel.
+// decode decodes a lease's backend data. known is false if there is no data: the host has no
+// tunnel, like a host with flannel.
 func decode(raw json.RawMessage) (d data, known bool, err error) {
 	if len(raw) == 0 {
 		return d, false, nil
@@ -47,14 +47,14 @@ func decode(raw json.RawMessage) (d data, known bool, err error) {
 	return d, true, nil
 }
 
-// routed reports whether packets of the host would follow a route to its own subnet. Hosts with the same
-// table then reach it by the cloud.
+// routed reports whether the table that packets of the host follow has a route to its own subnet.
+// Hosts that follow the same table then reach it by the cloud.
 func (d data) routed() bool { return d.Table != "" && slices.Contains(d.Routed, d.Table) }
 
-// obstacle returns why the routers of the cloud do not carry the packets between this host and a peer, or
-// "" if they do. They must carry those of both directions: a firewall between the hosts may expect to see
-// both, and the reverse path filter of the external interface may be strict. Both hosts come to the same
-// result, because both know both leases.
+// obstacle returns why the routers of the cloud do not carry the packets between this host and a
+// peer, or "" if they do. They must carry the packets of both directions, because a firewall
+// between the hosts may expect to see both directions, and the reverse path filter of the external
+// interface may be strict. Both hosts get the same result, because both know both leases.
 func obstacle(own, peer data) string {
 	because := func(what string, d data) string {
 		if why := reasons()[d.Why]; why != "" {
@@ -75,7 +75,7 @@ func obstacle(own, peer data) string {
 	return ""
 }
 
-// reasons returns the values of Why, in words.
+// reasons returns the text for each value of Why.
 func reasons() map[string]string {
 	return map[string]string{
 		"quota":       "the quota of routes is used up",
@@ -87,12 +87,13 @@ func reasons() map[string]string {
 	}
 }
 
-// after returns the data of this host with subnet dst after a comparison that ended with err. r describes
-// the last one that could read the tables. A route that a call has just put counts only if it counted
-// before, because the routers may not follow it yet.
+// after returns the data that replaces d after a comparison of the routes, for the subnet dst of
+// this host. err is the error of the comparison. r describes the last comparison that could read
+// the tables. A route that a call has just put counts only if it counted before, because the
+// routers may not follow it yet.
 func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 	next := data{Table: d.Table, Routed: d.Routed, Overflow: d.Overflow}
-	if r.Dropped { // also if the last comparison has failed for another reason
+	if r.Dropped { // the packets are dropped even if the last comparison has failed for another reason
 		r, next.Table, next.Routed = cloud.Report{}, "", nil
 	}
 	if len(r.Tables) > 0 {

@@ -14,14 +14,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
-// TestObstacle decides between which hosts the routers carry packets. Both hosts must come to the same
-// result, because packets that travel in one direction only by the cloud may be dropped.
+// TestObstacle checks between which hosts the routers carry packets. Both hosts must come to the
+// same result, because packets that travel by the cloud in only one direction may be dropped.
 func TestObstacle(t *testing.T) {
 	inside := data{Table: "rtb-1", Routed: []string{"rtb-1"}}
 	full := data{Table: "rtb-1", Why: "quota"}
 	for name, tt := range map[string]struct {
 		own, peer data
-		want      string // empty: by the cloud
+		want      string // part of the obstacle; empty: the cloud carries the packets
 	}{
 		"both have a route in one table":           {inside, inside, ""},
 		"the table is full for the peer":           {inside, full, `table "rtb-1" has no route to it: the quota of routes is used up`},
@@ -50,7 +50,7 @@ func TestObstacle(t *testing.T) {
 	}
 }
 
-// TestAfter has the data of a host after comparisons with the tables.
+// TestAfter checks the data of a host after comparisons with the tables.
 func TestAfter(t *testing.T) {
 	dst := netip.MustParsePrefix("10.5.1.0/24")
 	tables := func(routes ...cloud.RouteReport) cloud.Report {

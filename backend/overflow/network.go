@@ -30,15 +30,15 @@ type network struct {
 
 	own       subnet.Lease
 	data      map[prefix.Family]data // of this host
-	published map[prefix.Family]data // of this host, as the store has it, by which peers decide
+	published map[prefix.Family]data // of this host, as the store has it; peers decide by this data
 	stored    atomic.Pointer[subnet.Claim]
 	compared  bool        // the routes were compared since the start
-	failed    error       // of the last comparison
+	failed    error       // error of the last comparison
 	republish wait.Signal // see backend.Publisher
 
-	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as it uses them
-	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if it does not
-	refused map[string]string        // reasons by key: why a peer cannot have the tunnel that it needs
+	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
+	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if the cloud carries the packets
+	refused map[string]string        // reasons by key: why a peer that needs the tunnel cannot be reached by it
 	log     journal
 }
 
@@ -66,8 +66,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// Check implements backend.Network. Data of the tunnel that is unusable does not matter while the cloud
-// carries the packets.
+// Check implements backend.Network. It accepts a lease with unusable data for the tunnel, because
+// that data does not matter while the cloud carries the packets.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	for _, e := range l.Endpoints {
 		if _, _, err := decode(e.Data); err != nil {
@@ -86,8 +86,8 @@ func hasTunnel(e subnet.Endpoint) bool {
 	return err == nil && d.Overflow != nil
 }
 
-// Sync implements backend.Network. An error of the cloud is not one of the network, because there is the
-// tunnel: it is reported.
+// Sync implements backend.Network. It reports an error of the cloud, but does not return it,
+// because the tunnel can carry the packets.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	n.SetPeers(set)
 	repaired, changed, err := n.refresh()
@@ -104,7 +104,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if set.All || changed {
 		keys = slices.Collect(maps.Keys(set.Leases))
 		for _, key := range slices.AppendSeq(slices.Collect(maps.Keys(n.peers)), maps.Keys(n.refused)) {
-			if set.Leases[key] == nil { // it has gone
+			if set.Leases[key] == nil { // the peer has gone
 				keys = append(keys, key)
 			}
 		}
@@ -130,8 +130,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// refresh updates the data of this host by the last comparison of the routes. If it has changed, refresh
-// asks for its publication. anew is set if that may change how peers are served.
+// refresh updates the data of this host after a comparison of the routes. If the data has changed,
+// refresh asks for its publication. anew is set if peers may have to be served in another way.
+// repaired is the number of routes that were repaired since the last call.
 func (n *network) refresh() (repaired int, anew bool, err error) {
 	repaired, compared, failed := n.Last()
 	if !compared {
@@ -164,14 +165,15 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 // Republish implements backend.Publisher.
 func (n *network) Republish() <-chan struct{} { return n.republish }
 
-// Published implements backend.Publisher. Peers decide by what the store has, so this host does too.
-// Otherwise packets would go one way and come the other way while the store is away.
+// Published implements backend.Publisher. This host decides by the data that the store has, because
+// peers do the same. Otherwise the packets of the two directions would travel different ways while
+// the store is unavailable.
 func (n *network) Published(c subnet.Claim) {
 	n.stored.Store(&c)
 	n.Notify()
 }
 
-// choose decides how a peer is served. l is nil if it has gone.
+// choose decides whether the cloud or the tunnel serves a peer. l is nil if the peer has gone.
 func (n *network) choose(key string, l *subnet.Lease) {
 	before := n.peers[key]
 	delete(n.leases, key)
@@ -180,7 +182,7 @@ func (n *network) choose(key string, l *subnet.Lease) {
 	if l != nil {
 		n.serve(key, l)
 	}
-	if n.refused[key] != "" { // neither of the two carries the packets
+	if n.refused[key] != "" { // neither the cloud nor the tunnel carries the packets
 		delete(n.peers, key)
 	}
 	if n.peers[key] != before {
@@ -195,13 +197,13 @@ func (n *network) serve(key string, l *subnet.Lease) {
 	for _, e := range l.Endpoints {
 		d, known, _ := decode(e.Data) // Check has refused data that cannot be read
 		own := n.published[e.Family()]
-		if !known { // it is sent to by the cloud, if at all, and does not read what this host publishes
+		if !known { // only the cloud can carry packets to this peer, and it does not read what this host publishes
 			own = n.data[e.Family()]
 			d = data{Table: own.Table, Routed: []string{own.Table}}
 		}
 		why := obstacle(own, d)
 		switch {
-		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil || cloud.Kind(n.failed) == "waiting"): // a route that was just put is seen later
+		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil || cloud.Kind(n.failed) == "waiting"): // a peer without data is not refused only because a route is not seen yet
 		case d.Overflow == nil:
 			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
 		default:

@@ -36,7 +36,7 @@ type bed struct {
 	net    *network
 	leases map[string]*subnet.Lease
 	warned []string
-	claims int    // that were published
+	claims int    // number of claims that were published
 	writer string // see backend.CloudBackend
 }
 
@@ -84,7 +84,8 @@ func (b *bed) backend() backend.Backend {
 	}, tunnel)
 }
 
-// start starts the network with what the host has published before.
+// start starts the network of host 1. prev is the claim that the host has published before; zero
+// for a new host.
 func (b *bed) start(prev subnet.Claim) {
 	b.Helper()
 	be := b.backend()
@@ -111,8 +112,8 @@ func (b *bed) sync() backend.Outcome {
 	return out
 }
 
-// expectClaim makes passes, and publishes what the host wants, until that is the wanted data, of which the
-// part for the tunnel does not count.
+// expectClaim makes passes, and publishes the claims that the host asks to publish, until the
+// published data is want. It ignores the data for the tunnel.
 func (b *bed) expectClaim(what string, want data) {
 	b.Helper()
 	deadline := time.After(10 * time.Second)
@@ -143,7 +144,8 @@ func (b *bed) expectClaim(what string, want data) {
 	}
 }
 
-// byTunnel returns the peers to which the kernel has a route, which must be complete.
+// byTunnel returns the keys of the peers to which the kernel has a route. It checks that each of
+// them also has an FDB entry and a neighbour.
 func (b *bed) byTunnel() (keys []string) {
 	b.Helper()
 	have, err := b.kernel.Read(b.Context(), b.net.Scope())
@@ -173,7 +175,8 @@ func (b *bed) expectByTunnel(what string, want ...string) {
 	}
 }
 
-// TestChoice leads a host through its first route, a full table, and a higher quota.
+// TestChoice checks which peers use the tunnel, and what the host publishes, after its first route,
+// with a full table, and after the quota was raised.
 func TestChoice(t *testing.T) {
 	b := newBed(t)
 	inside := data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: tunnelData(2)}
@@ -182,7 +185,7 @@ func TestChoice(t *testing.T) {
 	b.leases["host4"] = lease(t, 4, data{Overflow: tunnelData(4)})
 	b.leases["host5"] = lease(t, 5, data{Table: "rtb-1"})
 	b.leases["host6"] = lease(t, 6, inside)
-	b.leases["host6"].Endpoints[0].Data = nil // with flannel
+	b.leases["host6"].Endpoints[0].Data = nil // as a host with flannel publishes
 	b.start(subnet.Claim{})
 	if mtu := b.net.MTU(); mtu != 1450 {
 		t.Errorf("MTU %d, want that of the tunnel", mtu)
@@ -243,8 +246,8 @@ func (d data) without() data {
 	return d
 }
 
-// TestRestart starts a host again while the cloud does not answer. It must go on with what it has published,
-// change no route, and keep the address of its device.
+// TestRestart starts a host again while the cloud does not answer. It must publish the same data as
+// before, change no route, and keep the MAC address of its device.
 func TestRestart(t *testing.T) {
 	b := newBed(t)
 	b.leases["host2"] = lease(t, 2, data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: tunnelData(2)})
@@ -267,8 +270,8 @@ func TestRestart(t *testing.T) {
 	}
 }
 
-// TestDropped has a cloud that begins to drop packets of the host, and then does not answer. The host must
-// not believe the routes that it has read before.
+// TestDropped checks a host while the cloud drops its packets, and then does not answer. The host
+// must not count routes that it has read before.
 func TestDropped(t *testing.T) {
 	b := newBed(t)
 	b.start(subnet.Claim{})
@@ -289,7 +292,8 @@ func TestDropped(t *testing.T) {
 	b.expectClaim("the cloud passes packets", data{Table: "rtb-1", Routed: []string{"rtb-1"}})
 }
 
-// TestOutside starts a host that has no cloud. It must take a lease, and use the tunnel for all peers.
+// TestOutside checks a host that is outside of the cloud. It must take a lease, and use the tunnel
+// for all peers.
 func TestOutside(t *testing.T) {
 	b := newBed(t)
 	b.leases["host2"] = lease(t, 2, data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: tunnelData(2)})
@@ -302,8 +306,9 @@ func TestOutside(t *testing.T) {
 	}
 }
 
-// TestPeersWithoutData starts a new host among hosts with flannel. Its route is there, so it must not refuse
-// them because it is not seen or published yet. It must refuse them if it cannot be put.
+// TestPeersWithoutData checks a new host among hosts with flannel, which publish no data. It must
+// not refuse these peers while its route is not seen or published yet. It must refuse them if the
+// route cannot be put.
 func TestPeersWithoutData(t *testing.T) {
 	b := newBed(t)
 	b.leases["host6"] = lease(t, 6, data{})
@@ -334,8 +339,8 @@ func TestPeersWithoutData(t *testing.T) {
 	}
 }
 
-// TestUnusableData has peers whose data for the tunnel is unusable. That matters only to those that need
-// the tunnel.
+// TestUnusableData checks peers whose data for the tunnel is unusable. Only a peer that needs the
+// tunnel must be refused.
 func TestUnusableData(t *testing.T) {
 	b := newBed(t)
 	bad := json.RawMessage(`{"VtepMAC":"none"}`)
@@ -361,7 +366,8 @@ func TestUnusableData(t *testing.T) {
 	}
 }
 
-// TestChangedHint follows changes of single leases. The result must be that of a pass over all.
+// TestChangedHint checks passes that name one changed lease. The result must be that of a pass over
+// all leases.
 func TestChangedHint(t *testing.T) {
 	b := newBed(t)
 	b.start(subnet.Claim{})
@@ -395,7 +401,8 @@ func (l *led) Leader(context.Context, string) (subnet.Leader, error) {
 	return subnet.Leader{Name: "host9", Announced: json.RawMessage(l.announced.Load().(string))}, nil
 }
 
-// TestLedHost has a host that makes no calls. It must publish what the leader announces.
+// TestLedHost checks a host that makes no calls of the cloud, because another host is the leader.
+// It must publish what the leader announces about its routes.
 func TestLedHost(t *testing.T) {
 	b := newBed(t)
 	store := &led{}

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package overflow lets the routers of a cloud carry the packets of pods, and a tunnel those that they
-// cannot carry: the quota of routes is used up, or a host is in another VPC or outside of the cloud.
+// Package overflow lets the routers of a cloud carry the packets of pods, and a tunnel those
+// packets that the routers cannot carry, because the quota of routes is used up, or because a host
+// is in another VPC or outside of the cloud.
 //
 //   - overflow.go is the Backend, which consists of a cloud and a tunnel.
 //   - data.go is the backend data of leases. It decides between which hosts the routers carry packets,
@@ -11,7 +12,7 @@
 //
 // The kernel has objects only for peers that need the tunnel. Packets to the others follow the default
 // route to the routers of the cloud. A migration also has two backends, but its routes stand by for each
-// other. Here they must not: also a route that stands by precedes the default route.
+// other. Here routes must not stand by, because even such a route precedes the default route.
 package overflow
 
 import (
@@ -32,7 +33,7 @@ type Backend struct {
 	tunnel backend.Backend
 	side   backend.Side // of the tunnel
 
-	present atomic.Pointer[map[prefix.Family]data] // data of this host in the running network; nil before
+	present atomic.Pointer[map[prefix.Family]data] // data of this host in the running network; nil before it first changes
 }
 
 // New returns the backend for a cloud and the tunnel that its Overflow describes. See backend.Combine.
@@ -61,8 +62,8 @@ func (b *Backend) Leftovers() []backend.Leftover { return backend.Leftovers(b.tu
 // Tunnels implements backend.SeveralTunneler.
 func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload { return backend.Tunnels(b.tunnel, f) }
 
-// MTU implements backend.Sized, and backend.Network for the networks. Every path may become one by the
-// tunnel.
+// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
+// Backend. It is at most the MTU of the tunnel, because any peer may come to need the tunnel.
 func (b *Backend) MTU() int {
 	mtu := b.cloud.MTU()
 	if s, ok := b.tunnel.(backend.Sized); ok {
@@ -71,9 +72,9 @@ func (b *Backend) MTU() int {
 	return mtu
 }
 
-// Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use the
-// cloud uses the tunnel. A host that has had a lease keeps what it has published about its routes, until
-// the first comparison, unless its address has changed.
+// Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use
+// the cloud uses the tunnel. A host that already had a lease publishes the same data about its
+// routes until the first comparison, unless its address has changed.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	before, addresses := map[prefix.Family]data{}, map[prefix.Family]netip.Addr{}
 	if prev.BackendType == b.LeaseType() {
@@ -98,7 +99,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	for i, e := range claim.Endpoints {
 		f := prefix.FamilyOf(e.PublicIP)
 		d := before[f]
-		if addresses[f].IsValid() && addresses[f] != e.PublicIP { // the routes lead to the host with that address
+		if addresses[f].IsValid() && addresses[f] != e.PublicIP { // the routes lead to the host with the former address
 			d = data{}
 		}
 		d.Overflow = e.Data
@@ -109,7 +110,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// tunnelled returns l as the tunnel uses it, with those of its endpoints that are chosen.
+// tunnelled returns a copy of l as the tunnel uses it, with only the endpoints for which chosen
+// returns true.
 func (b *Backend) tunnelled(l *subnet.Lease, chosen func(subnet.Endpoint) bool) *subnet.Lease {
 	own := *l
 	own.BackendType, own.NextType, own.Endpoints = b.side.LeaseType, "", nil

@@ -88,8 +88,9 @@ func TestConfigurations(t *testing.T) {
 	}
 }
 
-// TestClaimKeepsData has claims after others. A host must keep the address of its device, also from a time
-// with vxlan alone, and what it has published about its routes.
+// TestClaimKeepsData checks claims of a host that has published another claim before. The host must
+// keep the MAC address of its device, even from a time with vxlan alone, and what it has published
+// about its routes.
 func TestClaimKeepsData(t *testing.T) {
 	const mac = `{"VNI":1,"VtepMAC":"02:00:00:00:00:07"}`
 	for name, tt := range map[string]struct{ kind, before, want string }{

@@ -15,8 +15,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// problem returns what is wrong with the routes of the cloud to a host with this data, and what follows
-// from it. It returns "" if nothing is wrong. failed is the error of the last comparison of the routes.
+// problem returns what is wrong with the routes of the cloud to a host with the data own, and what
+// follows from that. It returns "" if nothing is wrong. failed is the error of the last comparison
+// of the routes.
 func problem(own map[prefix.Family]data, failed error, tunnel string) string {
 	reason := oneline.Text(failed)
 	for _, d := range own {
@@ -25,7 +26,7 @@ func problem(own map[prefix.Family]data, failed error, tunnel string) string {
 		}
 	}
 	switch {
-	case reason == "": // a route that was just put is seen at the next comparison
+	case reason == "": // nothing is wrong if a route was just put: the next comparison sees it
 		return ""
 	case allRouted(own):
 		return "the routers of the cloud go on to carry the packets of this host: " + reason
@@ -42,19 +43,19 @@ func allRouted(own map[prefix.Family]data) bool {
 	return true
 }
 
-// journal writes what the log should have about the choice between cloud and tunnel.
+// journal logs the problems of the routes to this host, and the choice between cloud and tunnel.
 type journal struct {
-	tunnel string                       // type of its backend
+	tunnel string                       // type of the tunnel's backend
 	warn   func(reason, message string) // may be nil
 
 	own       string    // kind of the problem that was logged; empty if there is none
 	changed   bool      // a peer has another obstacle than the log says
 	peersAt   time.Time // when peers were logged
-	tunnelled int       // number of peers by the tunnel that was logged
+	tunnelled int       // logged number of peers by the tunnel
 }
 
-// problem logs a problem with the routes to this host, or the end of one, and warns of it. The text of an
-// error may differ each time, so only another kind of error counts.
+// problem logs a problem with the routes to this host, or the end of one, and warns of a problem.
+// An error of the same kind is not logged again, because its text may differ each time.
 func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, failed error) {
 	text, kind := problem(own, failed, j.tunnel), ""
 	if text != "" {
@@ -77,8 +78,9 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 // peersPause is the least time between two log lines about peers.
 const peersPause = 5 * time.Second
 
-// peers logs how many peers need the tunnel, and some of them with the reason. It returns the time until
-// there is more to log, or zero.
+// peers logs how many peers need the tunnel, and some of them with the reason, at most once in
+// peersPause. It returns the time until it must be called again, or zero if nothing waits to be
+// logged.
 func (j *journal) peers(ctx context.Context, obstacles map[string]string, now time.Time) (again time.Duration) {
 	if !j.changed {
 		return 0
