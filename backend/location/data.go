@@ -17,39 +17,41 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// data is what a host publishes about its location for one family. It is the key Location of the backend
-// data, which flannel and earlier versions ignore.
+// data is what a host publishes about its location for one family. It is the value of the key
+// Location in the backend data. flannel and earlier versions ignore that key.
 type data struct {
 	Name    string          // of the location
 	Type    string          // of the backend inside of the location
 	Config  string          // digest of the configuration of that backend
-	Address netip.Addr      // to which hosts of the location send
+	Address netip.Addr      // address to which hosts of the location send
 	Data    json.RawMessage `json:",omitempty"` // for the backend inside of the location
 }
 
-// digest returns a short text that differs for different configurations of the backend inside. Hosts do not
-// follow a changed configuration at the same time, and do not use that backend until both have followed.
+// digest returns a short text that differs for different configurations of the backend inside.
+// Hosts do not read a changed configuration at the same time. Until two hosts have the same digest,
+// they do not use that backend for each other.
 func digest(same backend.SameLocation) string {
 	sum := sha256.Sum256(append([]byte(same.Type+" "), canonical(same.Raw)...))
 	return hex.EncodeToString(sum[:4])
 }
 
-// canonical returns the keys of a configuration without Type, in one form for all texts that mean the same.
-// The last known state has another text than the store, and the decoder accepts keys in any case.
+// canonical returns the keys of a configuration without Type, as the same text for all
+// configurations that mean the same. The last known state has another text than the store, and the
+// decoder accepts keys in any case.
 func canonical(raw json.RawMessage) []byte {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()
-	_ = d.Decode(&object) // the type alone is no object
+	_ = d.Decode(&object) // a configuration may be the type alone, which is not an object
 	lower := map[string]any{}
-	for _, key := range slices.Sorted(maps.Keys(object)) { // a key may be there in two cases
+	for _, key := range slices.Sorted(maps.Keys(object)) { // the same key may occur in upper and in lower case
 		if object[key] != nil {
 			lower[strings.ToLower(key)] = object[key]
 		}
 	}
 	delete(lower, "type")
 	text, err := json.Marshal(lower)
-	if err != nil { // not possible for what was decoded
+	if err != nil { // cannot happen: the value was decoded from JSON
 		return raw
 	}
 	return text
@@ -58,7 +60,8 @@ func canonical(raw json.RawMessage) []byte {
 // field is the key of data in backend data.
 const field = "Location"
 
-// addTo returns the backend data raw, which is a JSON object, with d in it.
+// addTo returns a copy of raw, with d as the value of field. raw is the backend data, and must be a
+// JSON object.
 func (d data) addTo(raw json.RawMessage) (json.RawMessage, error) {
 	var object map[string]json.RawMessage
 	err := json.Unmarshal(raw, &object)
@@ -73,8 +76,8 @@ func (d data) addTo(raw json.RawMessage) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decode returns what backend data says about the location of a host. ok is false if it says nothing that
-// can be used: the host then has no location.
+// decode returns what backend data says about the location of a host. ok is false if it says
+// nothing usable: the host then has no location.
 func decode(raw json.RawMessage) (d data, ok bool) {
 	if !bytes.Contains(raw, []byte(field)) { // a network may have thousands of hosts without a location
 		return data{}, false

@@ -45,7 +45,7 @@ func TestDecodeNothing(t *testing.T) {
 	}
 }
 
-// TestDigest has configurations of which each must differ from the others.
+// TestDigest checks that different configurations have different digests.
 func TestDigest(t *testing.T) {
 	seen := map[string]string{}
 	for _, raw := range []string{`"vxlan"`, `"host-gw"`, `{"Type":"vxlan","VNI":7}`, `{"Type":"vxlan","Port":7}`} {
@@ -61,7 +61,7 @@ func TestDigest(t *testing.T) {
 	}
 }
 
-// TestDigestOfOneMeaning has configurations that mean the same, and must have one digest.
+// TestDigestOfOneMeaning checks that configurations that mean the same have the same digest.
 func TestDigestOfOneMeaning(t *testing.T) {
 	for _, same := range [][]string{
 		{`"vxlan"`, `"VXLAN"`, `{"Type":"vxlan"}`, ` { "type" : "VxLan", "VNI": null } `},
@@ -84,8 +84,8 @@ func TestDigestOfOneMeaning(t *testing.T) {
 	}
 }
 
-// FuzzDecode decodes what a hostile host publishes. A peer may be served inside of the location only if it
-// says that it is there, with an address that another host can have.
+// FuzzDecode decodes data that a hostile host publishes. A peer may be served inside of the
+// location only if it says that it is there, with an address that another host can have.
 func FuzzDecode(f *testing.F) {
 	b := newBed(f, "east").backend()
 	good := string(lease(f, b, 2, "east", nil).Endpoints[0].Data)

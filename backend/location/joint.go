@@ -10,13 +10,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// joint unites the wanted states of both backends, and makes the kernel match the result by one
-// Reconciler. Each backend has a view, which it uses like a Reconciler of its own.
+// joint unites the wanted states of both backends, and makes the kernel match the result with one
+// Reconciler. Each backend has a view, and uses the view like a Reconciler of its own.
 type joint struct {
 	backend.Reconciler
 	between, inside *view
-	// complete is set when both backends have named all peers. Before that nothing that one of them does
-	// not want is deleted, because the other one may want it.
+	// complete is set when both backends have named all peers. Before that, an object that one
+	// backend does not want is not deleted, because the other backend may want it.
 	complete bool
 }
 
@@ -52,7 +52,8 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, sw
 	return v.report(report), err
 }
 
-// report returns the part of a report that is about the backend.
+// report returns the part of r that is about the backend of v. If Rerouted is set, each backend
+// sees that once.
 func (v *view) report(r dataplane.Report) dataplane.Report {
 	for _, other := range []*view{v.between, v.inside} {
 		other.rerouted = other.rerouted || r.Rerouted
@@ -62,14 +63,15 @@ func (v *view) report(r dataplane.Report) dataplane.Report {
 	return r
 }
 
-// Changed implements backend.Reconciler. The network listens itself.
+// Changed implements backend.Reconciler. It returns nil, because the network listens to the common
+// Reconciler itself.
 func (*view) Changed() <-chan struct{} { return nil }
 
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
 
-// sweepAt makes the next change delete what is not wanted at the keys of objects, although not all peers
-// are known.
+// sweepAt makes the next Reconcile or Update delete what no backend wants at the keys of objects,
+// even if not all peers are known.
 func (j *joint) sweepAt(objects []dataplane.Object) {
 	if s, ok := j.Reconciler.(interface{ SweepAt(...dataplane.Object) }); ok {
 		s.SweepAt(objects...)

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package location lets one backend carry the packets between hosts of one location, and another one those
-// between locations. The other one encrypts them, and the one inside of a location need not.
+// Package location lets one backend carry the packets between hosts of one location, and another
+// one the packets between locations. The backend between locations encrypts them. The backend
+// inside of a location need not.
 //
-//   - location.go is the Backend, which consists of the two.
+//   - location.go is the Backend, which consists of these two backends.
 //   - data.go is what a host publishes about its location, and is pure.
 //   - network.go is the Network, which decides about each peer.
 //   - rivals.go finds peers that the backend inside could mix up.
 //   - joint.go lets both backends change the kernel through one Reconciler.
 //
-// The backend between locations serves all peers, and has one route to the whole network. The backend
-// inside of the location has a longer route to each of its peers. So the kernel sends a packet to another
-// host encrypted unless there is such a route, and a peer changes its way by the addition or the removal
-// of one route.
+// The backend between locations serves all peers, and has one route to the whole network. The
+// backend inside of the location has a route to the subnet of each of its peers, with a longer
+// prefix. So the kernel sends a packet to another host encrypted unless there is such a route. One
+// route is added or removed when a peer changes its backend.
 package location
 
 import (
@@ -67,8 +68,8 @@ func New(env backend.Env, same backend.SameLocation, between, inside func(backen
 	return b, warnings, nil
 }
 
-// withoutNAT returns an interface without its public addresses. Hosts of one location send to each other's
-// own addresses.
+// withoutNAT returns a copy of i whose public addresses are the local ones, because hosts of one
+// location send to each other's local addresses.
 func withoutNAT(i underlay.Interface) underlay.Interface {
 	i.Addrs = slices.Clone(i.Addrs)
 	for n := range i.Addrs {
@@ -83,7 +84,7 @@ func (b *Backend) LeaseType() string { return b.sides.between.LeaseType }
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
 	s := b.env.Scope(slices.Concat(b.between.Scope().Devices, b.inside.Scope().Devices)...)
-	s.TxChecksum = true // the backend inside may want it
+	s.TxChecksum = true // the backend inside may want TxChecksum
 	return s
 }
 
@@ -133,8 +134,8 @@ func (b *Backend) CheckRelay() error {
 	return backend.CheckRelay(b.between, b.sides.between.Type, true)
 }
 
-// MTU implements backend.Sized, and backend.Network for the networks. Every peer may come to another
-// location.
+// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
+// Backend. It is the smallest MTU of both backends, because any peer may come to another location.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, be := range []backend.Backend{b.between, b.inside} {
@@ -145,7 +146,8 @@ func (b *Backend) MTU() int {
 	return mtu
 }
 
-// Claim implements backend.Backend. A host without a location publishes nothing for the backend inside.
+// Claim implements backend.Backend. A host without a location publishes no data for the backend
+// inside.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim, err := b.between.Claim(ctx, prev)
 	if err != nil || b.env.Location == "" {
@@ -164,8 +166,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// claimInside returns the claim of the backend inside of the location. It gets the data that this host has
-// published for it before.
+// claimInside returns the claim of the backend inside of the location. That backend gets the data
+// for it in prev, the last published claim, as its own last claim.
 func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	before := subnet.Claim{BackendType: b.sides.inside.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
 	for i, e := range before.Endpoints {
@@ -178,8 +180,9 @@ func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Cl
 	return b.inside.Claim(ctx, before)
 }
 
-// asInside returns a lease as the backend inside of the location uses it. It returns nil if the host is not
-// at the location of this host. If it says that it is and still cannot be used, why is the reason.
+// asInside returns a lease as the backend inside of the location uses it. It returns nil if the
+// host is not at the location of this host, or if its data cannot be used. why is the reason if the
+// data of a host at the location cannot be used, and otherwise empty.
 func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	own := *l
 	own.BackendType, own.NextType, own.Endpoints = b.sides.inside.LeaseType, "", nil
@@ -201,8 +204,8 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	return &own, ""
 }
 
-// ownInside returns the own lease as the backend inside uses it. The last known lease may be from a time
-// at which this host had no location.
+// ownInside returns the own lease as the backend inside uses it. It calls Claim for the data,
+// because the last known lease may be from a time at which this host had no location.
 func (b *Backend) ownInside(ctx context.Context, own subnet.Lease) (subnet.Lease, error) {
 	claim, err := b.claimInside(ctx, own.Claim())
 	own.BackendType, own.NextType, own.Endpoints = b.sides.inside.LeaseType, "", claim.Endpoints

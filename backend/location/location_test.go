@@ -95,7 +95,7 @@ func TestConfigurations(t *testing.T) {
 	}
 }
 
-// TestForwards checks what the daemon asks of both backends.
+// TestForwards checks that the questions of the daemon are passed on to both backends.
 func TestForwards(t *testing.T) {
 	b, _, err := create(t, wireguard.Type, `{"SameLocation":"vxlan"}`)
 	if err != nil {

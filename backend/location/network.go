@@ -30,15 +30,15 @@ type network struct {
 	republish <-chan struct{} // see backend.Publisher
 	filter    rpfilter.Filter
 
-	peers  map[string]string        // reasons by key: why a peer at the location is not served inside; empty if there is none
-	near   map[string]*subnet.Lease // leases of the peers that are served inside, as that backend uses them
+	peers  map[string]string        // reasons by key: why a peer at the location is not served inside; empty for all other peers
+	near   map[string]*subnet.Lease // leases of the peers that are served inside, as the backend inside uses them
 	failed map[string]string        // reasons by key: why the kernel has no route to a peer in near
 	rivals rivals
 	limit  *changes.Limit // of log lines
 }
 
-// Start implements backend.Backend. A host without a location does not start the backend inside, because
-// peers send to it by the other one only.
+// Start implements backend.Backend. A host without a location does not start the backend inside,
+// because no peer sends to it by that backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	reconciler, err := b.env.Reconciler(ctx, b.Scope())
 	if err != nil {
@@ -93,12 +93,12 @@ func (n *network) Published(c subnet.Claim) {
 	}
 }
 
-// Check implements backend.Network. Data and identities for the backend inside do not matter, because the
-// other backend serves the peer if they are unusable.
+// Check implements backend.Network. It ignores data and identities for the backend inside: if they
+// are unusable, the backend between locations serves the peer.
 func (n *network) Check(l subnet.Lease) ([]string, error) { return n.running.between.Check(l) }
 
-// Sync implements backend.Network. The backend between locations comes first: when a route inside is
-// deleted, it must be able to carry the packets.
+// Sync implements backend.Network. The backend between locations comes first, because it must be
+// able to carry the packets when a route inside is deleted.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	keys := n.rivals.change(backend.KeysToSync(set, n.peers), func(key string) candidate { return n.examine(set.Leases[key]) })
 	for _, key := range keys {
@@ -112,8 +112,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// syncInside makes the backend inside serve the chosen peers, and adds the result to out. A peer to which
-// it has no route is served by the other backend.
+// syncInside makes the backend inside serve the chosen peers, and adds the result to out. If the
+// kernel has no route inside to a peer, the backend between locations serves the peer, which is not
+// refused.
 func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string, out *backend.Outcome) error {
 	if !set.Complete {
 		n.leaveInside(set, keys)
@@ -145,9 +146,9 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	return err
 }
 
-// leaveInside makes the next change delete the routes inside to known peers that are at other locations.
-// An earlier process may have left them. Without all peers, unknown routes must stay, but packets to these
-// peers must not go on in clear text.
+// leaveInside makes the next change delete routes inside that an earlier process may have left, if
+// they lead to known peers that are not served inside. Packets to these peers must not go on in
+// clear text. Until all peers are known, routes to unknown peers must stay.
 func (n *network) leaveInside(set backend.Set, keys []string) {
 	var routes []dataplane.Object
 	for _, key := range keys {
@@ -160,7 +161,8 @@ func (n *network) leaveInside(set backend.Set, keys []string) {
 	n.joint.sweepAt(routes)
 }
 
-// examine finds out whether a peer can be served inside. l is nil if it has gone.
+// examine returns what a peer publishes for the backend inside, and whether that can be used. l is
+// nil if the peer has gone.
 func (n *network) examine(l *subnet.Lease) (c candidate) {
 	if l == nil || n.running.inside == nil {
 		return candidate{}
@@ -175,7 +177,7 @@ func (n *network) examine(l *subnet.Lease) (c candidate) {
 	return c
 }
 
-// choose decides how a peer is served. l is nil if it has gone.
+// choose decides whether the backend inside serves a peer. l is nil if the peer has gone.
 func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	before := n.peers[key]
 	delete(n.near, key)
@@ -250,7 +252,7 @@ func (n *network) Objects(key string) (all []backend.ObjectReport) {
 // Counts implements backend.Inspector.
 func (n *network) Counts() map[string]dataplane.Count { return n.joint.Counts() }
 
-// Mode implements backend.DataPath. It is that of the backend between locations.
+// Mode implements backend.DataPath. It returns the mode of the backend between locations.
 func (n *network) Mode() string {
 	if path, ok := n.running.between.(backend.DataPath); ok {
 		return path.Mode()
@@ -258,7 +260,7 @@ func (n *network) Mode() string {
 	return ""
 }
 
-// Dropped implements backend.DataPath.
+// Dropped implements backend.DataPath. It returns the drops of the backend between locations.
 func (n *network) Dropped() map[string]uint64 {
 	if path, ok := n.running.between.(backend.DataPath); ok {
 		return path.Dropped()

@@ -23,8 +23,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// encrypted stands for wireguard, which a kernel in memory does not have. It has one route to the whole
-// network.
+// encrypted is a backend in place of wireguard, because the kernel in memory has no wireguard
+// devices. It has one route to the whole network.
 type encrypted struct{ env backend.Env }
 
 const device = "flannel-wg"
@@ -47,7 +47,7 @@ func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Networ
 		return nil, err
 	}
 	base := e.env.Base(own)
-	link := dataplane.Link{Name: device, Kind: dataplane.KindVXLAN, MAC: dataplane.MAC{2}, MTU: 1440, Up: true} // a kernel in memory has no other kind
+	link := dataplane.Link{Name: device, Kind: dataplane.KindVXLAN, MAC: dataplane.MAC{2}, MTU: 1440, Up: true} // the kernel in memory has no other kind of tunnel device
 	link.VXLAN = dataplane.VXLAN{VNI: 99, Port: 51820, Local: e.env.Underlay.Addrs[0].Local, Underlay: "eth0"}
 	base.Add(link,
 		dataplane.Addr{Dev: device, Prefix: prefix.Host(own.Endpoints[0].Subnet.Addr())},
@@ -120,8 +120,8 @@ func subnetOf(n int) netip.Prefix {
 
 func addrOf(n int) netip.Addr { return netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}) }
 
-// lease returns the lease of host n at a location, with data that change may change. b is the backend of
-// another host.
+// lease returns the lease of host n at a location. change may change the data of the location; it
+// may be nil. b is the backend of any host with the same configuration.
 func lease(t testing.TB, b *Backend, n int, location string, change func(*data)) *subnet.Lease {
 	t.Helper()
 	d := data{Name: location, Type: b.sides.inside.Type, Config: b.digest, Address: addrOf(n)}
@@ -143,7 +143,8 @@ func lease(t testing.TB, b *Backend, n int, location string, change func(*data))
 	}}}
 }
 
-// start starts the network with what the host has published before.
+// start starts the network of host 1. prev is the claim that the host has published before; zero
+// for a new host.
 func (b *bed) start(prev subnet.Claim) {
 	b.Helper()
 	be := b.backend()
@@ -174,8 +175,8 @@ func (b *bed) sync(set backend.Set) backend.Outcome {
 	return out
 }
 
-// expectInside checks to which peers the kernel has a route of their own, and that the route to the network
-// is there.
+// expectInside checks that the kernel has routes inside to exactly the peers with the keys want,
+// and that the route to the network exists.
 func (b *bed) expectInside(what string, want ...string) {
 	b.Helper()
 	have, err := b.kernel.Read(b.Context(), b.net.Scope())
@@ -202,7 +203,8 @@ func (b *bed) expectInside(what string, want ...string) {
 	}
 }
 
-// TestChoice has peers at the same location, at others, and with data that cannot be used.
+// TestChoice checks that only a peer at the location of this host, with usable data, is served
+// inside. It has peers at this location, at other locations, and with unusable data.
 func TestChoice(t *testing.T) {
 	for _, kind := range []string{vxlan.Type, hostgw.Type} {
 		t.Run(kind, func(t *testing.T) {
@@ -251,8 +253,8 @@ func TestChoice(t *testing.T) {
 	}
 }
 
-// TestHostileData has peers whose data for vxlan is unusable. They must be served all the same, and no host
-// may take over the address of another one.
+// TestHostileData checks a peer whose data or address for vxlan is unusable. The backend between
+// locations must serve it, and the reason must be one short line.
 func TestHostileData(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()
@@ -279,7 +281,8 @@ func TestHostileData(t *testing.T) {
 	}
 }
 
-// TestZone has an IPv6 peer whose address has a zone, with escape sequences for a terminal.
+// TestZone checks that an IPv6 peer whose address has a zone is not served inside, and that the
+// reason quotes the escape sequences in the zone.
 func TestZone(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()
@@ -293,8 +296,9 @@ func TestZone(t *testing.T) {
 	}
 }
 
-// TestSharedIdentity has peers with the VTEP MAC of another host. They must be served by the other backend
-// until only one host has it, because vxlan could send the packets for one to another.
+// TestSharedIdentity checks peers that have the VTEP MAC of another host. The backend between
+// locations must serve them until only one host has that MAC, because vxlan could send the packets
+// for one host to another.
 func TestSharedIdentity(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()
@@ -333,8 +337,8 @@ func TestSharedIdentity(t *testing.T) {
 	b.expectInside("one host has gone", "host2")
 }
 
-// TestRestartWithAnotherText restarts a host while the store is away. The last known state has the
-// configuration in another form, and peers must be served inside all the same.
+// TestRestartWithAnotherText restarts a host while the store is unavailable. Peers must be served
+// inside although the last known state has the configuration in another form.
 func TestRestartWithAnotherText(t *testing.T) {
 	b := newBed(t, "east")
 	const stored = `{"Backend": {"SameLocation": { "VNI": 1, "Type": "vxlan" } }}`
@@ -360,8 +364,8 @@ func TestRestartWithAnotherText(t *testing.T) {
 	b.expectInside("with the last known state", "host2")
 }
 
-// TestUnreachableInside has a peer that the kernel cannot reach by host-gw. It must be served by the other
-// backend, without an error.
+// TestUnreachableInside checks a peer that the kernel cannot reach by host-gw. The backend between
+// locations must serve it, without an error or a refusal.
 func TestUnreachableInside(t *testing.T) {
 	b := newBed(t, "east")
 	b.same.Type = hostgw.Type
@@ -387,8 +391,9 @@ func TestUnreachableInside(t *testing.T) {
 	}
 }
 
-// TestOtherLocationAtOnce restarts a host at another location while the store is away. Packets to known
-// peers at its former location must not go on in clear text, and a route to an unknown one must stay.
+// TestOtherLocationAtOnce restarts a host at another location while the store is unavailable.
+// Packets to a known peer at the former location must not go on in clear text. The route to a peer
+// that is not known yet must stay.
 func TestOtherLocationAtOnce(t *testing.T) {
 	for _, kind := range []string{vxlan.Type, hostgw.Type} {
 		for _, location := range []string{"west", ""} {
@@ -427,8 +432,8 @@ func TestOtherLocationAtOnce(t *testing.T) {
 	}
 }
 
-// TestRestartKeepsRoutes restarts a host. Until the store has answered, and when it has, the routes inside
-// must be there all the time.
+// TestRestartKeepsRoutes checks that a restarted host changes nothing in the kernel when it gets
+// the same peers from the store, so that the routes inside stay.
 func TestRestartKeepsRoutes(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()
@@ -451,8 +456,8 @@ func TestRestartKeepsRoutes(t *testing.T) {
 	}
 }
 
-// TestStartWithoutData starts a host that has got a location since it published its lease. Its device must
-// have the address that it publishes next.
+// TestStartWithoutData starts a host that had no location when it published its lease. The device
+// of the backend inside must have the MAC address that the host publishes next.
 func TestStartWithoutData(t *testing.T) {
 	b := newBed(t, "")
 	prev, err := b.backend().Claim(t.Context(), subnet.Claim{})
@@ -480,7 +485,8 @@ func TestStartWithoutData(t *testing.T) {
 	}
 }
 
-// TestPublisherIsForwarded checks that the backend between locations can publish other data while it runs.
+// TestPublisherIsForwarded checks that the backend between locations can publish other data while
+// its network runs.
 func TestPublisherIsForwarded(t *testing.T) {
 	b := newBed(t, "east")
 	b.start(subnet.Claim{})
@@ -495,8 +501,8 @@ func TestPublisherIsForwarded(t *testing.T) {
 	}
 }
 
-// TestFailureBetween has a backend between locations that fails. A peer that moves to another location must
-// not be sent to in clear text all the same.
+// TestFailureBetween checks a backend between locations that fails. Packets to a peer that moves to
+// another location must not go on in clear text.
 func TestFailureBetween(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()

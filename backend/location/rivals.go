@@ -13,12 +13,13 @@ import (
 // candidate is what a host publishes for the backend inside of the location of this host.
 type candidate struct {
 	lease      *subnet.Lease // as that backend uses it; nil if it cannot be used
-	identities []string      // that only one host may have, such as VTEP MACs
-	why        string        // reason why the lease cannot be used; empty if the host is not at the location
+	identities []string      // identities that only one host may have, such as VTEP MACs
+	why        string        // reason why the lease cannot be used; empty if it can, or if the host is not at the location
 }
 
-// rivals finds hosts with the same identity. The backend inside serves none of them, because it could send
-// packets for one to another. They keep the backend between locations, to which these identities mean nothing.
+// rivals finds hosts with the same identity. The backend inside serves none of these hosts, because
+// it could send packets for one to another. The backend between locations goes on to serve them,
+// because it does not use these identities.
 type rivals struct {
 	candidates map[string]candidate           // by key of the lease
 	holders    map[string]map[string]struct{} // keys by identity
@@ -28,8 +29,8 @@ func newRivals() rivals {
 	return rivals{map[string]candidate{}, map[string]map[string]struct{}{}}
 }
 
-// change replaces the candidates of keys by the results of examine. It returns all keys about which decide
-// may say something else than before.
+// change replaces the candidate of each key by the result of examine. It returns all keys for which
+// decide may now return another result.
 func (r *rivals) change(keys []string, examine func(key string) candidate) []string {
 	affected := map[string]struct{}{}
 	for _, key := range keys {
@@ -41,7 +42,8 @@ func (r *rivals) change(keys []string, examine func(key string) candidate) []str
 	return slices.Collect(maps.Keys(affected))
 }
 
-// addRivals adds the keys of all hosts that have an identity of the host with key.
+// addRivals adds the keys of all hosts that share an identity with the host with that key. This
+// includes the host itself if it has an identity.
 func (r *rivals) addRivals(to map[string]struct{}, key string) {
 	for _, id := range r.candidates[key].identities {
 		maps.Copy(to, r.holders[id])
@@ -68,8 +70,9 @@ func (r *rivals) set(key string, c candidate) {
 	}
 }
 
-// decide returns the lease with which the backend inside serves a host. It returns nil if another one does,
-// and the reason if the host says that it is at the location.
+// decide returns the lease with which the backend inside serves a host, or nil if the backend
+// between locations serves it. why is the reason if the host says that it is at the location and is
+// not served inside.
 func (r *rivals) decide(key string) (_ *subnet.Lease, why string) {
 	c := r.candidates[key]
 	for _, id := range c.identities {
