@@ -12,7 +12,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// The two backends, as indexes.
+// The two backends, as indexes, and their number.
 const (
 	present = iota
 	next
@@ -21,15 +21,15 @@ const (
 
 // layer merges the wanted states of both backends and passes the result to one Reconciler.
 //
-// All objects except for routes to peers are simply united. Each backend may want a route to
-// the subnet of a peer. The one that carries the packets has the usual metric, and the other
-// one stands by with a high metric. So the change from one to the other replaces the best
-// route by one request, and each backend always has a route on which the other end can be
+// All objects except for routes to peers are simply united. Each backend may want a route to the
+// subnet of a peer. The route of the backend that carries the packets has the usual metric, and the
+// route of the other backend stands by with a high metric. So one request replaces the best route
+// when a peer changes its backend, and each backend always has a route on which the peer can be
 // probed.
 //
-// A backend that has one route to the whole network gets a route to each of its peers as
-// well. The route to the whole network belongs to the present backend alone: that of the next
-// one would receive packets to addresses that the network did not carry before.
+// A backend that has one route to the whole network gets a route to each of its peers as well. The
+// kernel gets the route to the whole network only from the present backend: such a route of the
+// next backend would receive packets to addresses that the network did not carry before.
 type layer struct {
 	reconciler *dataplane.Reconciler
 	networks   []netip.Prefix
@@ -59,7 +59,7 @@ func newLayer(r *dataplane.Reconciler, networks []netip.Prefix) *layer {
 	return l
 }
 
-// view returns the Reconciler of one backend, without any wanted objects.
+// view removes all wanted objects of one backend, and returns its Reconciler.
 func (l *layer) view(side int) *view {
 	v := l.views[side]
 	v.want = dataplane.NewState()
@@ -109,7 +109,8 @@ func (l *layer) sweepGone() {
 	l.gone = nil
 }
 
-// apply passes on all changes since the last call.
+// apply passes on all changes since the last call to the common Reconciler. If sweep is set,
+// objects in scope that no backend wants are deleted.
 func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report, err error) {
 	all, delta := l.all, l.delta
 	l.all, l.delta = false, newDelta()
@@ -147,7 +148,7 @@ func (l *layer) merged() dataplane.State {
 	return s
 }
 
-// effectiveAll returns the objects that the kernel should have for those that the backend
+// effectiveAll returns the objects that the kernel should have for objects, which the backend
 // wants.
 func (v *view) effectiveAll(objects []dataplane.Object) []dataplane.Object {
 	out := make([]dataplane.Object, 0, len(objects))
@@ -173,7 +174,7 @@ func (v *view) effective(r dataplane.Route) (_ dataplane.Route, ok bool) {
 	case r.Type != dataplane.Unicast:
 		return r, true
 	case v.carries(r.Dst):
-		return r.AsPlain(), true // so that probes find the one that stands by
+		return r.AsPlain(), true // so that a probe through the other device finds the route that stands by
 	}
 	return r.Standby(), true
 }
@@ -207,8 +208,8 @@ func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 	return dataplane.Route{}, false
 }
 
-// extra returns the route to dst that the backend does not want itself, because it has one
-// to the whole network.
+// extra returns the route to dst that the layer adds for a backend with one route to the whole
+// network. It returns nil if the backend wants a route to dst itself, or has no route for it.
 func (v *view) extra(dst netip.Prefix) []dataplane.Object {
 	if len(v.want.Routes[dst]) > 0 {
 		return nil
@@ -223,7 +224,8 @@ func (v *view) extra(dst netip.Prefix) []dataplane.Object {
 	return []dataplane.Object{r}
 }
 
-// extraAll returns the extra routes to subnets. A change of the wanted state may begin or end one.
+// extraAll returns the extra routes to subnets. A change of the wanted state may add or remove
+// them.
 func (v *view) extraAll(subnets map[netip.Prefix]struct{}) (all []dataplane.Object) {
 	for dst := range subnets {
 		all = append(all, v.extra(dst)...)
@@ -242,7 +244,7 @@ func destinations(lists ...[]dataplane.Object) map[netip.Prefix]struct{} {
 	return dsts
 }
 
-// serve makes the backend serve the subnet of a peer, or no longer do so.
+// serve makes the backend serve the subnet of a peer if serves is set, and otherwise makes it stop.
 func (v *view) serve(dst netip.Prefix, serves bool) {
 	_, before := v.subnets[dst]
 	switch {
@@ -300,13 +302,15 @@ func (v *view) Has(o dataplane.Object) bool {
 // Counts implements backend.Reconciler. The numbers are those of both backends.
 func (v *view) Counts() map[string]dataplane.Count { return v.reconciler.Counts() }
 
-// Changed implements backend.Reconciler. The network listens itself.
+// Changed implements backend.Reconciler. It returns nil, because the network listens to the common
+// Reconciler itself.
 func (*view) Changed() <-chan struct{} { return nil }
 
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
 
-// lacking returns the objects of a peer in have that want lacks.
+// lacking returns the neighbours, FDB entries and routes in have that want lacks. A route is
+// lacking only if want has no route to the same destination.
 func lacking(have, want dataplane.State) (objects []dataplane.Object) {
 	for key, n := range have.Neighs {
 		if _, ok := want.Neighs[key]; !ok {
@@ -356,7 +360,7 @@ func (d delta) add(objects []dataplane.Object) {
 func (d delta) removed() []dataplane.Object { return slices.Collect(maps.Keys(d.gone)) }
 func (d delta) added() []dataplane.Object   { return slices.Collect(maps.Keys(d.new)) }
 
-// bestRoutes returns the route of each destination that has the lowest metric.
+// bestRoutes returns for each destination the unicast route with the lowest metric.
 func bestRoutes(s dataplane.State) map[netip.Prefix]dataplane.Route {
 	best := map[netip.Prefix]dataplane.Route{}
 	for r := range s.AllRoutes() {

@@ -57,7 +57,8 @@ func newTestLayer(t *testing.T) (*layer, *dataplanetest.Kernel) {
 	return newLayer(r, []netip.Prefix{network4}), k
 }
 
-// routes returns the routes of the kernel to dst, the best one first.
+// routes returns the devices of the kernel's routes to dst, the best route first. A route that
+// stands by has the suffix " standby".
 func routes(ctx context.Context, t *testing.T, k *dataplanetest.Kernel, dst netip.Prefix) (all []string) {
 	t.Helper()
 	s, err := k.Read(ctx, dataplane.Scope{Devices: []string{"old", "new"}, Networks: []netip.Prefix{network4}})
@@ -76,14 +77,14 @@ func routes(ctx context.Context, t *testing.T, k *dataplanetest.Kernel, dst neti
 	return all
 }
 
-// TestLayer leads two backends through a migration: one with a route to each peer, and one with
-// a route to the whole network.
+// TestLayer checks the routes in each step of a migration, for backends with a route to each peer
+// and for backends with a route to the whole network.
 func TestLayer(t *testing.T) {
 	for _, tt := range []struct {
 		name       string
 		wide       [sides]bool
 		wantWide   []string // routes to the whole network
-		peer, none []string // routes to a peer that both reach, and to one that only the present backend reaches
+		peer, none []string // routes to a peer that both backends reach, and to a peer that only the present one reaches
 	}{
 		{"routes to peers", [sides]bool{}, nil, []string{"old", "new standby"}, []string{"old"}},
 		{"the next one has a route to the network", [sides]bool{next: true}, nil, []string{"old", "new standby"}, []string{"old"}},
@@ -128,7 +129,7 @@ func TestLayer(t *testing.T) {
 			l.choose(subnetOf(2), present)
 			expect("after going back", subnetOf(2), "old", "new standby")
 
-			l.choose(subnetOf(2), next) // and the peer leaves the present backend at the same time
+			l.choose(subnetOf(2), next) // and at the same time the peer leaves the present backend
 			v := l.views[present]
 			if !tt.wide[present] {
 				if _, err := v.Update(ctx, []dataplane.Object{via(2, "old")}, nil, true); err != nil {
@@ -141,8 +142,8 @@ func TestLayer(t *testing.T) {
 	}
 }
 
-// TestLayerRandomWalk makes random changes, and applies each of them alone or together with
-// others. The result must be that of everything at once.
+// TestLayerRandomWalk makes random changes, and applies them alone or several at once. The kernel
+// must always get the state that merged returns for all changes.
 func TestLayerRandomWalk(t *testing.T) {
 	seed := rand.Uint64()
 	rnd := rand.New(rand.NewPCG(seed, 0))

@@ -5,7 +5,7 @@
 //
 //   - migration.go is the Backend, which consists of the present one and the next one.
 //   - network.go is the Network, which Start creates. It decides about each peer.
-//   - peer.go is the state of a peer, and the queue of those that do not follow.
+//   - peer.go is the state of a peer, and the queue of the peers that do not follow to the next backend.
 //   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
 package migration
@@ -84,7 +84,7 @@ func (b *Backend) check() error {
 			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes are in the VPC and not on the hosts: remove NextBackend", p.side.Type)
 		}
 	}
-	if slices.Contains(b.Inside(), "host-gw") { // a host that cannot be reached by it would be cut off while both have it
+	if slices.Contains(b.Inside(), "host-gw") { // a peer at the location that host-gw does not reach would be cut off during the migration
 		return errors.New("SameLocation host-gw and NextBackend do not work together: remove NextBackend, or set SameLocation to vxlan")
 	}
 	used := from.be.Scope().Devices
@@ -97,7 +97,7 @@ func (b *Backend) check() error {
 		return fmt.Errorf("Backend %s and NextBackend %s both have a device of type ipip, and the kernel allows one for each address: want another NextBackend, or for udp the Mode userspace",
 			from.side.Type, to.side.Type)
 	}
-	if from.side.Type == to.side.Type && (len(used) == 0 || from.side.Type == "udp") { // leases of udp do not have the port
+	if from.side.Type == to.side.Type && (len(used) == 0 || from.side.Type == "udp") { // leases of udp do not contain the port, by which they could be told apart
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}
 	for kind, ports := range backend.PortsByType(to.be, to.side.Type) {
@@ -118,8 +118,8 @@ func (b *Backend) check() error {
 // Sides implements backend.TwoSided.
 func (b *Backend) Sides() (_, _ backend.Side) { return b.parts[present].side, b.parts[next].side }
 
-// CheckPublicEndpoint implements backend.EndpointNamer. The name is of use if one of the backends can send
-// to it.
+// CheckPublicEndpoint implements backend.EndpointNamer. It accepts a name to which at least one of
+// the two backends can send.
 func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	err := backend.CheckPublicEndpoint(b.parts[present].be, b.parts[present].side.Type, e)
 	if err != nil {
@@ -128,7 +128,8 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return err
 }
 
-// CheckRelay implements backend.Relayer. The relay is of use if one of the backends has relays.
+// CheckRelay implements backend.Relayer. It accepts a relay if at least one of the two backends has
+// relays.
 func (b *Backend) CheckRelay() error {
 	err := backend.CheckRelay(b.parts[present].be, b.parts[present].side.Type, true)
 	if err != nil {
@@ -137,7 +138,8 @@ func (b *Backend) CheckRelay() error {
 	return err
 }
 
-// Inside implements backend.Placer. A location is of use if one of the backends has locations.
+// Inside implements backend.Placer. It returns the types of both backends, of which only one may
+// have locations.
 func (b *Backend) Inside() []string {
 	return slices.Concat(backend.Inside(b.parts[present].be), backend.Inside(b.parts[next].be))
 }
@@ -191,9 +193,9 @@ func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
 	return all
 }
 
-// Claim implements backend.Backend. If the next backend has no claim, or is known not to start on this
-// host, the claim is that of the present one alone, and the log says why. Such a host would be cut off
-// if peers relied on its data.
+// Claim implements backend.Backend. If the next backend cannot start on this host, or its Claim
+// fails, Claim logs the error and returns the claim of the present backend alone. Otherwise peers
+// could send by the next backend, and this host would be cut off.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim, err := b.parts[present].claim(ctx, prev)
 	if err != nil {
@@ -211,7 +213,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// claimNext returns the claim of the next backend, unless it is known not to start on this host.
+// claimNext returns the claim of the next backend, or an error if that backend finds out that it
+// cannot start on this host.
 func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	if err := backend.Usable(ctx, b.parts[next].be); err != nil {
 		return subnet.Claim{}, err
@@ -219,8 +222,8 @@ func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Clai
 	return b.parts[next].claim(ctx, prev)
 }
 
-// claim returns the claim of one backend. It gets the data that it has published before, by
-// itself or in a migration, and never that of another backend.
+// claim returns the claim of one backend. The backend gets only the data in prev that it has
+// published itself, alone or in a migration, and never data of another backend.
 func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	own, ok := p.side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints})
 	before := subnet.Claim{BackendType: p.side.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}

@@ -29,29 +29,29 @@ type network struct {
 	*backend.Notifier
 	own     subnet.Lease
 	layer   *layer
-	running [sides]backend.Network                   // that of the next backend is nil while it does not start
-	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that are one
+	running [sides]backend.Network                   // that of the next backend is nil while it does not run
+	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that implement PathSizer; nil for the others
 	prober  *prober
 
-	before   map[netip.Prefix]dataplane.Route // best routes at the start, for peers that are not decided yet
+	before   map[netip.Prefix]dataplane.Route // best routes at the start; they decide about peers that are not decided yet
 	peers    map[string]*peer                 // by lease key
 	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
 	onlyNext map[string]struct{}              // keys of leases that only the next backend can use
 	bySubnet map[netip.Prefix]string          // keys of peers
-	refused  []*peer                          // peers with a reason in refused
+	refused  []*peer                          // peers with a reason in peer.refused
 	byNext   int                              // number of peers to which the next backend carries the packets
 	waiters  waiters
 
 	moved       int       // number of peers that have changed their backend and are not logged yet
 	movedLogged time.Time // when such peers were logged
-	compared    time.Time // when backends were last free to compare all peers with the kernel
+	compared    time.Time // when the backends last got a set without changes; see comparePause
 
 	claimable  wait.Signal  // see backend.Reclaimer
 	republish  wait.Signal  // see backend.Publisher
 	notStarted error        // why the next backend does not run
-	again      wait.Backoff // for starting it
-	nextStart  time.Time    // when to start it again
-	nextError  string       // logged error of the next backend
+	again      wait.Backoff // pauses between two attempts to start the next backend
+	nextStart  time.Time    // when to start the next backend again
+	nextError  string       // error of the next backend that was logged last; empty if there is none
 	sources    rpfilter.Filter
 }
 
@@ -65,7 +65,7 @@ const (
 // with the present one and tries again later.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	scope := b.Scope()
-	scope.TxChecksum = true // the backends may want it
+	scope.TxChecksum = true // the backends may want TxChecksum
 	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
 	if err != nil {
 		return nil, err
@@ -116,15 +116,16 @@ func (n *network) follow(side int) {
 // Republish implements backend.Publisher.
 func (n *network) Republish() <-chan struct{} { return n.republish }
 
-// Published implements backend.Publisher. Only wireguard can migrate and is a Publisher, and it does
-// nothing then.
+// Published implements backend.Publisher. It does nothing, because of the backends that can migrate
+// only wireguard is a Publisher, and its Published does nothing.
 func (*network) Published(subnet.Claim) {}
 
 // errNoData means that the own lease has no data for a backend.
 var errNoData = errors.New("the own lease has no data for it")
 
-// lackOfData returns why the own lease has no data for the next backend. If there is no reason any
-// more, it asks for another claim. The network ends when that is published.
+// lackOfData returns why the own lease has no data for the next backend. If the next backend has a
+// claim now, lackOfData asks for the new claim to be published. The network ends when that has
+// happened.
 func (n *network) lackOfData(ctx context.Context) error {
 	if _, err := n.claimNext(ctx, n.own.Claim()); err != nil {
 		return err
@@ -136,7 +137,7 @@ func (n *network) lackOfData(ctx context.Context) error {
 // Reclaim implements backend.Reclaimer.
 func (n *network) Reclaim() <-chan struct{} { return n.claimable }
 
-// ownOf returns the own lease as s has it, or without data if it has none.
+// ownOf returns the own lease as s has it. It returns the whole lease if s has no data in it.
 func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
 	if l, ok := s.Of(&own); ok {
 		return *l
@@ -167,9 +168,9 @@ func (n *network) startNext(ctx context.Context) {
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
 
-// attempt starts the next backend. If one of its ports is in use, it tries again when what an earlier
-// network has left running there is closed. The owner of the network, which does that for a backend
-// alone, does not hear of this error.
+// attempt starts the next backend. If one of its ports is in use, attempt closes what an earlier
+// network has left running on these ports, and tries once more. The owner of the network cannot do
+// that, because Start does not return this error to it.
 func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	be := n.parts[next].be
 	running, err := be.Start(ctx, own)
@@ -199,7 +200,7 @@ func (n *network) Selects(l *subnet.Lease) bool {
 	return leases[present] != nil || leases[next] != nil
 }
 
-// split returns l as each backend uses it, or nil.
+// split returns l as each backend uses it, and nil for a backend that cannot use it.
 func (n *network) split(l *subnet.Lease) (leases [sides]*subnet.Lease) {
 	for i, p := range n.parts {
 		if own, ok := p.side.Of(l); ok {
@@ -217,7 +218,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	case leases[present] != nil:
 		return n.running[present].Check(*leases[present])
 	case n.running[next] == nil:
-		return nil, nil // Sync refuses it as long as the next backend does not run
+		return nil, nil // Sync refuses the peer as long as the next backend does not run
 	}
 	return n.running[next].Check(*leases[next])
 }
@@ -226,7 +227,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	if n.running[next] == nil && time.Now().After(n.nextStart) {
 		n.startNext(ctx)
-		set.All = set.All || n.running[next] != nil // it knows no peers yet
+		set.All = set.All || n.running[next] != nil // the next backend knows no peers yet
 	}
 	n.layer.held = true
 	changed, probed := n.update(set), n.prober.take()
@@ -234,7 +235,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out, err := n.syncParts(ctx, set, answered)
 	n.decide(changed, probed)
 	n.layer.held = false
-	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers are others
+	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers may differ
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
 		n.layer.sweepGone()
 	}
@@ -248,7 +249,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
 	out.Refused = n.refusals()
-	if report.Rerouted { // the backends hear of it in the next pass
+	if report.Rerouted { // the backends get Rerouted in the next pass
 		out.Again = sooner(out.Again, time.Second)
 	}
 	if n.running[next] == nil {
@@ -266,8 +267,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// sharedDevice returns the external interface if a backend has no device of its own, and
-// otherwise "".
+// sharedDevice returns the name of the external interface if a backend has no device of its own,
+// and otherwise "".
 func (n *network) sharedDevice() string {
 	for _, p := range n.parts {
 		if len(p.be.Scope().Devices) == 0 {
@@ -304,7 +305,7 @@ func (n *network) update(set backend.Set) []string {
 	for _, s := range left {
 		if _, has := n.bySubnet[s]; !has {
 			n.layer.choose(s, present)
-			n.layer.gone = append(n.layer.gone, dataplane.NewRoute(s, netip.Addr{}, "", false)) // also that of an earlier process
+			n.layer.gone = append(n.layer.gone, dataplane.NewRoute(s, netip.Addr{}, "", false)) // the routes of an earlier process must go, too
 		}
 	}
 	return changed
@@ -332,7 +333,7 @@ func (n *network) forget(key string) []netip.Prefix {
 	return subnets
 }
 
-// remember adds the leases of a peer.
+// remember adds the lease of a peer, split for both backends.
 func (n *network) remember(key string, l *subnet.Lease) {
 	p := n.peers[key]
 	if p == nil {
@@ -364,9 +365,11 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	}
 }
 
-// syncParts passes the peers to both backends. An error of the next one is an error of the
-// network only if the next one carries packets. The peers that have answered count as changed, except
-// once in comparePause: if a set has no changes, backends may compare all peers with the kernel.
+// syncParts passes the peers to both backends. An error of the next backend is an error of the
+// network only if that backend carries packets. The peers that have answered probes count as
+// changed. But if nothing else has changed, the backends get a set without changes once in
+// comparePause, because they may then compare all peers with the kernel. answered contains the keys
+// of these peers.
 func (n *network) syncParts(ctx context.Context, set backend.Set, answered []string) (out backend.Outcome, err error) {
 	if len(set.Changed) > 0 || time.Since(n.compared) < comparePause {
 		set.Changed = slices.Concat(set.Changed, answered)
@@ -394,11 +397,12 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 	return out, err
 }
 
-// comparePause is the time for which a pass because of answers does not compare all peers with the kernel.
+// comparePause is the least time between two passes because of answers in which the backends may
+// compare all peers with the kernel.
 const comparePause = 30 * time.Second
 
-// noteNext returns err, an error of the next backend, if that backend carries packets.
-// Otherwise it logs the error, unless it is the last one.
+// noteNext returns err, an error of the next backend, if that backend carries packets. Otherwise it
+// logs the error, unless that error was logged last, and returns nil.
 func (n *network) noteNext(ctx context.Context, err error) error {
 	switch {
 	case err == nil || n.byNext > 0:
@@ -411,8 +415,9 @@ func (n *network) noteNext(ctx context.Context, err error) error {
 	return nil
 }
 
-// decide decides which backend carries the packets to the peers with these keys. probed are the
-// targets of probes that have come back. They do not count if the peer has other targets now.
+// decide decides which backend carries the packets to the peers with the keys in changed and
+// probed. probed contains the targets of probes that have come back. They do not count if the peer
+// has other targets now.
 func (n *network) decide(changed []string, probed map[string][]target) {
 	for _, key := range changed {
 		n.move(key, false)
@@ -460,9 +465,9 @@ func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Durat
 	return 0
 }
 
-// sideOf returns the backend that should carry the packets to a peer. A peer with data for
-// both backends changes to the next one when probes have come back, and not the other way: it
-// goes back to the present backend when it, or this host, no longer has the next one.
+// sideOf returns the backend that should carry the packets to a peer. A peer with data for both
+// backends changes to the next one when probes have come back. It goes back to the present one only
+// if the peer, or this host, no longer has the next one.
 func (n *network) sideOf(key string, p *peer, probed bool) int {
 	byNext := n.leases[next][key] != nil && n.running[next] != nil
 	switch {
@@ -493,7 +498,7 @@ func (n *network) wasNext(p *peer) bool {
 	})
 }
 
-// count makes side the backend of p and counts p there.
+// count makes side the backend of p, and updates byNext and the waiters.
 func (n *network) count(p *peer, side int) {
 	switch {
 	case p.side == next && side == present:
@@ -506,8 +511,9 @@ func (n *network) count(p *peer, side int) {
 	p.side = side
 }
 
-// noteRefused assigns routes that the kernel does not have to their peers. A route to the
-// whole network belongs to no peer. It is an error, unless the backend's own device has it.
+// noteRefused records each refused route at its peer. A route to the whole network belongs to no
+// peer. Its refusal is an error, unless the backend's own device is directly connected to the
+// network.
 func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) error {
 	for _, p := range n.refused {
 		p.refused = [sides]string{}
@@ -532,7 +538,7 @@ func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) 
 	return oneline.Join(errs[present], n.noteNext(ctx, errs[next]))
 }
 
-// refusals returns the peers that this host cannot reach.
+// refusals returns the peers that this host cannot reach, with the reasons.
 func (n *network) refusals() (all []subnet.Refusal) {
 	for _, p := range n.refused {
 		if why := p.refused[p.side]; why != "" && len(p.subnets) > 0 {
@@ -586,10 +592,10 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 	return again
 }
 
-// aim makes the prober probe those of the peers with these keys that could change to the next
-// backend, and not the others.
+// aim makes the prober probe each peer with one of these keys that could change to the next
+// backend. The prober stops probing the other peers with these keys.
 func (n *network) aim(keys []string) {
-	if n.running[next] == nil { // it has not run before, so there are no probes
+	if n.running[next] == nil { // the next backend has never run, so there are no probes
 		return
 	}
 	for _, key := range keys {
@@ -597,11 +603,12 @@ func (n *network) aim(keys []string) {
 	}
 }
 
-// targets returns the addresses of a peer that probes through the next backend must reach, or none
-// if the peer cannot change to it. They are base addresses of subnets, from which the answers come
-// back by the way that the peer has to this host. So both directions are independent, except for answers
-// of another address over IPv6, which the kernel sends through the device of the request. The probes have
-// the size of the largest packets of pods.
+// targets returns the targets that probes of a peer through the next backend must reach, or none if
+// the peer cannot change to that backend. The addresses are base addresses of subnets. The peer
+// sends the answer from such an address by its own route to this host, so each host can change its
+// direction alone. Over IPv6 the answer may come from another address, and the peer's kernel then
+// sends it through the device of the request. The probes have the size of the largest packets of
+// pods.
 func (n *network) targets(key string) (all []target) {
 	p, l := n.peers[key], n.leases[next][key]
 	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {
@@ -641,14 +648,14 @@ func (n *network) Relay(key string) string {
 	return u.Relay(key)
 }
 
-// noteSizer makes PathMTU ask the network of a backend.
+// noteSizer makes PathMTU ask the network of a backend if that network is a PathSizer.
 func (n *network) noteSizer(side int) {
 	if s, ok := n.running[side].(backend.PathSizer); ok {
 		n.sizers[side].Store(&s)
 	}
 }
 
-// PathMTU implements backend.PathSizer. It is the smaller one of both backends.
+// PathMTU implements backend.PathSizer. It returns the smaller path MTU of the two backends.
 func (n *network) PathMTU(subnet netip.Prefix) (least int) {
 	for i := range n.sizers {
 		if s := n.sizers[i].Load(); s != nil {
@@ -660,7 +667,8 @@ func (n *network) PathMTU(subnet netip.Prefix) (least int) {
 	return least
 }
 
-// Location implements backend.Locator. It is that of the backend with locations, of which there is one.
+// Location implements backend.Locator. It returns the report of the backend with locations. At most
+// one of the two has locations.
 func (n *network) Location() *backend.LocationReport {
 	for _, part := range n.running {
 		if l, ok := part.(backend.Locator); ok {
@@ -683,7 +691,7 @@ func (n *network) Objects(key string) (all []backend.ObjectReport) {
 // Counts implements backend.Inspector.
 func (n *network) Counts() map[string]dataplane.Count { return n.layer.reconciler.Counts() }
 
-// Mode implements backend.DataPath. It is that of the present backend.
+// Mode implements backend.DataPath. It returns the mode of the present backend.
 func (n *network) Mode() string {
 	if path, ok := n.running[present].(backend.DataPath); ok {
 		return path.Mode()
@@ -691,7 +699,7 @@ func (n *network) Mode() string {
 	return ""
 }
 
-// Dropped implements backend.DataPath.
+// Dropped implements backend.DataPath. It returns the sums of both backends.
 func (n *network) Dropped() map[string]uint64 {
 	var all map[string]uint64
 	for _, part := range n.running {

@@ -21,7 +21,8 @@ import (
 
 // TestKernelManyPeers moves many peers of both families to the next backend and back, on the real
 // kernel with nexthop objects. After each step the best route to each peer must be that of the
-// wanted backend, the other one must stand by, and there must be nothing left to change.
+// wanted backend, the route of the other backend must stand by, and another pass must change
+// nothing.
 func TestKernelManyPeers(t *testing.T) {
 	const peers = 600
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
@@ -126,7 +127,7 @@ func TestKernelManyPeers(t *testing.T) {
 	sync("at first", backend.Set{All: true}, vxlanOf, eth0)
 	answer(n, keys...)
 	sync("after the probes", backend.Set{}, eth0, vxlanOf)
-	for _, p := range n.peers { // as if each had withdrawn its data for the next backend for a moment
+	for _, p := range n.peers { // as if each peer had withdrawn its data for the next backend for a moment
 		p.decided = false
 	}
 	sync("back", backend.Set{Changed: keys}, vxlanOf, eth0)

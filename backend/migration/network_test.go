@@ -36,7 +36,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// newEnv returns the environment of a host whose network migrates between two backends.
+// newEnv returns the environment of a host whose network migrates between two backends. from and to
+// are Backend objects in JSON.
 func newEnv(k *dataplanetest.Kernel, from, to string) backend.Env {
 	env := backendtest.Env(1500, prefix.IPv4)
 	env.Kernel, env.Resync = k, time.Hour
@@ -75,7 +76,8 @@ const (
 	vni7   = `{"Type":"vxlan","VNI":7}`
 )
 
-// TestImpossibleMigrations checks that each of them gets one line that names the reason.
+// TestImpossibleMigrations checks that each impossible migration is refused with an error that
+// names the reason.
 func TestImpossibleMigrations(t *testing.T) {
 	for _, tt := range []struct{ from, to, want string }{
 		{vni1, `{"Type":"vxlan","Port":4789}`, "both have the device flannel.1"},
@@ -106,7 +108,8 @@ func TestImpossibleMigrations(t *testing.T) {
 	}
 }
 
-// TestPortsByType checks that each port counts for the backend that receives the packets, also with locations.
+// TestPortsByType checks that PortsByType names each port at the backend that receives the packets,
+// even if that backend is the one inside of a location.
 func TestPortsByType(t *testing.T) {
 	const located = `{"Type":"wireguard","SameLocation":{"Type":"vxlan","VNI":7}}`
 	for _, tt := range [][2]string{{located, hostGW}, {hostGW, located}} {
@@ -153,7 +156,7 @@ func lease(n int, kind string, data json.RawMessage, nextKind string, nextData j
 	}}}
 }
 
-// answer makes peers answer the probes through the next backend.
+// answer records that the peers with these keys have answered the probes through the next backend.
 func answer(n *network, keys ...string) {
 	n.prober.mu.Lock()
 	defer n.prober.mu.Unlock()
@@ -162,7 +165,8 @@ func answer(n *network, keys ...string) {
 	}
 }
 
-// TestDecisions leads a peer through the phases of a migration from vxlan to host-gw, and back.
+// TestDecisions checks the routes to a peer in the phases of a migration from vxlan to host-gw, and
+// back.
 func TestDecisions(t *testing.T) {
 	before := lease(2, "vxlan", dataOf(2, 1), "", nil)
 	both := lease(2, "vxlan", dataOf(2, 1), "host-gw", nil)
@@ -170,7 +174,7 @@ func TestDecisions(t *testing.T) {
 	reversed := lease(2, "host-gw", nil, "vxlan", dataOf(2, 1))
 	for _, tt := range []struct {
 		name  string
-		steps []any    // leases of the peer; a bool means that a probe has come back
+		steps []any    // leases of the peer; a bool means that a probe has come back, and nil that the peer goes
 		want  []string // devices of its routes after each step, the best one first
 	}{
 		{"it does not follow", []any{before, true}, []string{"flannel.1", "flannel.1"}},
@@ -216,8 +220,8 @@ func TestDecisions(t *testing.T) {
 	}
 }
 
-// TestAnswerForAFormerLease changes the lease of a peer while an answer to a probe waits. The answer
-// says nothing about the new lease, so the peer must not change its backend before it answers again.
+// TestAnswerForAFormerLease checks that an answer to a probe does not count if the lease of the
+// peer has changed since the probe. The peer must not change its backend before it answers again.
 func TestAnswerForAFormerLease(t *testing.T) {
 	former := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))
 	moved := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))
@@ -262,8 +266,9 @@ func (r *recorder) Sync(ctx context.Context, set backend.Set) (backend.Outcome, 
 	return r.Network.Sync(ctx, set)
 }
 
-// TestAnswersAreChanges checks that a pass because of an answer names its peer to both backends. If a
-// set has no changes, wireguard compares all peers with its device.
+// TestAnswersAreChanges checks that in a pass because of an answer, both backends get the key of
+// the peer as a change. With a set without changes, wireguard would compare all peers with its
+// device.
 func TestAnswersAreChanges(t *testing.T) {
 	n := start(t, dataplanetest.New(), vni1, vni7)
 	var parts [sides]*recorder
@@ -290,8 +295,8 @@ func TestAnswersAreChanges(t *testing.T) {
 	}
 }
 
-// TestMovedPeersAreLoggedTogether checks how often peers that have changed their backend are logged,
-// and that none of them is left out.
+// TestMovedPeersAreLoggedTogether checks that peers that have changed their backend are logged at
+// most once in movedPause, and that none of them is left out.
 func TestMovedPeersAreLoggedTogether(t *testing.T) {
 	n := start(t, dataplanetest.New(), vni1, vni7)
 	now := time.Now()
@@ -320,8 +325,8 @@ func TestMovedPeersAreLoggedTogether(t *testing.T) {
 	}
 }
 
-// TestRestartKeepsTheRoutes checks that a restarted daemon goes on as the kernel's routes say, and
-// does not change one.
+// TestRestartKeepsTheRoutes checks that a restarted daemon decides about each peer by the kernel's
+// routes, and changes none of them.
 func TestRestartKeepsTheRoutes(t *testing.T) {
 	k := dataplanetest.New()
 	leases := map[string]*subnet.Lease{}
@@ -389,8 +394,8 @@ func TestUnusableNextData(t *testing.T) {
 	}
 }
 
-// TestNextBackendDoesNotStart checks that a host goes on with the present backend, and tries the
-// next one again.
+// TestNextBackendDoesNotStart checks that a host goes on with the present backend if the next one
+// does not start, and starts the next one later.
 func TestNextBackendDoesNotStart(t *testing.T) {
 	k := dataplanetest.New()
 	n := start(t, k, hostGW, vni1)
@@ -418,7 +423,7 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	}
 }
 
-// occupied is a backend that cannot start before its port is free.
+// occupied is a backend that does not start before free is set, because its port is in use.
 type occupied struct {
 	backend.Backend
 	free *bool
@@ -435,10 +440,11 @@ func (o occupied) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return o.Backend.Start(ctx, own)
 }
 
-// TestNextBackendGetsItsPort starts the next backend while an earlier network has left something running
-// on its port. That must end, but nothing on other ports.
+// TestNextBackendGetsItsPort checks that the next backend starts if an earlier network has left
+// something running on its port, because that is closed. It must not start if another program has
+// the port.
 func TestNextBackendGetsItsPort(t *testing.T) {
-	for _, left := range []int{7, 8} { // without a tunnel there, another program has the port
+	for _, left := range []int{7, 8} { // port on which an earlier network has left a tunnel; if it is 8, another program has port 7
 		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
 		if err != nil {
 			t.Fatal(err)
@@ -466,7 +472,7 @@ func TestNextBackendGetsItsPort(t *testing.T) {
 	}
 }
 
-// publishing is a backend whose network wants to publish other data when asked receives.
+// publishing is a backend whose network asks to publish other data when asked receives.
 type publishing struct {
 	backend.Backend
 	asked wait.Signal
@@ -488,7 +494,8 @@ func (p publisher) Republish() <-chan struct{} { return p.asked }
 
 func (publisher) Published(subnet.Claim) {}
 
-// TestBothBackendsPublish expects that the data of each of the backends can change during a migration.
+// TestBothBackendsPublish checks that each of the two backends can change its published data during
+// a migration.
 func TestBothBackendsPublish(t *testing.T) {
 	for side := range sides {
 		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
@@ -517,7 +524,7 @@ func TestBothBackendsPublish(t *testing.T) {
 }
 
 // TestPeersGoWithoutTheNextBackend removes peers while the next backend does not run. Their routes
-// must go, also those by the next backend, and all others must stay.
+// of both backends must go when the store has answered, and all other routes must stay.
 func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 	for _, all := range []bool{false, true} {
 		k := dataplanetest.New()
@@ -581,7 +588,8 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 	}
 }
 
-// TestClaim checks that each backend gets the data that it has published before, from any phase.
+// TestClaim checks that each backend gets the data that it has published before, in each phase of a
+// migration.
 func TestClaim(t *testing.T) {
 	k := dataplanetest.New()
 	b, err := newBackend(t, newEnv(k, vni1, vni7))
@@ -606,7 +614,8 @@ func TestClaim(t *testing.T) {
 	}
 }
 
-// modules is a kernel without the modules of tunnels other than vxlan while missing is set.
+// modules is a kernel in memory. While missing is set, it cannot create devices other than vxlan,
+// as if it had no modules for them.
 type modules struct {
 	*dataplanetest.Kernel
 	missing *bool
@@ -624,9 +633,9 @@ func (m modules) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 	return nil
 }
 
-// TestClaimWithoutAModule checks that a host publishes no data for a backend that its kernel does not
-// have: it would be cut off when the migration is finished. When the module is loaded, the network must
-// ask for another claim.
+// TestClaimWithoutAModule checks that a host publishes no data for a next backend whose kernel
+// module is missing, because the host would be cut off when the migration is finished. When the
+// module is loaded, the network must ask for another claim.
 func TestClaimWithoutAModule(t *testing.T) {
 	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`} {
 		missing := true

@@ -15,7 +15,7 @@ type peer struct {
 	decided  bool
 	unusable string        // why the data for the next backend cannot be used
 	refused  [sides]string // why the kernel has no route by that backend
-	due      time.Time     // when the log names it, because it does not follow; zero if it need not
+	due      time.Time     // when the log names the peer because it does not follow to the next backend; zero if it need not
 }
 
 // keysOf returns the keys of peers.
@@ -29,23 +29,24 @@ func keysOf(peers []*peer) (keys []string) {
 // patience is the time after which the log names a peer that does not follow.
 const patience = time.Minute
 
-// waiters is a queue of peers that do not follow yet, in the order in which the log names them. A
-// pass looks only at its head, because there may be thousands of them.
+// waiters is a queue of peers that do not follow to the next backend yet, in the order in which the
+// log names them. A pass looks only at the head of the queue, because it may contain thousands of
+// peers.
 type waiters []waiter
 
 type waiter struct {
 	peer *peer
-	due  time.Time // another one than that of the peer means that the peer does not wait any more
+	due  time.Time // if it differs from peer.due, the peer no longer waits with this entry
 }
 
-// add lets a peer wait from now on.
+// add adds a peer that waits from now on.
 func (w *waiters) add(p *peer, now time.Time) {
 	p.due = now.Add(patience)
 	*w = append(*w, waiter{p, p.due})
 }
 
-// late returns the peers that have waited for too long, each once, and the time until there may be
-// more of them, or zero.
+// late returns the peers that have waited for longer than patience, each once, and the time until
+// there may be more of them, or zero.
 func (w *waiters) late(now time.Time) (late []*peer, again time.Duration) {
 	for len(*w) > 0 {
 		first := (*w)[0]

@@ -13,7 +13,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestWaiters checks which peers are late, and when.
+// TestWaiters checks which peers waiters reports as late, and when.
 func TestWaiters(t *testing.T) {
 	var w waiters
 	now := time.Now()
@@ -30,15 +30,16 @@ func TestWaiters(t *testing.T) {
 	w.add(two, now)
 	w.add(three, now.Add(20*time.Second))
 	expect(20*time.Second, 40*time.Second)
-	two.due = time.Time{} // it has followed
+	two.due = time.Time{} // the peer has followed to the next backend
 	expect(patience, 20*time.Second, one)
-	w.add(two, now.Add(patience)) // it has gone back
+	w.add(two, now.Add(patience)) // the peer has gone back to the present backend
 	expect(2*patience-time.Second, time.Second, three)
 	expect(2*patience, 0, two)
 	expect(time.Hour, 0)
 }
 
-// manyOf returns the lease of host n of several thousand, with data for vxlan and host-gw.
+// manyOf returns the lease of host n, with data for vxlan and host-gw. n may be up to 8191, because
+// each host has a /29 of 10.5.0.0/16.
 func manyOf(n int) *subnet.Lease {
 	hi, lo := byte(n>>8), byte(n)
 	return &subnet.Lease{Key: fmt.Sprintf("host%d", n), BackendType: "vxlan", NextType: "host-gw", Endpoints: []subnet.Endpoint{{
@@ -48,8 +49,8 @@ func manyOf(n int) *subnet.Lease {
 	}}}
 }
 
-// BenchmarkLeaseEvent measures a pass after one of 5,000 leases has changed, while all peers wait for
-// probes. It leaves out the kernel.
+// BenchmarkLeaseEvent measures a pass after one of 5,000 leases has changed, while all peers wait
+// for probes. The pass does not change the kernel.
 func BenchmarkLeaseEvent(b *testing.B) {
 	be, err := newBackend(b, newEnv(dataplanetest.New(), vni1, hostGW))
 	if err != nil {

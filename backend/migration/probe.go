@@ -19,7 +19,8 @@ import (
 )
 
 // target is an address that a probe must reach through a device. An answer for another target says
-// nothing about this one, so a target also contains what the way to the address depends on.
+// nothing about this one, so a target also contains everything on which the path to the address
+// depends.
 type target struct {
 	to, from netip.Addr
 	device   string
@@ -28,7 +29,8 @@ type target struct {
 	data     string     // data of the peer for the next backend
 }
 
-// Limits of the pause between two probes of a peer, and the pause between two probes.
+// leastProbe and mostProbe limit the pause between two probes of the same peer. probePause is the
+// pause between the probes of two peers.
 const (
 	leastProbe = 500 * time.Millisecond
 	mostProbe  = 30 * time.Second
@@ -52,10 +54,10 @@ type probed struct {
 	key     string
 	index   int // in the queue
 	targets []target
-	missing map[netip.Addr]struct{} // targets that have not answered
+	missing map[netip.Addr]struct{} // addresses of the targets that have not answered
 	due     time.Time
 	pause   wait.Backoff
-	ids     []uint32 // of the requests that count
+	ids     []uint32 // of the requests whose answers count
 }
 
 // queue implements heap.Interface: the first peer is the one that is due first.
@@ -95,8 +97,8 @@ func newProber(notify func()) *prober {
 	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}, answered: map[string][]target{}}
 }
 
-// aim replaces the targets of a peer, which is not probed any more if there are none. If they are
-// the same, the peer keeps its state.
+// aim replaces the targets of a peer. Without targets, the peer is no longer probed. If the targets
+// are the same as before, aim changes nothing.
 func (p *prober) aim(key string, targets []target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -189,7 +191,8 @@ func (p *prober) run(ctx context.Context) {
 	}
 }
 
-// next returns the requests to one peer that are due, by id, and the time until the next ones.
+// next returns the requests to the peer that is due first, by id, and the time until next must be
+// called again. It returns no requests if no peer is due.
 func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -233,9 +236,10 @@ func (p *prober) receive(s *ping.Socket) {
 }
 
 // answer handles the answer of an address to the request with that id. Over IPv6 another address of
-// the host may answer: the base address of a subnet is also the subnet-router anycast address of the
-// bridge of the pods, and the kernel never answers from an anycast address. Which address it chooses
-// depends on routes and addresses of the other host. The id is random, so it is sufficient.
+// the host may answer: the base address of a subnet is also the subnet-router anycast address of
+// the bridge of the pods, and the kernel never answers from an anycast address. Which address it
+// chooses depends on routes and addresses of the other host. So only the id is checked, which is
+// random.
 func (p *prober) answer(id uint32, from netip.Addr) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -14,8 +14,8 @@ import (
 // targetOf returns the target of peer n.
 func targetOf(n int) target { return target{to: subnetOf(n).Addr(), device: "new"} }
 
-// TestProbeOrder checks that each peer gets its requests in time, whichever peers come, answer and
-// go meanwhile.
+// TestProbeOrder checks that each peer gets its requests in time while other peers come, answer and
+// go.
 func TestProbeOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newProber(func() {})
@@ -69,8 +69,8 @@ func TestProbeOrder(t *testing.T) {
 	})
 }
 
-// TestAnswerFromAnotherAddress checks from which addresses an answer counts. A peer of both families
-// must answer at both targets.
+// TestAnswerFromAnotherAddress checks which addresses may answer for a target: over IPv4 only the
+// target itself, and over IPv6 any address. A peer with both families must answer at both targets.
 func TestAnswerFromAnotherAddress(t *testing.T) {
 	v4, v6 := targetOf(2), target{to: netip.MustParseAddr("fd00:5:2::"), device: "new"}
 	other4, other6 := netip.MustParseAddr("192.168.77.2"), netip.MustParseAddr("fd00:77::2")

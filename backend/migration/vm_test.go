@@ -14,8 +14,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestVMUsable checks that a kernel with all modules is found to have them, and that no device is
-// left.
+// TestVMUsable checks, on a kernel with all modules, that each next backend is usable and has a
+// claim, and that no device is left.
 func TestVMUsable(t *testing.T) {
 	k, err := linux.Open(linux.Options{})
 	if err != nil {
@@ -29,7 +29,7 @@ func TestVMUsable(t *testing.T) {
 	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`, udpKernel} {
 		env := newEnv(nil, hostGW, to)
 		env.Kernel, env.StateDir = k, t.TempDir()
-		if to != udpKernel { // which is for IPv4 alone
+		if to != udpKernel { // udp with Mode kernel is for IPv4 alone
 			env.Config.Networks = append(env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
 			env.Underlay.Addrs = append(env.Underlay.Addrs, env.Underlay.Addrs[0])
 			env.Underlay.Addrs[1].Local, env.Underlay.Addrs[1].Public = netip.MustParseAddr("fd00:77::1"), netip.MustParseAddr("fd00:77::1")
