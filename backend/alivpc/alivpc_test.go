@@ -27,7 +27,8 @@ var (
 	dst        = backendtest.Subnet()
 )
 
-// bed is what the tests of all clouds with a table for each subnet need.
+// bed returns the description of this cloud for the tests that it shares with other clouds that
+// have a route table for each subnet.
 func bed() backendtest.VPC {
 	return backendtest.VPC{
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: alitest.Metadata,
@@ -37,8 +38,8 @@ func bed() backendtest.VPC {
 	}
 }
 
-// open returns a cloud with two instances, and makes this process the first of them: the metadata
-// service and the API are those of the test.
+// open returns a fake cloud with two instances. The environment variables that it sets make this
+// process the first of these instances.
 func open(t *testing.T) alitest.Server {
 	t.Helper()
 	s := alitest.New()
@@ -64,8 +65,8 @@ func TestTableOfTheVSwitch(t *testing.T) { bed().OwnTable(t, "vsw-1", "vsw-2") }
 
 func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 
-// TestRouteThatModifyDoesNotSee expects that a route which exists for CreateRouteEntry but not for
-// ModifyRouteEntry is a reason to try again.
+// TestRouteThatModifyDoesNotSee checks the error if a route exists for CreateRouteEntry, but not
+// yet for ModifyRouteEntry. The error must be one that may end by itself.
 func TestRouteThatModifyDoesNotSee(t *testing.T) {
 	s := open(t)
 	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "i-2", Kind: vpctest.Custom})
@@ -86,7 +87,8 @@ func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
 
-// TestUnreadableVSwitch has a host in a vSwitch that cannot be read. It has no table, and others have theirs.
+// TestUnreadableVSwitch checks that a host in a vSwitch that cannot be read has no table, and that
+// other hosts have their tables. An error that may end by itself must be returned.
 func TestUnreadableVSwitch(t *testing.T) {
 	s := open(t)
 	status, code := http.StatusNotFound, "InvalidVSwitchId.NotFound"
@@ -119,7 +121,8 @@ func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 func TestClusters(t *testing.T) { bed().Clusters(t) }
 
-// TestSeveralNextHops expects that a route of an operator with several next hops is not replaced.
+// TestSeveralNextHops checks that a route with several next hops, which an operator has made, is
+// not replaced.
 func TestSeveralNextHops(t *testing.T) {
 	s := open(t)
 	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "ri-1", More: []string{"ri-2"}, Kind: vpctest.Custom})
@@ -139,8 +142,8 @@ func TestSeveralNextHops(t *testing.T) {
 	}
 }
 
-// TestManagedRoute expects that a route which a transit router manages, or which a call has not made, is
-// not replaced, although its type is that of routes of users.
+// TestManagedRoute checks that a route is not replaced if a transit router manages it, or if it was
+// learned, even if its type is Custom, like that of the routes of users.
 func TestManagedRoute(t *testing.T) {
 	s := open(t)
 	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "i-2", Service: "TR", Kind: vpctest.Custom})
@@ -162,7 +165,7 @@ func TestManagedRoute(t *testing.T) {
 	}
 }
 
-// TestAddressesOfInstances expects that ECS is only asked for instances.
+// TestAddressesOfInstances checks that Addresses asks ECS only for ids of instances.
 func TestAddressesOfInstances(t *testing.T) {
 	open(t)
 	c := bed().Joined(t)
@@ -205,13 +208,13 @@ func TestRefusedHosts(t *testing.T) {
 
 func TestClaim(t *testing.T) { bed().Claims(t) }
 
-// TestKeys takes the keys from each source. The keys of the first one count. The server wants keys
-// with a token, which those with the names of flannel do not have.
+// TestKeys checks that flanneld uses the keys of the first source that has some. The server accepts
+// only keys with a token. Keys in the variables of flannel have no token, so they are refused.
 func TestKeys(t *testing.T) {
 	right := map[string]string{"_ID": vpctest.KeyID, "_SECRET": vpctest.Secret}
 	for name, test := range map[string]struct {
 		raw  string
-		env  string // prefix of the variables with the right keys
+		env  string // prefix of the environment variables with the right keys; empty if they have none
 		role bool
 		err  string
 	}{
@@ -249,7 +252,7 @@ func TestEndpoints(t *testing.T) {
 	bed().Endpoints(t, "vpc-vpc.cn-hangzhou.aliyuncs.com", "ALIBABA_CLOUD_VPC_ENDPOINT", "ALIBABA_CLOUD_ECS_ENDPOINT", "ALIBABA_CLOUD_METADATA_ENDPOINT")
 }
 
-// TestAnswers has answers of the API that are not those of a call that works.
+// TestAnswers checks the errors for answers of the API that flanneld does not expect.
 func TestAnswers(t *testing.T) {
 	bed().Answers(t, map[string]backendtest.Answer{
 		"endless pages":        {Status: 200, Text: `{"RouteTable":{"RouteTableId":"rtb-main"},"NextToken":"again"}`, Err: "refers to itself"},
@@ -266,7 +269,7 @@ func TestAnswers(t *testing.T) {
 	})
 }
 
-// TestCodes sorts the codes of the API.
+// TestCodes checks which error each code of the API means.
 func TestCodes(t *testing.T) {
 	for want, codes := range map[error][]string{
 		cloud.ErrThrottled: {
@@ -302,8 +305,8 @@ func TestConfig(t *testing.T) {
 	})
 }
 
-// FuzzAnswers decodes answers of the API. A route must have a prefix as its destination, and only one
-// that a call has made with at most one next hop may be replaced.
+// FuzzAnswers decodes answers of the API. The destination of a route must be a prefix. A route with
+// several next hops must be foreign, so that it is not replaced. An error must be one line.
 func FuzzAnswers(f *testing.F) {
 	f.Add(200, []byte(`{"DestinationCidrBlock":"10.5.1.0/24","Type":"Custom","NextHops":{"NextHop":[{"NextHopType":"Instance","NextHopId":"i-1"}]}}`))
 	f.Add(400, []byte(`{"Code":"Throttling","Message":"a\nb"}`))

@@ -54,6 +54,7 @@ func provider(cfg config, metadata *access.Metadata) access.Provider {
 }
 
 // vSwitch returns the id of the vSwitch of the network interface that has one of the addresses.
+// primary is set if that is the primary network interface of the instance.
 func (c *client) vSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
 	if err != nil {

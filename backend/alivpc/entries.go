@@ -20,8 +20,8 @@ type entry struct {
 	Status string
 	// Description has the mark of a cluster.
 	Description string
-	// Origin and Service tell who has made a custom route and who manages it. They are empty, or
-	// CustomCreate and empty, for the route of a user.
+	// Origin tells who has made a custom route, and Service who manages it. For the route of a
+	// user, Origin is empty or CustomCreate, and Service is empty.
 	Origin  string
 	Service string `json:"ServiceType"` // TR is a transit router
 	Hops    struct {
@@ -42,10 +42,11 @@ const (
 	deleting    = "Deleting"
 )
 
-// convert returns e as a route of v's table. It reports false for a route that has no prefix as its
-// destination, or that is about to go. A route with several targets is that of an operator, and one with
-// another origin or a service is that of a system. A route to this host, which no other host needs, is not
-// foreign because of its mark.
+// convert returns e as a route of v's table. It reports false if the destination of e is not a
+// prefix, or if e is being deleted. A route with several next hops is foreign, because an operator
+// has made it. A custom route with another origin or with a service is foreign, because a system of
+// the cloud manages it. A custom route with the mark of another cluster is foreign unless it leads
+// to this host, because no other host needs such a route.
 func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	dst, err := netip.ParsePrefix(e.Dst)
 	if err != nil || e.Status == deleting {
@@ -64,7 +65,7 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	return r, true
 }
 
-// instance reports whether e leads to one instance.
+// instance reports whether e leads to exactly one next hop, and this is an instance.
 func (e entry) instance() bool { return len(e.Hops.All) == 1 && e.Hops.All[0].Kind == instanceHop }
 
 // instance is an instance of the API.

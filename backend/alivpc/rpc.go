@@ -82,7 +82,9 @@ func decodeError(status int, text []byte) *access.Error {
 	return access.NewError(status, e.Code, e.Message)
 }
 
-// classify returns the error that e means for the call with that permission and table.
+// classify returns the error of package cloud for the error e of a call, or nil if e says that a
+// dry run would have succeeded. permission is the one that the call needs, and table the id of the
+// table in the call.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {

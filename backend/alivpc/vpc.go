@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	pageSize     = 100 // routes or instances in one answer
+	pageSize     = 100 // most routes or instances in one answer
 	maxInstances = 100 // ids in one call, which is the most that the API allows
 )
 
@@ -38,7 +38,8 @@ type vpc struct {
 	table string  // id; of the last Join or Check
 	id    string  // of the VPC; of the last Join or Check
 	own   string  // target of routes to this host; of the last Join or Check
-	// unread are the vSwitches of other hosts whose table cannot be read, with the error that was logged.
+	// unread contains the errors that were logged because the table of a vSwitch of other hosts
+	// cannot be read, by the id of the vSwitch.
 	unread map[string]string
 }
 
@@ -81,8 +82,9 @@ func (v *vpc) vSwitch(ctx context.Context, id string) (s vSwitch, err error) {
 	return s, v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &s)
 }
 
-// followed adds the tables that packets of hosts follow to found, with a call for each vSwitch. It leaves out
-// those of a vSwitch that cannot be read, unless the error may end by itself.
+// followed sets the Table of each host in found to the table that packets of the host follow. all
+// contains the instances by id. followed makes a call for each vSwitch. If a call fails, followed
+// returns an error that may end by itself. It logs any other error, and leaves Table empty.
 func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]instance) error {
 	tables := map[string]string{} // by vSwitch
 	for n, f := range found {
@@ -118,7 +120,8 @@ func (v *vpc) note(ctx context.Context, id string, err error) {
 	}
 }
 
-// Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
+// Join implements cloud.Cloud. It changes nothing, because instances of Alibaba Cloud always get
+// packets with foreign addresses.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	api, err := v.find(ctx)
 	if err != nil {
@@ -155,8 +158,9 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 	return found, nil
 }
 
-// Tables implements cloud.Cloud. It must be called after Join or Check. Routes say nothing about
-// their targets, so it asks for the instances of the routes that may belong to a host.
+// Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say
+// whether its target exists and runs. So Tables asks for the instances that are targets of routes
+// in the networks.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	entries, err := v.list(ctx)
 	if err != nil {
@@ -179,7 +183,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, ok := instances[v.api.instance]; !ok { // then others may be missing for the same reason
+	if _, ok := instances[v.api.instance]; !ok { // then the answer may lack other instances for the same reason
 		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
 	}
 	for i, r := range table.Routes {
@@ -209,7 +213,7 @@ func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	}
 }
 
-// instances returns those instances that exist, by id.
+// instances returns the instances with these ids that exist, by id.
 func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance, error) {
 	all := map[string]instance{}
 	for some := range slices.Chunk(ids, maxInstances) {
@@ -256,8 +260,8 @@ func absent(err error) bool {
 	return isCode(err, "ResourceNotFound.RouteEntry", "InvalidRouteEntry", "InvalidRouteEntry.NotFound", "InvalidRouteEntryId.NotFound", "RouteEntry.NotFound")
 }
 
-// Put implements cloud.Cloud. The list of routes may be older than the last call, so a replacement
-// of a route that is missing creates it.
+// Put implements cloud.Cloud. The list of routes from which a replacement was decided may be out of
+// date. So if there is no route to replace, Put creates it.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if replace {
 		if err := v.checkForeign(ctx, r.Dst); err != nil {
@@ -331,8 +335,8 @@ func removeParams(r cloud.Route) url.Values {
 	return params
 }
 
-// Remove implements cloud.Cloud. It looks right before where the route leads, although the call
-// names the target.
+// Remove implements cloud.Cloud. It reads the route again right before the call, because the call
+// names the target, but does not protect a route that is foreign by now.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	now, err := v.list(ctx)
 	if err != nil {
@@ -352,8 +356,8 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	return err
 }
 
-// Addresses implements cloud.Cloud. A host is an instance. ECS refuses a list with the id of something
-// else.
+// Addresses implements cloud.Cloud. A host is an instance. Other targets are left out of the call,
+// because ECS refuses a list with an id that is not an instance's.
 func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
 	ids := slices.DeleteFunc(slices.Clone(targets), func(t string) bool { return !strings.HasPrefix(t, "i-") })
 	instances, err := v.instances(ctx, ids)
@@ -380,7 +384,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err := v.checkRanges(tables); err != nil {
 		return err
 	}
-	// This range is for documentation, so the calls would do no harm even if they were made.
+	// This range is for documentation, so the calls would do no harm even if they were not dry runs.
 	nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: api.instance}
 	var rights cloud.Rights
 	for _, call := range []struct {

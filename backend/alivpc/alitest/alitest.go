@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package alitest is a server for tests that speaks the part of Alibaba Cloud's API that has to do with
-// routes, and the protocol of the metadata service. It verifies the signature of each call.
+// Package alitest is a server for tests. It speaks the part of Alibaba Cloud's API for routes, and
+// the protocol of the metadata service. It verifies the signature of each call.
 package alitest
 
 import (
@@ -76,7 +76,8 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = json.NewEncoder(w).Encode(answer)
 }
 
-// signed signs the request again with the keys of the role, and compares.
+// signed signs the request again with the keys of the role, and reports in Valid whether the result
+// is the same.
 func signed(r *http.Request) vpctest.Signed {
 	at, err := time.Parse(time.RFC3339, r.Header.Get("X-Acs-Date"))
 	if err != nil {
@@ -158,7 +159,8 @@ func cut[T any](v *vpctest.View, params url.Values, sizeName string, items []T) 
 	return items[begin:end], next, nil
 }
 
-// entries returns the routes of a table. There is also one whose destination is a list of prefixes.
+// entries returns the routes of a table. It adds a route whose destination is the id of a list of
+// prefixes.
 func entries(v *vpctest.View, params url.Values) (any, error) {
 	table := params.Get("RouteTableId")
 	routes, err := v.Visible(table)

@@ -17,7 +17,8 @@ const (
 	mac     = "00:16:3e:00:00:01"
 )
 
-// Metadata returns the metadata service of an instance. It refuses requests without a session.
+// Metadata returns the metadata service of an instance. It refuses requests for values without the
+// token of a session.
 func Metadata(i vpctest.Instance) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("PUT /latest/api/token", func(w http.ResponseWriter, r *http.Request) {
