@@ -29,8 +29,8 @@ func Defaults() any { return config{Writer: cloud.WriterHost} }
 // tableIDs is a string or an array of strings.
 type tableIDs []string
 
-// errTableIDs is the error about another JSON type. It contains no value, as the error of
-// a JSON type never does.
+// errTableIDs is the error about another JSON type. Like all errors about a JSON type, it does not
+// contain the value.
 var errTableIDs = errors.New("RouteTableID: want a string or an array of strings")
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -75,7 +75,8 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 	return c, append(warnings, secrets...), err
 }
 
-// choosesTables reports whether the tables are not simply that of the host's subnet.
+// choosesTables reports whether the configuration chooses the tables. Otherwise the table is that
+// of the host's subnet.
 func (c config) choosesTables() bool { return len(c.RouteTableID)+len(c.RouteTableFilter) > 0 }
 
 // filters returns the configured filters, with the values by name.

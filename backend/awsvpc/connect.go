@@ -24,8 +24,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// connect returns a client for the region of this host, and the id of its instance. Both come
-// from the metadata service.
+// connect returns a client for the region of this host, and the id of its instance. It reads the
+// region and the id from the metadata service.
 func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
@@ -44,7 +44,7 @@ func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 	region := values["placement/region"]
 	return &client{
 		http: transport.NewClient(), signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
-		// The variables are those of all programs that use the SDK.
+		// All programs that use the SDK of AWS read these environment variables.
 		endpoint: cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+region+"."+values["services/domain"]),
 	}, values["instance-id"], nil
 }
@@ -63,8 +63,8 @@ func read(ctx context.Context, metadata *imds.Client, path string) (string, erro
 	return strings.TrimSpace(string(text)), err
 }
 
-// credentialsProvider returns the first source that this host has: the environment, the agent
-// that gives a container its role, and the role of the instance.
+// credentialsProvider returns the first source of credentials that this host has: the environment,
+// the agent that gives a container its role, or the role of the instance.
 func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error) {
 	if id, secret := os.Getenv("AWS_ACCESS_KEY_ID"), os.Getenv("AWS_SECRET_ACCESS_KEY"); id != "" && secret != "" {
 		return credentials.NewStaticCredentialsProvider(id, secret, os.Getenv("AWS_SESSION_TOKEN")), nil

@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	pageSize   = 100 // tables or instances in one answer
-	maxTargets = 100 // values of a filter; EC2 allows 200
+	pageSize   = 100 // most tables or instances in one answer
+	maxTargets = 100 // most values of a filter in one call; EC2 allows 200
 )
 
 // vpc implements cloud.Cloud for the VPC of this host.
@@ -34,7 +34,7 @@ type vpc struct {
 	api      *client // nil before the first connection
 	instance string
 	own      networkInterface // of the last Join or Check
-	main     string           // id of the main table of the VPC, if it is chosen; of the last Tables
+	main     string           // id of the main table of the VPC if it is one of the chosen tables, otherwise empty; of the last Tables
 }
 
 // instanceAnswer is the answer of DescribeInstances.
@@ -77,15 +77,15 @@ type routeTable struct {
 	Routes       []route       `xml:"routeSet>item"`
 }
 
-// association tells whose packets follow a table: those of a subnet or, for the main table, those of all
-// subnets of the VPC without a table of their own.
+// association tells whose packets follow a table: the packets of a subnet or, for the main table,
+// those of all subnets of the VPC without a table of their own.
 type association struct {
 	Subnet string `xml:"subnetId"`
 	Main   bool   `xml:"main"`
 }
 
 // route has one destination, and one target. The destination of a route to a VPC endpoint is a
-// prefix list.
+// prefix list, so IPv4 and IPv6 are empty.
 type route struct {
 	IPv4      string `xml:"destinationCidrBlock"`
 	IPv6      string `xml:"destinationIpv6CidrBlock"`
@@ -113,8 +113,8 @@ func (v *vpc) connected(ctx context.Context) (*client, error) {
 	return v.api, nil
 }
 
-// find finds the network interface of this host that has the addresses of the external
-// interface.
+// find finds the network interface of this host that has one of the addresses of the external
+// interface, and sets own to it.
 func (v *vpc) find(ctx context.Context) (*client, error) {
 	api, err := v.connected(ctx)
 	if err != nil {
@@ -140,7 +140,8 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	return nil, fmt.Errorf("no network interface of instance %s has an address of the external interface: EC2 does not know %v", v.instance, v.addresses)
 }
 
-// Join implements cloud.Cloud. It switches the source/dest check of the network interface off.
+// Join implements cloud.Cloud. It switches the source/dest check of the network interface off,
+// because EC2 otherwise drops the packets of pods.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	api, err := v.find(ctx)
 	if err != nil {
@@ -158,7 +159,8 @@ func checkOff(n networkInterface) url.Values {
 	return url.Values{"NetworkInterfaceId": {n.ID}, "SourceDestCheck.Value": {"false"}}
 }
 
-// Find implements cloud.Cloud. It switches the source/dest check of the network interfaces off.
+// Find implements cloud.Cloud. It switches the source/dest check of the hosts' network interfaces
+// off, as Join does for this host.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	interfaces := map[netip.Addr]networkInterface{}
 	for _, by := range []struct {
@@ -224,8 +226,9 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 	return found, nil
 }
 
-// tablesOf returns the ids of the tables that packets of hosts follow, by the subnets of the hosts. It returns
-// none if there is no tunnel. Tables that are not chosen may be missing.
+// tablesOf returns the ids of the tables that packets of hosts follow, by the id of the host's
+// subnet. It returns no ids if there is no tunnel. For a subnet with the main table, the id is
+// empty if that table is not one of the chosen tables.
 func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[netip.Addr]networkInterface) (map[string]string, error) {
 	tables := map[string]string{}
 	if !v.tunnel {
@@ -233,7 +236,7 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 	}
 	for _, h := range hosts {
 		if n, known := interfaceOf(interfaces, h); known {
-			tables[n.Subnet] = v.main // unless there is another one for the subnet
+			tables[n.Subnet] = v.main // unless the subnet has a table of its own
 		}
 	}
 	for some := range slices.Chunk(slices.Sorted(maps.Keys(tables)), maxTargets) {
@@ -252,7 +255,8 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 	return tables, nil
 }
 
-// interfaceOf returns the network interface with the address of a host.
+// interfaceOf returns the network interface that has one of the addresses of h. interfaces is by
+// address.
 func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n networkInterface, known bool) {
 	for _, a := range h.Addresses {
 		if n, known = interfaces[a]; known {
@@ -304,10 +308,11 @@ func (t routeTable) main(vpc string) bool {
 	return t.VPC == vpc && slices.ContainsFunc(t.Associations, func(a association) bool { return a.Main })
 }
 
-// followed returns the id of the one of the chosen tables that packets of this host follow, or "".
+// followed returns the id of the chosen table that packets of this host follow, or "" if they
+// follow none of them.
 func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error) {
 	if !v.config.choosesTables() {
-		return chosen[0].ID, nil // chosen by the own subnet
+		return chosen[0].ID, nil // the table of the own subnet
 	}
 	main := ""
 	for _, t := range chosen {
@@ -330,7 +335,7 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 	return main, nil
 }
 
-// chosen returns the tables that the configuration chooses.
+// chosen returns the tables that the configuration chooses, or else the table of the own subnet.
 func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}
 	switch {
@@ -419,8 +424,8 @@ func routeParams(table string, dst netip.Prefix) url.Values {
 	return url.Values{"RouteTableId": {table}, key: {dst.String()}}
 }
 
-// Put implements cloud.Cloud. The description of a table may be older than the last call, so a
-// replacement of a route that is missing creates it.
+// Put implements cloud.Cloud. The description of the table from which a replacement was decided may
+// be out of date. So if there is no route to replace, Put creates it.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	params := routeParams(r.Table, r.Dst)
 	params.Set("NetworkInterfaceId", r.Target)
@@ -443,7 +448,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	return err
 }
 
-// Remove implements cloud.Cloud. DeleteRoute takes no target, so Remove looks right before where
+// Remove implements cloud.Cloud. DeleteRoute takes no target, so Remove reads right before it where
 // the route leads.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	now, err := v.describeTables(ctx, url.Values{"RouteTableId.1": {r.Table}})
@@ -521,7 +526,8 @@ func (v *vpc) Check(ctx context.Context) error {
 	return rights.Missing(page)
 }
 
-// checkRanges returns an error if a network overlaps the VPC: EC2 refuses routes into the VPC.
+// checkRanges returns an error if a network overlaps a range of the VPC, because EC2 refuses routes
+// into these ranges.
 func (v *vpc) checkRanges(tables []cloud.Table) error {
 	own := func(r cloud.Route) bool { return r.Target == localGateway }
 	if n, r, found := cloud.Overlap(tables, v.networks, own); found {

@@ -29,7 +29,8 @@ var (
 	peer4      = netip.MustParseAddr("192.168.77.2")
 )
 
-// bed is what the tests of all clouds with a table for each subnet need.
+// bed returns the description of this cloud for the tests that it shares with other clouds that
+// have a route table for each subnet.
 func bed() backendtest.VPC {
 	return backendtest.VPC{
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: ec2test.Metadata,
@@ -39,8 +40,8 @@ func bed() backendtest.VPC {
 	}
 }
 
-// open returns a cloud with two instances, and makes this process the first of them: the
-// metadata service and EC2 are those of the test.
+// open returns a fake cloud with two instances. The environment variables that it sets make this
+// process the first of these instances.
 func open(t *testing.T) *ec2test.Server {
 	t.Helper()
 	s := ec2test.New()
@@ -50,7 +51,8 @@ func open(t *testing.T) *ec2test.Server {
 	return s
 }
 
-// become makes this process the instance with that metadata service, of the cloud at a URL.
+// become sets environment variables that make this process an instance. metadata is the metadata
+// service of the instance, and api the URL of EC2.
 func become(t *testing.T, metadata http.Handler, api string) {
 	t.Helper()
 	t.Setenv("AWS_ENDPOINT_URL_EC2", api)
@@ -69,7 +71,7 @@ func changesRoute(_ *http.Request, body string) bool {
 	return regexp.MustCompile(`Action=(Create|Replace|Delete)Route&`).MatchString(body)
 }
 
-// TestOwnTable expects that a host knows which of the chosen tables its packets follow.
+// TestOwnTable checks which of the chosen tables a host takes for the one that its packets follow.
 func TestOwnTable(t *testing.T) {
 	own := func(s *ec2test.Server) { s.AddTable("rtb-1", "subnet-1") }
 	other := func(s *ec2test.Server) { s.AddTable("rtb-2", "subnet-2") }
@@ -102,7 +104,8 @@ func TestOwnTable(t *testing.T) {
 	}
 }
 
-// TestSourceDestCheck expects that the check is read first, and written only if it is on.
+// TestSourceDestCheck checks that Join switches the source/dest check of this host off, and writes
+// nothing if it is off already.
 func TestSourceDestCheck(t *testing.T) {
 	s := open(t)
 	for range 2 {
@@ -115,8 +118,9 @@ func TestSourceDestCheck(t *testing.T) {
 	}
 }
 
-// TestLeaderSwitchesTheCheckOff expects that a leader switches the source/dest check of other hosts off, or
-// names the hosts for which it cannot.
+// TestLeaderSwitchesTheCheckOff checks that a leader switches the source/dest check of other hosts
+// off. Without the permission, it must name each host whose check is on, after a single denied
+// call.
 func TestLeaderSwitchesTheCheckOff(t *testing.T) {
 	s := open(t)
 	for n := range 3 {
@@ -124,7 +128,7 @@ func TestLeaderSwitchesTheCheckOff(t *testing.T) {
 	}
 	hosts := []cloud.Host{
 		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.3")}},
-		{Addresses: []netip.Addr{netip.MustParseAddr("fd00:77::4")}}, // a network without IPv4
+		{Addresses: []netip.Addr{netip.MustParseAddr("fd00:77::4")}}, // as in a network without IPv4
 		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.5")}},
 	}
 	b := bed().Backend(t, `{"Writer":"leader"}`)
@@ -245,8 +249,8 @@ func TestCheckChangesNothing(t *testing.T) {
 	}
 }
 
-// TestCheckNeedsNoRightForACheckThatIsOff expects that an operator may switch the source/dest
-// check off instead of giving hosts the right to do it.
+// TestCheckNeedsNoRightForACheckThatIsOff checks that a host whose source/dest check is off does
+// not need the right to switch it off. An operator may have done that.
 func TestCheckNeedsNoRightForACheckThatIsOff(t *testing.T) {
 	s := open(t)
 	if _, err := bed().Backend(t, `{}`).Cloud.Join(t.Context()); err != nil {
@@ -278,7 +282,7 @@ func TestClaim(t *testing.T) { bed().Claims(t) }
 
 func TestRedirect(t *testing.T) { bed().Redirect(t) }
 
-// TestAnswers has answers of EC2 that are not those of a call that works.
+// TestAnswers checks the errors for answers of EC2 that flanneld does not expect.
 func TestAnswers(t *testing.T) {
 	const begin, end = "<Response><Errors><Error><Code>", "</Error></Errors></Response>"
 	bed().Answers(t, map[string]backendtest.Answer{
@@ -291,8 +295,9 @@ func TestAnswers(t *testing.T) {
 	})
 }
 
-// TestReplacementDoesNotSeeTheRoute has a route that ReplaceRoute does not see yet, as after a call whose
-// answer was lost. The call must be repeated soon.
+// TestReplacementDoesNotSeeTheRoute checks the error if ReplaceRoute does not see a route yet that
+// CreateRoute sees, as after a call whose answer was lost. The error must be ErrUnavailable, so
+// that the call is repeated soon.
 func TestReplacementDoesNotSeeTheRoute(t *testing.T) {
 	s := open(t)
 	hidden := 1
@@ -324,7 +329,8 @@ func TestReplacementDoesNotSeeTheRoute(t *testing.T) {
 	}
 }
 
-// TestEndlessPages has a server whose pages refer to themselves.
+// TestEndlessPages checks that a list ends with an error if the token of the next page is always
+// the same.
 func TestEndlessPages(t *testing.T) {
 	open(t)
 	t.Setenv("AWS_ENDPOINT_URL_EC2", cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -344,8 +350,8 @@ func TestSecretsAreNeverShown(t *testing.T) {
 	)
 }
 
-// TestContainerCredentials gets the credentials from an agent, as pods of EKS do. The agent wants
-// the present token of a file.
+// TestContainerCredentials checks that credentials come from an agent, as in pods of EKS. The agent
+// wants the token that a file contains.
 func TestContainerCredentials(t *testing.T) {
 	s := open(t)
 	token := filepath.Join(t.TempDir(), "token")

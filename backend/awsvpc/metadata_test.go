@@ -23,10 +23,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
-// TestMetadataMock expects that a host knows what it is from AWS's own imitation of the metadata service, which
-// accepts only IMDSv2, and that the credentials of the role in it sign the calls of EC2.
+// TestMetadataMock checks flanneld with AWS's own imitation of the metadata service, which accepts
+// only IMDSv2. The host must find its instance there, and sign calls of EC2 with the credentials of
+// the role.
 //
-//stages:rest its program is one of make components
+//stages:rest its program comes from make components
 func TestMetadataMock(t *testing.T) {
 	s := ec2test.New()
 	me := s.AddInstance(1, "subnet-1", own4)
@@ -69,8 +70,8 @@ func startMetadataMock(t *testing.T, i vpctest.Instance) *url.URL {
 		"--hostname", address.IP.String(), "--port", strconv.Itoa(address.Port))
 	var log bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log
-	cmd.Env = append(os.Environ(), "HOME="+t.TempDir())                // it writes the configuration in use there
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // also if the test is interrupted
+	cmd.Env = append(os.Environ(), "HOME="+t.TempDir())                // the program writes the configuration in use there
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // ends the program even if the test is interrupted
 	if err := cmd.Start(); err != nil {
 		t.Fatalf("%v: run make components", err)
 	}

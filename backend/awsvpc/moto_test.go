@@ -38,16 +38,17 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
-// motoRegion is a region that exists, because moto gives others no availability zones.
+// motoRegion is the name of a real region, because moto has no availability zones in other regions.
 const motoRegion = "eu-central-1"
 
-// motoPeer is the address of the other instance.
+// motoPeer is the address of the instance that is not this process.
 var motoPeer = netip.MustParseAddr("192.168.80.10")
 
-// moto is a running moto_server, an implementation of EC2's protocol by others.
+// moto is a running moto_server, another project's implementation of EC2's protocol.
 type moto struct{ url string }
 
-// startMoto starts a moto_server that ends with the test. A test that failed shows its log.
+// startMoto starts a moto_server that ends with the test. If the test fails, it shows the log of
+// moto_server.
 func startMoto(t *testing.T) moto {
 	t.Helper()
 	log, err := os.Create(filepath.Join(t.TempDir(), "moto_server.log"))
@@ -91,7 +92,8 @@ func startMoto(t *testing.T) moto {
 	return m
 }
 
-// call makes a call of one of AWS's Query APIs, and returns the answer. moto accepts any keys before authorize.
+// call makes a call of one of AWS's Query APIs, and returns the answer. It must not be called after
+// authorize, because moto then verifies the keys.
 func (m moto) call(t *testing.T, service, version, action string, params map[string]string) []byte {
 	t.Helper()
 	form := url.Values{"Action": {action}, "Version": {version}}
@@ -123,13 +125,14 @@ func (m moto) send(t *testing.T, name string, req *http.Request) []byte {
 	return text
 }
 
-// ec2 makes a call of EC2, and returns an id from the answer.
+// ec2 makes a call of EC2, and returns the text of the first element with that name in the answer,
+// such as an id.
 func (m moto) ec2(t *testing.T, action string, params map[string]string, element string) string {
 	t.Helper()
 	return first(t, m.call(t, "ec2", apiVersion, action, params), element)
 }
 
-// first returns the text of the first element of an answer that has the name.
+// first returns the text of the first element with that name in an answer.
 func first(t *testing.T, answer []byte, name string) (text string) {
 	t.Helper()
 	for d := xml.NewDecoder(bytes.NewReader(answer)); ; {
@@ -146,14 +149,15 @@ func first(t *testing.T, answer []byte, name string) (text string) {
 	}
 }
 
-// motoVPC is a VPC in moto with two instances, which are in different subnets. This process is the first one.
+// motoVPC is a VPC in moto with two instances in different subnets. This process is the first
+// instance.
 type motoVPC struct {
 	moto
-	table      string // that both subnets follow
-	self, peer string // network interfaces of the instances
+	table      string // id of the table that both subnets follow
+	self, peer string // ids of the network interfaces of the instances
 }
 
-// open makes a VPC. Its subnets follow a table of their own, or the main table.
+// open makes a VPC. Its subnets follow the main table if main is set, and otherwise another table.
 func (m moto) open(t *testing.T, main bool) motoVPC {
 	t.Helper()
 	vpc := m.ec2(t, "CreateVpc", map[string]string{"CidrBlock": "192.168.0.0/16"}, "vpcId")
@@ -163,7 +167,8 @@ func (m moto) open(t *testing.T, main bool) motoVPC {
 	} else {
 		v.table = m.ec2(t, "CreateRouteTable", map[string]string{"VpcId": vpc}, "routeTableId")
 	}
-	// instance makes an instance in a subnet of its own. EC2 accepts only IPv6 addresses of the subnet's range.
+	// instance makes an instance in a subnet of its own. EC2 accepts only IPv6 addresses of the
+	// subnet's range.
 	instance := func(cidr string, addresses ...netip.Addr) (id, networkInterface string) {
 		subnet := m.ec2(t, "CreateSubnet", map[string]string{"VpcId": vpc, "CidrBlock": cidr}, "subnetId")
 		if !main {
@@ -199,7 +204,8 @@ func metadataOf(id string) http.Handler {
 	return mux
 }
 
-// lacking has the cases of the suite that moto 5.2.1 cannot run, with its difference to EC2.
+// lacking returns the cases of the suite that moto 5.2.1 cannot run, each with the difference
+// between moto and EC2.
 func lacking() map[string]string {
 	return map[string]string{
 		"put works although it is out of date":         "CreateRoute to a network interface replaces the route that exists; EC2 answers RouteAlreadyExists",
@@ -210,7 +216,8 @@ func lacking() map[string]string {
 	}
 }
 
-// TestMoto runs the suite of all clouds, and calls with the permissions of the page.
+// TestMoto runs the suite of all clouds with moto, and makes calls with only the permissions in the
+// documentation page.
 func TestMoto(t *testing.T) {
 	m := startMoto(t)
 	for name, main := range map[string]bool{"a table of the subnets": false, "the main table": true} {
@@ -220,10 +227,11 @@ func TestMoto(t *testing.T) {
 	}
 	t.Run("the source/dest check is switched off", func(t *testing.T) { testSourceDestCheck(t, m) })
 	t.Run("errors are those of EC2", func(t *testing.T) { testErrors(t, m) })
-	t.Run("a role with the permissions of the page", func(t *testing.T) { testRole(t, m) }) // the last one: moto verifies all further calls
+	t.Run("a role with the permissions of the page", func(t *testing.T) { testRole(t, m) }) // the last test, because moto verifies all calls after it
 }
 
-// fixture returns a new VPC for the suite. The network between flanneld and moto can fail.
+// fixture returns a new VPC for the suite, which can interrupt the connection between flanneld and
+// moto.
 func (m moto) fixture(t *testing.T, main bool) cloudtest.Fixture {
 	t.Helper()
 	v := m.open(t, main)
@@ -253,8 +261,8 @@ func (m moto) fixture(t *testing.T, main bool) cloudtest.Fixture {
 	}
 }
 
-// withoutFilters removes the filters of DescribeInstances that moto lacks. So the answer has all instances of the
-// VPC. flanneld chooses from them by address or network interface anyway.
+// withoutFilters removes the filters of DescribeInstances that moto lacks. The answer then contains
+// all instances of the VPC. flanneld chooses among them by address or network interface anyway.
 func withoutFilters(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if err := r.ParseForm(); err != nil {
@@ -289,7 +297,7 @@ func testSourceDestCheck(t *testing.T, m moto) {
 	}
 }
 
-// testErrors causes errors of which flanneld knows the code, or shows it.
+// testErrors checks errors that contain a code of EC2 or follow from one.
 func testErrors(t *testing.T, m moto) {
 	v := m.open(t, true)
 	for raw, want := range map[string]string{
@@ -310,8 +318,9 @@ func testErrors(t *testing.T, m moto) {
 	cloudtest.CheckFails(t, "an instance that EC2 does not know yet", bed().Backend(t, `{}`).Cloud, "InvalidInstanceID.NotFound", true)
 }
 
-// testRole uses keys of a role with the permissions of the page. moto verifies the signatures by botocore, AWS's own
-// library. It compares the actions with those of the policy. The resource of each call is * in moto.
+// testRole checks calls with the keys of a role that has only the permissions in the documentation
+// page. moto verifies the signatures with botocore, AWS's own library, and compares the actions
+// with those of the policy. For moto, the resource of each call is *.
 func testRole(t *testing.T, m moto) {
 	v := m.open(t, true)
 	text, err := os.ReadFile("../../" + page)
@@ -352,7 +361,8 @@ func testRole(t *testing.T, m moto) {
 	cloudtest.CheckFails(t, "another secret key", bed().Backend(t, `{}`).Cloud, "EC2 refuses the credentials (AuthFailure)", false)
 }
 
-// authorize makes moto verify all further calls, and gives this process the keys of a role with that policy.
+// authorize makes moto verify all further calls, and gives this process the keys of a role with
+// that policy.
 func (m moto) authorize(t *testing.T, policy string) {
 	t.Helper()
 	const iam, role, name = "2010-05-08", "arn:aws:iam::123456789012:role/flanneld", "flanneld"
@@ -363,7 +373,7 @@ func (m moto) authorize(t *testing.T, policy string) {
 	t.Setenv("AWS_ACCESS_KEY_ID", first(t, answer, "AccessKeyId"))
 	t.Setenv("AWS_SECRET_ACCESS_KEY", first(t, answer, "SecretAccessKey"))
 	t.Setenv("AWS_SESSION_TOKEN", first(t, answer, "SessionToken"))
-	const unverified = "0" // calls that moto does not verify
+	const unverified = "0" // number of calls that moto still accepts without verification
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, m.url+"/moto-api/reset-auth", strings.NewReader(unverified))
 	if err != nil {
 		t.Fatal(err)

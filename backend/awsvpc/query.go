@@ -28,7 +28,7 @@ const (
 	page       = "Documentation/backends/aws-vpc.md"
 )
 
-// client makes calls of EC2's Query API: forms that are signed, and answers in XML.
+// client makes calls of EC2's Query API. A call is a signed form, and its answer is XML.
 type client struct {
 	http        *http.Client
 	signer      *v4.Signer
@@ -88,7 +88,8 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 // isCode reports whether err is an error of EC2 with one of these codes.
 func isCode(err error, codes ...string) bool { return slices.Contains(codes, access.Code(err)) }
 
-// classify returns the error that an answer with another status than 200 means.
+// classify returns the error of package cloud for an answer with another status than 200, or nil if
+// the answer says that a dry run would have succeeded.
 func classify(action string, params url.Values, status int, text []byte) error {
 	var answer struct {
 		Errors []struct{ Code, Message string } `xml:"Errors>Error"`

@@ -30,7 +30,7 @@ type failure struct {
 	code   string
 }
 
-// Errors of calls beside those of vpctest.
+// Errors of calls that vpctest does not have.
 var (
 	errFilter    = errors.New("the filter is invalid")
 	errNoID      = errors.New("the instance ID does not exist")
@@ -94,7 +94,7 @@ type errorItem struct {
 	Message string
 }
 
-// answer returns the answer to a call. EC2 does not look for routes in a dry run.
+// answer returns the answer to a call. Like EC2, it does not look for the route in a dry run.
 func (s *Server) answer(v *vpctest.View, call vpctest.Call, form url.Values) (any, error) {
 	result := done{XMLName: xml.Name{Local: call.Name + "Response"}, Return: true}
 	switch call.Name {
@@ -119,7 +119,8 @@ type done struct {
 	Return  bool `xml:"return"`
 }
 
-// signed signs the request again with the keys of the role, and compares.
+// signed signs the request again with the keys of the role, and reports in Valid whether the result
+// is the same.
 func signed(r *http.Request, body []byte) vpctest.Signed {
 	at, err := time.Parse("20060102T150405Z", r.Header.Get("X-Amz-Date"))
 	if err != nil {
@@ -212,8 +213,8 @@ func describeInstances(v *vpctest.View, form url.Values) (any, error) {
 	return a, nil
 }
 
-// matchesInstance reports whether an instance matches a filter, and whether the filter is known. No instance
-// has a public address.
+// matchesInstance reports whether an instance matches a filter, and whether the filter is known.
+// Instances have no public addresses.
 func matchesInstance(i vpctest.Instance, name string, values []string) (ok, known bool) {
 	has := func(is4 bool) bool {
 		return slices.ContainsFunc(i.Addresses, func(a netip.Addr) bool { return a.Is4() == is4 && slices.Contains(values, a.String()) })

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ec2test is a server for tests that speaks EC2's Query API and that of the metadata
-// service, IMDSv2. It verifies the signature of each call.
+// Package ec2test is a server for tests. It speaks EC2's Query API, and IMDSv2, the protocol of the
+// metadata service. It verifies the signature of each call.
 //
-//   - ec2test.go is the state of the cloud that others do not have.
+//   - ec2test.go is the part of the state that other clouds do not have.
 //   - api.go answers calls. metadata.go is the metadata service.
 package ec2test
 
@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
-// Server is the cloud. It is an http.Handler for calls, and safe for concurrent use. A restricted
-// instance is one whose source/dest check is on.
+// Server is the cloud. It is an http.Handler for calls, and safe for concurrent use. An instance is
+// Restricted if its source/dest check is on.
 type Server struct {
 	*vpctest.State
 
@@ -50,8 +50,8 @@ func (s *Server) tag(table, name string) string {
 	return s.tags[table][name]
 }
 
-// AddInstance adds an instance with the number n, whose source/dest check is on. It returns the
-// instance.
+// AddInstance adds the instance with the number n to a subnet, and returns it. Its source/dest
+// check is on.
 func (s *Server) AddInstance(n int, subnet string, addresses ...netip.Addr) vpctest.Instance {
 	i := s.State.AddInstance(n, subnet, addresses...)
 	s.Restrict(i.ID, true)
