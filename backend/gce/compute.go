@@ -22,22 +22,23 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-const pageSize = 500 // routes in one answer, which is the most that the API allows
+const pageSize = 500 // most routes or instances in one answer; the API allows no more
 
-// vpc implements cloud.Cloud for the VPC network of this host. Its table is that network.
+// vpc implements cloud.Cloud for the VPC network of this host. Its only table is that VPC network.
 type vpc struct {
 	cluster   string
-	finds     bool // other hosts, so it needs the right to list instances
+	finds     bool // this host may become the leader, which finds other hosts, so it needs the right to list instances
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
 
 	api     *client // nil before the first connection
 	table   string  // name of the VPC network; of the last Join or Check
-	network string  // the same with its project
+	network string  // path of the VPC network, with its project
 	own     string  // target of routes to this host; of the last Join or Check
 
-	// places is locked while one route makes place for another, so that no third one takes that place.
+	// places is locked while a route is deleted to make place for another one, so that no third
+	// route takes that place.
 	places sync.RWMutex
 }
 
@@ -89,7 +90,8 @@ type accessConfig struct {
 	IPv6 string `json:"externalIpv6"`
 }
 
-// addresses returns all addresses of the instance, or those in a VPC network if its name is not empty.
+// addresses returns the addresses of the instance in the VPC network with that name, or all its
+// addresses if network is empty.
 func (i instance) addresses(network string) []netip.Addr {
 	var texts []string
 	for _, n := range i.Interfaces {
@@ -112,7 +114,7 @@ func (c *client) get(ctx context.Context, zone, name string) (i instance, err er
 }
 
 // Join implements cloud.Cloud. An instance gets packets with foreign addresses if its canIpForward
-// is set. To set it may restart the instance, so that is left to the operator.
+// is set. Join does not set it, because that may restart the instance: it returns a DroppedError.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	api, err := v.find(ctx)
 	if err != nil {
@@ -125,7 +127,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return v.own, me.checkForward(v.own)
 }
 
-// checkForward returns an error if the instance, to which target leads, cannot forward packets of pods.
+// checkForward returns a DroppedError if i, to which target leads, cannot forward packets of pods.
 func (i instance) checkForward(target string) error {
 	if i.CanIPForward {
 		return nil
@@ -133,7 +135,8 @@ func (i instance) checkForward(target string) error {
 	return &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", target, page)}
 }
 
-// Find implements cloud.Cloud. The API does not filter by several addresses.
+// Find implements cloud.Cloud. It reads all instances of the project, because the API cannot filter
+// by several addresses.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	at := map[netip.Addr]instance{}
 	query := url.Values{"maxResults": {strconv.Itoa(pageSize)}}
@@ -182,10 +185,11 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{v.tableOf(all)}, nil
 }
 
-// tableOf returns the table with all routes. Of routes that differ only in their names and priorities it
-// has one, and none that gets no packets because of a rival.
+// tableOf returns the table with the routes in all, except for two kinds. Of routes that differ
+// only in their names and priorities, the table has one. A route that gets no packets because of a
+// rival is left out.
 func (v *vpc) tableOf(all []route) cloud.Table {
-	rivals := map[netip.Prefix]int{} // priority of the preferred one
+	rivals := map[netip.Prefix]int{} // least priority number of the rivals to each destination
 	for _, r := range all {
 		if most, found := rivals[r.dst()]; v.rivals(r) && (!found || r.Priority < most) {
 			rivals[r.dst()] = r.Priority
@@ -206,9 +210,10 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 // convert returns r as a route of the table.
 func (v *vpc) convert(r route) cloud.Route { return r.convert(v.table, v.cluster, v.own) }
 
-// rivals reports whether r belongs to another program and takes packets from routes to the same
-// destination to which it is preferred, or that are equal. Google disregards a route to an instance that
-// does not run.
+// rivals reports whether r belongs to another program and takes packets from other routes to the
+// same destination: from those with a higher priority number, and, in part, from those with the
+// same one. A route to an instance that does not run is not a rival, because Google disregards such
+// a route.
 func (v *vpc) rivals(r route) bool {
 	c := v.convert(r)
 	return c.Foreign && c.ByCall && !c.Lost && len(r.Tags) == 0
@@ -241,15 +246,16 @@ func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	}
 }
 
-// leadingTo returns the static routes of all to dst that count for all instances. The API does not filter by the
-// destination, because an IPv6 prefix has several spellings.
+// leadingTo returns the static routes in all that lead to dst and count for all instances. It
+// compares the destinations itself, because the API cannot filter by an IPv6 prefix, which has
+// several spellings.
 func leadingTo(dst netip.Prefix, all []route) []route {
 	return slices.DeleteFunc(slices.Clone(all), func(r route) bool { return r.dst() != dst || !r.static() || len(r.Tags) > 0 })
 }
 
-// Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to all
-// others, and then deletes those. Routes of other programs count only if they are rivals and not less
-// preferred, as in tableOf.
+// Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to
+// all routes of this cluster to the same destination, and then deletes those. It returns an error
+// if a rival of another program is at least as preferred as the new route.
 func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	all, err := v.list(ctx)
 	if err != nil {
@@ -285,8 +291,10 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	return v.delete(ctx, old)
 }
 
-// split reports whether one of the present routes that are not foreign is wanted and preferred to all
-// others of them. It returns the others, and the priority that the wanted route has or needs.
+// split looks only at those of the present routes that are not foreign. right is set if the wanted
+// route is one of them and is preferred to the others. others are then the other ones, and
+// otherwise all of them. priority is the number that the wanted route has, or needs to be
+// preferred; it is negative if no number is low enough.
 func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route, priority int) {
 	own := slices.DeleteFunc(slices.Clone(present), func(r route) bool { return v.convert(r).Foreign })
 	slices.SortStableFunc(own, func(a, b route) int { return a.Priority - b.Priority })
@@ -299,8 +307,9 @@ func (v *vpc) split(present []route, want cloud.Route) (right bool, others []rou
 	return false, own, min(defaultPriority, own[0].Priority-1)
 }
 
-// over reports whether one route less would not be enough for a further one: the quota is smaller than
-// the number of routes, which an operator may have caused. The default route may not count.
+// over reports whether deleting one route would not make place for another, because there are more
+// routes than the quota allows. An operator may have lowered the quota. all contains all routes of
+// the VPC network. The default route is not counted, because the quota may not count it.
 func over(quota *cloud.QuotaError, all []route) bool {
 	n := 0
 	for _, r := range all {
@@ -311,17 +320,18 @@ func over(quota *cloud.QuotaError, all []route) bool {
 	return quota.Limit > 0 && n > quota.Limit
 }
 
-// add inserts r, but not while another route makes place for one.
+// add inserts r. It waits while exchange makes place for another route.
 func (v *vpc) add(ctx context.Context, r route) error {
 	v.places.RLock()
 	defer v.places.RUnlock()
 	return v.insert(ctx, r)
 }
 
-// exchange inserts r after a quota had no place for it: it deletes one of the old routes first. It chooses
-// one that leads to nowhere, or else to another target, so it never deletes the only route that is useful.
-// If the insertion fails nevertheless, it inserts the old one again. It returns the old routes that are
-// left. full is the error about the quota.
+// exchange inserts r after the quota had no place for it. It first deletes one of the old routes to
+// make place: one that leads to nowhere, or else to another target. So it never deletes the only
+// route that is useful. If r is refused nevertheless, it inserts a deleted route that was useful
+// again. It returns the old routes that are left. full is the error about the quota, which it
+// returns if it may delete no old route.
 func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (left []route, err error) {
 	i := slices.IndexFunc(old, func(o route) bool { return v.convert(o).Lost })
 	if i < 0 {
@@ -337,7 +347,7 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	if deleted != nil && !cloud.Transient(deleted) {
 		return old, deleted
 	}
-	// If there was no answer, the route may be gone all the same, so the new one must not wait.
+	// Without an answer, the former route may be gone all the same, so the new one must not wait.
 	err = v.insert(ctx, r)
 	if err == nil {
 		return slices.Delete(slices.Clone(old), i, i+1), nil
@@ -350,7 +360,7 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	return old, err
 }
 
-// wanted returns a route in the form of the API.
+// wanted returns want with that priority in the form of the API.
 func (v *vpc) wanted(want cloud.Route, priority int) route {
 	zone, name, _ := strings.Cut(want.Target, "/")
 	project := "projects/" + v.api.project + "/"
@@ -362,19 +372,19 @@ func (v *vpc) wanted(want cloud.Route, priority int) route {
 	return r
 }
 
-// insert inserts a route.
+// insert inserts a route, and waits until that is done.
 func (v *vpc) insert(ctx context.Context, r route) error {
 	err := v.api.change(ctx, v.api.at("routes.insert", http.MethodPost, "global/routes", r))
 	if quota, ok := errors.AsType[*cloud.QuotaError](err); ok {
 		return fmt.Errorf("routes.insert: %w", &cloud.QuotaError{Table: v.table, Limit: quota.Limit, Quota: quota.Quota})
 	}
-	if isStatus(err, http.StatusConflict) { // another call is in progress, or the list is older than the last one
+	if isStatus(err, http.StatusConflict) { // another call is in progress, or the list of routes is older than the last call
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, err)
 	}
 	return err
 }
 
-// delete deletes routes by their names.
+// delete deletes routes by their names. A route that does not exist is not an error.
 func (v *vpc) delete(ctx context.Context, routes []route) error {
 	for _, r := range routes {
 		err := v.api.change(ctx, v.api.at("routes.delete", http.MethodDelete, "global/routes/"+r.Name, nil))
@@ -435,8 +445,9 @@ func (v *vpc) Check(ctx context.Context) error {
 	return v.checkRanges(tables)
 }
 
-// checkPermissions returns an error that names all permissions that this host needs and lacks. Not
-// every host can ask about those of the project.
+// checkPermissions returns an error that names all permissions that this host needs and lacks. If
+// this host may not ask about the permissions in the project, checkPermissions logs that, and skips
+// these permissions.
 func (v *vpc) checkPermissions(ctx context.Context) error {
 	self := v.api.at("", "", instancePath(v.api.zone, v.api.instance), nil).url
 	missing, err := v.api.lacks(ctx, "instances.testIamPermissions", self+"/testIamPermissions", "compute.instances.get", "compute.instances.use")

@@ -21,8 +21,9 @@ import (
 // Type is the backend's name in the configuration.
 const Type = "gce"
 
-// atOnce is the number of routes that a leader puts at once. A route takes more than a second. So the calls
-// stay below 1,500 a minute of each kind, which is the limit of a project, and leave some to others.
+// atOnce is the number of routes that a leader puts at once. Each route takes more than a second.
+// So the calls stay below 1,500 a minute of each kind, which is the limit of a project, and leave
+// some calls to other programs.
 const atOnce = 8
 
 // New is the backend's factory.

@@ -43,14 +43,15 @@ const (
 	peer = gcetest.Zone + "/host-2"
 )
 
-// open returns a cloud with two instances, and makes this process the first of them: the
-// metadata service and the APIs are those of the test.
+// open returns a fake cloud with two instances. The environment variables that it sets make this
+// process the first of these instances.
 func open(t *testing.T) *gcetest.Server {
 	t.Helper()
 	return openBehind(t, func(api http.Handler) http.Handler { return api })
 }
 
-// openBehind is like open, with something between this process and the APIs.
+// openBehind is like open. between returns the handler that gets the calls of the APIs in place of
+// api, and may pass them on to api.
 func openBehind(t *testing.T, between func(api http.Handler) http.Handler) *gcetest.Server {
 	t.Helper()
 	s := gcetest.New()
@@ -63,11 +64,11 @@ func openBehind(t *testing.T, between func(api http.Handler) http.Handler) *gcet
 	return s
 }
 
-// newBackend returns a backend with that Backend object, on a dual-stack host.
+// newBackend returns a backend with the Backend object raw, on a dual-stack host.
 func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 	t.Helper()
 	b := backendtest.Cloud(t, New, raw, prefix.IPv4, prefix.IPv6)
-	// The server needs less time for an operation than Google.
+	// The server needs less time for an operation than Google, so the pauses are shorter.
 	v := b.Cloud.(*vpc)
 	connect := v.connect
 	v.connect = func(ctx context.Context) (*client, error) {
@@ -80,7 +81,7 @@ func newBackend(t *testing.T, raw string) *backend.CloudBackend {
 	return b
 }
 
-// joined returns the cloud of a host that has joined it.
+// joined returns the cloud of host 1 after Join. raw is the Backend object.
 func joined(t *testing.T, raw string) cloud.Cloud {
 	t.Helper()
 	c := newBackend(t, raw).Cloud
@@ -94,7 +95,7 @@ func routeTo(target string) cloud.Route {
 	return cloud.Route{Table: gcetest.Network, Dst: dst, Target: target, ByCall: true}
 }
 
-// to returns a route of the API to an instance.
+// to returns a route of the API from dst to the instance with that number.
 func to(name, description string, number, priority int) gcetest.Route {
 	return gcetest.Route{
 		Name: name, Description: description, Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: priority,
@@ -113,7 +114,8 @@ func seen(t *testing.T, c cloud.Cloud) (all []cloud.Route) {
 	return all
 }
 
-// expectOnly expects that there is one route to dst, to host 1 or 2.
+// expectOnly checks that there is exactly one route to dst, and that it leads to the host with that
+// number.
 func expectOnly(t *testing.T, s *gcetest.Server, number int) {
 	t.Helper()
 	all := s.RoutesTo(gcetest.Network, dst)
@@ -122,7 +124,8 @@ func expectOnly(t *testing.T, s *gcetest.Server, number int) {
 	}
 }
 
-// TestSuite runs the suite twice, because a quota may refuse a call, or end its operation.
+// TestSuite runs the suite of all clouds twice: a full quota may refuse the call, or make the
+// operation fail that the call has begun.
 func TestSuite(t *testing.T) {
 	for name, late := range map[string]bool{"refused calls": false, "failing operations": true} {
 		t.Run(name, func(t *testing.T) { testSuite(t, late) })
@@ -138,7 +141,7 @@ func testSuite(t *testing.T, lateQuota bool) {
 			})
 			return api
 		})
-		s.SetScopes("host-1", "cloud-platform") // without it the check cannot ask for permissions in the project
+		s.SetScopes("host-1", "cloud-platform") // without this scope the check cannot ask for permissions in the project
 		s.SetPageSize(1)
 		return cloudtest.Fixture{
 			Follows: true,
@@ -158,8 +161,8 @@ func testSuite(t *testing.T, lateQuota bool) {
 	cloudtest.RunMarked(t, open)
 }
 
-// TestReplace replaces a route to another host. At no time there may be no route, or two routes
-// that share the packets.
+// TestReplace checks that Put replaces a route to another host. At no time there may be no route,
+// or two routes that share the packets.
 func TestReplace(t *testing.T) {
 	for name, was := range map[string]gcetest.Route{
 		"a route of flanneld":              to("flannel-10-5-1-0-24-0a0a0a0a", "flanneld cluster= network=10.5.0.0/16", 2, 1000),
@@ -185,7 +188,8 @@ func TestReplace(t *testing.T) {
 	}
 }
 
-// TestReplaceInAFullNetwork has no place for a second route to the same destination.
+// TestReplaceInAFullNetwork checks that Put replaces a route if the quota of the VPC network has no
+// place for a second route, and that the error for a route to another destination names the quota.
 func TestReplaceInAFullNetwork(t *testing.T) {
 	s := open(t)
 	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
@@ -201,7 +205,8 @@ func TestReplaceInAFullNetwork(t *testing.T) {
 	}
 }
 
-// failing makes the nth call with that method of routes fail, after which the others pass again.
+// failing returns a function for openBehind. It passes the nth call with that method of routes,
+// counted from 1, to fail, and all other calls to the API.
 func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) http.Handler {
 	return func(api http.Handler) http.Handler {
 		var n atomic.Int64
@@ -215,8 +220,8 @@ func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) h
 	}
 }
 
-// TestFullNetworkKeepsRoutes has no place for a second route to the same destination, and cases in which
-// the place of another one would not help. A route that works must be there at the end.
+// TestFullNetworkKeepsRoutes checks replacements that fail because the quota has no place for a
+// second route. At the end there must be a route that works.
 func TestFullNetworkKeepsRoutes(t *testing.T) {
 	refuse := func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, `{"error":{"message":"The resource is in use","errors":[{"reason":"resourceInUse"}]}}`, http.StatusBadRequest)
@@ -227,7 +232,7 @@ func TestFullNetworkKeepsRoutes(t *testing.T) {
 		quota   int
 		between func(http.Handler) http.Handler
 		err     string
-		left    []string // names of routes; empty means that of a new route
+		left    []string // names of the routes that must be left; empty means a new route
 	}{
 		"the new route is refused after the deletion": {[]gcetest.Route{elsewhere}, 1, failing(http.MethodPost, 2, refuse), "resourceInUse", []string{"elsewhere"}},
 		"the quota is far exceeded":                   {[]gcetest.Route{elsewhere, to("far", "", 2, 1000)}, 1, nil, "its limit of 1 routes", []string{"elsewhere", "far"}},
@@ -267,8 +272,8 @@ func TestFullNetworkKeepsRoutes(t *testing.T) {
 	}
 }
 
-// TestLostAnswerInAFullNetwork loses the answer to the deletion that makes place. The new route must not
-// wait for another comparison.
+// TestLostAnswerInAFullNetwork loses the answer to the deletion that makes place for a new route.
+// The same Put must insert the new route all the same.
 func TestLostAnswerInAFullNetwork(t *testing.T) {
 	var s *gcetest.Server
 	s = openBehind(t, failing(http.MethodDelete, 1, func(_ http.ResponseWriter, r *http.Request) {
@@ -285,8 +290,8 @@ func TestLostAnswerInAFullNetwork(t *testing.T) {
 	expectOnly(t, s, 1)
 }
 
-// TestInterruptedReplacement ends between the insertion and the deletion. The next comparison
-// must end the work.
+// TestInterruptedReplacement checks a replacement that fails after the new route was inserted, and
+// before the old one was deleted. The next Put must only delete the old route.
 func TestInterruptedReplacement(t *testing.T) {
 	s := open(t)
 	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
@@ -312,7 +317,7 @@ func TestInterruptedReplacement(t *testing.T) {
 	}
 }
 
-// TestForeignRoutes has routes of other programs, clusters and networks, which must stay.
+// TestForeignRoutes checks that routes of other programs, clusters and VPC networks stay.
 func TestForeignRoutes(t *testing.T) {
 	other := to("flannel-10-5-1-0-24", "", 2, 1000)
 	other.Network = gcetest.NetworkURL("network-b")
@@ -362,12 +367,12 @@ func TestForeignRoutes(t *testing.T) {
 	}
 }
 
-// TestRivalsOfTheSameRoute expects that a route of another program has the same effect on a route that is
-// there and on one that is missing.
+// TestRivalsOfTheSameRoute checks a route of another program to the same destination. It must have
+// the same effect on Put whether the wanted route exists or not.
 func TestRivalsOfTheSameRoute(t *testing.T) {
 	for name, test := range map[string]struct {
 		route gcetest.Route
-		place bool // beside that of the other
+		place bool // the wanted route can exist beside that of the other program
 	}{
 		"preferred":           {to("x", "other", 2, 999), false},
 		"equal":               {to("x", "other", 2, 1000), false},
@@ -397,7 +402,8 @@ func TestRivalsOfTheSameRoute(t *testing.T) {
 	}
 }
 
-// TestPriorityZero has a route that no other one can precede.
+// TestPriorityZero checks that Put returns an error for a route with the priority 0, because no
+// route can be preferred to it.
 func TestPriorityZero(t *testing.T) {
 	s := open(t)
 	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 0))
@@ -406,8 +412,8 @@ func TestPriorityZero(t *testing.T) {
 	}
 }
 
-// TestManyRoutes converts as many routes as the largest VPC networks have. The time must not grow with
-// the square of their number.
+// TestManyRoutes checks that tableOf handles as many routes as the largest VPC networks have in a
+// few seconds. The time must not grow with the square of their number.
 func TestManyRoutes(t *testing.T) {
 	open(t)
 	v := joined(t, `{}`).(*vpc)
@@ -428,8 +434,8 @@ func TestManyRoutes(t *testing.T) {
 	}
 }
 
-// TestInstanceThatCannotForward has a route to another instance without canIpForward. That is a fault of
-// the other host's configuration, which its own flanneld names, and no lost route.
+// TestInstanceThatCannotForward checks that a route to another instance without canIpForward is not
+// lost. The flanneld on that instance reports the fault.
 func TestInstanceThatCannotForward(t *testing.T) {
 	s := open(t)
 	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
@@ -443,8 +449,9 @@ func TestInstanceThatCannotForward(t *testing.T) {
 	}
 }
 
-// TestLeader finds other hosts, as a leader does. It needs a right of its own for that. Instances of
-// other VPC networks may have the same addresses.
+// TestLeader checks that a leader finds 1,000 other hosts with a few calls, and needs the right to
+// list instances for that. An instance of another VPC network may have the same address as a host,
+// and must not be found.
 func TestLeader(t *testing.T) {
 	s := open(t)
 	s.SetScopes("host-1", "cloud-platform")
@@ -490,8 +497,9 @@ func TestLeader(t *testing.T) {
 	}
 }
 
-// TestLeaderPutsManyRoutes has a leader that puts the routes of many hosts, several at once. One call may
-// fail in the middle, and then the next comparison puts what is missing.
+// TestLeaderPutsManyRoutes checks that a leader puts the routes of many hosts, several at once, and
+// makes one call for each route. If one call fails in the middle, the next comparison must put the
+// missing routes.
 //
 //stages:rest it puts hundreds of routes; TestLeader puts a few
 func TestLeaderPutsManyRoutes(t *testing.T) {
@@ -555,8 +563,8 @@ func TestLeaderPutsManyRoutes(t *testing.T) {
 	}
 }
 
-// TestPlacesAreNotTaken replaces a route in a full network, while the routes of other hosts wait for a
-// place. None of them may take the place that the replacement makes.
+// TestPlacesAreNotTaken replaces a route in a VPC network with a full quota, while routes of other
+// hosts wait for a place. None of them may take the place that the replacement makes.
 func TestPlacesAreNotTaken(t *testing.T) {
 	s := open(t)
 	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
@@ -582,8 +590,7 @@ func TestPlacesAreNotTaken(t *testing.T) {
 	expectOnly(t, s, 1)
 }
 
-// TestAdoption expects that a route that leads to this host stays, even if another program has made
-// it.
+// TestAdoption checks that a route to this host stays, even if another program has made it.
 func TestAdoption(t *testing.T) {
 	for _, r := range []gcetest.Route{to("flannel-10-5-1-0-24", "", 1, 1000), to("by-hand", "made by an operator", 1, 700)} {
 		s := open(t)
@@ -598,8 +605,8 @@ func TestAdoption(t *testing.T) {
 	}
 }
 
-// TestNames puts the same route in two VPC networks, and for two clusters. Names are unique in a
-// project.
+// TestNames checks that routes have different names if they are in different VPC networks, or of
+// different clusters or priorities. Names are unique in a project.
 func TestNames(t *testing.T) {
 	seen := map[string]bool{}
 	six := netip.MustParsePrefix("fd00:1111:2222:3333:4444:5555:6666:7777/128")
@@ -643,7 +650,7 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 	if s.Writes() > 0 {
 		t.Errorf("the check has changed something: %v", s.Calls())
 	}
-	// Without the Resource Manager API, a call names the permission.
+	// Without the Resource Manager API, the error of a call names the missing permission.
 	s.DisableManager()
 	for _, p := range all {
 		s.Deny(p, p == "compute.routes.list")
@@ -655,8 +662,8 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 	}
 }
 
-// TestScopes has instances with different access scopes. The scope that is sufficient for routes is not
-// sufficient to ask about permissions in the project, which the log says.
+// TestScopes checks Check with different access scopes. The scope that is sufficient for routes is
+// not sufficient to ask about permissions in the project. The log must say so.
 func TestScopes(t *testing.T) {
 	for scope, want := range map[string]struct{ err, log string }{
 		"compute":          {"", `reason="projects.testIamPermissions: permission https://www.googleapis.com/auth/cloud-platform is missing`},
@@ -675,7 +682,7 @@ func TestScopes(t *testing.T) {
 			t.Errorf("%s: log %q, want %q", scope, got, want.log)
 		}
 	}
-	// A scope that is taken away from a running host.
+	// The scope is taken away from a running host.
 	s := open(t)
 	c := joined(t, `{}`)
 	s.SetScopes("host-1", "compute.readonly")
@@ -685,7 +692,8 @@ func TestScopes(t *testing.T) {
 	}
 }
 
-// TestRefusedHosts has instances that cannot use the backend.
+// TestRefusedHosts checks that Check returns the reason for an instance that cannot use the
+// backend.
 func TestRefusedHosts(t *testing.T) {
 	for name, test := range map[string]struct {
 		change func(*gcetest.Instance)
@@ -711,7 +719,8 @@ func TestCheckRefusesTheRangeOfTheNetwork(t *testing.T) {
 	cloudtest.CheckFails(t, "a network in the VPC network", c, "192.168.128.0/17 overlaps 192.168.0.0/16 of the VPC network network-a", false)
 }
 
-// TestLongOperation expects that a change is awaited.
+// TestLongOperation checks that Put waits for the end of its operation, and that an operation
+// without an end is an error that may end by itself.
 func TestLongOperation(t *testing.T) {
 	s := open(t)
 	s.SetDelay(600 * time.Millisecond)
@@ -735,7 +744,7 @@ func TestLongOperation(t *testing.T) {
 	}
 }
 
-// TestPolls counts the looks at an operation that takes as long as one of Google.
+// TestPolls checks how often flanneld looks at an operation that takes as long as one of Google.
 func TestPolls(t *testing.T) {
 	s := open(t)
 	s.SetDelay(2500 * time.Millisecond)
@@ -761,8 +770,8 @@ func TestPolls(t *testing.T) {
 	}
 }
 
-// TestConnections expects that no connection to the metadata service stays open, because each change of
-// the configuration makes a new client.
+// TestConnections checks that no connection to the metadata service stays open, because each change
+// of the configuration creates a new client.
 func TestConnections(t *testing.T) {
 	s := open(t)
 	var connected atomic.Int64
@@ -791,7 +800,7 @@ func TestConnections(t *testing.T) {
 	})
 }
 
-// TestEndpoints expects tokens to go to https servers, or to this host.
+// TestEndpoints checks that tokens go only to https servers, or to this host.
 func TestEndpoints(t *testing.T) {
 	for _, variable := range []string{"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER"} {
 		for url, ok := range map[string]bool{
@@ -808,7 +817,8 @@ func TestEndpoints(t *testing.T) {
 	}
 }
 
-// TestMessagesAreOneLine has messages with line breaks and without an end, in answers and in operations.
+// TestMessagesAreOneLine checks that a message of the API with line breaks and of any length
+// becomes an error of one short line, in an answer and in an operation.
 func TestMessagesAreOneLine(t *testing.T) {
 	long := `no\nplace \u001b[2J` + strings.Repeat("ü", 100_000)
 	answer := `{"error":{"code":400,"message":"` + long + `","errors":[{"reason":"` + long + `"}]}}`
@@ -825,7 +835,7 @@ func TestMessagesAreOneLine(t *testing.T) {
 	}
 }
 
-// TestNewToken makes the token of the client invalid before its time.
+// TestNewToken checks that flanneld gets a new token if its token becomes invalid before the time.
 func TestNewToken(t *testing.T) {
 	s := open(t)
 	c := joined(t, `{}`)
@@ -840,13 +850,14 @@ func TestNewToken(t *testing.T) {
 	}
 }
 
-// TestRedirect expects that tokens go to no other server.
+// TestRedirect checks that a token is not sent to another server after a redirect.
 func TestRedirect(t *testing.T) {
 	s := open(t)
 	backendtest.Redirect(t, New, "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", func() int { return len(s.Calls()) })
 }
 
-// TestEndlessPages has a server whose pages refer to themselves.
+// TestEndlessPages checks that a list ends with an error if the token of the next page is always
+// the same.
 func TestEndlessPages(t *testing.T) {
 	open(t)
 	c := joined(t, `{}`)
@@ -856,12 +867,12 @@ func TestEndlessPages(t *testing.T) {
 	}
 }
 
-// TestErrors sorts errors in the forms that Google's APIs have.
+// TestErrors checks which error each form of error of Google's APIs means.
 func TestErrors(t *testing.T) {
 	for text, want := range map[string]struct {
 		status int
 		err    string
-		result string // the error that it is
+		result string // the result that cloud.Calls counts
 	}{
 		`{"error":{"code":403,"message":"Required 'compute.networks.updatePolicy' permission for 'x'","errors":[{"reason":"forbidden"}]}}`:                                                                                         {403, "permission compute.networks.updatePolicy is missing", "denied"},
 		`{"error":{"code":403,"message":"No.","status":"PERMISSION_DENIED"}}`:                                                                                                                                                      {403, "permission compute.routes.create is missing", "denied"},
@@ -896,7 +907,7 @@ func TestSecretsAreNeverShown(t *testing.T) {
 			with(func(s *gcetest.Server) { s.Deny("compute.instances.get", true) }),
 			with(func(s *gcetest.Server) { s.Delete("host-1") }),
 			with(func(*gcetest.Server) { t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "http://127.0.0.1:1") }),
-			with(func(*gcetest.Server) { // a proxy that answers with what it got
+			with(func(*gcetest.Server) { // a proxy whose answer contains the token
 				t.Setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 					http.Error(w, r.Header.Get("Authorization"), http.StatusBadGateway)
 				})))

@@ -30,7 +30,8 @@ type endpoints struct {
 	manager string // of the Resource Manager API
 }
 
-// findEndpoints returns the URLs of the APIs. The variables that replace them are those of gcloud.
+// findEndpoints returns the URLs of the APIs. The environment variables that replace them are those
+// of gcloud. It returns an error if other hosts could read the token that is sent to such a URL.
 func findEndpoints() (endpoints, error) {
 	e := endpoints{"https://compute.googleapis.com/compute/v1/", "https://cloudresourcemanager.googleapis.com/"}
 	for _, variable := range []struct {
@@ -85,11 +86,11 @@ type identity struct {
 
 	mu    sync.Mutex // locked while a token is read
 	token string
-	until time.Time // of token
+	until time.Time // when bearer reads a new token
 }
 
-// newService returns a client of the metadata service, without a proxy. A connection that is kept would
-// outlive the client, and be used once in a resync period.
+// newService returns a client of the metadata service, without a proxy. It keeps no connections: a
+// kept connection would be used only once in a resync period, and would outlive the client.
 func newService() *metadata.Client {
 	return metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 }
@@ -144,7 +145,8 @@ func (i *identity) forget() {
 	i.token = ""
 }
 
-// withoutAccount explains the error about metadata of the service account that do not exist.
+// withoutAccount returns an error that says what to do if err means that the instance has no
+// service account. Otherwise it returns err.
 func withoutAccount(err error) error {
 	if _, undefined := errors.AsType[metadata.NotDefinedError](err); undefined {
 		return errors.New("the instance has no service account: attach one, and give it the permissions of " + page)
@@ -166,7 +168,7 @@ func (i *identity) checkScopes(ctx context.Context) error {
 	return &cloud.MissingError{Permissions: []string{computeScope}, Page: page}
 }
 
-// The access scopes of the APIs. That of the platform includes the other one.
+// The access scopes of the APIs. platformScope includes computeScope.
 const (
 	computeScope  = "https://www.googleapis.com/auth/compute"
 	platformScope = "https://www.googleapis.com/auth/cloud-platform"

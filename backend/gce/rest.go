@@ -29,8 +29,8 @@ const (
 	page             = "Documentation/backends/gce.md"
 )
 
-// The pauses between two looks at an operation. Most operations of routes take some seconds, and all
-// hosts of a project share its quota of looks.
+// leastPoll and mostPoll limit the pause between two looks at an operation. Most operations of
+// routes take some seconds, and all hosts of a project share its quota of looks.
 const (
 	leastPoll = time.Second
 	mostPoll  = 3 * time.Second
@@ -123,7 +123,8 @@ type operation struct {
 	} `json:"error"`
 }
 
-// change makes a call that changes something, and waits until it is done.
+// change makes a call that changes something, and waits until the operation has ended. It returns
+// an error that may end by itself if ctx ends before, or after operationTimeout.
 func (c *client) change(ctx context.Context, r request) error {
 	ctx, cancel := context.WithTimeout(ctx, operationTimeout)
 	defer cancel()
@@ -199,7 +200,7 @@ func decodeError(status int, text []byte) *apiError {
 	return newAPIError(status, reason, answer.Error.Message)
 }
 
-// classify returns the error that e means for the call with that name.
+// classify returns the error of package cloud for the error e of the call with that name.
 func classify(name string, e *apiError) error {
 	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
 	switch {
@@ -217,7 +218,8 @@ func classify(name string, e *apiError) error {
 	return e
 }
 
-// permission returns the permission that the message of an error names, or else that of the call.
+// permission returns the permission that the message of an error names, or else the permission for
+// the call with that name.
 func permission(name, message string) string {
 	if found := regexp.MustCompile(`'(compute\.[a-zA-Z.]+)'`).FindStringSubmatch(message); found != nil {
 		return found[1]
@@ -225,8 +227,8 @@ func permission(name, message string) string {
 	return "compute." + strings.Replace(name, ".insert", ".create", 1)
 }
 
-// quotaError returns the quota that a message names, such as "Quota 'ROUTES' exceeded. Limit:
-// 250.0 globally.".
+// quotaError returns an error with the quota and the limit that a message names, such as "Quota
+// 'ROUTES' exceeded. Limit: 250.0 globally.".
 func quotaError(message string) *cloud.QuotaError {
 	quota := &cloud.QuotaError{}
 	if found := regexp.MustCompile(`Quota '([^']*)'`).FindStringSubmatch(message); found != nil {
@@ -238,8 +240,8 @@ func quotaError(message string) *cloud.QuotaError {
 	return quota
 }
 
-// lacks returns those of permissions that the account of the instance does not have by the
-// testIamPermissions call with that URL.
+// lacks asks the testIamPermissions call with that name and URL, and returns the permissions that
+// the account of the instance does not have. It changes permissions.
 func (c *client) lacks(ctx context.Context, name, url string, permissions ...string) ([]string, error) {
 	var answer struct {
 		Permissions []string `json:"permissions"`

@@ -18,7 +18,7 @@ import (
 // defaultPriority is the priority of a route that replaces none. Lower numbers are preferred.
 const defaultPriority = 1000
 
-// route is a route of the Compute API. A written one has a part of the fields.
+// route is a route of the Compute API. A call that writes a route needs only some of the fields.
 type route struct {
 	Name        string    `json:"name"`
 	Description string    `json:"description"`
@@ -65,8 +65,8 @@ func (r route) static() bool {
 	return r.Type == "STATIC" || r.Type == "" && r.LocalNet == "" && r.Peering == "" && r.Hub == ""
 }
 
-// lost reports whether the API warns that the next hop gets no packets. An instance that cannot forward
-// them is no lost one: its own flanneld names that fault of its configuration.
+// lost reports whether the API warns that the next hop gets no packets. An instance that cannot
+// forward packets does not count as lost, because the flanneld on that instance reports the fault.
 func (r route) lost() bool {
 	return slices.ContainsFunc(r.Warnings, func(w warning) bool {
 		return strings.HasPrefix(w.Code, "NEXT_HOP_") && w.Code != "NEXT_HOP_CANNOT_IP_FORWARD"
@@ -82,8 +82,8 @@ func (r route) dst() netip.Prefix {
 	return dst.Masked()
 }
 
-// belongsTo reports whether the route is one of a cluster, or one that flannel has made. Those have
-// no description.
+// belongsTo reports whether the route belongs to the cluster with that name, or was made by
+// flannel. Routes of flannel have no description, and are known by their names.
 func (r route) belongsTo(cluster string) bool {
 	if r.Description == "" {
 		return r.Name == flannelName(r.dst())
@@ -97,8 +97,8 @@ func flannelName(dst netip.Prefix) string {
 	return "flannel-" + strings.NewReplacer(".", "-", ":", "-", "/", "-").Replace(dst.String())
 }
 
-// name returns the name of a route. Names are unique in a project, so it contains a sum of all
-// that may differ between two routes to one destination.
+// name returns the name of a route. Names are unique in a project. So the name contains a sum of
+// everything that may differ between two routes to the same destination.
 func (r route) name(cluster string) string {
 	sum := sha256.Sum256([]byte(strings.Join([]string{r.Network, cluster, r.Instance, strconv.Itoa(r.Priority)}, " ")))
 	return flannelName(r.dst()) + "-" + hex.EncodeToString(sum[:4])
@@ -111,7 +111,7 @@ func (r route) written() route {
 
 // convert returns r as a route of table. A route that does not belong to the cluster is foreign,
 // unless it leads to this host, whose target is own. A route for some instances is always foreign.
-// A route to this host is not lost: a new one would have the same warning.
+// A route to this host is never lost, because a new route would get the same warning.
 func (r route) convert(table, cluster, own string) cloud.Route {
 	c := cloud.Route{Table: table, Dst: r.dst(), Target: r.target(), ByCall: r.static()}
 	c.Lost = r.lost() && c.Target != own

@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-const root = "https://www.googleapis.com/compute/v1/" // of all URLs of resources
+const root = "https://www.googleapis.com/compute/v1/" // beginning of the URLs of all resources
 
 // failure is an error of a Google API.
 type failure struct {
@@ -50,7 +50,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = json.NewEncoder(w).Encode(answer)
 }
 
-// nameOf returns the name of a call, and the parts of its path behind the project.
+// nameOf returns the name of a call in the words of the API, or "" if it is unknown, and the parts
+// of its path behind the project.
 func nameOf(r *http.Request) (name string, parts []string) {
 	if r.URL.Path == "/v3/projects/"+Project+":testIamPermissions" && r.Method == http.MethodPost {
 		return "projects.testIamPermissions", nil
@@ -87,7 +88,7 @@ func nameOf(r *http.Request) (name string, parts []string) {
 	return name, parts
 }
 
-// permissions returns those that a call needs.
+// permissions returns the permissions that a call needs.
 func permissions(name string) []string {
 	return map[string][]string{
 		"instances.get":            {"compute.instances.get"},
@@ -99,7 +100,7 @@ func permissions(name string) []string {
 	}[name]
 }
 
-// scopes returns the access scopes of which a call needs one, without the part that all of them begin with.
+// scopes returns access scopes without their common beginning, Scope. A call needs one of them.
 func scopes(r *http.Request, name string) []string {
 	switch {
 	case name == "projects.testIamPermissions":
@@ -191,7 +192,7 @@ func (i Instance) describe() map[string]any {
 	}
 }
 
-// listInstances returns the instances of all zones. One zone has none, which is a warning.
+// listInstances returns the instances of all zones. A second zone has no instances, but a warning.
 func (s *Server) listInstances(r *http.Request) (any, *failure) {
 	var all []any
 	for _, name := range slices.Sorted(maps.Keys(s.instances)) {
@@ -224,7 +225,8 @@ func (s *Server) cut(r *http.Request, items []any) (page []any, next string, f *
 // filter is the syntax of filters for routes.
 func filter() *regexp.Regexp { return regexp.MustCompile(`^network eq "([^"]*)"$`) }
 
-// spelled returns a destination as the API may spell it: an IPv6 address without the sign for zeros.
+// spelled returns a destination as the API may spell it: an IPv6 address without the abbreviation
+// :: of zeros.
 func spelled(dst string) string {
 	p, err := netip.ParsePrefix(dst)
 	if err != nil || p.Addr().Is4() {

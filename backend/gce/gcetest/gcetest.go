@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gcetest is a server for tests that speaks the part of the Compute API that has to do with
-// routes, and the protocol of the metadata service. Changes are operations that take time.
+// Package gcetest is a server for tests. It speaks the part of the Compute API for routes, and the
+// protocol of the metadata service. Changes are operations that take time.
 //
 //   - gcetest.go is the state of the cloud, and how tests change it.
 //   - api.go answers calls. metadata.go is the metadata service.
@@ -92,7 +92,7 @@ type Server struct {
 	routes     []Route
 	operations []*operation
 	calls      []Call
-	denied     map[string]bool // permissions
+	denied     map[string]bool // permissions that are denied
 	throttled  int
 	away       bool
 	noManager  bool
@@ -106,7 +106,7 @@ type Server struct {
 	busiest    int
 }
 
-// operation is a change that is applied when its time has come.
+// operation is a change that is applied at a certain time.
 type operation struct {
 	name   string
 	route  string
@@ -125,7 +125,7 @@ func New() *Server {
 	return s
 }
 
-// change runs f with the lock, after the operations whose time has come.
+// change holds the lock, applies the operations that are due, and then runs f.
 func (s *Server) change(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -133,8 +133,8 @@ func (s *Server) change(f func()) {
 	f()
 }
 
-// settle applies the operations whose time has come. It counts destinations that are without a
-// route after a change, and those with two routes of which routers choose one for each connection.
+// settle applies the operations that are due. It counts the destinations that are without a route
+// after a change, and those with two routes between which the routers choose for each connection.
 func (s *Server) settle() {
 	for _, op := range s.operations {
 		if op.apply == nil || time.Now().Before(op.at) {
@@ -163,8 +163,8 @@ type place struct {
 	dst     netip.Prefix
 }
 
-// forwarding returns the instances to which the routers deliver packets, in the order of their
-// names. They share the packets.
+// forwarding returns the instances to which the routers deliver packets, by destination, in the
+// order of their names. Several instances of a destination share the packets.
 func (s *Server) forwarding() map[place][]Instance {
 	best, to := map[place]int{}, map[place][]Instance{}
 	for _, r := range s.routes {
@@ -187,7 +187,7 @@ func (s *Server) forwarding() map[place][]Instance {
 	return to
 }
 
-// warning returns the reason why a route gets no packets, or nothing.
+// warning returns the reason why a route gets no packets, or "".
 func (s *Server) warning(r Route) string {
 	i, ok := s.instances[path.Base(r.Instance)]
 	switch {
@@ -205,7 +205,8 @@ func (s *Server) warning(r Route) string {
 	return ""
 }
 
-// AddInstance adds an instance with the number n, which may forward packets.
+// AddInstance adds the instance with the number n, and returns it. The instance can forward
+// packets.
 func (s *Server) AddInstance(n int, addresses ...netip.Addr) Instance {
 	i := Instance{
 		Name: fmt.Sprintf("host-%d", n), Network: Network, Addresses: addresses, CanIPForward: true,
@@ -230,7 +231,7 @@ func (s *Server) SetForward(name string, can bool) {
 	})
 }
 
-// SetScopes replaces the access scopes of an instance. They are named without their beginning.
+// SetScopes replaces the access scopes of an instance. scopes are without their beginning, Scope.
 func (s *Server) SetScopes(name string, scopes ...string) {
 	s.change(func() {
 		i := s.instances[name]
@@ -271,8 +272,8 @@ func (s *Server) SetAway(away bool) { s.change(func() { s.away = away }) }
 // DisableManager disables the Resource Manager API, as it is in new projects.
 func (s *Server) DisableManager() { s.change(func() { s.noManager = true }) }
 
-// SetQuota sets the number of routes that calls may make. If late is set, the operation fails and
-// not the call.
+// SetQuota sets the number of static routes that a VPC network may have. If late is set, the call
+// succeeds, and its operation fails.
 func (s *Server) SetQuota(n int, late bool) {
 	s.change(func() { s.quota, s.lateQuota = n, late })
 }
@@ -357,7 +358,7 @@ func (s *Server) Instances() (all []Instance) {
 	return all
 }
 
-// count returns the number of static routes in a VPC network.
+// count returns the number of static routes in a VPC network, without the default route.
 func (s *Server) count(network string) (n int) {
 	for _, r := range s.routes {
 		if r.Type == "STATIC" && path.Base(r.Network) == network && !strings.HasPrefix(r.Name, "default-route") {

@@ -12,8 +12,8 @@ import (
 // Token is the beginning of all tokens. Tests check that it is never shown.
 const Token = "ya29.token-of-the-service-account-"
 
-// Metadata returns the metadata service of an instance. It refuses requests without the header
-// that forwarded requests do not have.
+// Metadata returns the metadata service of an instance. Like the real one, it refuses requests
+// without the header Metadata-Flavor, and requests that a proxy has forwarded.
 func (s *Server) Metadata(name string) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Metadata-Flavor", "Google")
@@ -49,8 +49,8 @@ func (s *Server) bearer(instance string) string {
 	return fmt.Sprintf("%s%d-%s", Token, s.token, instance)
 }
 
-// interfaces returns the network interface in the form of the metadata service. A VPC network of
-// another project contains its number and a slash.
+// interfaces returns the network interface in the form of the metadata service. i.Network is the
+// name of a VPC network. In another project, it is the number of the project, a slash and the name.
 func (i Instance) interfaces() string {
 	project, network, shared := strings.Cut(i.Network, "/")
 	if !shared {
