@@ -42,8 +42,9 @@ func (c *client) call(ctx context.Context, s service, action string, params obje
 	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
 
-// try makes a call of the VPC service that checks a right. Tencent Cloud has no dry runs of these calls,
-// so params must be such that the call is refused for another reason.
+// try makes a call of the VPC service to check a right. Tencent Cloud has no dry runs of these
+// calls. So params must be invalid: a host with the right then gets another error than a host
+// without it.
 func (c *client) try(ctx context.Context, action string, params object) error {
 	return c.Make(ctx, action+" (check)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
 }
@@ -71,8 +72,8 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	return decode(status, text, s.name+":"+action, table, answer)
 }
 
-// decode decodes the answer to a call with that permission and table, or returns the error that it
-// means. Errors have the status 200.
+// decode decodes the answer to a call that needs that permission and has that table. It returns the
+// error in the answer if there is one. Answers with an error also have the status 200.
 func decode(status int, text []byte, permission, table string, answer any) error {
 	var outer struct{ Response json.RawMessage }
 	var failed struct {
@@ -87,14 +88,15 @@ func decode(status int, text []byte, permission, table string, answer any) error
 	return access.Decode(outer.Response, answer)
 }
 
-// isCode reports whether err is an error of Tencent Cloud with one of these codes, or a more precise
-// one.
+// isCode reports whether err is an error of Tencent Cloud with one of these codes, or with a more
+// precise code that begins with one of them and a dot.
 func isCode(err error, codes ...string) bool {
 	have := access.Code(err)
 	return slices.ContainsFunc(codes, func(code string) bool { return have == code || strings.HasPrefix(have, code+".") })
 }
 
-// classify returns the error that e means for the call with that permission and table.
+// classify returns the error of package cloud for the error e of a call. permission is the one that
+// the call needs, and table the id of the table in the call.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
@@ -104,7 +106,7 @@ func classify(permission, table string, e *access.Error) error {
 		return access.Refused(name, e.Code)
 	case is("LimitExceeded", "QuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
-	// The codes after the first are about another change that has not ended.
+	// The codes after the first one say that another change has not ended.
 	case is("RequestLimitExceeded", "MutexOperation", "UnsupportedOperation.MutexOperationTaskRunning") || e.Status == http.StatusTooManyRequests:
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
 	case is("InternalError", "InternalServerError", "ServiceUnavailable", "FailedOperation.InternalOperationFailure") || e.Status >= http.StatusInternalServerError:

@@ -40,7 +40,7 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	if c.cvm.endpoint, err = access.Endpoint("TENCENTCLOUD_CVM_ENDPOINT", "https://cvm."+domain); err != nil {
 		return nil, err
 	}
-	// The names are those of flannel and those of Tencent Cloud.
+	// flannel reads the first two environment variables, and programs of Tencent Cloud the others.
 	c.Keys = access.First(c.Metadata.Keys,
 		cfg.keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
@@ -55,7 +55,7 @@ type place struct {
 	vpc, subnet string     // ids
 }
 
-// find returns the place of the external interface, which has the addresses.
+// find returns the place of the external interface. addresses are those of that interface.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {

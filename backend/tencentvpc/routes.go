@@ -21,7 +21,8 @@ type table struct {
 	Routes []route `json:"RouteSet"`
 }
 
-// choose returns the table that a subnet uses.
+// choose returns the table that a subnet uses: its own one, or else the main table. ok is false if
+// there is neither.
 func choose(tables []table, subnet string) (t table, ok bool) {
 	i := slices.IndexFunc(tables, func(t table) bool {
 		return slices.ContainsFunc(t.Subnets, func(s struct {
@@ -39,7 +40,7 @@ func choose(tables []table, subnet string) (t table, ok bool) {
 	return tables[i], true
 }
 
-// route is a route of the API. A written one has a part of the fields.
+// route is a route of the API. A call that writes a route needs only some of the fields.
 type route struct {
 	ID          uint64 `json:"RouteId,omitempty"`
 	Item        string `json:"RouteItemId,omitempty"`
@@ -47,7 +48,7 @@ type route struct {
 	Dst6        string `json:"DestinationIpv6CidrBlock,omitempty"`
 	Kind        string `json:"GatewayType,omitempty"`
 	Target      string `json:"GatewayId,omitempty"`
-	Type        string `json:"RouteType,omitempty"` // USER, or that of a system that has made the route
+	Type        string `json:"RouteType,omitempty"` // USER, or the name of the system that has made the route
 	Description string `json:"RouteDescription,omitempty"`
 	Enabled     *bool  `json:",omitempty"` // nil means yes
 }
@@ -73,12 +74,13 @@ func (r route) address() (a netip.Addr, ok bool) {
 	return a, err == nil && r.Kind == instanceKind
 }
 
-// disabled reports whether r is there without carrying packets.
+// disabled reports whether r exists, but carries no packets.
 func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
 
-// convert returns r as a route of a table. A route that is disabled leads to nowhere. It reports false
-// for a route that has no prefix as its destination. A route to this host, which no other host needs, is not
-// foreign because of its mark.
+// convert returns r as a route of a table. A disabled route counts as lost, because it carries no
+// packets. convert reports false if the destination of r is not a prefix. A route with the mark of
+// another cluster is foreign unless it leads to this host, because no other host needs such a
+// route.
 func (v *vpc) convert(r route, table string) (cloud.Route, bool) {
 	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
 	c.Lost = r.disabled()
@@ -95,7 +97,7 @@ func (v *vpc) write(r cloud.Route) route {
 	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: cloud.Describe(v.cluster, v.networks, r.Dst), Enabled: &yes}
 }
 
-// id returns what identifies r in calls.
+// id returns a route with only the fields that identify r in calls.
 func (r route) id() route { return route{ID: r.ID, Item: r.Item} }
 
 // instance is an instance of the API.

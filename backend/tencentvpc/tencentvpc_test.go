@@ -28,7 +28,8 @@ const (
 
 var dst = backendtest.Subnet()
 
-// bed is what the tests of all clouds with a table for each subnet need.
+// bed returns the description of this cloud for the tests that it shares with other clouds that
+// have a route table for each subnet.
 func bed() backendtest.VPC {
 	return backendtest.VPC{
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4}, Metadata: tencenttest.Metadata,
@@ -38,8 +39,8 @@ func bed() backendtest.VPC {
 	}
 }
 
-// open returns a cloud with two instances, and makes this process the first of them: the metadata
-// service and the API are those of the test.
+// open returns a fake cloud with two instances. The environment variables that it sets make this
+// process the first of these instances.
 func open(t *testing.T) tencenttest.Server {
 	t.Helper()
 	s := tencenttest.New()
@@ -61,18 +62,19 @@ func TestSuite(t *testing.T) {
 
 func TestTableOfTheSubnet(t *testing.T) { bed().OwnTable(t, "subnet-1", "subnet-2") }
 
-// TestOldAnswers puts a route while descriptions still show the time before the last calls.
+// TestOldAnswers checks Put while the API still describes the tables as they were before the last
+// calls.
 func TestOldAnswers(t *testing.T) {
 	s := open(t)
 	s.SetLag(time.Hour)
 	c := bed().Joined(t)
-	if err := c.Put(t.Context(), backendtest.RouteTo(self), true); err != nil { // there is none yet
+	if err := c.Put(t.Context(), backendtest.RouteTo(self), true); err != nil { // there is no route to replace yet
 		t.Error(err)
 	}
 	if err := c.Put(t.Context(), backendtest.RouteTo(peer), false); !errors.Is(err, cloud.ErrExists) {
 		t.Errorf("error %v, want ErrExists", err)
 	}
-	if err := c.Put(t.Context(), backendtest.RouteTo(peer), true); !cloud.Transient(err) { // it cannot name the route
+	if err := c.Put(t.Context(), backendtest.RouteTo(peer), true); !cloud.Transient(err) { // the route is not described, so Put cannot name it
 		t.Errorf("error %v, want one that may end by itself", err)
 	}
 	s.SetLag(0)
@@ -92,8 +94,9 @@ func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 
 func TestClusters(t *testing.T) { bed().Clusters(t) }
 
-// TestWrongRoutes replaces routes that flannel did not see, or deleted first. Those that carry no packets
-// may be deleted first.
+// TestWrongRoutes checks that Put replaces an enabled route in place, so that the destination
+// always has a route. It may first delete only routes that carry no packets. flannel did not see
+// such wrong routes, or deleted them first.
 func TestWrongRoutes(t *testing.T) {
 	for name, test := range map[string]struct {
 		present          []vpctest.Route
@@ -128,8 +131,8 @@ func TestWrongRoutes(t *testing.T) {
 	}
 }
 
-// TestDuplicates has two equal routes to a stopped instance, before a further route and as the last
-// ones. Only that instance is lost.
+// TestDuplicates checks that two equal routes to a stopped instance count as one lost route. They
+// are the first or the last ones in the table, and the route to another instance must not be lost.
 func TestDuplicates(t *testing.T) {
 	twice := []vpctest.Route{{Dst: dst, Target: peer, Kind: vpctest.Custom}, {Dst: dst, Target: peer, Kind: vpctest.Custom}}
 	other := vpctest.Route{Dst: netip.MustParsePrefix("10.5.2.0/24"), Target: self, Kind: vpctest.Custom}
@@ -153,8 +156,9 @@ func TestDuplicates(t *testing.T) {
 
 func TestPages(t *testing.T) { bed().Pages(t, "subnet-1") }
 
-// TestChangeBetweenPages terminates an instance of the first page before the second one, which then
-// begins behind an instance that runs.
+// TestChangeBetweenPages terminates an instance of the first page before the second page is read,
+// so that an instance that runs is in neither page. The route to that instance must not count as
+// lost.
 func TestChangeBetweenPages(t *testing.T) {
 	s := open(t)
 	s.SetPageSize(2)
@@ -202,7 +206,8 @@ func TestNewKeys(t *testing.T) {
 	bed().NewKeys(t, `{"TmpSecretId":"old","TmpSecretKey":"old","Token":"old","Expiration":"2100-01-01T00:00:00Z"}`)
 }
 
-// TestKeysOfTheEnvironment takes the keys from the variables of Tencent Cloud.
+// TestKeysOfTheEnvironment checks that the environment variables of Tencent Cloud are used, and
+// that those of flannel precede them.
 func TestKeysOfTheEnvironment(t *testing.T) {
 	open(t)
 	t.Setenv("TENCENTCLOUD_SECRET_ID", vpctest.KeyID)
@@ -221,8 +226,9 @@ func TestKeysOfTheEnvironment(t *testing.T) {
 
 func TestRedirect(t *testing.T) { bed().Redirect(t) }
 
-// TestEndpoints expects the domains of finance regions there, and that an address without a scheme is
-// refused for good, by the name of its variable.
+// TestEndpoints checks that a finance region has endpoints in a domain of its own, and that an
+// endpoint without a scheme is refused with an error that names the variable and does not end by
+// itself.
 func TestEndpoints(t *testing.T) {
 	const vpcName, cvmName, metadataName = "TENCENTCLOUD_VPC_ENDPOINT", "TENCENTCLOUD_CVM_ENDPOINT", "TENCENTCLOUD_METADATA_ENDPOINT"
 	for region, want := range map[string][2]string{
@@ -241,7 +247,7 @@ func TestEndpoints(t *testing.T) {
 	bed().Endpoints(t, "some.internal.tencentcloudapi.com", vpcName, cvmName, metadataName)
 }
 
-// TestAnswers has answers of the API that are not those of a call that works.
+// TestAnswers checks the errors for answers of the API that flanneld does not expect.
 func TestAnswers(t *testing.T) {
 	bed().Answers(t, map[string]backendtest.Answer{
 		"no tables":              {Status: 200, Text: `{"Response":{"TotalCount":0,"RouteTableSet":[]}}`, Err: "knows no route table of subnet subnet-1 in vpc-0a"},
@@ -281,8 +287,8 @@ func TestConfig(t *testing.T) {
 	}
 }
 
-// FuzzAnswers decodes answers of the API. A route must have a prefix as its destination, and an error
-// one line.
+// FuzzAnswers decodes answers of the API. The destination of a route must be a prefix, and an error
+// must be one line.
 func FuzzAnswers(f *testing.F) {
 	f.Add(200, []byte(`{"Response":{"RouteTableSet":[{"RouteTableId":"rtb-1","RouteSet":[{"DestinationCidrBlock":"10.5.1.0/24","GatewayType":"NORMAL_CVM","GatewayId":"10.0.0.1","RouteType":"USER","Enabled":true}]}]}}`))
 	f.Add(200, []byte(`{"Response":{"Error":{"Code":"a\nb","Message":"c\nd"}}}`))

@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-const pageSize = 100 // tables or instances in one answer, which is the most that the API allows
+const pageSize = 100 // most tables or instances in one answer; the API allows no more
 
 // vpc implements cloud.Cloud for the VPC of this host. Its table is that of the subnet of the external
 // interface. The target of a route to a host is the private IPv4 address of the instance.
@@ -27,10 +27,11 @@ type vpc struct {
 
 	api *client // nil before the first connection
 	own place   // of the last Join or Check
-	all []table // of the VPC; of the last Tables, Put or Remove
+	all []table // all tables of the VPC, as the last Tables, Put or Remove has read them
 }
 
-// Join implements cloud.Cloud. Instances get packets with foreign addresses without a setting.
+// Join implements cloud.Cloud. It changes nothing, because instances of Tencent Cloud always get
+// packets with foreign addresses.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	if v.api == nil {
 		api, err := v.connect(ctx)
@@ -47,7 +48,8 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return own.address.String(), nil
 }
 
-// Find implements cloud.Cloud. The API does not filter by many addresses.
+// Find implements cloud.Cloud. It reads all instances of the VPC, because the API cannot filter by
+// many addresses.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	instances, err := v.instances(ctx)
 	if err != nil {
@@ -79,8 +81,9 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 	return found, nil
 }
 
-// Tables implements cloud.Cloud. It must be called after Join or Check. Routes say nothing about their
-// targets, so it asks for the instances if there are routes that may belong to another host.
+// Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say
+// whether its target exists and runs. So Tables asks for the instances if there are routes that may
+// belong to another host.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	t, err := v.table(ctx)
 	if err != nil {
@@ -117,9 +120,10 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{table}, nil
 }
 
-// pages calls one with the offset of each page, until it has got all items. one returns the number of
-// items of a page, and that of all pages. If that changes, a page may have begun after an item that no
-// page has, so the host of that item would look lost.
+// pages calls one with the offset of each page, until it has got all items. one returns the number
+// of items of a page, and that of all pages. If the number of all items changes between two pages,
+// pages returns an error that may end by itself: an item may be missing in all pages, and its host
+// would look lost.
 func pages(one func(offset int) (got, total int, err error)) error {
 	for offset, first := 0, -1; ; {
 		got, total, err := one(offset)
@@ -147,7 +151,7 @@ func (v *vpc) table(ctx context.Context) (table, error) {
 			TotalCount int
 			Tables     []table `json:"RouteTableSet"`
 		}
-		// These two numbers are texts in this call.
+		// This call takes the offset and the limit as strings.
 		params := object{"Filters": filter("vpc-id", v.own.vpc), "Offset": strconv.Itoa(offset), "Limit": strconv.Itoa(pageSize)}
 		err := v.api.call(ctx, v.api.vpc, "DescribeRouteTables", params, &answer)
 		all = append(all, answer.Tables...)
@@ -185,7 +189,7 @@ func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 		}
 		return len(answer.Instances), answer.TotalCount, err
 	})
-	if _, ok := all[v.own.address]; err == nil && !ok { // then others may be missing for the same reason
+	if _, ok := all[v.own.address]; err == nil && !ok { // then the answer may lack other instances for the same reason
 		err = fmt.Errorf("%w about this instance yet: CVM does not know %s", cloud.ErrUnavailable, v.own.address)
 	}
 	return all, err
@@ -201,10 +205,10 @@ func (v *vpc) change(ctx context.Context, action, table string, routes ...route)
 	return v.api.call(ctx, v.api.vpc, action, object{"RouteTableId": table, "Routes": routes}, nil)
 }
 
-// Put implements cloud.Cloud. Two routes to one destination may share the packets, so Put looks first.
-// It deletes those that are disabled: they carry no packets, and another route that is replaced must not
-// become equal to one of them. Of several others it replaces the first one in place, and deletes the rest. An
-// enabled route of another cluster is in the way.
+// Put implements cloud.Cloud. It first reads the table, because two routes to one destination may
+// share the packets. It deletes disabled routes, which carry no packets: a route that is replaced
+// must not become equal to one of them. If several enabled routes are left, it replaces the first
+// one in place, and deletes the rest. An enabled route of another cluster is an error.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	t, err := v.table(ctx)
 	if err != nil {
@@ -246,7 +250,8 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	return cloud.ErrExists
 }
 
-// replace makes one of the present routes r, unless there is r, and deletes the others.
+// replace leaves r as the only one of the present routes. It keeps a present route that equals r,
+// or else changes the first one to r, and deletes the others. present must not be empty.
 func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error {
 	keep := max(slices.IndexFunc(present, func(have route) bool {
 		c, _ := v.convert(have, r.Table)
@@ -267,7 +272,7 @@ func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error
 	return nil
 }
 
-// delete deletes a route, which may be gone.
+// delete deletes a route. It returns nil if the route does not exist.
 func (v *vpc) delete(ctx context.Context, table string, r route) error {
 	err := v.change(ctx, "DeleteRoutes", table, r.id())
 	if isCode(err, "ResourceNotFound") {
@@ -276,8 +281,8 @@ func (v *vpc) delete(ctx context.Context, table string, r route) error {
 	return err
 }
 
-// Remove implements cloud.Cloud. DeleteRoutes takes no target, so Remove looks right before where the
-// route leads.
+// Remove implements cloud.Cloud. DeleteRoutes takes no target, so Remove reads right before it
+// where the routes lead.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	t, err := v.table(ctx)
 	if err != nil {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tencenttest is a server for tests that speaks the part of Tencent Cloud's API that has to do
-// with routes, and the protocol of the metadata service. It verifies the signature of each call.
+// Package tencenttest is a server for tests. It speaks the part of Tencent Cloud's API for routes,
+// and the protocol of the metadata service. It verifies the signature of each call.
 package tencenttest
 
 import (
@@ -77,7 +77,8 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_ = json.NewEncoder(w).Encode(object{"Response": result})
 }
 
-// signed signs the request again with the keys of the role, and compares.
+// signed signs the request again with the keys of the role, and reports in Valid whether the result
+// is the same.
 func signed(r *http.Request, service string, body []byte) vpctest.Signed {
 	seconds, err := strconv.ParseInt(r.Header.Get("X-Tc-Timestamp"), 10, 64)
 	if err != nil {
@@ -105,7 +106,7 @@ type route struct {
 	Enabled     bool
 }
 
-// change is the parameters of a call that changes routes.
+// change contains the parameters of a call that changes routes.
 type change struct {
 	Table  string  `json:"RouteTableId"`
 	Routes []route `json:"Routes"`
@@ -174,7 +175,7 @@ func cut[T any](v *vpctest.View, offset, limit int, items []T) ([]T, error) {
 func tables(v *vpctest.View, body []byte) (any, error) {
 	var params struct {
 		Filters       []filter
-		Offset, Limit string // texts in this call
+		Offset, Limit string // strings in this call
 	}
 	if strict(body, &params) != nil || !inVPC(params.Filters) {
 		return nil, vpctest.ErrInvalid
