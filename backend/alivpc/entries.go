@@ -16,7 +16,7 @@ const localTarget = "local"
 // entry is a route of the API.
 type entry struct {
 	Dst    string `json:"DestinationCidrBlock"` // or the id of a list of prefixes
-	Type   string // Custom, System, or that of a gateway that has learned the route
+	Type   string // Custom, System, or the type of the gateway that has learned the route
 	Status string
 	// Description has the mark of a cluster.
 	Description string

@@ -279,7 +279,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if !duplicate(err) {
 		return err
 	}
-	if replace { // ModifyRouteEntry did not see it yet, for example after a lost answer
+	if replace { // ModifyRouteEntry did not see the route yet, for example after a lost answer
 		return fmt.Errorf("%w about this route yet: %w", cloud.ErrUnavailable, err)
 	}
 	return cloud.ErrExists
