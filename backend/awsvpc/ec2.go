@@ -121,7 +121,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 		return nil, err
 	}
 	instances, err := describeInstances(ctx, api, url.Values{"InstanceId.1": {v.instance}})
-	if isCode(err, "InvalidInstanceID.NotFound") { // it has just booted
+	if isCode(err, "InvalidInstanceID.NotFound") { // the instance has just booted
 		return nil, fmt.Errorf("%w about this instance yet: %w", cloud.ErrUnavailable, err)
 	}
 	if err != nil {
@@ -436,7 +436,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 			return err
 		}
 		err = v.api.call(ctx, "CreateRoute", params, nil)
-		if isCode(err, "RouteAlreadyExists") { // ReplaceRoute did not see it yet, for example after a lost answer
+		if isCode(err, "RouteAlreadyExists") { // ReplaceRoute did not see the route yet, for example after a lost answer
 			return fmt.Errorf("%w about this route yet: %w", cloud.ErrUnavailable, err)
 		}
 		return err
