@@ -4,8 +4,8 @@
 // host has a static route to its subnet. There is no tunnel.
 //
 //   - gce.go creates the backend.CloudBackend. config.go is the Backend object of the configuration.
-//   - compute.go implements cloud.Cloud. routes.go decides whose a route is, and how it is named; it
-//     is pure.
+//   - compute.go implements cloud.Cloud. routes.go decides to which program or cluster a route
+//     belongs, and how it is named; it is pure.
 //   - rest.go makes the calls of the Compute API, and sorts their errors.
 //   - metadata.go asks the metadata service for the instance and for tokens.
 package gce
