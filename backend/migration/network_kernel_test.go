@@ -108,7 +108,7 @@ func TestKernelManyPeers(t *testing.T) {
 		for _, e := range leases[keys[0]].Endpoints { // probes choose the device
 			device, to := standby(e.Family()), e.Subnet.Addr().Next().String()
 			out, err := exec.Command("ip", "route", "get", to, "oif", device).CombinedOutput()
-			via := e.PublicIP.String() // with host-gw
+			via := e.PublicIP.String() // the gateway of host-gw
 			if device != "eth0" {
 				via = e.Subnet.Addr().String()
 			}

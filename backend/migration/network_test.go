@@ -358,7 +358,7 @@ func TestRestartKeepsTheRoutes(t *testing.T) {
 	}
 	second := start(t, k, vni1, vni7)
 	check("at the restart")
-	if _, err := second.Sync(t.Context(), backend.Set{Leases: leases, All: true}); err != nil { // of the last known state
+	if _, err := second.Sync(t.Context(), backend.Set{Leases: leases, All: true}); err != nil { // with the peers of the last known state
 		t.Fatal(err)
 	}
 	check("after the last known state")
@@ -402,7 +402,7 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	_ = n.running[next].Close()
 	n.running[next], n.notStarted = nil, errNoData
 	n.layer.view(next)
-	if mtu := n.MTU(); mtu != 1450 { // the daemon writes it to the subnet file once
+	if mtu := n.MTU(); mtu != 1450 { // the daemon writes the MTU to the subnet file only once
 		t.Errorf("MTU %d, want that of the next backend", mtu)
 	}
 	leases := map[string]*subnet.Lease{"host2": lease(2, "host-gw", nil, "vxlan", dataOf(2, 1)), "host3": lease(3, "vxlan", dataOf(3, 1), "", nil)}
@@ -562,7 +562,7 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 				}
 			}
 		}
-		step(backend.Set{All: true}) // of the last known state
+		step(backend.Set{All: true}) // with the peers of the last known state
 		delete(leases, "host2")
 		delete(leases, "host3")
 		changed := backend.Set{Changed: []string{"host2", "host3"}, All: all}
@@ -641,7 +641,7 @@ func TestClaimWithoutAModule(t *testing.T) {
 		missing := true
 		k := dataplanetest.New()
 		env := newEnv(k, vni1, to)
-		env.StateDir = t.TempDir() // of the key of wireguard
+		env.StateDir = t.TempDir() // folder for the key of wireguard
 		env.Kernel = modules{k, &missing}
 		b, err := newBackend(t, env)
 		if err != nil {

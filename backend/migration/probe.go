@@ -235,11 +235,11 @@ func (p *prober) receive(s *ping.Socket) {
 	}
 }
 
-// answer handles the answer of an address to the request with that id. Over IPv6 another address of
-// the host may answer: the base address of a subnet is also the subnet-router anycast address of
-// the bridge of the pods, and the kernel never answers from an anycast address. Which address it
-// chooses depends on routes and addresses of the other host. So only the id is checked, which is
-// random.
+// answer handles the answer of the address from to the request with that id. Over IPv4 the target
+// itself must answer. Over IPv6 another address of the host may answer: the base address of a
+// subnet is also the subnet-router anycast address of the bridge of the pods, and the kernel never
+// answers from an anycast address. Which address the kernel chooses depends on routes and addresses
+// of the other host. So over IPv6 only the id is checked, which is random.
 func (p *prober) answer(id uint32, from netip.Addr) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -51,7 +51,7 @@ func TestProbeOrder(t *testing.T) {
 		if got := p.take(); len(got) != 1 || !slices.Equal(got["7"], []target{targetOf(7)}) {
 			t.Errorf("answered: %v, want peer 7", got)
 		}
-		p.aim("3", []target{targetOf(3)}) // as before
+		p.aim("3", []target{targetOf(3)}) // the same target as before
 		p.aim("7", nil)
 		p.aim("9", nil)
 		p.aim("50", []target{targetOf(50)})

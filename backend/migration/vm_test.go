@@ -22,7 +22,7 @@ func TestVMUsable(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer k.Close()
-	if out, err := exec.Command("modprobe", "fou").CombinedOutput(); err != nil { // as the administrator must
+	if out, err := exec.Command("modprobe", "fou").CombinedOutput(); err != nil { // as the administrator must do
 		t.Fatalf("%v: %s", err, out)
 	}
 	const udpKernel = `{"Type":"udp","Mode":"kernel"}`
