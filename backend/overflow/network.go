@@ -97,7 +97,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if c := n.stored.Swap(nil); c != nil {
 		changed = true
 		for _, e := range c.Endpoints {
-			n.published[e.Family()], _, _ = decode(e.Data) // refresh has encoded it
+			n.published[e.Family()], _, _ = decode(e.Data) // refresh has encoded the data, so it can be decoded
 		}
 	}
 	keys := set.Changed
