@@ -95,7 +95,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	if m, ok := c.Network.(Matcher); ok {
 		side.Matches = m.Matches
 	}
-	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this was refused earlier
+	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this check was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
 		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairs(),
@@ -294,7 +294,7 @@ func (s *Syncer) refusedLeases() []*subnet.Lease {
 // noteMoving records l in moving if it has data for another backend than that of this host.
 func (s *Syncer) noteMoving(l *subnet.Lease) {
 	reservation := !slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
-	if reservation { // no daemon publishes it
+	if reservation { // no daemon publishes a reservation
 		return
 	}
 	if l.NextType != "" || l.BackendType != s.Own.BackendType || s.side.Matches != nil && !s.side.Matches(*l) {
@@ -328,8 +328,8 @@ func (s *Syncer) choose(l *subnet.Lease) (used *subnet.Lease, ok bool) {
 	return s.side.Of(l)
 }
 
-// enabled returns the endpoints of families that the configuration enables. The arbiter
-// ignores the others, so their data must not make a lease unusable.
+// enabled returns the endpoints of families that the configuration enables. The arbiter ignores all
+// other endpoints, so their data must not make a lease unusable.
 func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
 	disabled := func(e subnet.Endpoint) bool {
 		_, ok := s.Config.Network(e.Family())

@@ -577,7 +577,7 @@ func TestHeldPeersReturnOneByOne(t *testing.T) {
 		publish := func(revision int64, want string, hint ...string) {
 			t.Helper()
 			l := lease(int(revision), fmt.Sprint(revision))
-			if revision == 5 { // it has taken the subnet of a held peer
+			if revision == 5 { // host5 has taken the subnet of a held peer
 				l.Endpoints[0].Subnet = lease(3, "").Endpoints[0].Subnet
 			}
 			u := deltaUpdate(revision, []subnet.Lease{l})
