@@ -66,7 +66,7 @@ func TestTableOfTheVSwitch(t *testing.T) { bed().OwnTable(t, "vsw-1", "vsw-2") }
 func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 
 // TestRouteThatModifyDoesNotSee checks the error if a route exists for CreateRouteEntry, but not
-// yet for ModifyRouteEntry. The error must be one that may end by itself.
+// yet for ModifyRouteEntry. cloud.Transient must be true for the error.
 func TestRouteThatModifyDoesNotSee(t *testing.T) {
 	s := open(t)
 	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "i-2", Kind: vpctest.Custom})
@@ -88,7 +88,7 @@ func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
 
 // TestUnreadableVSwitch checks that a host in a vSwitch that cannot be read has no table, and that
-// other hosts have their tables. An error that may end by itself must be returned.
+// other hosts have their tables. An error for which cloud.Transient is true must be returned.
 func TestUnreadableVSwitch(t *testing.T) {
 	s := open(t)
 	status, code := http.StatusNotFound, "InvalidVSwitchId.NotFound"

@@ -83,8 +83,8 @@ func (v *vpc) vSwitch(ctx context.Context, id string) (s vSwitch, err error) {
 }
 
 // followed sets the Table of each host in found to the table that packets of the host follow. all
-// contains the instances by id. followed makes a call for each vSwitch. If a call fails, followed
-// returns an error that may end by itself. It logs any other error, and leaves Table empty.
+// contains the instances by id. followed makes a call for each vSwitch. It returns the error of a
+// call only if cloud.Transient is true for it. It logs any other error, and leaves Table empty.
 func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]instance) error {
 	tables := map[string]string{} // by vSwitch
 	for n, f := range found {
@@ -120,8 +120,8 @@ func (v *vpc) note(ctx context.Context, id string, err error) {
 	}
 }
 
-// Join implements cloud.Cloud. It changes nothing, because instances of Alibaba Cloud always get
-// packets with foreign addresses.
+// Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Alibaba Cloud
+// always get packets with foreign addresses.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	api, err := v.find(ctx)
 	if err != nil {
