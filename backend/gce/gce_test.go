@@ -719,8 +719,8 @@ func TestCheckRefusesTheRangeOfTheNetwork(t *testing.T) {
 	cloudtest.CheckFails(t, "a network in the VPC network", c, "192.168.128.0/17 overlaps 192.168.0.0/16 of the VPC network network-a", false)
 }
 
-// TestLongOperation checks that Put waits for the end of its operation, and that an operation
-// without an end is an error that may end by itself.
+// TestLongOperation checks that Put waits for the end of its operation. If the operation does not
+// end, Put must return an error for which cloud.Transient is true.
 func TestLongOperation(t *testing.T) {
 	s := open(t)
 	s.SetDelay(600 * time.Millisecond)

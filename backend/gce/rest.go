@@ -124,7 +124,7 @@ type operation struct {
 }
 
 // change makes a call that changes something, and waits until the operation has ended. It returns
-// an error that may end by itself if ctx ends before, or after operationTimeout.
+// ErrUnavailable, wrapped, if ctx ends first, or after operationTimeout.
 func (c *client) change(ctx context.Context, r request) error {
 	ctx, cancel := context.WithTimeout(ctx, operationTimeout)
 	defer cancel()
