@@ -226,9 +226,9 @@ func TestKeysOfTheEnvironment(t *testing.T) {
 
 func TestRedirect(t *testing.T) { bed().Redirect(t) }
 
-// TestEndpoints checks that a finance region has endpoints in a domain of its own, and that an
-// endpoint without a scheme is refused with an error that names the variable and does not end by
-// itself.
+// TestEndpoints checks that a finance region has endpoints in a domain of its own. An endpoint
+// without a scheme must be refused with an error that names the variable, and for which
+// cloud.Transient is false.
 func TestEndpoints(t *testing.T) {
 	const vpcName, cvmName, metadataName = "TENCENTCLOUD_VPC_ENDPOINT", "TENCENTCLOUD_CVM_ENDPOINT", "TENCENTCLOUD_METADATA_ENDPOINT"
 	for region, want := range map[string][2]string{

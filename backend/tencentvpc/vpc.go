@@ -30,8 +30,8 @@ type vpc struct {
 	all []table // all tables of the VPC, as the last Tables, Put or Remove has read them
 }
 
-// Join implements cloud.Cloud. It changes nothing, because instances of Tencent Cloud always get
-// packets with foreign addresses.
+// Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Tencent Cloud
+// always get packets with foreign addresses.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	if v.api == nil {
 		api, err := v.connect(ctx)
@@ -122,8 +122,8 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 
 // pages calls one with the offset of each page, until it has got all items. one returns the number
 // of items of a page, and that of all pages. If the number of all items changes between two pages,
-// pages returns an error that may end by itself: an item may be missing in all pages, and its host
-// would look lost.
+// pages returns ErrUnavailable, wrapped: an item may be missing in all pages, and its host would
+// look lost.
 func pages(one func(offset int) (got, total int, err error)) error {
 	for offset, first := 0, -1; ; {
 		got, total, err := one(offset)
