@@ -144,8 +144,8 @@ func (b *bed) expectClaim(what string, want data) {
 	}
 }
 
-// byTunnel returns the keys of the peers to which the kernel has a route. It checks that each of
-// them also has an FDB entry and a neighbour.
+// byTunnel returns the keys of the peers to which the kernel has a route. It checks that the kernel
+// has one FDB entry and one neighbour for each of them.
 func (b *bed) byTunnel() (keys []string) {
 	b.Helper()
 	have, err := b.kernel.Read(b.Context(), b.net.Scope())
