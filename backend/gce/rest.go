@@ -241,7 +241,7 @@ func quotaError(message string) *cloud.QuotaError {
 }
 
 // lacks asks the testIamPermissions call with that name and URL, and returns the permissions that
-// the account of the instance does not have. It changes permissions.
+// the account of the instance does not have.
 func (c *client) lacks(ctx context.Context, name, url string, permissions ...string) ([]string, error) {
 	var answer struct {
 		Permissions []string `json:"permissions"`
@@ -250,5 +250,5 @@ func (c *client) lacks(ctx context.Context, name, url string, permissions ...str
 	if err := c.call(ctx, request{name, http.MethodPost, url, asked}, &answer); err != nil {
 		return nil, err
 	}
-	return slices.DeleteFunc(permissions, func(p string) bool { return slices.Contains(answer.Permissions, p) }), nil
+	return slices.DeleteFunc(slices.Clone(permissions), func(p string) bool { return slices.Contains(answer.Permissions, p) }), nil
 }

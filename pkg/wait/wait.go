@@ -11,8 +11,11 @@ import (
 	"time"
 )
 
-// For blocks for d. It returns the error of ctx if ctx ends first.
+// For blocks for d. It returns the error of ctx if ctx ends first, or has ended before.
 func For(ctx context.Context, d time.Duration) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {

@@ -22,6 +22,11 @@ func TestFor(t *testing.T) {
 		if err := For(ctx, time.Hour); !errors.Is(err, context.DeadlineExceeded) || time.Since(start) != time.Second {
 			t.Errorf("waited %s with %v, want the end of the context after a second", time.Since(start), err)
 		}
+		for range 100 {
+			if err := For(ctx, 0); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("For returned %v after the end of the context, want its error", err)
+			}
+		}
 	})
 }
 

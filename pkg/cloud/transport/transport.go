@@ -43,9 +43,12 @@ func Send(client *http.Client, req *http.Request) (status int, body []byte, err 
 		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, Reason(err))
 	}
 	defer resp.Body.Close()
-	body, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	body, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
 	if err != nil {
 		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, Reason(err))
+	}
+	if len(body) > maxAnswer {
+		return 0, nil, fmt.Errorf("%w: the answer has more than %d bytes", cloud.ErrUnavailable, maxAnswer)
 	}
 	return resp.StatusCode, body, nil
 }

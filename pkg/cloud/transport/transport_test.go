@@ -30,6 +30,11 @@ func TestSend(t *testing.T) {
 			w.Header().Set("Content-Length", "100")
 			fmt.Fprint(w, "text")
 		})), 0, ""},
+		"an endless answer": {cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			for sent := 0; sent <= maxAnswer; sent += 1 << 20 {
+				_, _ = w.Write(make([]byte, 1<<20)) // the client may leave
+			}
+		})), 0, ""},
 		"no server": {"http://127.0.0.1:1", 0, ""},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, test.address+"/?Secret=very-secret", http.NoBody)

@@ -77,7 +77,7 @@ func TestReasonsAreDocumented(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, part := range []string{partDatapath, partDatastore, partSubnetFile, partRules, partInterface} {
+	for _, part := range []string{partDatapath, partDatastore, partSubnet, partSubnetFile, partRules, partInterface} {
 		if !strings.Contains(string(page), "\n| `"+part+":` | ") {
 			t.Errorf("the page lacks %q", part)
 		}

@@ -133,6 +133,7 @@ func muted(f *fixture) {
 // with a million routes a long read.
 func onlyLinks(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
+	f.put(dataplane.NewDetour(netip.MustParseAddr("192.168.77.9"), Scope().Devices[0]))
 	s, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices})
 	f.must(err)
 	if diff := diffStates(linksOf(Base()), s); diff != "" {

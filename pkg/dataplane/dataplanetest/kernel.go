@@ -106,7 +106,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		}
 	}
 	for _, r := range k.routes.shown() {
-		if s.Shows(r) && (!s.Connected || r.Protocol == protoKernel) {
+		if len(s.Networks) > 0 && s.Shows(r) && (!s.Connected || r.Protocol == protoKernel) {
 			state.Add(r)
 		}
 	}

@@ -4,6 +4,8 @@ package linux
 
 import (
 	"encoding/binary"
+	"errors"
+	"fmt"
 
 	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
@@ -26,9 +28,12 @@ const maxFiltered = 64
 // socket with the given port. It also drops changes of neighbours on devices that are not
 // in devices: on a host with a thousand pods they happen all the time. If a message has
 // several causes, the kernel does not set a port, and the filter delivers the message.
-// With more than maxFiltered devices, filter does nothing.
+// With more than maxFiltered devices, filter removes the last filter, and the kernel delivers everything.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("remove the filter: %w", err)
+		}
 		return nil
 	}
 	const (

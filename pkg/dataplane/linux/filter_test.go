@@ -3,6 +3,7 @@
 package linux
 
 import (
+	"errors"
 	"net/netip"
 	"testing"
 	"time"
@@ -142,5 +143,26 @@ func TestKernelFilter(t *testing.T) {
 	}
 	if n := announced(); n != 1 {
 		t.Errorf("%d events for a neighbour on the new device, want 1", n)
+	}
+}
+
+// TestFilterOfManyDevices checks that a filter is removed when there are more devices than it can compare.
+// Otherwise it would drop the announcements of the new devices.
+func TestFilterOfManyDevices(t *testing.T) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	many := make([]int, maxFiltered+1)
+	for range 2 {
+		for _, devices := range [][]int{many[1:], many} {
+			if err := filter(fd, 1, devices); err != nil {
+				t.Fatalf("%d devices: %v", len(devices), err)
+			}
+		}
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); !errors.Is(err, unix.ENOENT) {
+			t.Errorf("removing the filter returned %v, want ENOENT, because there is none", err)
+		}
 	}
 }
