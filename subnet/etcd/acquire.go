@@ -22,8 +22,8 @@ type ownLease struct {
 	key      string
 	claim    subnet.Claim // as published
 	value    []byte
-	create   int64 // revisions
-	revision int64
+	create   int64 // revision at which the key was created
+	revision int64 // revision of the last write of the key
 	grant    grant // zero: a reservation
 }
 
@@ -37,8 +37,9 @@ type plan struct {
 }
 
 // choose decides which lease the node uses. It is pure. wanted are the subnets that the node
-// had before, best first. running is the own lease of a manager that has one, which no
-// reservation moves to another subnet; zero at the start of the daemon.
+// had before, best first. running is the own lease of the manager: if there is one, no reservation
+// moves the node to another subnet. It is zero at the start of the daemon. ours reports whether an
+// entry belongs to the node. choose returns subnet.ErrNoSubnets, wrapped, if no subnet is free.
 func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
@@ -57,7 +58,7 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
 	if p.keep == nil {
 		p.other = len(mine) > 0
-		// A reservation can be unusable only because it lacks a family. Its subnet comes first.
+		// A reservation may be unusable merely because it lacks a family. So its subnet comes first.
 		var before, after []netip.Prefix
 		for _, e := range p.stale {
 			if running.exists() || e.leased() {
@@ -72,6 +73,7 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 		}
 	} else {
 		// An unusable reservation belongs to the operator and stays, because nothing replaces it.
+		// While the node runs, unusable leases stay too.
 		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running.exists() || !e.leased() })
 	}
 	for _, e := range mine {
@@ -100,7 +102,7 @@ func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken
 		return mine[had]
 	}
 	if _, free := pools[0].Free(wanted, taken); free && !reserved {
-		return nil // pods run in that subnet
+		return nil // take the wanted subnet, because pods run in it
 	}
 	return mine[0]
 }
@@ -125,8 +127,8 @@ func (p plan) outdated(e entry, running ownLease) bool {
 	return e.createRevision < p.keep.createRevision
 }
 
-// isNewerThan reports whether e was created before the own lease. Both revisions need not be of
-// the same history of the store: a backup has only leases from before its time.
+// isNewerThan reports whether e was created before the own lease. That also holds if the store was
+// restored from a backup since: leases of the backup have lower revisions than a later own lease.
 func (o ownLease) isNewerThan(e entry) bool { return e.createRevision < o.create }
 
 // exists reports whether there is an own lease.
@@ -182,7 +184,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	return own, err
 }
 
-// check refuses a claim that lacks what the configuration enables.
+// check returns an error if c lacks a public address of a family that cfg enables.
 func check(cfg subnet.Config, c subnet.Claim) error {
 	for _, n := range cfg.Networks {
 		f := prefix.FamilyOf(n.Prefix.Addr())
@@ -207,8 +209,8 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	case err == nil:
 		m.forWatch.put(l)
 	case passes(err) && !errors.Is(err, errConflict) && m.writes == writes && len(m.unanswered) == 0:
-		// Only small requests failed. When all hosts start at once, a list for each of these would make
-		// the store slower.
+		// Only small requests failed, so the next try uses l again. When all hosts start at once, a list
+		// for each try would make the store slower.
 		m.forAcquire.put(l)
 	default:
 		m.known.Store(nil) // the last known state may be the cause, or the store has a key that l lacks
@@ -216,7 +218,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	return err
 }
 
-// acquireFrom takes or renews the own lease, given the leases that there were a short time ago.
+// acquireFrom takes or renews the own lease, given a listing that may be some time old.
 func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
@@ -256,9 +258,9 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	return m.create(ctx, own, l.store.Revision, p.stale, spare)
 }
 
-// update writes c to the own lease, if this manager has one on the subnets of c and they fit the
-// pools. For that it need not know other leases: after a change of the network configuration all
-// hosts do this at once.
+// update writes c to the own lease if the manager and the store have one with the subnets of c, and
+// these fit the pools. Otherwise done is false, and update changes nothing. It does not list other
+// leases, because after a change of the network configuration all hosts call it at once.
 func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
 	var have, want []netip.Prefix
 	for _, e := range m.own.claim.Endpoints {
@@ -284,7 +286,7 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	return true, m.refresh(ctx, *found, own, nil, spare)
 }
 
-// claimOn returns the lease that c makes on subnets.
+// claimOn returns an own lease that publishes c with these subnets. Its revisions and grant are zero.
 func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, error) {
 	own := ownLease{key: key, claim: subnet.Claim{BackendType: c.BackendType, NextType: c.NextType}}
 	for _, s := range subnets {
@@ -299,7 +301,8 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 
 // create writes a lease whose key does not exist. It deletes stale keys in the same
 // transaction. If one of them is a reservation of the same subnets, the new key becomes a
-// reservation too. since is the revision of the listing in which the subnets were free.
+// reservation too. Otherwise it gets the etcd lease spare. since is the revision of the listing in
+// which the subnets were free. create returns errConflict if another client was faster.
 func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		if err := m.ensureGrant(ctx, spare); err != nil {
@@ -333,8 +336,8 @@ func logDeleted(ctx context.Context, stale []entry, own ownLease) {
 	}
 }
 
-// reservedBy reports whether e is a reservation of the same subnets, except for those of a family
-// that only one of the two has because IPv6 was enabled or disabled since.
+// reservedBy reports whether e is a reservation of the subnets of o. It ignores a family that only
+// one of the two has, because IPv6 may have been enabled or disabled since.
 func (o ownLease) reservedBy(e entry) bool {
 	same := 0
 	for _, own := range o.claim.Endpoints {
@@ -345,12 +348,13 @@ func (o ownLease) reservedBy(e entry) bool {
 	return e.leaseID == 0 && same > 0 && same == min(len(e.subnets), len(o.claim.Endpoints))
 }
 
-// yieldToOlder deletes the key that was just created, and returns errConflict, if another host has
-// created a lease with one of its subnets in the meantime and was first. A key names the
-// subnets of both families, so two hosts that choose the same subnet in one family, but not in
-// the other, write different keys; while a network gets its second family, some hosts still
-// write keys of one family. since is the revision of the listing in which the subnets were
-// free. If yieldToOlder cannot read the store, the next attempt finds the key and decides again.
+// yieldToOlder deletes the own key, which was just created, and returns errConflict, if another host
+// was first: it has created a lease with one of the subnets in the meantime. It also returns
+// errConflict if the own key has changed. The keys of the two hosts can differ although they have a
+// subnet in common, because a key names the subnets of both families. While a network gets its second
+// family, some hosts still write keys of one family. since is the revision of the listing in which
+// the subnets were free. If yieldToOlder cannot read the store, the next attempt finds the key and
+// decides again.
 func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) error {
 	l, err := m.createdSince(ctx, own, since)
 	if err != nil {
@@ -406,8 +410,8 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 		if err != nil && !errors.Is(err, errNoGrant) {
 			return err
 		}
-		// The store may grant more than was asked for. A grant of this manager is not replaced
-		// for that: another one would be no different.
+		// The store may grant a longer TTL than requested. A grant of this manager is not replaced
+		// for that, because a new one would have the same TTL.
 		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
 			if err := m.ensureGrant(ctx, spare); err != nil {
 				return err
@@ -452,13 +456,13 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 	}
 }
 
-// sameAs reports whether a key is the same after a write of either lease.
+// sameAs reports whether writes of o and of other leave the same key, value and etcd lease.
 func (o ownLease) sameAs(other ownLease) bool {
 	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
 }
 
-// remember makes a lease that was written the own lease. It revokes the etcd leases of the keys
-// that it replaces.
+// remember makes own, which was written, the own lease. It revokes the etcd leases of the former own
+// lease and of the keys in replaced, unless own or another key uses them.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
 	unused := []clientv3.LeaseID{m.own.grant.id}
 	for _, e := range replaced {
@@ -488,7 +492,7 @@ func (o ownLease) lease() subnet.Lease {
 	return l
 }
 
-// lock waits until no other goroutine reads or writes the own lease.
+// lock waits until no other goroutine reads or writes the own lease. The caller must call unlock.
 func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
 	select {
 	case m.writing <- struct{}{}:

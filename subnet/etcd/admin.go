@@ -27,7 +27,7 @@ var (
 )
 
 // Admin contains the actions of operators. Every write is a compare-and-swap. Unlike a Manager,
-// an Admin does not wait for a store that does not answer.
+// an Admin does not wait for a store that does not answer, except in Watch.
 type Admin struct{ m *Manager }
 
 // NewAdmin returns an Admin. It does not connect. The caller must Close it.
@@ -50,7 +50,7 @@ type Entry struct {
 }
 
 // Config returns the text of the network configuration in the store, and its revision. The revision
-// is zero and the text is nil if there is none.
+// is zero and the text is nil if there is no configuration.
 func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err error) {
 	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.configKey())
@@ -71,7 +71,8 @@ func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) erro
 	return a.swap(ctx, "write", a.m.configKey(), revision, clientv3.OpPut(a.m.configKey(), string(text)))
 }
 
-// swap does op if key is still at revision, zero meaning absent.
+// swap does op if key is still at revision, zero meaning absent. Otherwise it returns ErrChanged,
+// wrapped. verb names op in errors.
 func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op clientv3.Op) error {
 	err := a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(op).Commit()
@@ -86,8 +87,8 @@ func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op c
 	return nil
 }
 
-// Entries returns every lease and reservation, by key. With ttl it also reads the time that each lease
-// has left, by one request for each lease.
+// Entries returns every lease and reservation, sorted by key. With ttl it also reads the time that each
+// lease has left, by one request for each lease.
 func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	l, err := a.m.list(ctx)
 	if err != nil {
@@ -129,9 +130,9 @@ func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 }
 
 // Reserve reserves the subnets in c, at most one of each family, for the node with the public
-// addresses in c: the key never expires. It returns an error if another node has the key, or if the
-// node has another reservation, which it would prefer. A lease of the node with this key becomes a
-// reservation with the same value.
+// addresses in c: the key never expires. It returns an error if another node has the key, if another
+// key overlaps the subnets, or if the node has another reservation, because the node might use that
+// one. A lease of the node with this key becomes a reservation with the same value.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {
@@ -186,7 +187,7 @@ func named(l subnet.Lease) string {
 	return "an owner that cannot be read"
 }
 
-// get returns one key below subnets/, or ErrNotFound.
+// get returns one key below subnets/, or ErrNotFound, wrapped.
 func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.dir+key)
@@ -205,8 +206,9 @@ func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 	return e, nil
 }
 
-// Revoke deletes a lease or, with reservation, a reservation. It returns an error if the key is the
-// other one of the two. A running owner takes the subnet again.
+// Revoke deletes the lease with this key, or the reservation if reservation is true. It returns an
+// error if the key is not of that kind, and ErrNotFound, wrapped, if there is none. If the owner is
+// running, it takes the subnet again.
 func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error {
 	e, err := a.get(ctx, key)
 	switch {

@@ -33,8 +33,8 @@ type audit struct {
 	wg    sync.WaitGroup
 }
 
-// findings contains the entries that differ, by key. was has those of the cache, and is those of the
-// store. A key without an entry on one side is nil or missing there.
+// findings contains the entries that differ, by key: was has the entries of the cache, and is has the
+// entries of the store. If the cache or the store lacks a key, its entry there is nil or missing.
 type findings struct {
 	was, is map[string]*entry
 }
@@ -45,15 +45,16 @@ var errDiffers = errors.New("the cache differs from the store")
 func (m *Manager) newAudit(cache *leaseCache) *audit { return &audit{m: m, cache: cache} }
 
 // begin starts a goroutine that makes the audit at its time while a watch runs, if the cache needs
-// an audit. The watch has to use the context that begin returns, which ends if the audit finds a
-// difference. end has to be called when the watch has ended.
+// an audit. The watch must use the returned context, which ends with errDiffers as its cause if the
+// audit finds a difference. The caller must call end when the watch has ended.
 func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 	if a.cache.restored == 0 {
 		a.due = time.Time{}
 		return ctx, func() {}
 	}
 	if a.due.IsZero() {
-		// If all hosts have started at once, the store has the first ten minutes for that.
+		// All hosts may have started at once. No audit uses the store in the first ten minutes, so
+		// that it has time for those starts.
 		first := a.m.timing.audit / 6
 		a.due = time.Now().Add(first + rand.N(a.m.timing.audit-first))
 	}
@@ -102,7 +103,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 		case was == nil || !alike(was, is):
 			f.was[is.key], f.is[is.key] = was, is
 		case a.cache.entries[is.key] == was && was.modRevision == 0:
-			a.cache.replace(is) // with its revision
+			a.cache.replace(is) // it has the revision, and was lacks it
 		}
 	}
 	maps.Copy(f.was, entries)

@@ -30,23 +30,23 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// client owns the connection: it decides to which endpoint it leads, which login its requests
-// have, and when both are replaced. It connects when it is first needed.
+// client owns the connection. It chooses the endpoint of the connection and the token of its
+// requests, and decides when to replace them. It connects with the first request.
 type client struct {
 	cfg    clientv3.Config
 	timing *timing
-	login  *login // nil without a user name
+	login  *login // nil without a user name or password
 
-	ctx context.Context //nolint:containedctx // ends with close, and with it connections and a login in progress
+	ctx context.Context //nolint:containedctx // close ends it, and so connections and a login in progress
 	end context.CancelFunc
 
-	hosts atomic.Int64 // number of hosts in the network, as known; for turn
+	hosts atomic.Int64 // number of hosts in the network, by the leases that were read last; see turn
 
 	preferred string // the endpoint that this host uses while its member works
 
 	mu        sync.Mutex
 	endpoints []string  // in the order in which the next connection tries them
-	back      time.Time // when to try the preferred endpoint again; zero if it is the first one
+	back      time.Time // when to try the preferred endpoint again; zero if it is the first of endpoints
 	conn      *connection
 	done      bool
 }
@@ -63,8 +63,8 @@ var errClosed = errors.New("manager is closed")
 // answer in pingTimeout. A server permits pings every 5 s.
 const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
 
-// window is the number of bytes that a server may send before the client has read them: a list of
-// thousands of leases.
+// window is the number of bytes that a server may send before the client has read them. It is large
+// enough for a page of a list of leases.
 const window = 1 << 20
 
 func newClient(cfg Config, t *timing) (*client, error) {
@@ -81,7 +81,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 		return nil, err
 	}
 	c := &client{timing: t, endpoints: oneScheme(cfg.Endpoints)}
-	// Hosts spread over the members.
+	// The random order spreads the hosts over the members.
 	rand.Shuffle(len(c.endpoints), func(i, j int) { c.endpoints[i], c.endpoints[j] = c.endpoints[j], c.endpoints[i] })
 	c.preferred = c.endpoints[0]
 	c.ctx, c.end = context.WithCancel(context.Background())
@@ -106,12 +106,12 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			grpc.WithChainStreamInterceptor(failFastStream),
 			// The library's policy is round robin. It sends requests in turn to all members
 			// that accept connections, also to one that is cut off from the others. gRPC's own
-			// uses one member, and does not wait long for one that does not answer.
+			// policy uses one member, and does not wait long for one that does not answer.
 			grpc.WithDisableServiceConfig(),
 		},
 	}
-	// The library does not log in, because it would do so for every stream, and would send the
-	// refused token with the request for another one.
+	// The library does not get the user name, because it would log in for every stream, and would
+	// send the refused token with the request for a new one. See login.
 	if cfg.Username != "" && cfg.Password != "" {
 		c.login = &login{
 			name: cfg.Username, password: cfg.Password, authenticate: c.authenticate, turn: c.turn,
@@ -147,7 +147,9 @@ func checkEndpoint(endpoint string) error {
 	return nil
 }
 
-// oneScheme gives all endpoints the scheme of the first, which says whether TLS is used.
+// oneScheme returns the endpoints with the scheme of the first one, because that scheme decides
+// whether TLS is used. It removes the scheme if the first endpoint has none or is a unix socket.
+// Unix sockets keep their scheme.
 func oneScheme(endpoints []string) []string {
 	scheme, _, isURL := strings.Cut(endpoints[0], "://")
 	same := slices.Clone(endpoints)
@@ -224,16 +226,17 @@ func (c *client) turn(ctx context.Context) error {
 	return wait.For(ctx, rand.N(time.Duration(c.hosts.Load())*c.timing.spread+1))
 }
 
-// observe records the result of a request that was made on conn at that time. It closes the
-// connection if its member does not work: the next connection tries another endpoint first. ctx is
-// the caller's.
+// observe records the result of a request on conn that began at the time made. It closes conn if
+// its member does not work. The next connection tries another endpoint first. If ctx, the context
+// of the caller, has ended, observe ignores the result, because err may come from that.
 func (c *client) observe(ctx context.Context, conn *connection, made time.Time, err error) {
 	switch code := codeOf(err); {
 	case ctx.Err() != nil:
 	case isAnswer(code):
 		conn.answered.Store(time.Now().UnixNano())
 	case code == codes.DeadlineExceeded && conn.answered.Load() > made.UnixNano():
-		// It is slow, as with a full list on a slow link. A new connection would not help.
+		// The request is slow, such as a full list on a slow link, but the member has answered
+		// another one in the meantime. A new connection would not help.
 	default:
 		c.fail(conn)
 	}
@@ -249,8 +252,8 @@ func isAnswer(code codes.Code) bool {
 	}
 }
 
-// fail closes conn, if it is still in use, and moves the first endpoint to the end. That is the
-// endpoint of conn, unless that endpoint did not accept the connection.
+// fail closes conn and moves the first endpoint to the end, if conn is still in use. conn leads to
+// the first endpoint, or to a later one if the first one did not accept the connection.
 func (c *client) fail(conn *connection) {
 	c.mu.Lock()
 	inUse := c.conn == conn && !c.done
@@ -268,13 +271,13 @@ func (c *client) fail(conn *connection) {
 	}
 }
 
-// nextTry returns when to try the preferred endpoint again. It varies, because all hosts of a member
-// leave it at the same moment.
+// nextTry returns when to try the preferred endpoint again. The time varies, because all hosts that
+// use a member leave it at the same moment.
 func (c *client) nextTry() time.Time { return time.Now().Add(wait.Vary(c.timing.back, 0.5)) }
 
-// comeBack replaces the connection by one to the preferred endpoint, if this host has left that long
-// enough ago and its member answers the request again. Otherwise all hosts would stay with the members
-// that were never restarted. Requests on the old connection fail as if it had broken.
+// comeBack replaces the connection by one to the preferred endpoint, if this host left that endpoint
+// long enough ago and its member answers request again. Without comeBack all hosts would stay with the
+// members that were never restarted. Requests on the old connection fail as if it had broken.
 func (c *client) comeBack(ctx context.Context, request func(context.Context, *clientv3.Client) error) {
 	c.mu.Lock()
 	due := !c.done && !c.back.IsZero() && time.Now().After(c.back)
@@ -292,7 +295,7 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 	c.renew()
 }
 
-// works reports whether the member at endpoint answers a request, on a connection of its own.
+// works reports whether the member at endpoint answers request, over a connection made for that.
 func (c *client) works(ctx context.Context, endpoint string, request func(context.Context, *clientv3.Client) error) bool {
 	cfg := c.cfg
 	cfg.Endpoints = []string{endpoint}
@@ -306,8 +309,9 @@ func (c *client) works(ctx context.Context, endpoint string, request func(contex
 	return isAnswer(codeOf(request(ctx, conn)))
 }
 
-// get returns the connection when there is a login for its requests. token is the token that they
-// will have.
+// get returns the connection, and the token that its requests will have. If there is no valid token,
+// get first waits for a login, but no longer than timing.request: see login.get for the errors. token
+// is empty if etcd does not require a login.
 func (c *client) get(ctx context.Context) (conn *connection, token string, err error) {
 	if c.login != nil {
 		ctx, cancel := context.WithTimeout(ctx, c.timing.request)
@@ -320,7 +324,7 @@ func (c *client) get(ctx context.Context) (conn *connection, token string, err e
 	return conn, token, err
 }
 
-// authenticate requests a token. It is empty if etcd does not require one.
+// authenticate requests a token. The token is empty if etcd does not require one.
 func (c *client) authenticate() (token string, err error) {
 	conn, err := c.connect()
 	if err != nil {
@@ -340,9 +344,10 @@ func (c *client) authenticate() (token string, err error) {
 	return resp.Token, nil
 }
 
-// do makes one request within deadline. If etcd refuses the login, which it forgets when it
-// is restarted and when the login was not used for some minutes, do logs in and tries once
-// more.
+// do makes one request. If etcd refuses the token, do logs in and tries the request once more: etcd
+// forgets a token when it is restarted, or when the token was not used for some minutes. deadline is
+// the time for each try. The login before a try has timing.request. If it takes longer, do returns
+// errLoggingIn, or the error of the login before.
 func (c *client) do(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) error {
 	token, err := c.try(ctx, deadline, request)
 	if c.login == nil || !c.login.observe(token, err) {
@@ -358,7 +363,7 @@ func (c *client) try(ctx context.Context, deadline time.Duration, request func(c
 	if err != nil {
 		return token, err
 	}
-	// A member without a leader returns an error at once.
+	// Because of this option a member without a leader returns an error at once.
 	inner, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), deadline)
 	defer cancel()
 	made := time.Now()
@@ -400,7 +405,8 @@ func (c *client) close() error {
 	return nil
 }
 
-// callOptions returns the options of calls without the library, which would have gRPC's limit of 4 MB.
+// callOptions returns the options of calls that do not use the library's functions. Without these
+// options gRPC would refuse answers of more than 4 MB.
 func callOptions() []grpc.CallOption {
 	return []grpc.CallOption{grpc.MaxCallRecvMsgSize(math.MaxInt32)}
 }
@@ -420,8 +426,8 @@ func grantLease(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID,
 	return time.Duration(resp.TTL) * time.Second, nil
 }
 
-// keepAlive renews an etcd lease once and returns its TTL. The library's own function would use all of
-// a CPU while a server has no leader.
+// keepAlive renews an etcd lease once and returns its TTL. It returns rpctypes.ErrLeaseNotFound if the
+// lease does not exist. The library's own function would use all of a CPU while a server has no leader.
 func keepAlive(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

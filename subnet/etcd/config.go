@@ -40,7 +40,8 @@ func (m *Manager) onConfig(text []byte) {
 }
 
 // applyConfigEvents removes the events of the configuration from a response and reports the new
-// ones. A watch begins at the last known lease, so it can contain configurations that are known already.
+// ones. A watch starts at the revision of the leases, and the configuration was read later. So a
+// response can contain configurations that were reported already.
 func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
@@ -60,7 +61,8 @@ func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	})
 }
 
-// given returns the value of a key that exists. It is never nil.
+// given returns the value of a key that exists. The result is never nil, because nil means that there
+// is no such key.
 func given(value []byte) []byte {
 	if value == nil {
 		return []byte{}

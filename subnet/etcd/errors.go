@@ -18,7 +18,7 @@ import (
 
 // storeError is a failure of the store, or of the connection to it. It can pass.
 type storeError struct {
-	kind string // the log has a line when it changes
+	kind string // of failure; the log has a line when the kind changes
 	text string
 	err  error
 }
@@ -36,13 +36,14 @@ var (
 	errRenewed  = errors.New("the connection was given up for a new one")
 )
 
-// explain converts an error of the client library into one line that names the endpoints and the
-// cause.
+// explain converts an error of the client library to a storeError, whose text is one line with the
+// endpoints and the cause. waited is the deadline of the request. It returns errRenewed if the client
+// has closed the connection. Other errors that are not failures of the store stay as they are.
 func explain(endpoints []string, waited time.Duration, err error) error {
 	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
 		return err
 	}
-	if status.Code(err) == codes.Canceled { // by the client library: the caller's context is not the cause
+	if status.Code(err) == codes.Canceled { // the connection was closed: the caller's context is not the cause
 		return errRenewed
 	}
 	cause := fmt.Sprintf("no answer within %s", waited)

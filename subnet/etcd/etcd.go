@@ -50,7 +50,7 @@ type Config struct {
 	CAFile, CertFile, KeyFile string
 	// Username and Password are used if both are given.
 	Username, Password string
-	// RenewMargin is the time before its end at which the lease is renewed. Zero means one hour.
+	// RenewMargin is how long before its end the lease is renewed at the latest. Zero means one hour.
 	RenewMargin time.Duration
 	// Previous contains the subnets of any family that this node had, and wants again.
 	Previous []netip.Prefix
@@ -61,7 +61,7 @@ type Config struct {
 	Known subnet.LedgerState
 	// OnRepaired is called with the number of leases of Known that differed from the store's
 	// although nothing has changed them since. It must not block, and must not call the manager.
-	// It may be nil, like the next three.
+	// It may be nil, like OnStatus, OnLease and OnConfig.
 	OnRepaired func(leases int)
 	// TTL is the time to live of the lease, rounded up to seconds. Zero means subnet.TTL.
 	TTL time.Duration
@@ -83,7 +83,7 @@ type Manager struct {
 	cfg    Config
 	dir    string // prefix of the keys of leases
 	timing timing
-	wall   func() time.Time // without the monotonic clock
+	wall   func() time.Time // returns the present time by the wall clock alone
 	client *client
 	guest  bool // the connection belongs to another manager
 	outage *outage.Tracker
@@ -91,14 +91,14 @@ type Manager struct {
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease // written since, without an answer: the store may have one of them, or still get it
-	writes     int        // of the own key, with or without an answer
+	unanswered []ownLease // later writes without an answer: the store may have executed one, or may do so later
+	writes     int        // number of writes of the own key, with or without an answer
 	ownKey     atomic.Pointer[string]
-	// forAcquire is the listing of Recall, and forWatch that of Acquire.
+	// forAcquire contains the listing that Acquire uses next, and forWatch the one that Watch uses.
 	forAcquire, forWatch stash
 	cache                atomic.Pointer[leaseCache]    // of a Watch that has ended, for the next one
 	known                atomic.Pointer[lastKnown]     // see restore
-	replaced             atomic.Bool                   // the store is not that of the earlier run, and Watch has not published that yet
+	replaced             atomic.Bool                   // the store is not the one of the earlier run, and Watch has not published that yet
 	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
 	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
 	slow                 atomic.Bool                   // the last request took longer than timing.slow
@@ -118,20 +118,20 @@ var (
 // timing contains the intervals that tests shorten.
 type timing struct {
 	request, page            time.Duration // deadline of a request, and of one for a page of a list
-	login                    time.Duration // deadline of a login: the server may have to do those of all hosts
-	spread                   time.Duration // for each host, over which requests of all hosts at the same event are spread
-	slow                     time.Duration // duration of a request to a store that cannot keep up
+	login                    time.Duration // deadline of a login: the server may have to process the logins of all hosts
+	spread                   time.Duration // multiplied by the number of hosts, the longest wait of client.turn
+	slow                     time.Duration // a request that takes longer shows that the store cannot keep up
 	quiet, idle, probeAnswer time.Duration // see follow
 	check                    time.Duration // see verify
-	back                     time.Duration // after which a host tries an endpoint that it has left; see comeBack
+	back                     time.Duration // time after which a host tries its preferred endpoint again; see comeBack
 	dead                     time.Duration // the time in which pings detect a dead connection
 	backoffMin, backoff      time.Duration
-	restoreMin, restored     time.Duration // pause after the own key had to be written again
+	restoreMin, restored     time.Duration // shortest and longest pause after the own key had to be written again
 	gracePeriod              time.Duration // see the type
-	catchUp, catchUpLate     time.Duration // for the events since the last known state, if the server says when all have come, and otherwise
-	audit, auditPage         time.Duration // within which time a restored cache is compared, and the pause between its pages
+	catchUp, catchUpLate     time.Duration // limits of replay; the second if the store is slow or does not say when all events have come
+	audit, auditPage         time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
 	trustListing             time.Duration // how long a host without a subnet trusts the listing that it follows
-	leader                   time.Duration // after which the store deletes the key of a leader that does not renew it
+	leader                   time.Duration // time after which the store deletes the key of a leader that does not renew it
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -160,8 +160,8 @@ func newManager(cfg Config) *Manager {
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
 		slow:  time.Second,
 		quiet: 12 * time.Minute, idle: 10 * time.Second, probeAnswer: 5 * time.Second,
-		// With its variation of a fifth it is shorter than the five minutes after which etcd
-		// forgets an unused login.
+		// Even with its variation of a fifth, check is shorter than the five minutes after which
+		// etcd forgets an unused token.
 		check:      4 * time.Minute,
 		back:       time.Hour,
 		dead:       pingAfter + pingTimeout,
@@ -169,7 +169,8 @@ func newManager(cfg Config) *Manager {
 		restoreMin: time.Second, restored: time.Minute,
 		gracePeriod:  time.Minute,
 		trustListing: 10 * time.Minute,
-		// A store that all hosts ask at once sends late, and lists would make it later.
+		// catchUpLate is long, because a store that all hosts ask at once sends events late, and
+		// lists of all leases would make it slower.
 		catchUp: 2 * time.Second, catchUpLate: time.Minute,
 		audit: time.Hour, auditPage: time.Second,
 		leader: 30 * time.Second,
@@ -246,7 +247,7 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 	return cfg, pools, nil
 }
 
-// maxLate limits the deadline of requests to four times the usual one.
+// maxLate is the maximum of Manager.late: the deadline of requests is at most four times the usual one.
 const maxLate = 2
 
 // call makes one request with the usual deadline and explains its error. After a request that
@@ -277,7 +278,8 @@ func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func
 	return explain(m.cfg.Endpoints, deadline, err)
 }
 
-// retry runs f until it succeeds, or fails for a reason that does not pass.
+// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It reports
+// each result as the outcome of activity s.
 func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	b := m.backoff()
 	for {

@@ -26,9 +26,10 @@ type exhaustedPool struct {
 // errMaybeFree ends the watch of an exhausted pool: a subnet may be free now.
 var errMaybeFree = errors.New("a lease has gone or changed")
 
-// awaitFreeSubnet waits if the last attempt to acquire the same lease has found no free subnet,
-// until a change may have made one free. It puts the updated listing into forAcquire. Without this method every
-// host that waits would read all leases every second.
+// awaitFreeSubnet waits until a change may have made a subnet free, if the last attempt to acquire the
+// same lease has found none free. Then it puts the updated listing into forAcquire. It returns nil
+// without a listing if the old one cannot be used any more. Without this method every host that waits
+// would read all leases every second.
 func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
 	full := m.exhausted.Swap(nil)
 	left := m.timing.trustListing

@@ -53,8 +53,8 @@ func (g *gracePeriod) retain(key string) bool {
 	return true
 }
 
-// replaced records that a key exists, and returns the keys of the retained leases that it replaces:
-// those of the same subnet, or of the same node.
+// replaced records that the store has the key of now. It returns the keys of the retained leases that
+// now replaces: those of the same subnet, or of the same node. entries has the retained leases.
 func (g *gracePeriod) replaced(now *entry, entries map[string]*entry) (gone []string) {
 	delete(g.expiring, now.key)
 	for key := range g.expiring {

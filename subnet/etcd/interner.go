@@ -16,7 +16,7 @@ type Interner struct {
 
 type internKey struct {
 	key      string
-	restored bool // it comes from an earlier run
+	restored bool // the entry comes from an earlier run
 }
 
 // intern returns the entry that all managers share for the lease in e. If s is nil it returns e. The

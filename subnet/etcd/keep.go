@@ -27,7 +27,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	b, restores := m.backoff(), m.backoff()
 	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
 	var lastRestore time.Time
-	var spare grant // for all tries until one succeeds
+	var spare grant // an unused etcd lease, for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()
 	for {
 		checked, restored, err := m.ensure(ctx, own, &spare)
@@ -65,8 +65,9 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 }
 
-// ensure reads the own key and corrects it. checked is the revision at which the key was current;
-// restored means that it had to be written.
+// ensure reads the own key and corrects it. checked is the revision at which the key was current.
+// restored means that the key had to be written. ensure returns subnet.ErrLeaseLost, wrapped, if
+// another node has a subnet of the lease.
 func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (checked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
@@ -113,8 +114,9 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	return checked, true, nil
 }
 
-// yieldIfOlder yields the own key if another node was first, and an earlier recreate has written
-// the key but ended before it compared the two.
+// yieldIfOlder completes a recreate that has written the own key, but failed before it compared the
+// key with those of other nodes. If another node was first, yieldIfOlder deletes the own key and
+// returns errConflict.
 func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil
@@ -122,7 +124,7 @@ func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	made := m.own
 	made.revision = found.modRevision
 	if !hasPublicIP(found.lease, identity(made.claim)) && m.attempt(found) < 0 {
-		return nil // another node's
+		return nil // the key belongs to another node
 	}
 	return m.yieldToOlder(ctx, made, 0)
 }
@@ -158,8 +160,8 @@ func (m *Manager) untilRenewal(g grant) time.Duration {
 	return min(time.Until(at), at.Sub(m.wall()))
 }
 
-// margin returns the time before its end at which a lease is renewed. The store may be unavailable
-// for that long before a lease expires.
+// margin returns how long before its end a lease with this TTL is renewed. The store may be
+// unavailable for that long before the lease expires.
 func (m *Manager) margin(ttl time.Duration) time.Duration {
 	return min(m.cfg.RenewMargin, ttl-min(time.Minute, ttl/3))
 }
@@ -179,9 +181,10 @@ func lost(key string, by entry) error {
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
-// recreate creates the own key again unless another host has one of its subnets by now, under
-// any key. It deletes leases with the own address that are older than the own lease was, or that
-// have the own subnets. A restored backup can bring such leases back: see plan.outdated.
+// recreate creates the own key again. It returns subnet.ErrLeaseLost, wrapped, if another host has
+// one of the subnets by now, under any key, and errConflict if the own key exists. It deletes leases
+// with the own address that are older than the own lease was, or that have the own subnets. A
+// restored backup can bring such leases back: see plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
 	l, err := m.list(ctx)
 	if err != nil {

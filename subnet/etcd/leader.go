@@ -17,8 +17,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// The key <prefix>/leaders/<task> names the leader for a task. It has an etcd lease, with which the
-// store deletes it when the leader does not renew it any more.
+// The key <prefix>/leaders/<task> names the leader for a task. The key has an etcd lease, so the store
+// deletes the key when the leader does not renew that lease any more.
 
 // term is the time in which this node is the leader.
 type term struct {
@@ -85,7 +85,8 @@ func (m *Manager) readLeader(ctx context.Context, key string) (found leaderKey, 
 	return found, nil
 }
 
-// begin creates the key, or replaces it if it is still at revision.
+// begin writes the key if it is still at revision, zero meaning absent. Otherwise it returns
+// subnet.ErrLed, wrapped.
 func (t *term) begin(ctx context.Context, revision int64) error {
 	taken := false
 	err := t.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
@@ -106,7 +107,7 @@ func (t *term) begin(ctx context.Context, revision int64) error {
 	return nil
 }
 
-// put writes the key if the condition is true.
+// put writes the key if the condition is true, and reports whether it was true.
 func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMessage, condition clientv3.Cmp) (done bool, err error) {
 	value, err := json.Marshal(subnet.Leader{Name: t.name, Announced: announced})
 	if err != nil {
@@ -145,8 +146,8 @@ func (t *term) announce(ctx context.Context, text json.RawMessage) error {
 	return nil
 }
 
-// end deletes the key with its etcd lease, even if ctx has ended. If that fails, the store does it
-// when the lease expires.
+// end revokes the etcd lease, and so deletes the key, even if ctx has ended. If that fails, the store
+// deletes the key when the etcd lease expires.
 func (t *term) end(ctx context.Context) {
 	if t.lease == 0 {
 		return

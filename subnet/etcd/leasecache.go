@@ -19,13 +19,13 @@ type leaseCache struct {
 	next           int64  // revision to watch from; 0: there was no list yet
 	configRevision int64  // revision up to which the configuration is known
 	stale          bool   // list before the next watch
-	another        bool   // the store is not the one of the cache before, although it has its id
+	another        bool   // the store is not the one of the cache before, even if both have the same id
 	newest         *entry // the entry that was written last; see newestEntry
-	// byAge has all entries, the one that was written last at the end, and some that are gone. It is
-	// nil until newest is deleted.
+	// byAge has all entries, sorted by the revision of their last write, and some entries that are
+	// gone. It is nil until newestEntry needs it, because newest was deleted.
 	byAge []*entry
-	// restored is the revision of the newest entry that came from an earlier run. Other entries
-	// from there have no revision. Zero: all entries are from this run.
+	// restored is the revision of the newest entry that came from an earlier run. Other entries of
+	// that run have no revision. Zero: all entries are from this run.
 	restored int64
 	gracePeriod
 }
@@ -59,7 +59,8 @@ func (c *leaseCache) written(e *entry) {
 	}
 }
 
-// replace replaces an entry by the same one with its revision, or by what a list has.
+// replace puts an entry of a list into the cache, in place of the entry with the same key if there
+// is one.
 func (c *leaseCache) replace(e *entry) {
 	c.entries[e.key] = e
 	c.newest, c.byAge = nil, nil // e may have any age
@@ -93,8 +94,8 @@ func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 	return c.newest, c.newest.modRevision >= max(c.restored, 1)
 }
 
-// mayPrecede reports whether l may be a later state of the store of the cache: then all entries of l
-// from before the cache's revision are in the cache.
+// mayPrecede reports whether l may be a later state of the store of the cache. In that case all entries
+// of l up to the cache's revision are in the cache.
 func (c *leaseCache) mayPrecede(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := c.entries[e.key]
@@ -102,12 +103,12 @@ func (c *leaseCache) mayPrecede(l listing) bool {
 	})
 }
 
-// follows reports whether the cache is of the store of old, and not of an earlier time.
+// follows reports whether the cache is of the same store as old, at the same revision or a later one.
 func (c *leaseCache) follows(old leaseCache) bool {
 	return !c.another && c.store.ID == old.store.ID && c.store.Revision >= old.store.Revision
 }
 
-// drop removes the leases with these keys from the cache.
+// drop removes the leases with these keys from the cache, and records in changed that they are gone.
 func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
 	for _, key := range keys {
 		delete(c.entries, key)
@@ -115,15 +116,16 @@ func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
 	}
 }
 
-// retainFrom adds the retained leases of the cache of the same store before an outage. It retains no
-// lease of another store, because the ledger holds the leases that such a store lacks.
+// retainFrom retains the leases of old, the cache before an outage, that the store has deleted since,
+// if there is a grace period. It retains no lease if old is of another store, because the ledger holds
+// the leases that the present store lacks.
 func (c *leaseCache) retainFrom(old leaseCache) {
 	if !c.follows(old) {
 		c.expiring = nil
 		return
 	}
 	listed := slices.Collect(maps.Values(c.entries))
-	for key := range c.entries { // those that were written again while the host did not watch
+	for key := range c.entries { // some may have been written again while the host did not watch
 		delete(c.expiring, key)
 	}
 	for key, e := range old.entries {
@@ -142,11 +144,12 @@ func (c *leaseCache) unreadable(key string) bool {
 	return e != nil && e.err != nil
 }
 
-// update returns the update that is published. own is the key to leave out, if there is one.
+// update returns the update that is published. It leaves out the own key, unless own is nil. If
+// changed is nil, any lease may have changed.
 func (c *leaseCache) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
 	if own != nil {
 		if _, ok := changed[*own]; ok {
-			// Before, it may have belonged to another node.
+			// The receiver may still have the key as the lease of another node.
 			changed[*own] = nil
 		}
 	}

@@ -79,10 +79,10 @@ func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(c
 // the pages. Later pages are serializable reads, because the member that has answered the first page
 // has their revision.
 //
-// When all hosts boot at the same moment, the store is overloaded. Then small requests take long, and
-// on a slow link they do not. A host whose last request took long waits for its turn after the first
-// page, which contains the number of hosts. So the store has time for writes of leases and for its
-// other users.
+// When all hosts boot at the same moment, the store is overloaded, and even small requests take long.
+// On a slow link small requests are fast. So a host whose last request took long waits for its turn
+// after the first page, which contains the number of hosts. Meanwhile the store has time for writes of
+// leases and for its other users.
 func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
@@ -197,8 +197,8 @@ func overlap(a, b []netip.Prefix) bool {
 	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
 }
 
-// recalled returns the lease among ours that overlaps a subnet that the node had before, or else
-// the first.
+// recalled returns the first own entry that overlaps a subnet that the node had before. If there is
+// none it returns the first own entry, or nil. ours reports whether an entry is an own one.
 func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
 	var found *entry
 	for i, e := range entries {

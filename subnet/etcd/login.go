@@ -32,17 +32,18 @@ type login struct {
 	mu      sync.Mutex
 	token   string        // for requests; empty if etcd does not require one
 	valid   bool          // false: the next request needs a login
-	worked  bool          // a request with the token was answered
-	before  bool          // there was a login before
-	err     error         // why there is no valid token
+	worked  bool          // a request has succeeded since the last login began
+	before  bool          // a login was started before
+	err     error         // of the last login; nil if it succeeded
 	running chan struct{} // closed when the login in progress ends; nil if there is none
 }
 
 // errLoggingIn is the error of a request whose deadline came before the end of the login.
 var errLoggingIn = errors.New("the login is still in progress")
 
-// get returns the token. If there is none, it waits for the login in progress, or starts one. A login
-// ends with life, and not with ctx.
+// get returns the token. If there is no valid one, it waits for the login in progress, or starts a
+// login. If ctx ends first, it returns the error of the login before or, if there is none,
+// errLoggingIn. The end of life ends a login, and the end of ctx does not.
 func (l *login) get(ctx, life context.Context) (token string, err error) {
 	valid, token, running := l.start(life)
 	if valid {
@@ -73,7 +74,7 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		case l.worked:
 			l.retry.Reset()
 			pause = l.turn
-		case l.before: // it failed, or its token did not work
+		case l.before: // the last login failed, or its token did not work
 			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
 		l.before, l.worked = true, false
@@ -95,8 +96,8 @@ func (l *login) run(life context.Context, pause func(context.Context) error) {
 	l.running = nil
 }
 
-// observe records the result of a request with token, and reports whether it was refused because of
-// the token: the next request needs a login then, unless there was one meanwhile.
+// observe records the result of a request with token. It reports whether etcd has refused the token.
+// Then the next request needs a login, unless another login has replaced the token in the meantime.
 func (l *login) observe(token string, err error) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -122,15 +123,15 @@ func (l *login) wait() {
 	}
 }
 
-// refused reports whether err means that etcd does not accept the token, or any more. The
-// request was not executed then.
+// refused reports whether err means that etcd has not accepted the token of a request. Then etcd has
+// not executed the request.
 func refused(err error) bool {
 	err = rpctypes.Error(err)
 	return errors.Is(err, rpctypes.ErrInvalidAuthToken) || errors.Is(err, rpctypes.ErrAuthOldRevision) || errors.Is(err, rpctypes.ErrUserEmpty)
 }
 
 // GetRequestMetadata implements credentials.PerRPCCredentials. A login is sent without a token,
-// because etcd 3.4 refuses it if the token has expired.
+// because etcd 3.4 refuses a login with an expired token.
 func (l *login) GetRequestMetadata(ctx context.Context, _ ...string) (map[string]string, error) {
 	if info, ok := credentials.RequestInfoFromContext(ctx); ok && info.Method == pb.Auth_Authenticate_FullMethodName {
 		return nil, nil //nolint:nilnil // no metadata is valid

@@ -17,11 +17,12 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Several networks share one prefix: the network name has the keys <prefix>/<name>/config and
+// Several networks share one prefix: each network has the keys <prefix>/<name>/config and
 // <prefix>/<name>/subnets/..., as in flannel 0.5 to 0.7.
 
-// Network returns a manager of one network below the prefix of m. It uses the connection of m,
-// which must be closed after it, so cfg needs nothing about the store. An error is about the name.
+// Network returns a manager of one network below the prefix of m. The manager uses the connection of
+// m, so cfg needs no endpoints, TLS files and login, and the caller must close m last. Network returns
+// an error if a network cannot have the name.
 func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	if err := subnet.CheckNetworkName(name); err != nil {
 		return nil, err
@@ -37,17 +38,17 @@ type NetworkConfigs struct {
 	// Texts are the configurations by the name of the network. They belong to the receiver.
 	Texts map[string][]byte
 	// Deleted names the networks whose configuration was deleted since the last call, in this store.
-	// A network that is in neither is missing because the store was emptied or replaced, or it is not
-	// known why.
+	// If a network is missing in both Texts and Deleted, the store was emptied or replaced, or the
+	// reason is not known.
 	Deleted []string
-	// Revision is that of the store.
+	// Revision is the revision of the store.
 	Revision int64
 }
 
 // Networks follows the configurations of the networks below the prefix until ctx ends: of those
 // with the given names or, without names, of all. It calls sink from one goroutine, first with all
-// configurations, and again with all after each change. known returns when this node has last
-// recorded the configurations of networks: see Sight. Networks survives compaction and outages.
+// configurations, and again with all after each change. known returns the last Sighting of each
+// network that this node has recorded; it may be nil. Networks survives compaction and outages.
 func (m *Manager) Networks(ctx context.Context, names []string, known func() map[string]subnet.Sighting, sink func(NetworkConfigs)) error {
 	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
@@ -57,7 +58,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 			keys = append(keys, m.configOf(name))
 		}
 	}
-	seen := map[string]int64{} // revisions at which the store had configurations
+	seen := map[string]int64{} // by network, the last known revision at which the store had its configuration
 	b := m.backoff()
 	for {
 		now, err := m.listConfigs(ctx, keys)
@@ -97,7 +98,8 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	}
 }
 
-// sightings returns what known returns, which may be nil, with the revisions in seen.
+// sightings returns the result of known, with the revisions of seen in place of the recorded ones.
+// known may be nil.
 func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) map[string]subnet.Sighting {
 	all := map[string]subnet.Sighting{}
 	if known != nil {
@@ -115,7 +117,7 @@ func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) m
 func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sighting, err error) {
 	defer m.outage.Forget(sourceSight)
 	look := func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // keys alone come without their leases in etcd 3.7
+		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // with WithKeysOnly etcd 3.7 omits the etcd lease of a key
 		if err != nil {
 			return err
 		}
@@ -123,7 +125,7 @@ func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sightin
 		switch {
 		case len(config) == 0:
 			s = subnet.Sighting{}
-		case len(lease) == 0 || lease[0].Lease == 0: // an operator may put a reservation into another store too
+		case len(lease) == 0 || lease[0].Lease == 0: // a reservation proves nothing: an operator may put it into another store too
 			s = subnet.Sighting{Revision: resp.Header.Revision}
 		default:
 			s = subnet.Sighting{Revision: resp.Header.Revision, Key: own.Key, LeaseID: lease[0].Lease}
@@ -155,10 +157,11 @@ func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting,
 	return names, nil
 }
 
-// hasLease reports whether the store has the lease that this node had when the store had the
-// configuration of the network. Then the configuration was deleted since, even if the history does not
-// go back so far: an emptied store does not get the lease again, because ids of etcd leases are
-// random, and a backup with the lease has the configuration too, unless it was deleted before.
+// hasLease reports whether the store still has the lease in s, which this node had when the store had
+// the configuration of the network. If the configuration is missing now, it was deleted since, even if
+// the history does not go back so far. An emptied store cannot have the lease, because ids of etcd
+// leases are random. A backup with the lease also has the configuration, unless the configuration was
+// deleted before the backup.
 func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Sighting) (has bool, err error) {
 	if s.LeaseID == 0 {
 		return false, nil
@@ -235,7 +238,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 			resp, err = c.Get(ctx, key, slices.Concat(options, more)...)
 			return err
 		})
-		if err == nil && now.Revision == 0 { // the others are read as they were at the first one
+		if err == nil && now.Revision == 0 { // later requests read at the revision of the first one
 			now.Revision = resp.Header.Revision
 			options = append(options, clientv3.WithRev(now.Revision))
 		}
@@ -258,8 +261,9 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 			}
 			continue
 		}
-		// A network may have thousands of leases. The next key behind those of one network is the
-		// first of another one, so this takes two small requests for each network.
+		// A network may have thousands of leases, so the loop does not read all keys below key. It
+		// reads the first key of a network and its configuration, and continues behind the keys of
+		// that network. These are two small requests for each network.
 		for from, end := key, clientv3.GetPrefixRangeEnd(key); ; {
 			resp, err := get(from, clientv3.WithRange(end), clientv3.WithLimit(1), clientv3.WithKeysOnly())
 			if err != nil {

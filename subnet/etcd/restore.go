@@ -40,8 +40,8 @@ type newestKey struct {
 	lease    clientv3.LeaseID
 }
 
-// unknownLeaseID is the id of the etcd lease of an entry that comes from an earlier run. Its
-// modification revision is zero. Neither is known.
+// unknownLeaseID stands for the id of the etcd lease of an entry that comes from an earlier run. The
+// id is not known, and neither is the modification revision of such an entry, which is zero.
 const unknownLeaseID clientv3.LeaseID = -1
 
 // mark returns what restore needs to recognize the store at the revision of the cache: the
@@ -113,9 +113,9 @@ func newLastKnown(cfg Config) *lastKnown {
 	return k
 }
 
-// survivesIn reports whether l has one of the last known leases, or there were none. Otherwise l is of
-// another store: one that was emptied may have a later revision, and its history may not go back to
-// the last known state.
+// survivesIn reports whether l has one of the last known leases, or there were none. Otherwise the
+// store was replaced or emptied. The revision does not show that, because it may be later than the last
+// known one, and the history of the store may not go back to the last known state.
 func (k *lastKnown) survivesIn(l listing) bool {
 	return k.own == "" && len(k.entries) == 0 || slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := k.entries[e.key]
@@ -123,16 +123,16 @@ func (k *lastKnown) survivesIn(l listing) bool {
 	})
 }
 
-// matchesKey reports whether the endpoints of a lease are those that its key names.
+// matchesKey reports whether the endpoints of a lease have exactly the subnets that its key names.
 func matchesKey(l subnet.Lease, key string) bool {
 	subnets, err := codec.ParseKey(key)
 	return err == nil && slices.EqualFunc(subnets, l.Endpoints, func(s netip.Prefix, e subnet.Endpoint) bool { return s == e.Subnet })
 }
 
 // restore returns the last known state of an earlier run, brought up to the present by what has
-// changed since. It costs the store the changes, and not all leases. ok is false if all leases
+// changed since. So the store sends only the changes, and not all leases. ok is false if all leases
 // have to be listed: there is no such state, its revision was compacted, or the store is
-// another one. Watch reads the latter from m.replaced.
+// another one. In the last case restore sets m.replaced, for Watch.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
 	if k == nil || k.ended {
@@ -146,7 +146,7 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	case errors.Is(err, errRelist), errors.Is(err, errAnswersEarly):
 		is = unknown
 	case err != nil:
-		return listing{}, false, err // it is tried again
+		return listing{}, false, err // the caller tries again
 	}
 	if is != same {
 		ended := *k
@@ -165,8 +165,9 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	return l, true, nil
 }
 
-// recognizeStore reads the state of the store at the revision of the last known state. It returns
-// the cache at that revision if that is the same.
+// recognizeStore compares the last known state with the store as it was at that revision. If they are
+// the same, it returns a cache of the leases at that revision, in which store.Revision is already the
+// present revision of the store.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
 	at := clientv3.WithRev(k.store.Revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
@@ -230,7 +231,7 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	}
 	cache.store.Revision = cache.next - 1
 	limit := m.timing.catchUp
-	if m.slow.Load() { // many hosts ask it at once, and for an outline it would read all keys for each of them
+	if m.slow.Load() { // many hosts ask the store at once, and for each outline it would read all keys
 		limit = m.timing.catchUpLate
 	}
 	err := m.replay(ctx, limit, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
@@ -250,12 +251,14 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	return nil
 }
 
-// patient is how many times as long as for the first answer of a watch replay waits for the last one.
+// patient is a number of times: if the first answer of a watch takes d, replay then waits for up to
+// patient*d for all events, even if its limit is shorter.
 const patient = 10
 
-// replay applies events to a cache until done says that all have come, but no longer than limit after the
-// server has begun to answer, or longer if the first answer took long. Before that the deadline of every
-// request applies, after which the caller tries again.
+// replay applies events to a cache until done reports that all have come. After the first answer of the
+// server it waits for limit, or longer if that answer took long: see patient. Then it returns
+// errAnswersEarly if probes is true, and errRelist otherwise. The first answer has the deadline of every
+// request, after which replay returns an error and the caller tries again.
 func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -297,7 +300,8 @@ type outline struct {
 }
 
 // outlineSince returns the outline of the store, given its state before revision next. It is for
-// servers that do not report when all events have come.
+// servers that do not report when all events have come. It returns errRelist if more than pageSize
+// leases were written since.
 func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(
@@ -320,8 +324,8 @@ func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err 
 	return o, err
 }
 
-// isOf reports whether the cache has reached the outline. It has all keys that the store has
-// then, because only events delete keys, so an equal number means equal keys.
+// isOf reports whether the cache has reached the outline. A cache with all written keys has at least the
+// keys of the store, because only events delete keys from it. So an equal number means equal keys.
 func (o outline) isOf(cache *leaseCache) bool {
 	for key, revision := range o.written {
 		if e := cache.entries[key]; e == nil || e.modRevision != revision {
@@ -332,7 +336,7 @@ func (o outline) isOf(cache *leaseCache) bool {
 }
 
 // completeOwn reads the leases of this node that come from an earlier run: a write needs their
-// revision. A lease that has changed meanwhile is a conflict.
+// revision. It returns errConflict if one of them has changed since the listing.
 func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) bool) error {
 	for i, e := range l.entries {
 		if e.modRevision != 0 || !ours(e) {

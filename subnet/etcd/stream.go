@@ -30,14 +30,14 @@ type watcher struct {
 	// checks turns verify on. One watch of a connection is enough.
 	checks bool
 	// probes asks for the server's revision from the beginning of the watch on, until the watch ends.
-	// It ends with errAnswersEarly if the server answers ahead of events.
+	// The watch ends with errAnswersEarly if the server answers ahead of events.
 	probes bool
 }
 
 // errAnswersEarly ends a watch that probes: the server answers probes ahead of events.
 var errAnswersEarly = errors.New("the server answers probes before it has sent all events")
 
-// stream is one call of Watch.
+// stream is one call of etcd's Watch.
 type stream struct {
 	pb.Watch_WatchClient
 	sending      sync.Mutex   // gRPC allows one sender at a time
@@ -48,7 +48,8 @@ type stream struct {
 	background   sync.WaitGroup
 }
 
-// follow watches keys on one stream until the stream fails. It detects three kinds of failures:
+// follow watches keys from revision next on, with one stream, until the stream fails, w.on returns an
+// error or ctx ends. It detects three kinds of failures:
 //
 //   - A connection that is dead: gRPC sends pings over it, which cost the store nothing.
 //   - A server that works and sends nothing: it should send a progress notification every ten
@@ -120,8 +121,8 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 }
 
 // watchRequest returns the request for a watch of a key, or of all keys below it if it ends in a slash.
-// The watch starts one revision before next, whose events the caller must skip: a server does not
-// answer probes of a watch that starts in the future.
+// The watch starts one revision before next, because a server does not answer probes of a watch that
+// starts in the future. The caller must skip the events of that revision.
 func watchRequest(key string, next int64) *pb.WatchRequest {
 	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
@@ -141,7 +142,8 @@ func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
 
-// etcd reads the events of new watches ten times a second, or more rarely if it is busy.
+// insistLeast and insistMost are the shortest and the longest pause between the probes of insist. etcd
+// reads the events of new watches ten times a second, or more rarely if it is busy.
 const insistLeast, insistMost = 150 * time.Millisecond, 5 * time.Second
 
 // insist probes until ctx ends. etcd drops a probe that comes before it has sent all events of the
@@ -196,8 +198,8 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 	}
 }
 
-// confirmed returns the revision up to which the server has sent all events of the first key, for
-// which it sends notifications. It is zero if resp does not contain that revision.
+// confirmed returns the revision up to which the server has sent all events of the first key. Only
+// for that key it sends notifications. confirmed returns zero if resp does not say that revision.
 func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
 	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
 		return 0
@@ -214,12 +216,13 @@ func (s *stream) advance(revision int64) {
 	s.advanced.Send()
 }
 
-// verify reads the store's revision every few minutes. It returns an error when it cannot read it
-// or the stream does not reach it in timing.probeAnswer. This detects a member whose disk hangs.
+// verify reads the store's revision every few minutes until ctx ends. It returns an error if it cannot
+// read the revision, or if the stream does not reach that revision in timing.probeAnswer: see
+// awaitRevision for an exception. This detects a member whose disk hangs.
 // Such a member answers pings and sends progress notifications with its old revision. It cannot
 // answer a linearizable read, for which it must have applied the revisions of the other members.
 // Behind a proxy the read may reach another member than the stream, so the revisions are compared.
-// After a read that was good, verify lets the client come back to the endpoint that it prefers.
+// When the stream has reached the revision, verify lets the client come back to its preferred endpoint.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
@@ -252,7 +255,7 @@ func (m *Manager) head(ctx context.Context) (revision int64, err error) {
 	return revision, err
 }
 
-// headOf makes the request of head. It is a linearizable read.
+// headOf makes the request of head, a linearizable read.
 func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int64, err error) {
 	resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
 	if err != nil {
@@ -261,8 +264,9 @@ func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int6
 	return resp.Header.Revision, nil
 }
 
-// awaitRevision waits until the stream has reached a revision. Without answers to probes, as behind
-// etcd's grpc-proxy, only the next notification says how far the stream has come.
+// awaitRevision waits until the stream has reached a revision or ctx ends. If the server answers no
+// probes, as behind etcd's grpc-proxy, only the next notification says how far the stream has come. So
+// awaitRevision then waits for up to timing.quiet.
 func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) error {
 	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)

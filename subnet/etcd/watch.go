@@ -25,7 +25,7 @@ var errRelist = errors.New("watch cannot be resumed")
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(sourceWatch)
 	cache := m.cache.Swap(nil)
-	kept := cache != nil // sink has not got it yet
+	kept := cache != nil // an earlier Watch left the cache, and sink has not got it yet
 	if !kept {
 		cache = &leaseCache{}
 	}
@@ -48,7 +48,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 					return m.advance(ctx, cache, resp, confirmed, sink)
 				},
 				waits:  func() bool { return len(cache.expiring) > 0 },
-				checks: !m.guest, // the owner of the connection checks it
+				checks: !m.guest, // the manager that owns the connection checks it
 			})
 			end()
 			if check.repair(ctx, sink) && ctx.Err() == nil {
@@ -93,9 +93,9 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		return nil
 	}
 	list := m.list
-	if cache.next == 0 { // Acquire may just have made one
+	if cache.next == 0 { // Acquire may just have made a list
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	} else if err := m.client.turn(ctx); err != nil { // most often others have to list as well
+	} else if err := m.client.turn(ctx); err != nil { // most often other hosts have to list as well
 		return err
 	}
 	l, err := list(ctx)
@@ -139,10 +139,11 @@ type comparison int
 const (
 	unknown comparison = iota // a list is necessary
 	same
-	another // with the same id, and at the same revision
+	another // the store is another one, even if the id and the revision are the same
 )
 
-// compare compares the store with the cache.
+// compare compares the store with the cache, and reports the configuration, which it reads to know
+// the store's revision. If there was no list yet, or a list is due, it only returns unknown.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, error) {
 	if cache.next == 0 || cache.stale {
 		return unknown, nil
@@ -166,13 +167,13 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 	at := clientv3.WithRev(cache.next - 1)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if newest != nil {
-		// With its value, because etcd 3.7 omits the etcd lease of a key without a value.
+		// This reads the value too, because etcd 3.7 omits the etcd lease if only the key is read.
 		ops = append(ops, clientv3.OpGet(m.dir+newest.key, at))
 	}
 	is := another
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(ops...).Commit()
-		if errors.Is(err, rpctypes.ErrCompacted) { // and cannot be watched from there either
+		if errors.Is(err, rpctypes.ErrCompacted) { // a watch could not start at that revision either
 			is = unknown
 			return nil
 		}
@@ -196,7 +197,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 // advance applies one response to the cache and publishes the result. The revision of the cache also
 // advances without events: otherwise it would soon be compacted.
 func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.WatchResponse, confirmed int64, sink func(subnet.Update)) error {
-	// A grpc-proxy that merges watches omits the id in the response that a watch has begun.
+	// A grpc-proxy that merges watches omits the cluster id when it confirms that a watch has begun.
 	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != cache.store.ID {
 		return errRelist
 	}

@@ -19,19 +19,20 @@ type grant struct {
 	id      clientv3.LeaseID
 	ttl     time.Duration // zero: the store has not answered the request for it
 	expires time.Time
-	early   float64 // the part of the time until its renewal by which the renewal is earlier: at most a tenth
+	early   float64 // the share, at most a tenth, by which the time until the renewal is shortened
 }
 
 // errNoGrant means that an etcd lease has expired or never existed.
 var errNoGrant = errors.New("etcd lease is gone")
 
-// newGrant returns a grant that the store made at start. Hosts whose grants were made together renew
-// them at different times.
+// newGrant returns a grant that the store made at start. Its early is random, so that hosts that got
+// their grants at the same time renew them at different times.
 func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
 	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
 
-// ensureGrant makes spare an etcd lease if it is none. All requests for it have the same id.
+// ensureGrant requests an etcd lease for spare, unless spare is one already. If a request fails, the
+// next one has the same id, so that the store does not get a second etcd lease.
 func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 	if spare.ttl != 0 {
 		return nil
@@ -57,7 +58,7 @@ func forgetIfGone(spare *grant, err error) error {
 	return err
 }
 
-// renew keeps an etcd lease alive. The error is errNoGrant if it has run out.
+// renew keeps an etcd lease alive. It returns errNoGrant if the etcd lease has expired.
 func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
@@ -75,7 +76,7 @@ func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err 
 
 // write puts the own lease and deletes stale keys in one transaction. The transaction requires that
 // the own key is still at revision, zero meaning absent, and that the stale keys have not changed. write
-// returns the new revision, or errConflict.
+// returns the new revision, or errConflict if they have. Without an answer it adds own to m.unanswered.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
 	key := m.dir + own.key
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
@@ -91,7 +92,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 		return err
 	})
 	switch {
-	case errors.Is(err, rpctypes.ErrPermissionDenied): // that is an answer
+	case errors.Is(err, rpctypes.ErrPermissionDenied): // the store has answered and written nothing
 		return 0, err
 	case err != nil:
 		if !slices.ContainsFunc(m.unanswered, own.sameAs) {
@@ -104,7 +105,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	return resp.Header.Revision, nil
 }
 
-// remove deletes the key if it is still as found.
+// remove deletes the key of e. It does nothing if the key has changed since e was read.
 func (m *Manager) remove(ctx context.Context, e entry) error {
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		key := m.dir + e.key
@@ -113,8 +114,8 @@ func (m *Manager) remove(ctx context.Context, e entry) error {
 	})
 }
 
-// discard revokes an etcd lease that no key uses. It tries only once, because an etcd lease that
-// is left expires.
+// discard revokes an etcd lease unless a key uses it. It tries only once, because an etcd lease that
+// remains expires.
 func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 	if id == 0 {
 		return

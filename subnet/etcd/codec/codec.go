@@ -19,7 +19,7 @@ import (
 // noIPv4 is the IPv4 part of the key of a node without IPv4.
 const noIPv4 = "0.0.0.0-0"
 
-// maxValue is the length of the longest value that is read, in bytes. A lease has some hundred.
+// maxValue is the length of the longest value that is read, in bytes. A lease has some hundred bytes.
 const maxValue = 64 << 10
 
 // FormatKey returns the last component of the key for subnets, IPv4 first.
@@ -83,7 +83,7 @@ type wireLease struct {
 	BackendData   json.RawMessage `json:",omitempty"`
 	BackendV6Data json.RawMessage `json:",omitempty"`
 
-	// The rest is only in leases of hosts in a migration. flannel ignores it.
+	// The fields below are only in leases of hosts in a migration. flannel ignores them.
 	NextBackendType   string          `json:",omitempty"`
 	NextBackendData   json.RawMessage `json:",omitempty"`
 	NextBackendV6Data json.RawMessage `json:",omitempty"`
@@ -111,8 +111,8 @@ func Encode(c subnet.Claim) ([]byte, error) {
 
 func quote(a netip.Addr) json.RawMessage { return json.RawMessage(strconv.Quote(a.String())) }
 
-// Decode returns the claim in a lease from the subnets that its key names and its value.
-// Only the address families of the key are read.
+// Decode returns the claim in a lease, given the subnets that the key names, and the value of the key.
+// It reads only the address families of subnets.
 func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	if len(value) > maxValue {
 		return subnet.Claim{}, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
@@ -187,10 +187,10 @@ func decodePlain(value []byte) (w wireLease, ok bool) {
 			}
 			*word = string(text)
 			return true
-		default: // keys in another case count, too
+		default: // encoding/json accepts keys in another case, too
 			return false
 		}
-		if *into != nil { // of several fields the last one counts
+		if *into != nil { // encoding/json uses the last one of several equal keys
 			return false
 		}
 		*into = value
