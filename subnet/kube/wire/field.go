@@ -81,8 +81,8 @@ func content(b []byte, start int, length uint64) (c []byte, end int) {
 	return b[start:end:end], end
 }
 
-// skip returns the end of a field of another kind, whose content begins at start; -1 if it is
-// malformed.
+// skip returns the end of the field f, whose content begins at start and which is of another kind than
+// VarintType and BytesType. The end is negative if the field is malformed.
 func skip(b []byte, start int, f field) (end int) {
 	n := protowire.ConsumeFieldValue(protowire.Number(f.number), f.kind, b[start:])
 	if n < 0 {

@@ -20,7 +20,7 @@ const (
 // was decoded. They are valid until the next Node is decoded.
 type Node struct {
 	Name, UID   []byte
-	Revision    int64    // of the store, which changed the Node last: its resource version; 0 if that is no number
+	Revision    int64    // its resource version: the revision of the store that changed it last; 0 if that is no number
 	Created     int64    // in seconds since 1970, never negative
 	Annotations [][]byte // by index in the argument of NewDecoder; nil if the Node does not have it
 	Hostname    []byte   // the label HostnameLabel
@@ -230,8 +230,8 @@ func (n *Node) condition(b []byte) error {
 	return nil
 }
 
-// named returns an error if n has no name, which every Node in a list and every event except for
-// a bookmark has.
+// named returns an error if n has no name. Every Node in a list or in an event must have one, except in
+// a bookmark.
 func (n *Node) named() error {
 	if len(n.Name) == 0 {
 		return fmt.Errorf("%w: an object without a name", ErrMalformed)

@@ -20,8 +20,8 @@ import (
 // magic is the beginning of every protobuf object that is not inside of another one.
 const magic = "k8s\x00"
 
-// numberOfRaw is the number of the field of runtime.Unknown, which wraps such objects, that
-// contains the message of the object.
+// numberOfRaw is the number of the field raw of runtime.Unknown. runtime.Unknown wraps such objects, and
+// this field contains the message of the object.
 const numberOfRaw = 2
 
 // unwrap returns the message of an object that begins with magic.
