@@ -30,14 +30,14 @@ const (
 	NextBackendType // these three only during a migration
 	NextBackendData
 	NextBackendV6Data
-	// The rest is read from the own Node only, and never written.
+	// The annotations below are read from the own Node only, and never written.
 	PublicIPOverwrite
 	PublicIPv6Overwrite
 	NodePublicIP
 	NodePublicIPv6
 	// Count is the number of annotations.
 	Count
-	// Published is the number of those that a node publishes. They come first.
+	// Published is the number of annotations that a node publishes. They come first.
 	Published = PublicIPOverwrite
 )
 
@@ -86,7 +86,7 @@ func NewKeys(p string) *Keys {
 	return k
 }
 
-// Set is the annotations that belong to one family.
+// Set contains the annotations that belong to one family.
 type Set struct {
 	Data, NextData ID // backend data
 	Public         ID // the public address that the node publishes
@@ -114,8 +114,8 @@ type Note struct {
 type Notes [Published]Note
 
 // Encode returns the annotations of a node that publishes c, as flannel writes them: data as JSON
-// text, which is null if there is none. Backends other than vxlan have the IPv4 pair even on a node
-// without IPv4.
+// text, which is null if there is none. With backends other than vxlan, even a node without IPv4 has
+// the annotations of the IPv4 data and address.
 func Encode(c subnet.Claim) Notes {
 	var n Notes
 	n[Managed] = Note{"true", true}
@@ -153,10 +153,11 @@ const maxAnnotation = 16 << 10
 // ErrNotManaged means that flannel does not manage a Node, or not yet.
 var ErrNotManaged = errors.New("it has no annotation kube-subnet-manager")
 
-// Decode returns the claim that a node publishes, with endpoints on the subnets that the API gave it. A family
-// without a subnet or without annotations has no endpoint. A family that cannot be read has the
-// endpoint of last, the previous lease, unless that had another backend or subnet. err is the reason
-// then. If no family can be read, there are no endpoints.
+// Decode returns the claim that a node publishes, with endpoints on cidrs, the subnets that the API gave
+// the node. A family without a subnet or without a public address in n has no endpoint. If a family
+// cannot be read, err is the reason, and its endpoint is that of last, the previous lease. It has no
+// endpoint if last is nil or has another backend or subnet. If no family can be read, there are no
+// endpoints.
 func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subnet.Claim, err error) {
 	if n[Managed].Text != "true" {
 		return subnet.Claim{}, ErrNotManaged
@@ -226,7 +227,8 @@ func (k *Keys) text(n Notes, a ID) (string, error) {
 	return n[a].Text, nil
 }
 
-// lastGood returns the endpoint of last that replaces one that cannot be read.
+// lastGood returns the endpoint of last that replaces an endpoint that cannot be read. It returns false
+// if there is none, or if it has another backend or subnet.
 func lastGood(last *subnet.Lease, backend string, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, bool) {
 	if last == nil || last.BackendType != backend {
 		return subnet.Endpoint{}, false
