@@ -11,9 +11,9 @@
 //   - Acquire: acquire.go chooses and creates the own lease, write.go has the transactions, and
 //     exhausted.go waits for a free subnet
 //   - Keep: keep.go
-//   - Watch: watch.go, on the leasecache.go. graceperiod.go retains leases that the store has deleted
-//     after an outage. restore.go continues from the last known state, and audit.go compares that
-//     state with a list later. config.go reports changes of the configuration.
+//   - Watch: watch.go, with the cache in leasecache.go. graceperiod.go retains leases that the store
+//     has deleted after an outage. restore.go continues from the last known state, and audit.go
+//     compares that state with a list later. config.go reports changes of the configuration.
 //   - Lead and Leader: leader.go
 //
 // Below them, stream.go watches keys and finds out whether the server is behind, client.go owns the
