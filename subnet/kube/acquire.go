@@ -48,7 +48,8 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	}
 }
 
-// acquire returns errNoPodCIDR, wrapped, as long as there are none.
+// acquire publishes c on the own Node, of which s is the present state. It returns errNoPodCIDR,
+// wrapped, if the Node does not exist or has no podCIDRs yet.
 func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	name := *m.name.Load()
 	switch {
@@ -76,7 +77,7 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 		}
 	}
 	m.own.Store(&claim)
-	m.justRead.Store(s) // its revision is for Watch
+	m.justRead.Store(s) // for Watch, which needs its revision
 	return subnet.Lease{
 		Key: name, Order: uint64(s.created), BackendType: c.BackendType, NextType: c.NextType, Endpoints: es, Permanent: true,
 	}, nil

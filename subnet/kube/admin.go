@@ -25,7 +25,7 @@ type Entry struct {
 	Err   error // why Lease has only a Key, or lacks a family; nil if it is complete
 }
 
-// Entries lists the leases of all Nodes that flannel manages, by name of the Node.
+// Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node.
 // It uses only APIURL, Kubeconfig and AnnotationPrefix of cfg.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))

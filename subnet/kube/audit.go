@@ -22,7 +22,7 @@ type audit struct {
 	cache *nodeCache
 	due   *time.Timer
 	got   chan listed
-	list  *listed // which the cache has not reached yet
+	list  *listed // the list, while the cache has not reached its revision
 }
 
 // listed has all Nodes at one revision, without podCIDRs. It is empty if the list has failed.
@@ -31,7 +31,7 @@ type listed struct {
 	nodes    map[string]*entry
 }
 
-// auditPage is the number of Nodes on a page of metadata, of some 4 kB each.
+// auditPage is the number of Nodes on a page of metadata. The metadata of a Node has some 4 kB.
 const auditPage = 250
 
 func newAudit(m *Manager, cache *nodeCache) *audit {
@@ -115,8 +115,9 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 	}
 }
 
-// correct replaces an entry by the Node as listed, or removes it if that is nil. The podCIDRs of
-// another Node than before are not known and have to be requested.
+// correct replaces the entry with that name by is, the Node as listed, or removes the entry if is is
+// nil. If the name belongs to another Node than before, its podCIDRs are not known and have to be
+// requested.
 func (c *nodeCache) correct(is *entry, name string) {
 	if is == nil {
 		delete(c.entries, name)

@@ -74,12 +74,12 @@ func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
 
 func newClient(cfg *rest.Config, agent string) (*client, error) {
 	cfg.UserAgent = agent
-	// The server needs more time to compress the list of all Nodes than to send it.
+	// The server would need more time to compress the list of all Nodes than to send it.
 	cfg.DisableCompression = true
 	dialer := connrotation.NewDialer(newDialer().DialContext)
 	cfg.Dial = dialer.DialContext
 	if cfg.BearerTokenFile != "" {
-		// Read again when it is refused, not only every minute.
+		// The token is read again also when the server refuses it, and not only every minute.
 		source := transport.NewCachedFileTokenSource(cfg.BearerTokenFile)
 		cfg.Wrap(transport.ResettableTokenSourceWrapTransport(source))
 		cfg.BearerToken, cfg.BearerTokenFile = "", ""
@@ -111,16 +111,16 @@ func (c *client) renew() { c.dialer.CloseAll() }
 // request is one request to the API.
 type request struct {
 	method  string // empty for GET
-	group   string // of the API, whose version is v1; empty for the one of Nodes
-	path    string // below that
+	group   string // API group, in its version v1; empty for the core group, to which Nodes belong
+	path    string // below the group and version
 	query   url.Values
 	accept  string
 	content string // type of body
 	body    []byte
 }
 
-// do sends a request. The caller closes the body of the response, whose status
-// is below 300.
+// do sends a request, and returns the response if its status is below 300. The caller must close its
+// body. Other responses and failures are an *apiError; see explain for the exceptions.
 func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	u := c.base.JoinPath("api", "v1", r.path)
 	if r.group != "" {
@@ -149,7 +149,7 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	return nil, c.refusal(resp)
 }
 
-// maxLate limits the deadline of requests to four times the usual one.
+// maxLate is the maximum of client.late: the deadline of requests is at most four times the usual one.
 const maxLate = 2
 
 // patiently calls f with a deadline. After a request that came to its deadline the next one has twice
@@ -161,7 +161,7 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 	ctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	start := time.Now()
-	var sent atomic.Pointer[time.Time] // after the connection was made, which takes long on a slow link
+	var sent atomic.Pointer[time.Time] // when the request was sent: on a slow link, making the connection before takes long
 	err := f(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {
 		now := time.Now()
 		sent.Store(&now)
@@ -179,7 +179,8 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 	return err
 }
 
-// call sends a request whose answer has an end, and returns the answer.
+// call sends a request with the usual deadline timeout, and returns the body of the answer. It is for
+// all requests except watches, whose answer does not end.
 func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
 	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
 		body, err = c.callOnce(ctx, r)
@@ -246,12 +247,13 @@ func retryAfter(err error) time.Duration {
 	return 0
 }
 
-// explain converts an error of the connection to the server into one line.
+// explain converts an error of the connection to the server to an apiError, whose text is one line. It
+// returns context.Canceled as it is, and errEnded if renew has closed the connection.
 func (c *client) explain(err error) error {
 	switch {
 	case errors.Is(err, context.Canceled):
 		return err
-	case errors.Is(err, net.ErrClosed): // by renew
+	case errors.Is(err, net.ErrClosed): // renew has closed the connection
 		return errEnded
 	}
 	e := &apiError{host: c.host, kind: "unreachable", message: err.Error(), cause: err}

@@ -18,12 +18,12 @@ const (
 	podsTimeout = 20 * time.Second
 )
 
-// Daemons are the pods of flanneld in a cluster. An operator reaches them through the API server, which
+// Daemons are the pods of flanneld in a cluster. An operator reaches them through the API server, and
 // needs the right to list pods and to get pods/proxy.
 type Daemons struct {
 	client    *client
 	namespace string
-	pods      map[string]string // by name of the Node
+	pods      map[string]string // names of the pods, by name of the Node
 }
 
 // FindDaemons lists the running pods with the labels of selector. It uses only APIURL and Kubeconfig of cfg. The
@@ -45,7 +45,8 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 	return d, nil
 }
 
-// list reads a page of pods, and returns the mark of the next one; empty if there is none.
+// list reads one page of pods. page is the token of that page, and empty for the first one. next is the
+// token of the next page, and empty if there is none.
 func (d *Daemons) list(ctx context.Context, selector, page string) (next string, err error) {
 	body, err := d.client.call(ctx, podsTimeout, request{
 		path: "namespaces/" + url.PathEscape(d.namespace) + "/pods", accept: acceptJSON,
@@ -75,8 +76,8 @@ func (d *Daemons) list(ctx context.Context, selector, page string) (next string,
 	return found.Metadata.Continue, nil
 }
 
-// Get requests path from the daemon on a Node, whose HTTP server listens on port. The caller reads the answer
-// before ctx ends, and closes it.
+// Get requests path from the HTTP server of the daemon on a Node, which listens on port. The caller must
+// read the answer before ctx ends, and close it.
 func (d *Daemons) Get(ctx context.Context, node string, port int, path string, query url.Values) (io.ReadCloser, error) {
 	pod, ok := d.pods[node]
 	if !ok {

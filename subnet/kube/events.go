@@ -24,7 +24,7 @@ type eventSender struct {
 	m     *Manager
 	queue chan event
 	limit *rate.Limiter
-	sent  map[event]time.Time // when; only for the goroutine of run
+	sent  map[event]time.Time // when an Event was created last; only for the goroutine of run
 }
 
 type event struct{ reason, message string }
@@ -33,7 +33,7 @@ const (
 	eventNamespace = "default" // where Events about Nodes are
 	eventBurst     = 10
 	eventEvery     = time.Minute
-	eventRepeat    = 2 * time.Hour // the same one again: the server keeps it for an hour
+	eventRepeat    = 2 * time.Hour // until the same Event is created again: the server keeps an Event for an hour
 	maxEventName   = 236           // bytes before the hash: the API accepts 253
 	maxEvent       = 1000          // bytes of a message: the API accepts 1024
 )

@@ -25,7 +25,7 @@ type fetcher struct {
 	// has changed since the request, so that the answer may be older than that change.
 	requested map[string]bool
 	waiting   []string    // in requested, but not sent yet
-	due       *time.Timer // for waiting
+	due       *time.Timer // fires when waiting has to be requested
 	last      time.Time   // when waiting was requested last
 	answers   chan fetched
 	slots     chan struct{}
@@ -38,7 +38,7 @@ type nodeRequest struct {
 	names []string
 }
 
-// fetched is the answer to a request, by name.
+// fetched is the answer to a request. found has the Nodes by name.
 type fetched struct {
 	nodeRequest
 	found map[string]*ownNode
@@ -46,7 +46,7 @@ type fetched struct {
 
 const (
 	fetchers = 8 // requests at the same time
-	fewNodes = 4 // up to which Nodes are requested one by one: the server finds a name faster than a label
+	fewNodes = 4 // up to this number Nodes are requested one by one: the server finds a name faster than a label
 	// together is the number of Nodes in one request, so that its URL has less than 8 kB.
 	together = 100
 	// atOnce is the number of daemons that may request one new Node at the same time: the API
@@ -105,7 +105,8 @@ func (f *fetcher) flush(ctx context.Context) {
 }
 
 // requests returns the requests for the Nodes with these names. Each Node is requested at the
-// revision of its last event or later, which the server that sent the event has in its cache.
+// revision of its last event or later. The server that has sent the event has that revision in its
+// cache. If the server's cache was behind, the Nodes are requested from its store.
 func (c *nodeCache) requests(names []string) []nodeRequest {
 	all := c.split(names)
 	if c.behind {
@@ -180,7 +181,7 @@ func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration
 	case <-ctx.Done():
 		return
 	}
-	// It is an activity of its own, because the watch works at the same time.
+	// The request is an activity of its own, because the watch works at the same time.
 	activity := getting + a.names[0]
 	defer f.m.outage.Forget(activity)
 	b := f.m.backoff()
@@ -203,7 +204,8 @@ func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration
 	}
 }
 
-// applyAnswer applies an answer to the cache, and requests Nodes again that it lacks.
+// applyAnswer applies an answer to the cache. It requests a Node again if its podCIDRs are still not
+// known, and the answer lacks the Node or the Node has changed since the request.
 func (f *fetcher) applyAnswer(got fetched) {
 	f.cache.applyAnswer(got)
 	for _, name := range got.names {

@@ -76,8 +76,8 @@ type keeper struct {
 }
 
 // round reads the own Node, corrects it, and then watches it until it has to be corrected again.
-// It calls alive when the server has accepted the watch. restored means that another program had
-// changed the Node.
+// It calls alive when the server has accepted the watch. restored means that the Node had to be
+// written; round does not watch it then.
 func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
 	s, err := k.readOwn(ctx)
 	if err != nil {
@@ -98,7 +98,7 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	})
 }
 
-// noteLocation logs once if the label of the own Node has another value than at the start.
+// noteLocation logs when the location label of the own Node changes to another value than at the start.
 func (k *keeper) noteLocation(ctx context.Context, s *ownNode) {
 	used := k.location.Load()
 	if used == nil || !s.exists {
@@ -122,7 +122,7 @@ type todo struct {
 // todo returns the corrections that the own Node needs, or nil if it needs none.
 func (m *Manager) todo(s *ownNode) *todo {
 	if !s.exists || errors.Is(s.cidrsErr, errNoPodCIDR) {
-		return nil // there is nothing to correct until the Node is back
+		return nil // there is nothing to correct until the Node is back and has podCIDRs
 	}
 	own := *m.own.Load()
 	want, wrong := m.wanted(s, own)
@@ -155,7 +155,8 @@ func (m *Manager) ready() bool {
 	}
 }
 
-// ensure corrects the own Node. restored means that another program had changed it.
+// ensure corrects the own Node. restored means that the Node had to be written. ensure returns
+// subnet.ErrLeaseLost, wrapped, if the Node has other podCIDRs than the lease.
 func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err error) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
@@ -218,9 +219,10 @@ func subnets(c subnet.Claim) []netip.Prefix {
 	return ps
 }
 
-// await watches the own Node, of which s is the last known state. It returns errOwnChanged when
-// changed returns true for its new state, or when the network becomes ready after s was read, and nil
-// when the watch has ended.
+// await watches the own Node from the revision of s, the Node as it was read before. It returns
+// errOwnChanged when changed returns true for the new state of the Node, when the Node is deleted, and
+// when the network becomes ready after s was read. Otherwise it returns the result of client.watch,
+// which is nil if the watch has ended as requested.
 func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed func(now *ownNode) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

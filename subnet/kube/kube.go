@@ -13,9 +13,9 @@
 //   - Recall and PublicIPs: ownnode.go, which reads and writes the own Node
 //   - Acquire: acquire.go
 //   - Keep: keep.go; events.go creates Events, and policies.go warns about NetworkPolicies
-//   - Watch: watch.go, on the nodecache.go. fetch.go requests new Nodes, and probe.go finds out
-//     whether the watch is stale. restore.go continues from the last known state, and audit.go
-//     compares that state with a list later.
+//   - Watch: watch.go, with the cache in nodecache.go. fetch.go requests new Nodes, and probe.go
+//     finds out whether the watch is stale. restore.go continues from the last known state, and
+//     audit.go compares that state with a list later.
 //   - Lead and Leader: leader.go
 //
 // Below them, package annotation converts between annotations and leases, podcidrs.go reads the
@@ -60,8 +60,8 @@ type Config struct {
 	LocationLabel string
 	// Own and Known are the last known state of an earlier run. If the store is the same and still
 	// has the revision, the manager does not list the Nodes at the start, but reads only the
-	// changes since then. Otherwise the list does not contain podCIDRs that are known. Both may be
-	// zero.
+	// changes since then. Otherwise it lists only the metadata of the Nodes, because it knows most
+	// podCIDRs. Both may be zero.
 	Own   subnet.Lease
 	Known subnet.LedgerState
 	// Ready is closed when the node's network works. The manager then sets the condition
@@ -86,21 +86,21 @@ type Manager struct {
 	outage  *outage.Tracker
 	events  *eventSender
 
-	name  atomic.Pointer[string] // of the own Node, once it is known
+	name  atomic.Pointer[string] // of the own Node; nil until it is known
 	uid   atomic.Pointer[string] // of the own Node as it was read last; empty if there was none
-	nodes atomic.Int64           // number of Nodes in the last list
+	nodes atomic.Int64           // number of Nodes when they were last listed, counted or restored
 	// justRead is the own Node as it was just read, for the next method that needs it.
 	justRead atomic.Pointer[ownNode]
 
-	// lastKnown is that of Config, for the first Watch. cache is that of a Watch that has ended, for
-	// the next one.
+	// lastKnown is the last known state in Config, for the first Watch. cache is the cache of a Watch
+	// that has ended, for the next Watch.
 	lastKnown atomic.Pointer[lastKnown]
 	cache     atomic.Pointer[nodeCache]
 
-	leases leaseTimes // of leaders
+	leases leaseTimes // of the Leases that name leaders
 
 	writing      sync.Mutex  // locked while the own Node is written
-	policiesSeen atomic.Bool // warnPolicies has ended
+	policiesSeen atomic.Bool // warnPolicies has got an answer and does not ask again
 
 	own      atomic.Pointer[subnet.Claim]
 	warned   atomic.Pointer[string] // configuration whose warnings were logged
@@ -121,16 +121,16 @@ var (
 type timing struct {
 	request              time.Duration // deadline of a request
 	backoffMin, backoff  time.Duration
-	restoreMin, restored time.Duration // pause after the own Node had to be written again
+	restoreMin, restored time.Duration // shortest and longest pause after the own Node had to be written again
 	fresh                time.Duration // the age up to which justRead is used
-	spread               time.Duration // for each node, by which lists are spread
-	requestPause         time.Duration // for each node, between requests for new ones
-	silence              time.Duration // after which a watch is probed, at least
-	late                 time.Duration // the time that a change in the store may take to a watch
-	event                time.Duration // for each node, over which the same Event of all is spread
-	poll                 time.Duration // of the configuration file
-	audit, auditPage     time.Duration // within which time a restored cache is compared, and the pause between its pages
-	leader               time.Duration // after which another node may become the leader if the present one does not renew its Lease
+	spread               time.Duration // multiplied by the number of Nodes, the time over which the lists of all nodes are spread
+	requestPause         time.Duration // multiplied by the number of Nodes, the pause between requests for new Nodes
+	silence              time.Duration // shortest silence of a watch after which it is probed
+	late                 time.Duration // the time that a change in the store may need to reach a watch
+	event                time.Duration // multiplied by the number of Nodes, the time over which all nodes spread an Event
+	poll                 time.Duration // interval between reads of the configuration file
+	audit, auditPage     time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
+	leader               time.Duration // time after which another node may become the leader if the present one does not renew its Lease
 }
 
 // The activities that talk to the API server.
@@ -138,7 +138,7 @@ const (
 	starting = "start"
 	keeping  = "own node"
 	watching = "watch"
-	getting  = "get node " // and its name
+	getting  = "get node " // the name of the Node follows
 )
 
 // New returns a manager. It reads the files that say how to reach the API

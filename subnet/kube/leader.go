@@ -19,16 +19,16 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// The Lease flanneld-<task> names the leader for a task, like those of the control plane. Nodes do
-// not compare its times with their clocks: a leader is gone if its Lease does not change for the time
-// that it names.
+// The Lease flanneld-<task> names the leader for a task, like the Leases of the control plane. Nodes do
+// not compare the times in the Lease with their clocks. A leader is gone if its Lease has not changed
+// for the duration that the Lease contains.
 
 const (
 	leaseGroup = "coordination.k8s.io"
 	sendMerge  = "application/merge-patch+json"
 	// announcedAnnotation is the key of the annotation with what a leader has announced.
 	announcedAnnotation = "flanneld/announced"
-	// defaultNamespace has the Lease if this daemon runs outside of a pod.
+	// defaultNamespace is the namespace of the Lease if this daemon runs outside of a pod.
 	defaultNamespace  = "kube-system"
 	serviceAccountDir = "/var/run/secrets/kubernetes.io/serviceaccount"
 	microTime         = "2006-01-02T15:04:05.000000Z07:00"
@@ -58,8 +58,8 @@ func (l leaderLease) leader() subnet.Leader {
 	return found
 }
 
-// leaseTimes are when this process has first seen the present versions of Leases, by their name. The
-// zero leaseTimes is usable.
+// leaseTimes records, by the name of a Lease, when this process first saw the present version of the
+// Lease. The zero leaseTimes is usable.
 type leaseTimes struct {
 	mu   sync.Mutex
 	seen map[string]seenLease
@@ -70,7 +70,8 @@ type seenLease struct {
 	at      time.Time
 }
 
-// expired reports whether a Lease has not changed for so long that its holder is gone.
+// expired reports whether a Lease has not changed for so long that its holder is gone. ttl is for a Lease
+// without a duration.
 func (s *leaseTimes) expired(name string, l leaderLease, ttl time.Duration) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -127,13 +128,14 @@ func (m *Manager) term(task, node string) *leaderTerm {
 	return &leaderTerm{Manager: m, node: node, object: name, path: "namespaces/" + url.PathEscape(m.namespace()) + "/leases"}
 }
 
-// namespace returns the namespace of the Lease: that of the pod.
+// namespace returns the namespace of the Lease: the namespace of the pod, or kube-system if this daemon
+// runs outside of a pod.
 func (m *Manager) namespace() string {
 	own, _ := os.ReadFile(serviceAccountDir + "/namespace") // it does not exist outside of a pod
 	return cmp.Or(m.cfg.PodNamespace, strings.TrimSpace(string(own)), defaultNamespace)
 }
 
-// read reads the Lease. One that has expired has no holder.
+// read reads the Lease. If the Lease has expired, l has no holder. If it does not exist, l is zero.
 func (t *leaderTerm) read(ctx context.Context) (l leaderLease, err error) {
 	l, err = t.send(ctx, request{path: t.path + "/" + url.PathEscape(t.object)})
 	if hasCode(err, http.StatusNotFound) {
@@ -148,7 +150,8 @@ func (t *leaderTerm) read(ctx context.Context) (l leaderLease, err error) {
 	return l, nil
 }
 
-// begin creates the Lease, or takes it if it is still as found.
+// begin creates the Lease, or takes it if it has not changed since found was read. Otherwise it returns
+// subnet.ErrLed, wrapped.
 func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
 	if found.Metadata.Version != "" {
 		err = t.patch(ctx, found, "", t.spec(found.Spec.Transitions+1, true))
@@ -166,7 +169,7 @@ func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
 	return nil
 }
 
-// spec returns the spec of a Lease that this node has. taken is set at the begin of a term.
+// spec returns the spec of the Lease with this node as the leader. taken is true when a term begins.
 func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
 	now := time.Now().UTC().Format(microTime)
 	spec := map[string]any{
@@ -178,7 +181,8 @@ func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
 	return spec
 }
 
-// patch changes the Lease if it is still as found. announced may be empty.
+// patch changes the Lease if it has not changed since found was read. Otherwise the error has the HTTP
+// status 409. If announced is empty, patch removes the annotation.
 func (t *leaderTerm) patch(ctx context.Context, found leaderLease, announced string, spec map[string]any) (err error) {
 	annotations := map[string]any{announcedAnnotation: announced}
 	if announced == "" {
@@ -190,7 +194,8 @@ func (t *leaderTerm) patch(ctx context.Context, found leaderLease, announced str
 	return err
 }
 
-// send sends a request with a body of at most one object, and returns the Lease in the answer.
+// send sends a request, and returns the Lease in the answer. object is at most one value, which becomes
+// the body as JSON.
 func (t *leaderTerm) send(ctx context.Context, r request, object ...any) (l leaderLease, err error) {
 	r.group, r.accept = leaseGroup, acceptJSON
 	for _, o := range object {
@@ -216,8 +221,9 @@ func (t *leaderTerm) announce(ctx context.Context, text json.RawMessage) error {
 	return t.update(ctx, text)
 }
 
-// update renews the Lease. It changes what is announced unless text is nil. Another program may have
-// changed the Lease, for example its labels.
+// update renews the Lease, and announces text unless it is nil. If another program has changed the
+// Lease, for example its labels, update reads it and tries once more. It returns errTermOver if this
+// node is not the leader any more.
 func (t *leaderTerm) update(ctx context.Context, text json.RawMessage) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -247,7 +253,7 @@ func (t *leaderTerm) update(ctx context.Context, text json.RawMessage) error {
 	}
 }
 
-// end gives the Lease back, even if ctx has ended. If that fails, it expires.
+// end gives the Lease back, even if ctx has ended. If that fails, the Lease expires.
 func (t *leaderTerm) end(ctx context.Context) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

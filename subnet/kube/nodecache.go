@@ -29,19 +29,19 @@ type nodeCache struct {
 	store   subnet.StoreID
 	// revision is the revision up to which the cache has all events; 0: the Nodes must be listed.
 	revision    int64
-	listed      bool // by this process
-	current     bool // the last watch has ended in good order
-	stale       bool // the last watch was, and the present one has brought no event yet
-	behind      bool // the server's cache was, and the watch has brought no event yet
-	same        bool // while listing: a Node is there that was there before
+	listed      bool // this process has listed the Nodes
+	current     bool // the last watch has ended without an error
+	stale       bool // the last watch was stale, and the present one has brought no event yet
+	behind      bool // the server's cache was behind its store, and the watch has brought no event yet
+	same        bool // while the cache is filled from a list: a Node of the former cache still exists
 	lastChanged lastChange
 	// lastKnownMark is the mark of the last known state, until the store was compared with it.
 	lastKnownMark *mark
 	// restored is the revision of the last known state that the cache began with, until an audit
-	// has compared it; 0: there was none. Entries from there have no uid.
+	// has compared it; 0: there was none. Entries of that state have no uid.
 	restored int64
 	auditAt  time.Time
-	deleted  map[string]struct{} // names that went while an audit reads a list
+	deleted  map[string]struct{} // names of Nodes that were deleted since an audit began to read a list
 }
 
 // entry is one Node.
@@ -52,10 +52,10 @@ type entry struct {
 	version       int64
 	host          string // the label wire.HostnameLabel, while podCIDRs have to be requested
 	order         uint64
-	cidrs         []netip.Prefix // of the spec; nil if they are not known
+	cidrs         []netip.Prefix // of the spec; nil if they are not known, empty if they cannot be used
 	notes         annotation.Notes
-	err           error         // why it is no lease now; annotation.ErrNotManaged is no problem
-	partialErr    error         // why a family of the lease is not the one that the Node has now
+	err           error         // why the Node has no lease now; annotation.ErrNotManaged is no problem
+	partialErr    error         // why the lease lacks a family of the Node, or has its former endpoint
 	lease         *subnet.Lease // the last one that could be read, nil if there was none; read-only
 	fresh         bool          // lease has changed and has to be published
 	held          bool          // a held peer of an earlier run: the store has lost its Node
@@ -88,7 +88,7 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 		cache.entries[l.Key] = e
 		for _, n := range cfg.Networks {
 			ep, ok := l.Endpoint(n.Family())
-			if !ok { // which the Node may have by now
+			if !ok { // the Node may have a podCIDR of this family by now
 				e.cidrs = nil
 				return
 			}
@@ -135,7 +135,8 @@ func (c *nodeCache) successor() *nodeCache {
 	return &nodeCache{keys: c.keys, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
 }
 
-// put puts a Node of a list into the cache, together with the state that old has of it.
+// put puts a Node of a list into the cache, together with the state that old has of it. full means that
+// n contains the spec.
 func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) {
 	e := &entry{}
 	if known := old.entries[string(n.Name)]; known != nil && known.isNode(n) {
@@ -171,7 +172,8 @@ func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) 
 	}
 }
 
-// set updates an entry by n. It does not allocate if nothing has changed.
+// set updates an entry by n. full means that n contains the spec. set does not allocate if nothing has
+// changed.
 func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 	changed := false
 	e.version = n.Revision

@@ -50,7 +50,7 @@ func newOwnNode(n *wire.Node, revision int64) *ownNode {
 	return s
 }
 
-// published returns the annotations that are written.
+// published returns those annotations of the Node that a node publishes.
 func (s *ownNode) published() annotation.Notes {
 	return annotation.Notes(s.notes[:annotation.Published])
 }
@@ -151,8 +151,9 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	return addrs, err
 }
 
-// parsePublic parses an address that an administrator gives this node, which has the subnet own, or
-// none yet. It refuses addresses that peers refuse: those that no host or that a pod can have.
+// parsePublic parses an address that an administrator gives this node. own is the subnet of this node,
+// and invalid if there is none yet. parsePublic refuses addresses that peers refuse: an address that no
+// host can have, and an address in own.
 func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, error) {
 	a, err := subnet.ParseAddr(f, text)
 	switch {

@@ -35,8 +35,8 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 	}
 }
 
-// somePolicy returns the name of one NetworkPolicy, with its namespace, empty if
-// there is none.
+// somePolicy returns one NetworkPolicy in the form NAMESPACE/NAME. It returns "" if there is none, or
+// if the answer cannot be decoded.
 func (m *Manager) somePolicy(ctx context.Context) (string, error) {
 	body, err := m.client.call(ctx, m.timing.request, request{
 		group: "networking.k8s.io", path: "networkpolicies", query: url.Values{"limit": {"1"}},
@@ -51,7 +51,7 @@ func (m *Manager) somePolicy(ctx context.Context) (string, error) {
 		}
 	}
 	if err := json.Unmarshal(body, &list); err != nil || len(list.Items) == 0 {
-		return "", nil //nolint:nilerr // an answer without names
+		return "", nil //nolint:nilerr // an answer that cannot be decoded is not worth another try
 	}
 	return list.Items[0].Metadata.Namespace + "/" + list.Items[0].Metadata.Name, nil
 }

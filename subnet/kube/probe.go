@@ -19,7 +19,7 @@ import (
 type probe struct {
 	m        *Manager
 	cache    *nodeCache
-	due      *time.Timer // since the last event
+	due      *time.Timer // fires if the watch is silent for too long
 	got      chan *ownNode
 	required int64 // the revision that the watch has to reach
 }

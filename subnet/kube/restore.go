@@ -113,8 +113,8 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	return true, nil
 }
 
-// full reports whether the podCIDRs of all entries are known. They may be unknown for a Node whose
-// lease has one family only.
+// full reports whether the podCIDRs of all entries are known. They are not known for a Node whose lease
+// lacks a family of the configuration.
 func (c *nodeCache) full() bool {
 	for _, e := range c.entries {
 		if e.cidrs == nil {
@@ -124,7 +124,8 @@ func (c *nodeCache) full() bool {
 	return true
 }
 
-// hadChange reports whether the Node of w had the version of w when the store was at revision.
+// hadChange reports whether the Node in w had the version in w when the store was at revision. It also
+// reports false if the server does not have that state any more.
 func (m *Manager) hadChange(ctx context.Context, w lastChange, revision int64) (is bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()

@@ -29,18 +29,18 @@ var errRelist = errors.New("watch cannot be resumed")
 // listing is the part of a list besides the Nodes.
 type listing struct {
 	wire.ListMeta
-	behind bool // the server's cache had not reached the revision that was asked for
+	behind bool // the server's cache had not reached the requested revision
 }
 
 // query selects Nodes and a revision.
 type query struct {
 	metadata bool     // without spec and status
 	name     string   // of one Node; empty for all
-	hosts    []string // values of the label wire.HostnameLabel, of which every kubelet gives its Node one of its own; nil for all
-	revision int64    // not older than that; 0: the present one, which the server asks its store for
-	exact    bool     // as it was at revision, which the server asks its store for
+	hosts    []string // values of the label wire.HostnameLabel, which differ between Nodes; nil for all
+	revision int64    // the answer must not be older; 0: the present state, which the server reads from its store
+	exact    bool     // the answer must be of exactly revision, which the server reads from its store
 	limit    int      // objects on a page; 0: all on one
-	more     string   // of the page before
+	more     string   // the token from the page before
 }
 
 // selects reports whether q is about single Nodes.
@@ -73,8 +73,8 @@ func (q query) values() url.Values {
 // A server answers from its cache, and refuses a revision that the cache has not reached within
 // 3 s. The cache of a server that has just started, that is slow, or whose etcd sends no progress
 // (3.4 does not on request) may be far behind. Then list requests the present state, which the
-// server reads from its store. A list from the cache would be wrong, because it may be older than
-// the cache.
+// server reads from its store. A list from the server's cache would be wrong, because it may be
+// older than the nodeCache.
 func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wire.Node)) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
 	if q.revision == 0 || q.exact || !isTooLarge(err) {
@@ -82,7 +82,7 @@ func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wi
 	}
 	level := 0
 	if q.selects() {
-		level = 1 // one Node of many
+		level = 1 // there may be many such requests
 	}
 	klog.FromContext(ctx).V(level).Info("the API server's cache is behind, its store is asked", "answer", err.Error())
 	q.revision = 0
@@ -145,9 +145,9 @@ func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on fu
 
 // watch calls on for every change of Nodes after q.revision, which must not be 0. The event is
 // valid until on returns. watch calls alive when the server has accepted the watch. It returns nil
-// when the server ends the watch at the time that was asked for, which is after some minutes,
-// errEnded when the watch ends otherwise, errRelist when the server cannot continue from that
-// revision, and an error of on as it is.
+// when the server ends the watch after the requested time, which is some minutes. It returns errEnded
+// when the watch ends earlier or the connection breaks, and errRelist when the server cannot continue
+// from that revision. It returns an error of on as it is.
 func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func(), on func(wire.Event) error) error {
 	lasts := watchTime + rand.N(watchTime)
 	r := request{path: "nodes", query: q.values(), accept: acceptFull}
@@ -181,20 +181,21 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 }
 
 // watchTime is the shortest time for which a watch is requested. The time is random and up to twice as
-// long, so that watches of thousands of nodes do not end together. A server that has not ended it
-// watchGrace later hangs. beginTime is the deadline for the beginning of a watch.
+// long, so that watches of thousands of nodes do not end together. A server that has not ended the
+// watch watchGrace later hangs. beginTime is the deadline for the beginning of a watch.
 const (
 	watchTime  = 5 * time.Minute
 	watchGrace = 30 * time.Second
 	beginTime  = stallTimeout
 )
 
-// begin sends a request for an endless answer, and returns when it has begun.
+// begin sends a request whose answer does not end, and returns when the answer has begun. The caller
+// must close the body.
 func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	late := time.AfterFunc(beginTime, func() { cancel(context.DeadlineExceeded) })
 	resp, err := c.do(ctx, r)
-	if !late.Stop() { // an answer that has come nevertheless has no body
+	if !late.Stop() { // an answer may have come nevertheless, but its body cannot be read any more
 		if err == nil {
 			_ = resp.Body.Close()
 		}
@@ -208,7 +209,7 @@ func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	return resp, nil
 }
 
-// body releases a request's context with it.
+// body is the body of an answer. Close also releases the context of the request.
 type body struct {
 	io.ReadCloser
 	release func()
@@ -233,7 +234,7 @@ func (c *client) events(from io.Reader, d *wire.Decoder, on func(wire.Event) err
 	return nil
 }
 
-// failure returns an error of a watch as one of the API server.
+// failure converts an error of a watch to an error of the API server.
 func (c *client) failure(err error) error {
 	if status, ok := errors.AsType[*wire.StatusError](err); ok {
 		return c.complete(fromStatus(status), "")

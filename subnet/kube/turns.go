@@ -26,10 +26,10 @@ import (
 // If the server is always slow, a host stops waiting when the time most has passed.
 type turns struct {
 	m      *Manager
-	begun  time.Time // when the host began to wait; zero if it does not
-	most   time.Duration
-	factor int       // maximum of the next pause, as a multiple of timing.spread for each Node
-	ended  time.Time // when the last pause ended
+	begun  time.Time     // when the host began to wait; zero if it does not
+	most   time.Duration // how long the host waits at most
+	factor int           // maximum of the next pause, as a multiple of timing.spread for each Node
+	ended  time.Time     // when the last pause ended
 }
 
 const (

@@ -77,8 +77,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// lasted resets b after a watch that has lasted for some time. A watch that a server ends at once
-// counts like one that it refuses.
+// resetAfterLongWatch resets b after a watch that has lasted for some time. begun is when the server
+// accepted the watch, and zero if it did not. A watch that a server ends at once counts like one that it
+// refuses.
 func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
 	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
 		b.Reset()
@@ -171,7 +172,9 @@ func (m *Manager) listAs(ctx context.Context, cache *nodeCache, s *ownNode, q qu
 	return next, nil
 }
 
-// follow watches from the revision of the cache until the watch ends.
+// follow watches from the revision of the cache until the watch ends. It requests new Nodes, probes a
+// silent watch and makes the audit meanwhile. It returns errStale, wrapped, if the watch is stale, and
+// otherwise the result of client.watch or errRelist.
 func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	events, taken, ended := make(chan wire.Event), make(chan struct{}), make(chan error, 1)
