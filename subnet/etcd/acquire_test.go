@@ -37,7 +37,7 @@ const (
 	configV6   = `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
 )
 
-// claim is what a host-gw node publishes.
+// claim returns the claim of a host-gw node with these public addresses, without subnets.
 func claim(ips ...string) subnet.Claim {
 	c := subnet.Claim{BackendType: "host-gw"}
 	for _, ip := range ips {
@@ -126,7 +126,8 @@ func TestTwentyInSixteen(t *testing.T) {
 		}
 		have = have[1:]
 	}
-	// Deleting a key leaves its etcd lease to its owner; nothing else may be left.
+	// The test has deleted keys of four owners, but not their etcd leases. No other unused etcd lease
+	// may exist.
 	if n := f.etcdLeases(t) - leases; n != 20 {
 		t.Errorf("%d etcd leases for 20 acquisitions", n)
 	}
@@ -303,8 +304,8 @@ func TestGrantsWithoutAnAnswer(t *testing.T) {
 	}
 }
 
-// TestEtcdLeaseOfAnotherTTLIsReplaced expects that a start with another time to live changes that of
-// the lease.
+// TestEtcdLeaseOfAnotherTTLIsReplaced expects that a start replaces an etcd lease whose time to live is
+// not the configured one.
 func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
 	s := newServer(t)
 	for name, had := range map[string]time.Duration{"shorter": time.Minute, "longer": 48 * time.Hour} {
@@ -422,7 +423,7 @@ func TestAnswerLost(t *testing.T) {
 	s := newServer(t)
 	for name, tc := range map[string]struct {
 		reserved, gone bool
-		next           string // address that is published after all
+		next           string // address that the manager publishes in the end
 	}{
 		"of a lease, tried again":              {next: lost},
 		"of a lease, with another address":     {next: after},
@@ -495,7 +496,8 @@ func TestAnswerLostAndTakenOver(t *testing.T) {
 	}
 }
 
-// loseAnswer lets m write c to key, and cancels the call before the answer arrives.
+// loseAnswer lets m write c to key, and cancels the call before the answer arrives. The proxy p, between
+// m and the etcd of f, stalls afterwards.
 func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c subnet.Claim) {
 	t.Helper()
 	ctx, cancel := contextWithCancel(t)

@@ -46,13 +46,13 @@ func (s *server) restore(tb testing.TB, backup string) {
 
 // TestRestoredBackupHasAnOlderLease restores a backup that contains an earlier lease of a host,
 // of another subnet, and not its present one. Peers accept the older of two leases with one
-// VTEP MAC, so the host must delete it when it takes its present subnet again.
+// VTEP MAC, so the host must delete the earlier lease when it takes its present subnet again.
 func TestRestoredBackupHasAnOlderLease(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
 		name, config        string
 		claim               subnet.Claim
-		others, before, had []string // the subnet of another host, and the earlier and the present one
+		others, before, had []string // subnets of another host, and the earlier and the present ones of the host
 	}{
 		{"IPv4", configV4, claim("192.0.2.1"), []string{"10.5.5.0/24"}, []string{"10.5.6.0/24"}, []string{"10.5.77.0/24"}},
 		{
@@ -107,8 +107,9 @@ func subnetsOf(l subnet.Lease) []netip.Prefix {
 	return all
 }
 
-// TestRetakeSparesOthers deletes the lease of a running host and expects that the host takes
-// it again without deleting leases that are not its own.
+// TestRetakeSparesOthers deletes the lease of a running host, and expects that the host takes it
+// again. The host must delete an older lease with its address, but no lease of another host, no
+// reservation and no younger lease.
 func TestRetakeSparesOthers(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configDual)
@@ -129,7 +130,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 	f.put(t, "subnets/"+older, own, f.grant(t, 60))
 	spared[reserved], spared[younger] = own, own
 	f.put(t, "subnets/"+reserved, own)
-	again, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1", "2001:db8::1")) // its create revision is behind older's
+	again, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1", "2001:db8::1")) // it is created after older
 	if err != nil || again.Key != l.Key {
 		t.Fatalf("took %s again, %v, want %s", again.Key, err, l.Key)
 	}

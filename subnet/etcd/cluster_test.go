@@ -120,7 +120,8 @@ func urlsOf(members []*server) (urls []string) {
 	return urls
 }
 
-// watchMany starts managers that watch a cluster and have seen what is in it.
+// watchMany starts 12 managers that watch a cluster without leases, and waits for the first snapshot of
+// each.
 func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Manager)) []*subnettest.Watcher {
 	t.Helper()
 	watchers := make([]*subnettest.Watcher, 0, 12)
@@ -137,7 +138,7 @@ func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Man
 }
 
 // TestMemberCutOff separates one of three members from the others, which go on without it.
-// Hosts that were connected to it change over.
+// Hosts that were connected to it must change to another member.
 //
 //stages:rest it waits for a cluster of three etcds to notice a lost member
 func TestMemberCutOff(t *testing.T) {
@@ -159,9 +160,9 @@ func TestMemberCutOff(t *testing.T) {
 	}
 }
 
-// TestMemberHangs makes the disk of one of three members hang, so that it commits nothing
-// while it goes on to say that there is nothing new. Hosts that were connected to it change
-// over. The leader is spared: the others would wait for another one.
+// TestMemberHangs makes the disk of one of three members hang. That member commits nothing, but goes
+// on to report that there is nothing new. Hosts that were connected to it must change to another
+// member. The member is not the leader, because the others would first have to elect another one.
 //
 //stages:rest it waits for a cluster of three etcds to notice a hanging member
 func TestMemberHangs(t *testing.T) {

@@ -104,7 +104,8 @@ func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 }
 
 // TestExhaustedPoolWhoseConfigurationHasChanged changes the configuration and then a lease, before a
-// host begins to wait. etcd may send the later change first, so the host tries several times.
+// host begins to wait. The host must not wait, but try again. etcd may send the later change first, so
+// the test repeats this several times.
 func TestExhaustedPoolWhoseConfigurationHasChanged(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	config := `{"Network":"10.5.0.0/28"}`

@@ -157,7 +157,7 @@ func TestOwnValueChanged(t *testing.T) {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1") && lease == 0
 	})
-	// Those of other tests run out meanwhile.
+	// There may be fewer than before, because etcd leases of other tests expire meanwhile.
 	waittest.Until(t, patience, "no etcd lease left", func() bool { return f.etcdLeases(t) <= before })
 	f.delete(t, "subnets/"+l.Key)
 	waittest.Until(t, patience, "the key back with an etcd lease", func() bool {
@@ -198,7 +198,7 @@ func TestOwnKeyTakenOver(t *testing.T) {
 }
 
 // TestOwnKeyTakenOverAtTheSameRevision empties the store, so that revisions start again and another
-// node's lease has the revision that the own one had.
+// node's lease has the revision that the own one had. Keep must notice that the subnet is lost.
 func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -283,7 +283,8 @@ func TestTwoOfOneAddress(t *testing.T) {
 	}
 }
 
-// TestStoreWipedUnderKeep expects that the own lease is published again for the same subnet.
+// TestStoreWipedUnderKeep empties the store while Keep runs. It expects that Keep publishes the own lease
+// again with the same subnet.
 func TestStoreWipedUnderKeep(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)

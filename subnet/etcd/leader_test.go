@@ -36,7 +36,7 @@ func TestLeaderLosesTheStore(t *testing.T) {
 	p.cut() // so that the first manager does not wait for an answer
 }
 
-// TestLeaderIsRestarted kills a leader. Its next process leads at once.
+// TestLeaderIsRestarted kills a leader. The next process of this node must lead at once.
 func TestLeaderIsRestarted(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, sharedServer(t))

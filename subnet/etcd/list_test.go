@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// fill makes leases of the usual size.
+// fill puts the given number of leases, with values of the usual size.
 func (f *fixture) fill(tb testing.TB, leases int) {
 	tb.Helper()
 	for first := 0; first < leases; first += 100 {
@@ -32,7 +32,7 @@ func (f *fixture) fill(tb testing.TB, leases int) {
 	}
 }
 
-// TestListByPages lists more than one page holds: all leases, once each, by key, at one
+// TestListByPages checks that a list of several pages has each lease once, sorted by key, at one
 // revision.
 func TestListByPages(t *testing.T) {
 	f := newFixture(t, sharedServer(t))

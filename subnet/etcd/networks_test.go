@@ -36,7 +36,7 @@ func (f *fixture) keys(tb testing.TB, dir string) (keys []string) {
 
 var self = netip.MustParseAddr("192.0.2.1")
 
-// configs follows networks and remembers what it is told.
+// configs receives the configurations that Networks reports, as texts by the name of the network.
 type configs struct {
 	t     *testing.T
 	calls chan map[string]string
@@ -112,7 +112,7 @@ func TestNetworks(t *testing.T) {
 	all.expect(map[string]string{"green": "g2", "blue": "b1"})
 	some.expect(map[string]string{"green": "g2", "blue": "b1"})
 
-	// After an outage with a compaction everything is listed again.
+	// After an outage everything is listed again.
 	s.stop()
 	s.start(t)
 	f.put(t, "blue/config", "b2")
@@ -123,8 +123,8 @@ func TestNetworks(t *testing.T) {
 	some.expect(map[string]string{})
 }
 
-// TestNetworkPutAfterTheListing lists an emptied store before the configuration is put again, at the
-// revision at which the host had seen it.
+// TestNetworkPutAfterTheListing lists an emptied store. Then the configuration is put again, at the
+// revision at which the host had seen it. The network must not count as deleted.
 func TestNetworkPutAfterTheListing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t)
@@ -196,8 +196,8 @@ func TestReleaseOfAReservation(t *testing.T) {
 	}
 }
 
-// TestSightDuringAnOutage asks when the store had a configuration while it is away. The answer must
-// come when the store is back.
+// TestSightDuringAnOutage calls Sight while the store is unavailable. Sight must return a Sighting when
+// the store is back.
 func TestSightDuringAnOutage(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "red/config", configV4)

@@ -11,8 +11,9 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// TestPatience makes requests to a store that does not answer in time. Each has twice as much
-// time as the one before, up to four times the usual, until an answer comes quickly.
+// TestPatience checks the deadlines of requests to a store that does not answer in time. Each request
+// must have twice as much time as the one before, up to four times the usual, until an answer comes
+// quickly.
 func TestPatience(t *testing.T) {
 	t.Parallel()
 	m := newFixture(t, sharedServer(t)).manager(t)

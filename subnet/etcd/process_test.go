@@ -17,8 +17,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
-// etcdReleases returns the programs of the etcds that hosts may use: Debian's, those of
-// test/components, and the one that is linked into the tests.
+// etcdReleases returns the programs of the etcds that hosts may use, by release: Debian's, those of
+// test/components, and "" for the etcd that is linked into the tests.
 func etcdReleases(tb testing.TB) map[string]string {
 	tb.Helper()
 	programs := map[string]string{"3.4": "/usr/bin/etcd", "present": ""}
@@ -32,7 +32,7 @@ func etcdReleases(tb testing.TB) map[string]string {
 	return programs
 }
 
-// process is an etcd of its own program.
+// process is an etcd that runs as a process.
 type process struct {
 	cmd    *exec.Cmd
 	exited chan struct{}

@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestWatchAgain ends a Watch and starts another one, as a host does whose network configuration has
-// changed. It gets all leases, also changes in between, although the manager cannot list them.
+// TestWatchAgain ends a Watch and starts another one, as a host does when its network configuration
+// changes. The second Watch must publish all leases, also the changes in between, without a list.
 func TestWatchAgain(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -46,7 +46,8 @@ func TestWatchAgain(t *testing.T) {
 	}
 }
 
-// TestAcquireOfTheSameSubnet changes the data of a lease, and needs no list for that.
+// TestAcquireOfTheSameSubnet checks that Acquire needs no list if the manager has a lease with the same
+// subnet.
 func TestAcquireOfTheSameSubnet(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -61,7 +62,7 @@ func TestAcquireOfTheSameSubnet(t *testing.T) {
 }
 
 // TestKeepFollowsAcquire changes to another network while Keep runs with the lease of the former one.
-// Keep must not take that one again, and must keep the new one.
+// Keep must not take the former lease again, and must keep the new one.
 func TestKeepFollowsAcquire(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

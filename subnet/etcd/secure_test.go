@@ -148,7 +148,7 @@ func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 		_, err := m.Config(ctx)
 		done <- err
 	}()
-	// A broken connection may show before its reason does.
+	// OnStatus may report the broken connection before it reports the reason.
 	start := time.Now()
 	var text string
 	waittest.Until(t, patience, "an error with "+want, func() bool {
@@ -335,7 +335,8 @@ func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
 	return ids
 }
 
-// enableAuth lets the user flannel write below the prefix. The other user may write nothing.
+// enableAuth makes the etcd require logins. The user root may do everything, the user flannel may read
+// and write below the prefix, and the third user has no permissions. All passwords are "secret".
 func enableAuth(tb testing.TB, f *fixture) {
 	tb.Helper()
 	ctx := tb.Context()

@@ -38,11 +38,11 @@ const (
 type server struct {
 	dir      string
 	url      string
-	peer     string       // address for members: with it an emptied etcd has the cluster id that it had
+	peer     string       // address for members, as host:port; an emptied etcd with the same one keeps its cluster id
 	tls      embed.Config // only its ClientTLSInfo counts
 	election uint         // ms; zero means 500. An etcd lease lives for no less than 1.5 times that
 	program  string       // runs as a process; empty means the etcd that is linked in
-	tokenTTL uint         // seconds that a login lives for without being used; zero means 300
+	tokenTTL uint         // seconds after which an unused token expires; zero means 300
 	bcrypt   uint         // cost of a password; zero means the least
 	etcd     *embed.Etcd
 	process  *process
@@ -93,7 +93,7 @@ func (s *server) start(tb testing.TB) {
 	cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
 	cfg.InitialCluster = cfg.InitialClusterFromName(cfg.Name)
 	cfg.ClientTLSInfo = s.tls.ClientTLSInfo
-	wait.WhileHeld(tb.Context(), func() bool { // after a stop
+	wait.WhileHeld(tb.Context(), func() bool { // after a stop the address may be in use for a moment
 		s.etcd, err = embed.StartEtcd(cfg)
 		return errors.Is(err, unix.EADDRINUSE)
 	})
@@ -159,7 +159,7 @@ func TestMain(m *testing.M) {
 	if code == 0 {
 		err := goleak.Find()
 		for deadline := time.Now().Add(patience); err != nil && time.Now().Before(deadline); {
-			err = goleak.Find() // it waits by itself: members of a cluster take a while to part
+			err = goleak.Find() // it waits by itself: members of a cluster need a while to end
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -212,7 +212,8 @@ func (f *fixture) delete(tb testing.TB, key string) {
 	}
 }
 
-// get returns the value and the etcd lease of a key, or nothing.
+// get returns the value, the etcd lease and the revision of the last write of a key. They are zero if
+// there is no such key.
 func (f *fixture) get(tb testing.TB, key string) (value string, lease, revision int64) {
 	tb.Helper()
 	resp, err := f.kv.Get(tb.Context(), f.prefix+"/"+key)
@@ -225,6 +226,8 @@ func (f *fixture) get(tb testing.TB, key string) (value string, lease, revision 
 	return string(resp.Kvs[0].Value), resp.Kvs[0].Lease, resp.Kvs[0].ModRevision
 }
 
+// grant creates an etcd lease with a time to live of ttl seconds, and returns the option that gives it
+// to a key.
 func (f *fixture) grant(tb testing.TB, ttl int64) clientv3.OpOption {
 	tb.Helper()
 	resp, err := f.kv.Grant(tb.Context(), ttl)
@@ -245,7 +248,7 @@ func (f *fixture) etcdLeases(tb testing.TB) int {
 	return len(resp.Leases)
 }
 
-// manager returns a manager that ends with the test, with intervals that suit one.
+// manager returns a manager that is closed at the end of the test. Its intervals suit tests.
 func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	tb.Helper()
 	cfg := Config{Endpoints: []string{f.url}, Prefix: f.prefix}
@@ -281,10 +284,10 @@ type proxy struct {
 	mu         sync.Mutex
 	listener   net.Listener
 	conns      []net.Conn
-	hang       chan struct{}  // while open nothing is forwarded
-	last       []byte         // data that contains it is the last that is forwarded
+	hang       chan struct{}  // nothing is forwarded until it is closed; nil: no stall
+	last       []byte         // the proxy stalls after data that contains it; nil: it does not
 	rate       int            // bytes in a second to managers, all together; zero: no limit
-	busy       time.Time      // until when what was sent at this rate takes
+	busy       time.Time      // when all bytes so far have been sent at this rate
 	sent       atomic.Int64   // bytes to managers
 	accepting  sync.WaitGroup // accepts connections and adds them to conns
 	forwarding sync.WaitGroup

@@ -21,7 +21,7 @@ import (
 // behind.
 func TestAwaitRevision(t *testing.T) {
 	for name, tc := range map[string]struct {
-		revision, reaches int64 // half way through the grace, from 3
+		revision, reaches int64 // awaited, and reached after half of the time; before, the stream is at 3
 		want              error
 	}{
 		"it was there already": {3, 3, nil},

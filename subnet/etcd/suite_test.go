@@ -11,7 +11,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// backing puts an etcd to the suite.
+// backing gives the suite access to an etcd.
 type backing struct{ *fixture }
 
 func (b backing) SetConfig(t *testing.T, raw string) {

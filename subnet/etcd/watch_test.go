@@ -167,7 +167,8 @@ func compact(tb testing.TB, f *fixture, revision int64) {
 }
 
 // TestOutages lets the connection fail in several ways while peers come, change and go. The missed
-// revisions are compacted in one half of the cases.
+// revisions are compacted in one half of the cases. When the connection is back, the watch must
+// publish the changes, and must not take the store for another one.
 func TestOutages(t *testing.T) {
 	t.Parallel()
 	for _, how := range []string{"cut", "stalled"} {
@@ -228,8 +229,9 @@ func checkTransitions(t *testing.T, all []error) {
 	}
 }
 
-// TestIdleWatchStaysUp probes a watch without events many times. The server is its own: on a shared
-// one, leases of other tests that expire advance the revision, which is published.
+// TestIdleWatchStaysUp expects that a watch without events stays up while it is probed many times, and
+// publishes nothing. The test needs a server of its own. On a shared server, leases of other tests expire
+// and raise the revision, and the watch publishes that.
 func TestIdleWatchStaysUp(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -330,8 +332,8 @@ func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 	}
 }
 
-// TestStoreWipedDuringTheGracePeriod expects that leases which are retained after a long outage do not
-// belong to the store that replaces the first one.
+// TestStoreWipedDuringTheGracePeriod expects that a watch drops the leases that it retains after a long
+// outage when another store replaces the first one.
 func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
 	t.Parallel()
 	const margin = 50 * time.Millisecond
@@ -429,9 +431,9 @@ func TestDeadConnection(t *testing.T) {
 	w.Until(t, "a peer that came meanwhile", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 }
 
-// TestSilence watches a store that sends nothing for longer than leases last without a renewal. A
-// lease that it removes then is gone at once, unless the store may have been unavailable for as
-// long without notice.
+// TestSilence watches a store that sends nothing for so long that leases could have expired. Then the
+// store deletes a lease. The lease must be gone at once if an outage would have been noticed, and must be
+// retained otherwise.
 func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	t.Run("noticed", func(t *testing.T) {
@@ -447,7 +449,8 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// watchSilentStore watches a store with one peer that has sent nothing for longer than margin.
+// watchSilentStore watches a store with one peer, and returns when the store has sent nothing for longer
+// than margin, the RenewMargin of leases. dead is the time in which a dead connection is noticed.
 func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Watcher) {
 	t.Helper()
 	f := newFixture(t, sharedServer(t))
@@ -485,7 +488,7 @@ func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subn
 	return f, w
 }
 
-// TestQuietViewIsNotCompacted lets others write to an etcd and compact it while no lease changes.
+// TestQuietViewIsNotCompacted writes other keys to an etcd and compacts it while no lease changes.
 // The answers to probes must keep the revision of the cache up to date, so that a host whose
 // connection breaks then needs no full list. etcd 3.4.23 is an exception: it answers probes
 // before it has sent all events, so the cache must ignore its answers, and the host needs a list.

@@ -15,8 +15,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestDualStackNodesShareNoSubnet starts as many nodes at once as there are IPv4 subnets. Their
-// keys are rarely the same, because each of them also chooses one of 65,535 IPv6 subnets.
+// TestDualStackNodesShareNoSubnet starts as many nodes at once as there are IPv4 subnets. Each node must
+// get subnets of its own. Two nodes that choose the same IPv4 subnet rarely write the same key, because
+// each of them also chooses one of 65,535 IPv6 subnets.
 func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	const nodes = 16
 	f := newFixture(t, newServer(t))
@@ -32,7 +33,7 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 		wg.Go(func() {
 			var l subnet.Lease
 			var err error
-			for l.Key == "" && ctx.Err() == nil { // one that will yield may hold the last free subnet
+			for l.Key == "" && ctx.Err() == nil { // another node may hold the last free subnet until it yields
 				l, err = subnettest.Acquire(ctx, m, claim(fmt.Sprintf("192.0.2.%d", n+1), fmt.Sprintf("2001:db8::%d", n+1)))
 			}
 			if err != nil {
@@ -61,8 +62,9 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	}
 }
 
-// TestRecreatedLeaseIsComparedLater finds an own lease that was taken again by a call that ended before
-// it could compare it with older leases. The next check of the lease must do so.
+// TestRecreatedLeaseIsComparedLater puts the own key as if an earlier call had created it again, but had
+// ended before it compared the key with older leases. Keep must compare them, and must leave the subnet
+// to the older lease.
 func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configDual)
