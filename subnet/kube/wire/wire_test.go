@@ -97,7 +97,7 @@ func contentOfAPI(n *corev1.Node) content {
 	return c
 }
 
-// TestWithLabel expects that a decoder keeps the label that it was told, also if it is HostnameLabel.
+// TestWithLabel expects that a decoder keeps the label of WithLabel, even if that is HostnameLabel.
 func TestWithLabel(t *testing.T) {
 	for key, want := range map[string]string{"label": "x", wire.HostnameLabel: "host-of-n1", "other": "", "": ""} {
 		n := wiretest.Decode(t, newDecoder().WithLabel(key), node("n1"), false)
@@ -271,8 +271,8 @@ func TestEventsAllocateNothing(t *testing.T) {
 	}
 }
 
-// FuzzNode compares the decoder with the Kubernetes API's own one on arbitrary messages. The
-// latter also refuses messages for the sake of fields that flanneld does not read.
+// FuzzNode compares the decoder with the Kubernetes API's own decoder on arbitrary messages. The API's
+// decoder also refuses messages because of fields that flanneld does not read.
 func FuzzNode(f *testing.F) {
 	for _, n := range []*corev1.Node{node("n"), {ObjectMeta: metav1.ObjectMeta{Name: "n"}}} {
 		b, err := n.Marshal()
