@@ -27,7 +27,7 @@ func endpoint(subnetText, public, data string) subnet.Endpoint {
 	return e
 }
 
-// TestEncode compares with patches that flannel was seen to send.
+// TestEncode expects the annotations of patches that were recorded from flannel.
 func TestEncode(t *testing.T) {
 	const (
 		v4MAC = `{"VNI":1,"VtepMAC":"ea:00:85:05:68:33"}`
@@ -245,7 +245,9 @@ func FuzzDecode(f *testing.F) {
 				return
 			}
 		}
-		var kept []netip.Prefix // without a family that cannot be read, for which host-gw and others publish 0.0.0.0
+		// Only the podCIDRs of the endpoints: without an IPv4 endpoint, Encode publishes 0.0.0.0 for most
+		// backends, and Decode would read that as an endpoint of an IPv4 podCIDR.
+		var kept []netip.Prefix
 		for _, e := range c.Endpoints {
 			kept = append(kept, e.Subnet)
 		}
