@@ -25,7 +25,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestManyNewNodes expects that Nodes which come together are requested together, by their label, and that a Node is found whose label has changed, or that has none.
+// TestManyNewNodes expects that Nodes which come together are requested together, by their label. A Node
+// without the label, and one with an empty label, must be found too.
 //
 //stages:rest it creates thousands of nodes
 func TestManyNewNodes(t *testing.T) {
@@ -63,8 +64,8 @@ func TestManyNewNodes(t *testing.T) {
 	}
 }
 
-// TestLabelHasChanged expects that Nodes are requested by name if their label is not that of their
-// event any more.
+// TestLabelHasChanged expects that Nodes are requested by name if a request by label does not find them,
+// because their label has changed since their event.
 func TestLabelHasChanged(t *testing.T) {
 	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
@@ -171,7 +172,7 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "5", "")))}
 		}}
 		const nodes, daemons = 10000, 200
-		cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: make(map[string]*entry, nodes)} // of all, who only read it
+		cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: make(map[string]*entry, nodes)} // of all daemons, which only read it
 		for n := range nodes {
 			cache.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
 		}
@@ -212,8 +213,8 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 	})
 }
 
-// TestProbe expects that a server that is behind counts as an outage until its watch brings an
-// event.
+// TestProbe expects that a silent watch is not stale if it has reached the last change of the own Node,
+// and is stale otherwise. It must not count as stale any more after an event of that revision.
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &countingServer{answer: func(*http.Request) *http.Response {

@@ -88,8 +88,8 @@ func (f *fixture) ahead(t *testing.T) int64 {
 	return revision
 }
 
-// testAheadOfCache asks for a revision that the server's cache has not reached. It must come from
-// the store at once, in each form of the server's refusal.
+// testAheadOfCache requests a revision that the server's cache has not reached. The answer must come
+// from the store, for each kind of request, because the server refuses them in different forms.
 func (f *fixture) testAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
@@ -158,8 +158,9 @@ func (f *fixture) testRestartAheadOfCache(t *testing.T) {
 	}
 }
 
-// testRestoredStore restores the store from a backup, so that its revisions are lower. Its state must
-// be read, and must count as another store's.
+// testRestoredStore starts a manager with a last known state of a much higher revision than the store
+// has, as after a backup was restored. The manager must publish the present state with the same store id
+// and the lower revision, by which the ledger recognizes the restored store.
 func (f *fixture) testRestoredStore(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
@@ -195,7 +196,7 @@ func newSlowStore(t *testing.T, etcd *url.URL) *slowStore {
 	t.Helper()
 	s := &slowStore{open: make(chan struct{})}
 	close(s.open)
-	var up, down http.Protocols // of gRPC, and of a request for etcd's health
+	var up, down http.Protocols // up is for gRPC, and down also for requests for etcd's health
 	up.SetUnencryptedHTTP2(true)
 	down.SetUnencryptedHTTP2(true)
 	down.SetHTTP1(true)
@@ -237,6 +238,7 @@ func (s *slowStore) freeze(on bool) {
 	}
 }
 
+// heldBack is the body of a watch. Its Read does not return while the slowStore is frozen.
 type heldBack struct {
 	io.ReadCloser
 	of *slowStore
@@ -273,7 +275,7 @@ func newBalancer(t *testing.T) *balancer {
 			if err != nil {
 				return
 			}
-			b.keep(conn) // before its destination is chosen: use ends all connections to another one
+			b.keep(conn) // before its destination is chosen: use ends all connections to another server
 			forwarding.Go(func() { b.forward(conn) })
 		}
 	})
@@ -323,7 +325,8 @@ func (b *balancer) use(s *server) {
 }
 
 // TestAPIServersBehindABalancer starts two API servers on one etcd. One is up to date. The other
-// gets no events from etcd for a time, and is started again later.
+// gets no events from etcd for a time, and is started again later. A manager that is moved between
+// them must always find the present Nodes, and must not take the store for another one.
 //
 //stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {
@@ -412,8 +415,8 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("in the end", "node4", "node5", "node6", "node7")
 }
 
-// TestTooLargeIsRecognised expects that the answer is recognised in each of its forms: servers before
-// 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
+// TestTooLargeIsRecognised expects that isTooLarge recognizes the answer in each of its forms: servers
+// before 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
 func TestTooLargeIsRecognised(t *testing.T) {
 	status := func(message string, causes ...metav1.CauseType) []byte {
 		s := &metav1.Status{Message: message, Reason: metav1.StatusReasonTimeout, Code: http.StatusGatewayTimeout, Details: &metav1.StatusDetails{}}

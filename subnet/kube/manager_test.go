@@ -192,7 +192,8 @@ func TestEventsOfManyStarts(t *testing.T) {
 	}
 }
 
-// TestWithoutEvents uses the role of flannel's own manifests, which does not permit Events.
+// TestWithoutEvents checks that Acquire returns the same error with the role of flannel's own manifests,
+// which does not permit Events.
 func TestWithoutEvents(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.grant(t, false)
@@ -429,7 +430,8 @@ func TestCondition(t *testing.T) {
 	waittest.Eventually(t, patience, "condition that was flipped", good)
 }
 
-// TestReadyAsTheAPIReturns lets the network become ready at the moment at which the API returns.
+// TestReadyAsTheAPIReturns lets the network become ready at the moment at which the API becomes usable
+// again. Keep must set the condition.
 func TestReadyAsTheAPIReturns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -467,7 +469,8 @@ func TestReadyAsTheAPIReturns(t *testing.T) {
 
 func status500(w http.ResponseWriter) bool { return status(http.StatusInternalServerError)(w, nil) }
 
-// TestNothingToWrite starts a manager whose Node needs no correction.
+// TestNothingToWrite starts a manager whose Node needs no correction. The manager must read the own Node
+// once, and write nothing.
 func TestNothingToWrite(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -593,7 +596,7 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	if s := again.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); !kept(s) || s.Store.ID != back.Store.ID {
 		t.Errorf("after a restart: %+v", s)
 	}
-	// But not another Node with its name.
+	// Another Node with the same name does not keep the lease.
 	known.Peers[0].Lease.Order--
 	other := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
 	if s := other.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); kept(s) {
@@ -662,7 +665,7 @@ func TestRestartIsCheap(t *testing.T) {
 	for _, lease := range before.Leases {
 		l := *lease
 		if l.Key == "node3" {
-			l.Order-- // it came in the same second, in which Kubernetes counts
+			l.Order-- // creation times are in seconds, and both Nodes may be of the same second
 		}
 		known.Peers = append(known.Peers, subnet.Peer{Lease: l})
 	}
@@ -851,7 +854,8 @@ func TestOneNodeCannotBeRequested(t *testing.T) {
 	}
 }
 
-// watchedThroughProxy returns an API without peers and its watcher, behind a proxy.
+// watchedThroughProxy returns a fixture without peers, a proxy before its API server, and a watcher that
+// uses the proxy.
 func watchedThroughProxy(t *testing.T) (*fixture, *proxy, *subnettest.Watcher) {
 	t.Helper()
 	f := newFixture(t, sharedServer(t))
@@ -868,8 +872,8 @@ func requestsNode(r *http.Request, name string) bool {
 	return r.URL.Query().Get("fieldSelector") == "metadata.name="+name
 }
 
-// TestWatchEndsWhileANodeIsRequested expects that the next watch requests a Node again whose answer was
-// lost with the previous watch.
+// TestWatchEndsWhileANodeIsRequested ends a watch before the answer to its request for a Node has come.
+// The next watch must request the Node again.
 func TestWatchEndsWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked := make(chan struct{}, 1)
@@ -978,7 +982,7 @@ func TestWatchesThatDoNotLast(t *testing.T) {
 			cancel()
 			<-late
 			watches := strings.Count(strings.Join(p.requests(), "\n"), "watch=true")
-			// Three wait for 10, 20, 40 ms and so on, and from then on for 200 ms, give or take half.
+			// Watch, Keep and Acquire each wait for 10, 20, 40 ms and so on up to 200 ms, give or take half.
 			if watches < 6 || watches > 120 {
 				t.Errorf("%d watches in 3 s, want some 60", watches)
 			}
@@ -1017,7 +1021,9 @@ func TestTokenIsRead(t *testing.T) {
 	}
 }
 
-// TestWipedServer replaces the server by one with the same address and other Nodes of the same names.
+// TestWipedServer restarts the API server, and later replaces its store by an empty one. The restarted
+// server must count as the same store. The emptied one, with a new Node of the own name, must count as
+// another store.
 //
 //stages:rest it takes half a minute; TestWatchNewNodes starts an API server too
 func TestWipedServer(t *testing.T) {
@@ -1053,7 +1059,7 @@ func TestWipedServer(t *testing.T) {
 	}
 }
 
-// TestThousandNodes deletes and adds a thousand Nodes.
+// TestThousandNodes replaces a thousand Nodes by others. The watch must publish all changes.
 //
 //stages:rest it creates thousands of nodes
 func TestThousandNodes(t *testing.T) {
@@ -1082,6 +1088,7 @@ func TestThousandNodes(t *testing.T) {
 	t.Logf("written in %s, known %s later", written, time.Since(start)-written)
 }
 
+// parallel calls f with each number from 0 to n-1, from several goroutines, and waits for them.
 func parallel(t *testing.T, n int, f func(int)) {
 	t.Helper()
 	const workers = 8

@@ -25,8 +25,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
-// newNode returns the Node with that name that was created in a second since 1970, with a uid of
-// its own.
+// newNode returns a Node. created is the time of its creation, in seconds since 1970, and also its uid.
 func newNode(name string, created int) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{
 		Name: name, UID: types.UID(strconv.Itoa(created)), CreationTimestamp: metav1.Unix(int64(created), 0), Annotations: map[string]string{},

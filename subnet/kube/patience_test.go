@@ -10,8 +10,9 @@ import (
 	"time"
 )
 
-// TestPatience makes requests to a server that does not answer in time. Each has twice as
-// much time as the one before, up to four times the usual, until an answer comes quickly.
+// TestPatience checks the deadlines of requests to a server that does not answer in time. Each request
+// must have twice as much time as the one before, up to four times the usual, until an answer comes
+// quickly.
 func TestPatience(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const usual = 10 * time.Second

@@ -13,7 +13,7 @@ import (
 	"testing"
 )
 
-// proxy is a proxy before an API server that counts requests and answers some of them itself.
+// proxy is a proxy before an API server. It records requests, and answers some of them itself.
 type proxy struct {
 	*httptest.Server
 	pass      func(http.ResponseWriter, *http.Request) // leaves a request to the API server
@@ -45,7 +45,7 @@ func newProxy(t *testing.T, s *server) *proxy {
 		t.Fatal(err)
 	}
 	rp := httputil.NewSingleHostReverseProxy(to)
-	rp.Transport = &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true} // loopback
+	rp.Transport = &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true} // a self-signed certificate on loopback
 	rp.FlushInterval = -1
 	rp.ErrorHandler = func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }
 	p := &proxy{pass: rp.ServeHTTP}
@@ -69,7 +69,8 @@ func newProxy(t *testing.T, s *server) *proxy {
 	return p
 }
 
-// answer makes f answer requests. A nil f leaves them to the API server.
+// answer makes f answer requests. If f returns false or is nil, the API server answers. answer also
+// clears the record of requests.
 func (p *proxy) answer(f func(http.ResponseWriter, *http.Request) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -23,7 +23,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// restartableNode is node 1. It has a ledger that survives restarts, as the daemon has.
+// restartableNode is node 1. It keeps its ledger and its own lease over restarts, like the daemon.
 type restartableNode struct {
 	f      *fixture
 	ledger subnet.Ledger
@@ -71,6 +71,7 @@ func (k *restartableNode) restart(t *testing.T, change func(*subnet.LedgerState)
 	k.watch(t.Context(), t, m, state, until)
 }
 
+// watch restores the ledger from state, and watches until until returns true for the known leases.
 func (k *restartableNode) watch(ctx context.Context, t *testing.T, m *Manager, state subnet.LedgerState, until func(map[string]string) bool) {
 	t.Helper()
 	k.ledger.Restore(state, time.Now())

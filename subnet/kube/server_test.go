@@ -53,7 +53,7 @@ type program struct {
 	exited chan struct{}
 }
 
-// run starts a program that logs into dir. The kernel ends it with the test.
+// run starts a program that logs into dir. The kernel kills it when the process of the tests ends.
 func run(dir, path string, args ...string) (*program, error) {
 	log, err := os.Create(filepath.Join(dir, filepath.Base(path)+".log"))
 	if err != nil {
@@ -81,7 +81,7 @@ func (p *program) kill() {
 	}
 }
 
-// await polls until up returns nil.
+// await polls until up returns nil, for at most two minutes.
 func (p *program) await(up func() error) error {
 	deadline := time.Now().Add(2 * time.Minute)
 	for {
@@ -102,11 +102,11 @@ func (p *program) await(up func() error) error {
 }
 
 const (
-	admin   = "admin-token"
-	flannel = "flannel-token" // with the permissions of the daemon
+	admin   = "admin-token"   // token of an administrator
+	flannel = "flannel-token" // token of a daemon, see grant for its permissions
 )
 
-// shared is one server for all tests.
+// shared is one server for the tests that need no special one.
 var shared = sync.OnceValues(func() (*server, error) {
 	dir, err := os.MkdirTemp("", "apiserver-test-")
 	if err != nil {
@@ -271,6 +271,8 @@ var adminClient = sync.OnceValue(func() *http.Client {
 	}}
 })
 
+// try sends a request of an administrator, and returns the status and the body of the answer.
+// contentType is at most one type of the body, which is JSON without it.
 func (s *server) try(method, path string, body any, contentType ...string) (int, []byte, error) {
 	var raw []byte
 	if body != nil {
@@ -299,7 +301,7 @@ func (s *server) try(method, path string, body any, contentType ...string) (int,
 	return resp.StatusCode, answer, err
 }
 
-// do sends a request of an administrator, and expects that it succeeds.
+// do is like try, and expects that the request succeeds.
 func (s *server) do(t testing.TB, method, path string, body any, contentType ...string) []byte {
 	t.Helper()
 	status, answer, err := s.try(method, path, body, contentType...)
@@ -416,7 +418,7 @@ func (f *fixture) grant(t *testing.T, events bool) {
 	f.do(t, http.MethodDelete, "/apis/coordination.k8s.io/v1/"+namespaced+"leases", nil)
 }
 
-// kubeconfig writes a kubeconfig with that token file, and returns its path.
+// kubeconfig writes a kubeconfig with that URL and a file with that token, and returns its path.
 func (f *fixture) kubeconfig(t *testing.T, url, token string) string {
 	t.Helper()
 	tokenFile := filepath.Join(f.dir, "token")
@@ -459,7 +461,8 @@ func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *M
 	return m
 }
 
-// expectStatus waits for a status of the API that contains want.
+// expectStatus waits for a status of the API whose text contains want, and skips others. The text is
+// "<nil>" if the API is usable.
 func expectStatus(t *testing.T, statuses <-chan error, want string) {
 	t.Helper()
 	timeout := time.After(patience)

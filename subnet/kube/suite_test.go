@@ -24,7 +24,7 @@ func annotationKey(name string) string { return annotation.DefaultPrefix + "/" +
 
 func defaultKeys() *annotation.Keys { return annotation.NewKeys(annotation.DefaultPrefix + "/") }
 
-// backing puts an API server to the suite.
+// backing gives the suite access to an API server.
 type backing struct{ *fixture }
 
 func (b backing) Allocates() bool { return false }
@@ -43,7 +43,8 @@ func cidrs(n int) []string {
 	return []string{fmt.Sprintf("10.5.%d.0/24", n), fmt.Sprintf("fd00:10:5:%x::/64", n)}
 }
 
-// Manager makes the Node as well, half of them with IPv6 first.
+// Manager also creates the Node if it does not exist. Nodes with an even number have the IPv6 podCIDR
+// first.
 func (b backing) Manager(t *testing.T, n int, _ ...netip.Prefix) subnet.Manager {
 	status, _, err := b.try(http.MethodGet, "/api/v1/nodes/"+nodeName(n), nil)
 	if err == nil && status == http.StatusNotFound {

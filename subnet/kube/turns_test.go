@@ -31,7 +31,7 @@ import (
 type crowd struct {
 	t     *testing.T
 	nodes int
-	busy  func(r *http.Request) *http.Response // answers small requests while the server is busy
+	busy  func(r *http.Request) *http.Response // called for small requests while the server is busy; nil: the usual answer
 
 	mu     sync.Mutex
 	free   bool // not busy
@@ -81,7 +81,7 @@ func (c *crowd) RoundTrip(r *http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(list)))}, nil
 }
 
-// slowly lets a request take too long.
+// slowly delays an answer so that the request counts as slow.
 func slowly(*http.Request) *http.Response {
 	time.Sleep(2 * slowAfter)
 	return nil
@@ -92,7 +92,7 @@ func refuse(*http.Request) *http.Response {
 	return &http.Response{StatusCode: http.StatusTooManyRequests, Header: http.Header{"Retry-After": {"1"}}, Body: io.NopCloser(strings.NewReader("busy"))}
 }
 
-// watching starts the watches of hosts that know nothing.
+// watching starts the watches of hosts without a last known state.
 func (c *crowd) watching(ctx context.Context, hosts int) {
 	for n := range hosts {
 		name := fmt.Sprintf("n%d", n)
@@ -110,7 +110,8 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 	}
 }
 
-// listed returns when lists came since start, and how many hosts have asked for the number of Nodes.
+// listed returns how long after start each list was requested, and how many requests asked for the number
+// of Nodes.
 func (c *crowd) listed(start time.Time) (at []time.Duration, counts int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
