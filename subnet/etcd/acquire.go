@@ -88,7 +88,8 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 	return p, nil
 }
 
-// leaseToKeep returns the lease among mine with which the node continues, or nil.
+// leaseToKeep returns the lease among mine with which the node continues. It returns nil if the node
+// takes subnets instead. running means that the manager has an own lease.
 func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
 	// At a start a reservation is preferred to the subnet that the node had.
 	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })

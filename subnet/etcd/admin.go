@@ -131,8 +131,8 @@ func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 
 // Reserve reserves the subnets in c, at most one of each family, for the node with the public
 // addresses in c: the key never expires. It returns an error if another node has the key, if another
-// key overlaps the subnets, or if the node has another reservation, because the node might use that
-// one. A lease of the node with this key becomes a reservation with the same value.
+// key overlaps the subnets, or if the node has another reservation, because the node would prefer the
+// other one. A lease of the node with this key becomes a reservation with the same value.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {

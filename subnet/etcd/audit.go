@@ -53,8 +53,8 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 		return ctx, func() {}
 	}
 	if a.due.IsZero() {
-		// All hosts may have started at once. No audit uses the store in the first ten minutes, so
-		// that it has time for those starts.
+		// All hosts may have started at once. No audit begins in the first ten minutes, so that the
+		// store has time for those starts.
 		first := a.m.timing.audit / 6
 		a.due = time.Now().Add(first + rand.N(a.m.timing.audit-first))
 	}

@@ -346,8 +346,8 @@ func (c *client) authenticate() (token string, err error) {
 
 // do makes one request. If etcd refuses the token, do logs in and tries the request once more: etcd
 // forgets a token when it is restarted, or when the token was not used for some minutes. deadline is
-// the time for each try. The login before a try has timing.request. If it takes longer, do returns
-// errLoggingIn, or the error of the login before.
+// the time for each try. A login before a try has timing.request in addition. If the login is still in
+// progress then, do returns errLoggingIn or the error of an earlier login: see login.get.
 func (c *client) do(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) error {
 	token, err := c.try(ctx, deadline, request)
 	if c.login == nil || !c.login.observe(token, err) {

@@ -141,7 +141,7 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	return own, err
 }
 
-// isCurrent reports whether the key as found needs no write, and no renewal yet.
+// isCurrent reports whether found, the own key as it was read, needs no write, and no renewal yet.
 func (m *Manager) isCurrent(found entry, own ownLease) bool {
 	return m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
 }

@@ -42,8 +42,9 @@ type login struct {
 var errLoggingIn = errors.New("the login is still in progress")
 
 // get returns the token. If there is no valid one, it waits for the login in progress, or starts a
-// login. If ctx ends first, it returns the error of the login before or, if there is none,
-// errLoggingIn. The end of life ends a login, and the end of ctx does not.
+// login, and returns the error of that login if it fails. If ctx ends before the login, get returns the
+// error of the login before that one or, if there is no such error, errLoggingIn. The end of life ends a
+// login, and the end of ctx does not.
 func (l *login) get(ctx, life context.Context) (token string, err error) {
 	valid, token, running := l.start(life)
 	if valid {

@@ -55,7 +55,7 @@ func (c *leaseCache) mark() string {
 		return ""
 	case newest == nil:
 		return "0"
-	case newest.err != nil: // the state file lacks it, so all leases have to be listed anyway
+	case newest.err != nil: // the state file does not contain this lease, so the next start must list all anyway
 		return ""
 	}
 	return fmt.Sprintf("%d %d %x %s", c.count(), newest.modRevision, int64(newest.leaseID), newest.key)
@@ -97,7 +97,7 @@ func newLastKnown(cfg Config) *lastKnown {
 	}
 	for i := range cfg.Known.Peers {
 		p := &cfg.Known.Peers[i]
-		if !p.HeldUntil.IsZero() { // it was not in the store
+		if !p.HeldUntil.IsZero() { // the store did not have the held peer
 			continue
 		}
 		e := &entry{key: p.Lease.Key, lease: p.Lease, createRevision: int64(p.Lease.Order)}
@@ -251,8 +251,8 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	return nil
 }
 
-// patient is a number of times: if the first answer of a watch takes d, replay then waits for up to
-// patient*d for all events, even if its limit is shorter.
+// patient is the factor by which replay multiplies the time that the first answer of a watch took. replay
+// waits for the last event for that long, even if its limit is shorter.
 const patient = 10
 
 // replay applies events to a cache until done reports that all have come. After the first answer of the

@@ -550,7 +550,7 @@ func TestRestartListsAfterAConflict(t *testing.T) {
 }
 
 // TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
-// compares what it knows with the store after each restart.
+// compares the leases that the node knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()

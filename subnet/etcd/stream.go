@@ -198,8 +198,8 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 	}
 }
 
-// confirmed returns the revision up to which the server has sent all events of the first key. Only
-// for that key it sends notifications. confirmed returns zero if resp does not say that revision.
+// confirmed returns the revision up to which the server has sent all events of the first key, the only
+// key for which it sends notifications. The result is zero if resp does not contain that revision.
 func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
 	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
 		return 0
@@ -217,12 +217,12 @@ func (s *stream) advance(revision int64) {
 }
 
 // verify reads the store's revision every few minutes until ctx ends. It returns an error if it cannot
-// read the revision, or if the stream does not reach that revision in timing.probeAnswer: see
-// awaitRevision for an exception. This detects a member whose disk hangs.
-// Such a member answers pings and sends progress notifications with its old revision. It cannot
-// answer a linearizable read, for which it must have applied the revisions of the other members.
-// Behind a proxy the read may reach another member than the stream, so the revisions are compared.
-// When the stream has reached the revision, verify lets the client come back to its preferred endpoint.
+// read the revision, unless the login takes long, or if the stream does not reach that revision in time:
+// see awaitRevision. This detects a member whose disk hangs. Such a member answers pings and sends
+// progress notifications with its old revision. It cannot answer a linearizable read, because it has not
+// applied the revisions of the other members. Behind a proxy the read may reach another member than the
+// stream, so the revisions are compared. When the stream has reached the revision, verify lets the client
+// come back to its preferred endpoint.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
@@ -264,9 +264,9 @@ func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int6
 	return resp.Header.Revision, nil
 }
 
-// awaitRevision waits until the stream has reached a revision or ctx ends. If the server answers no
-// probes, as behind etcd's grpc-proxy, only the next notification says how far the stream has come. So
-// awaitRevision then waits for up to timing.quiet.
+// awaitRevision waits until the stream has reached a revision or ctx ends. It returns an error that wraps
+// errBehind after timing.probeAnswer. If the server answers no probes, as behind etcd's grpc-proxy, only
+// the next notification says how far the stream has come. So awaitRevision then waits for timing.quiet.
 func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) error {
 	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)

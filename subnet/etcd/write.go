@@ -25,8 +25,8 @@ type grant struct {
 // errNoGrant means that an etcd lease has expired or never existed.
 var errNoGrant = errors.New("etcd lease is gone")
 
-// newGrant returns a grant that the store made at start. Its early is random, so that hosts that got
-// their grants at the same time renew them at different times.
+// newGrant returns a grant that the store made at start. The field early is random, so that hosts that
+// got their grants at the same time renew them at different times.
 func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
 	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
@@ -76,7 +76,8 @@ func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err 
 
 // write puts the own lease and deletes stale keys in one transaction. The transaction requires that
 // the own key is still at revision, zero meaning absent, and that the stale keys have not changed. write
-// returns the new revision, or errConflict if they have. Without an answer it adds own to m.unanswered.
+// returns the new revision, or errConflict if one of these conditions is false. If the store does not
+// answer, write adds own to m.unanswered.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
 	key := m.dir + own.key
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
