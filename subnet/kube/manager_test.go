@@ -982,7 +982,8 @@ func TestWatchesThatDoNotLast(t *testing.T) {
 			cancel()
 			<-late
 			watches := strings.Count(strings.Join(p.requests(), "\n"), "watch=true")
-			// Watch, Keep and Acquire each wait for 10, 20, 40 ms and so on up to 200 ms, give or take half.
+			// Watch, Keep and Acquire each wait for 10, 20, 40 ms and so on up to 200 ms, give or
+			// take half.
 			if watches < 6 || watches > 120 {
 				t.Errorf("%d watches in 3 s, want some 60", watches)
 			}

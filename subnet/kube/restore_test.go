@@ -56,8 +56,8 @@ func (k *restartableNode) known() map[string]string {
 	return all
 }
 
-// restart runs the node with its last known state, to which it applies change. It stops the node when
-// until reports true for the known leases.
+// restart runs the node with its last known state, which change modifies unless it is nil. It stops the
+// node when until returns true for the known leases.
 func (k *restartableNode) restart(t *testing.T, change func(*subnet.LedgerState), until func(map[string]string) bool, options ...func(*Config)) {
 	t.Helper()
 	state := k.savedState(t)

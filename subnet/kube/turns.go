@@ -62,7 +62,7 @@ func (t *turns) wait(ctx context.Context, known int, err error) error {
 	return err
 }
 
-// pause returns how long to wait in addition to what the server has asked for.
+// pause returns how long to wait in addition to the time that the server has requested.
 func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	n := max(int(t.m.nodes.Load()), known)
 	if n == 0 {
