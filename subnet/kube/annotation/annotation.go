@@ -228,7 +228,7 @@ func (k *Keys) text(n Notes, a ID) (string, error) {
 }
 
 // lastGood returns the endpoint of last that replaces an endpoint that cannot be read. It returns false
-// if there is none, or if it has another backend or subnet.
+// if last has no endpoint of family f, another backend, or another subnet.
 func lastGood(last *subnet.Lease, backend string, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, bool) {
 	if last == nil || last.BackendType != backend {
 		return subnet.Endpoint{}, false
