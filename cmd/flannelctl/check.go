@@ -82,7 +82,8 @@ that of the pods' bridge (10.5.7.1), which exists only if the host has pods.`,
 	return cmd
 }
 
-// parsePeers parses the values of --peer. An address becomes a prefix of full length.
+// parsePeers parses the values of --peer. An address becomes a prefix of full length. The
+// host bits of a prefix are cleared. Any other value is an error.
 func parsePeers(texts []string) ([]netip.Prefix, error) {
 	var peers []netip.Prefix
 	for _, text := range texts {
@@ -156,7 +157,7 @@ func chosen(only []netip.Prefix, s netip.Prefix, public netip.Addr) bool {
 	return len(only) == 0 || slices.Contains(only, s.Masked()) || slices.Contains(only, prefix.Host(public))
 }
 
-// pathsOf returns how packets get to the peers of a network.
+// pathsOf returns the properties of a network that paths.Diagnose needs.
 func pathsOf(r status.Report) paths.Network {
 	narrow := map[netip.Prefix]int{}
 	for _, p := range r.Peers {
@@ -169,7 +170,7 @@ func pathsOf(r status.Report) paths.Network {
 	}
 }
 
-// verdictOf converts a verdict to its stable form.
+// verdictOf converts a verdict of package paths to the form that the command prints.
 func verdictOf(v paths.Verdict) verdict {
 	out := verdict{Subnet: v.Subnet, PublicIP: v.PublicIP, OK: v.OK, Largest: v.Largest, Advice: v.Advice}
 	if v.Broken != paths.Unknown {

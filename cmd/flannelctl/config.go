@@ -130,7 +130,7 @@ func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kuberne
 	return text, false, err
 }
 
-// withAdmin opens the store and calls f.
+// withAdmin opens etcd, calls f and closes it. It returns an error on Kubernetes.
 func withAdmin(store storeFlags, f func(*etcd.Admin) error) error {
 	a, err := store.admin()
 	if err != nil {
@@ -152,7 +152,8 @@ func allBackends() (backend.Catalog, error) {
 	return builtin.New(options.Options{AllowExtensionBackend: true})
 }
 
-// checkConfig validates a configuration and prints the warnings.
+// checkConfig validates a configuration and prints the warnings. pools is true if hosts choose
+// their subnets from the networks, as with etcd, and false on Kubernetes.
 func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, error) {
 	backends, err := allBackends()
 	if err != nil {
@@ -165,7 +166,8 @@ func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, er
 	return cfg, err
 }
 
-// change is a new configuration.
+// change is a new configuration. yes omits the question to the user. piped is set if the
+// configuration comes from standard input, which therefore cannot contain an answer.
 type change struct {
 	text       []byte
 	cfg        subnet.Config
@@ -234,7 +236,7 @@ func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	}
 }
 
-// strandedBy returns a line for each lease that does not fit cfg.
+// strandedBy returns a line for each readable lease that does not fit cfg.
 func strandedBy(ctx context.Context, a *etcd.Admin, cfg subnet.Config) ([]string, error) {
 	entries, err := a.Entries(ctx, false)
 	if err != nil {
@@ -279,8 +281,8 @@ func (l leaf) String() string {
 	return l.text
 }
 
-// difference returns a line for each key, by path, that differs between two network
-// configurations.
+// difference returns a line for each value that differs between two network
+// configurations, with the path of its key, such as Backend.Type.
 func difference(old, text []byte) []string {
 	before, after := map[string]leaf{}, map[string]leaf{}
 	flatten(old, before)
@@ -303,8 +305,8 @@ func difference(old, text []byte) []string {
 	return lines
 }
 
-// flatten adds the leaves of a network configuration to m, by path. A text that is not
-// JSON is one leaf.
+// flatten adds the leaves of a network configuration to m, under the path of their key. A
+// text that is not JSON is one leaf.
 func flatten(text []byte, m map[string]leaf) {
 	var v any
 	if err := json.Unmarshal(text, &v); err != nil {

@@ -33,7 +33,7 @@ func TestDifference(t *testing.T) {
 	}
 }
 
-// TestInterruptedInput checks that Ctrl-C counts as an answer.
+// TestInterruptedInput checks that Ctrl-C ends the wait for input, and does not count as yes.
 func TestInterruptedInput(t *testing.T) {
 	in, silent := io.Pipe()
 	defer silent.Close()

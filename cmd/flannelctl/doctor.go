@@ -104,7 +104,7 @@ func (h host) examine(ctx context.Context) []finding {
 	return findings
 }
 
-// text returns the content of a file, trimmed. ok is false if the file does not exist.
+// text returns the content of a file, trimmed. ok is false if the file cannot be read.
 func (h host) text(path string) (text string, ok bool) {
 	b, err := os.ReadFile(filepath.Join(h.root, path))
 	return strings.TrimSpace(string(b)), err == nil
@@ -147,8 +147,9 @@ func (h host) daemon() []finding {
 // maxNamed is the number of leases that a finding names.
 const maxNamed = 5
 
-// sharedAddresses names the leases that have one public address. That is right for hosts behind one
-// NAT. Otherwise all but one of the leases are left over, and packets to their pods are lost.
+// sharedAddresses returns a finding for each public address that several leases have. This is right if
+// the hosts are behind one NAT. Otherwise only one host has the address, the other leases are left over
+// from hosts that are gone, and packets to their pods are lost.
 func (h host) sharedAddresses() []finding {
 	if h.report == nil {
 		return nil
@@ -209,8 +210,9 @@ func (h host) bridges() []finding {
 	return fs
 }
 
-// withoutBridgeFilter is the effect of a missing bridge filter, with every mode of
-// kube-proxy: answers that stay on the bridge do not get the address of the Service back.
+// withoutBridgeFilter is the effect of a missing bridge filter, in every mode of kube-proxy.
+// The answer stays on the bridge, so the kernel does not translate its source address back
+// to the address of the Service, and the client does not recognize it.
 const withoutBridgeFilter = "a pod gets no answer from a Service that a pod on the same bridge serves, and NetworkPolicies do not apply between them"
 
 func (h host) kubernetes() bool { return h.report != nil && h.report.Datastore.Kind == "kubernetes" }
@@ -262,7 +264,7 @@ func (h host) firewalldFix() string {
 	return strings.Join(append(fix, "firewall-cmd --reload"), " && ")
 }
 
-// ports returns the UDP ports that peers send to, as far as they are known.
+// ports returns the UDP ports that peers send to, or nil if no daemon answers.
 func (h host) ports() []int {
 	if h.report == nil {
 		return nil
@@ -311,8 +313,8 @@ func (h host) udev() []finding {
 	}}
 }
 
-// port checks whether a program uses the port that vxlan needs. The kernel's own sockets
-// are in the same list, but belong to no process.
+// port checks whether a program uses the port that vxlan needs. The kernel's own vxlan
+// socket is in the kernel's list too. It causes no finding, because no process has it.
 func (h host) port() []finding {
 	if h.backend() != "vxlan" {
 		return nil
@@ -325,7 +327,7 @@ func (h host) port() []finding {
 	return nil
 }
 
-// holder returns the process that has a socket on a UDP port.
+// holder returns the id of a process that has a socket on a UDP port.
 func (h host) holder(port int) (pid string, ok bool) {
 	local := fmt.Sprintf(":%04X", port)
 	for _, path := range []string{"proc/net/udp", "proc/net/udp6"} {
@@ -346,7 +348,7 @@ func (h host) holder(port int) (pid string, ok bool) {
 	return "", false
 }
 
-// owner returns the process that has the socket with that inode.
+// owner returns the id of the process that has the socket with that inode.
 func (h host) owner(inode string) (pid string, ok bool) {
 	fds, _ := filepath.Glob(filepath.Join(h.root, "proc/[0-9]*/fd/*"))
 	for _, fd := range fds {

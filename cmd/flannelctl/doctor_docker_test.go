@@ -17,7 +17,8 @@ import (
 	rules "github.com/flanneld/flanneld/pkg/firewall"
 )
 
-// TestDoctorDocker tests rules of Docker that drop packets to bridges of either family.
+// TestDoctorDocker checks that the doctor asks only about bridges that have a subnet of this host, in
+// either family, and names a fix for each kind of Docker rule that drops packets to them.
 func TestDoctorDocker(t *testing.T) {
 	hexadecimal := func(text string) string {
 		a := netip.MustParseAddr(text).As4()

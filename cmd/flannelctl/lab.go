@@ -193,8 +193,9 @@ func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
 	}
 }
 
-// watch shows the lab's state until ctx ends, or once. It redraws a terminal. On other
-// outputs it prints a state if it differs from the last one.
+// watch shows the lab's state until ctx ends or, with --once, once. It redraws a terminal.
+// To another output it prints a state only if it differs from the last one. With --json it
+// prints every state.
 func (o *labOptions) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
 	tick := time.NewTicker(o.interval)
 	defer tick.Stop()

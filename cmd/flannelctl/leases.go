@@ -169,7 +169,7 @@ type watched struct {
 	unreadable bool // the Lease contains only its Key
 }
 
-// watchLeases prints all leases and then every change.
+// watchLeases prints all leases and then every change. It returns nil when ctx ends.
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
 	known := map[string]watched{}
 	line := func(sign string, l watched) {
@@ -253,8 +253,9 @@ no host has.`,
 	return cmd
 }
 
-// attainable returns an error if no host can get the subnet, because every start would
-// delete the reservation. Without a configuration it accepts any subnet.
+// attainable returns an error if the network configuration does not allow the subnets of
+// c. A host would delete such a reservation at its start, and so never get the subnet.
+// Without a configuration in the store, attainable accepts any subnet.
 func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	text, revision, err := a.Config(ctx)
 	if err != nil || revision == 0 {
@@ -273,7 +274,8 @@ func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	return nil
 }
 
-// claim parses one subnet and one address of each family, in any order.
+// claim parses the arguments SUBNET[,SUBNET6] and PUBLIC-IP[,PUBLIC-IP6], in any order of
+// the families. Each subnet needs an address of its family, and each address a subnet.
 func claim(subnets, addresses string) (c subnet.Claim, err error) {
 	publics := map[prefix.Family]netip.Addr{}
 	for text := range strings.SplitSeq(addresses, ",") {
@@ -348,7 +350,8 @@ func newDeleteCommand(reservation bool, cmd *cobra.Command, done string) *cobra.
 	return cmd
 }
 
-// find returns the key of the lease that is named by its key or by one of its subnets.
+// find returns the key of the lease that name identifies. If name is a subnet, it returns
+// the key of the lease that has the subnet. Otherwise it returns name, which must be a key.
 func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
 	p, err := netip.ParsePrefix(name)
 	if err != nil {

@@ -18,7 +18,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// TestClaim checks that the reservation contains all given subnets and addresses.
+// TestClaim checks that the reservation contains all given subnets and addresses, and that
+// arguments that do not match each other are refused.
 func TestClaim(t *testing.T) {
 	const four, six = "10.5.7.0/24", "fd00:5:0:7::/64"
 	for _, tc := range []struct{ subnets, addresses, want string }{

@@ -100,8 +100,8 @@ func TestArgumentsAreRefused(t *testing.T) {
 	}
 }
 
-// TestInterruptedLab checks that an interrupted lab succeeds, unless its output was still
-// to come.
+// TestInterruptedLab checks that an interrupted lab succeeds, but fails with --once, because
+// its output is missing.
 func TestInterruptedLab(t *testing.T) {
 	for once, want := range map[string]string{"--once": "interrupted: ", "--once=false": ""} {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -131,8 +131,8 @@ func TestFlanneldThatFails(t *testing.T) {
 	}
 }
 
-// TestFlagsRefuseNonsense passes impossible values to flags. Each must be refused by name
-// before the command does anything else.
+// TestFlagsRefuseNonsense checks that an impossible value of a flag gives an error of one
+// line that names the flag, before the command does anything else.
 func TestFlagsRefuseNonsense(t *testing.T) {
 	for _, tc := range []struct{ args, want string }{
 		{"check --peer=x", `--peer "x" is invalid: expected the public address or the subnet of a peer`},

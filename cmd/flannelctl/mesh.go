@@ -26,13 +26,13 @@ import (
 )
 
 const (
-	// meshAtOnce is the number of hosts that are asked at the same time. Most of the time of a question is
-	// for hosts that are down.
+	// meshAtOnce is the number of hosts that are asked at the same time. It is large because most of the
+	// time is spent waiting for hosts that are down.
 	meshAtOnce = 128
 	// meshReading is the number of answers that are read at the same time. Each may take several times
 	// mesh.MaxAnswer of memory.
 	meshReading = 16
-	// meshConnect is the most time to connect to a host. A packet that was lost is sent again within it.
+	// meshConnect limits the time to connect to a host. It is long enough for TCP to repeat a lost packet.
 	meshConnect = 2 * time.Second
 )
 
@@ -97,7 +97,8 @@ func isNamespace(text string) bool {
 	return regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(text)
 }
 
-// isSelector reports whether text may select pods by labels. An empty one would select all.
+// isSelector reports whether text may select pods by labels. It refuses an empty text, which would
+// select all pods.
 func isSelector(text string) bool {
 	const (
 		key   = `[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?`
@@ -141,10 +142,10 @@ func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
 	return nil
 }
 
-// cluster is the hosts that have a lease, and how they are asked.
+// cluster is the hosts that have a lease, and the way to ask them.
 type cluster struct {
 	hosts []mesh.Host
-	// ask requests the status of a host. The answer is read before ctx ends.
+	// ask requests the status of a host. The caller reads the answer before it cancels ctx, and closes it.
 	ask   func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error)
 	close func()
 }
@@ -162,7 +163,8 @@ func (f *meshFlags) find(ctx context.Context) (cluster, error) {
 	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
 }
 
-// collect asks all hosts. Each may take a time to begin its answer, and the same time again to send it.
+// collect asks all hosts. Each host may take the time most to begin its answer, and the same time again
+// to send it. The matrix contains the errors of hosts. collect returns an error only if ctx ends.
 func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix, error) {
 	m := mesh.New(c.hosts)
 	group, ctx := errgroup.WithContext(ctx)
@@ -179,7 +181,8 @@ func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix,
 	return m, group.Wait()
 }
 
-// collectOne asks host i and records its answer.
+// collectOne asks host i and records its answer in m. It puts a value into reading while it reads the
+// answer, because the capacity of reading limits the answers that are read at the same time.
 func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most time.Duration, reading chan struct{}) error {
 	within, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -196,7 +199,7 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 		return explain(err)
 	}
 	defer answer.Close()
-	// The time that it waits for other hosts is not its own.
+	// The wait until fewer other answers are being read does not count as time of this host.
 	if !late.Stop() {
 		return explain(nil)
 	}
@@ -215,7 +218,8 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 	return nil
 }
 
-// meshHost returns the host of a lease. ok is false for a reservation that keeps a subnet for no host.
+// meshHost returns the host of a lease. ok is false if the lease has no public address of a host: it
+// reserves a subnet for no host, or it cannot be read.
 func meshHost(l subnet.Lease, name string) (h mesh.Host, ok bool) {
 	h = mesh.Host{Key: l.Key, Name: name}
 	for _, e := range l.Endpoints {
@@ -244,11 +248,12 @@ func (f *meshFlags) onEtcd(ctx context.Context) (hosts []mesh.Host, err error) {
 	return hosts, err
 }
 
-// overHTTP asks hosts at their public addresses: at that of the second family if the first does not answer.
+// overHTTP returns a function that asks a host at its public addresses. It asks at the address of the
+// second family only if the request to the first one fails.
 func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) (io.ReadCloser, error) {
 	dialer := &net.Dialer{Timeout: min(meshConnect, f.timeout/2)}
 	client := &http.Client{
-		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dialer.DialContext}, // without a proxy: these are addresses of the own network
+		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dialer.DialContext}, // no proxy: the addresses are those of hosts on the underlay
 		// Another host must not make this one send requests to arbitrary places.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}

@@ -22,7 +22,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/mesh"
 )
 
-// TestHostileHosts asks hosts that answer without an end, with a redirect, with an error and not at all.
+// TestHostileHosts checks that each bad answer of a host becomes its problem: an endless answer, a
+// redirect, an error, a late answer or none. The redirect must not be followed.
 func TestHostileHosts(t *testing.T) {
 	var followed atomic.Bool
 	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { followed.Store(true) }))
@@ -70,7 +71,7 @@ func TestHostileHosts(t *testing.T) {
 	}
 }
 
-// TestSecondFamily asks the second public address of a host if the first does not answer.
+// TestSecondFamily checks that a host is asked at its second public address if the first does not answer.
 func TestSecondFamily(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.String() != "/statusz.json?network=red&paths=all" {
@@ -93,8 +94,8 @@ func TestSecondFamily(t *testing.T) {
 	}
 }
 
-// TestMeshChanges prints what differs between questions. A path of which nothing is known for a while
-// stays broken.
+// TestMeshChanges checks that an update prints only what differs from the last one, and that a path
+// about which nothing is known for a while stays broken.
 func TestMeshChanges(t *testing.T) {
 	const status = `{"lease":{"key":"a"},"paths":{"worst":[{"peer":"b",%s}]}}`
 	answer := func(path string) func(*mesh.Matrix) {
@@ -122,7 +123,7 @@ func TestMeshChanges(t *testing.T) {
 			t.Errorf("step %d prints %q, want %q", i+1, got, step.want)
 		}
 	}
-	// Hosts whose leases end, one of which did not answer.
+	// The leases of b and c end. Before that, c does not answer.
 	m := mesh.New([]mesh.Host{{Key: "a", Name: "a"}, {Key: "b", Name: "b"}, {Key: "c", Name: "c"}})
 	answer(`"broken":"underlay","advice":"look"`)(m)
 	b(m)
@@ -144,15 +145,15 @@ func updateOf(r *meshReport, m *mesh.Matrix) string {
 	return regexp.MustCompile(`(?m)^\d\d:\d\d:\d\d `).ReplaceAllString(out.String(), "")
 }
 
-// TestMeshChangesAreLimited breaks all paths of many hosts. The lines of an update and the memory of the
-// report are limited, and a path that is repaired is noticed all the same.
+// TestMeshChangesAreLimited checks that the lines of an update and the memory of the report are limited
+// if all paths of many hosts are broken, and that repaired paths are noticed nevertheless.
 func TestMeshChangesAreLimited(t *testing.T) {
 	const n = 60
 	var all []mesh.Host
 	for i := range n {
 		all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
 	}
-	// build returns a mesh whose first rows work, and whose other ones are broken.
+	// build returns a mesh in which the paths of the first work hosts are in order, and all others broken.
 	build := func(work int) *mesh.Matrix {
 		m := mesh.New(all)
 		for i, h := range m.Hosts {
@@ -177,7 +178,7 @@ func TestMeshChangesAreLimited(t *testing.T) {
 	if got := lines(build(0)); got[0] != "" {
 		t.Errorf("nothing has changed, and %q is printed", got)
 	}
-	for range 5 { // others take the places of those that work again
+	for range 5 { // unlisted paths take the places of those that work again
 		lines(build(n / 2))
 	}
 	if len(r.known) != maxWatched || r.unlisted != n/2*(n-1)-maxWatched {
@@ -188,7 +189,7 @@ func TestMeshChangesAreLimited(t *testing.T) {
 	}
 }
 
-// TestRest expects a watch to rest at least as long as the questions took.
+// TestRest checks that a watch rests at least as long as the questions took.
 func TestRest(t *testing.T) {
 	for _, tc := range []struct{ took, want time.Duration }{{0, 10 * time.Second}, {time.Second, 9 * time.Second}, {6 * time.Second, 6 * time.Second}, {time.Minute, time.Minute}} {
 		if got := restAfter(tc.took, 10*time.Second); got != tc.want {
@@ -197,8 +198,8 @@ func TestRest(t *testing.T) {
 	}
 }
 
-// TestDeadHosts asks hundreds of hosts that do not answer, and as many that begin their answers. The time
-// is limited, and few answers are read at the same time.
+// TestDeadHosts asks hundreds of hosts that do not answer, and as many that do. It checks that the time
+// is limited, and that at most meshReading answers are read at the same time.
 func TestDeadHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const dead, alive = 300, 300

@@ -16,18 +16,19 @@ import (
 )
 
 const (
-	// findEvery is the time after which the list of hosts is read again. On Kubernetes that is a list of
-	// all pods of flanneld and of all Nodes.
+	// findEvery is the time after which a watch reads the list of hosts again. It is long because on
+	// Kubernetes this lists all Nodes and all pods of flanneld.
 	findEvery = time.Minute
-	// leastInterval is the least time between two questions.
+	// leastInterval is the least value of --interval.
 	leastInterval = time.Second
-	// maxWatched is the number of broken paths whose changes are printed.
+	// maxWatched is the number of broken paths that a watch lists. It only counts further ones.
 	maxWatched = 1000
-	// maxChanges is the number of lines about one kind of change that are printed at once.
+	// maxChanges limits the lines about one kind of change that are printed at once.
 	maxChanges = 50
 )
 
 // watchMesh prints the paths that do not work and the hosts that do not answer, and then every change.
+// It returns nil when ctx ends.
 func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 	c, err := f.find(ctx)
 	if err != nil {
@@ -39,7 +40,7 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 	for {
 		begin := time.Now()
 		if time.Since(found) > findEvery {
-			if now, err := f.find(ctx); err == nil { // without the store the hosts are still those of before
+			if now, err := f.find(ctx); err == nil { // if the store does not answer, keep the known hosts
 				c.close()
 				c, found = now, time.Now()
 			}
@@ -55,11 +56,12 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 	}
 }
 
-// restAfter returns the time to wait after questions that took so long. Hosts have as long a rest as the
-// questions took, even if that is longer than the interval.
+// restAfter returns the time to wait between the end of a round of questions, which took that long, and
+// the next round. The wait is at least as long as the round, even if that exceeds the interval, so that
+// slow hosts are asked at most half of the time.
 func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
-// pair is the path from one host to another, by name. Without a second host it is about the first one.
+// pair names the path from one host to another. If to is empty, it names the host from itself.
 type pair struct{ from, to string }
 
 func (p pair) String() string {
@@ -69,7 +71,7 @@ func (p pair) String() string {
 	return p.from + " -> " + p.to
 }
 
-// trouble is a path that does not work, or a host of which nothing is known.
+// trouble describes a path that does not work, or a host about which nothing is known.
 type trouble struct {
 	result mesh.Result
 	text   string
@@ -77,14 +79,15 @@ type trouble struct {
 
 func troubleOf(c mesh.Cell) trouble { return trouble{c.Result, string(c.Result) + ": " + c.Advice} }
 
-// meshReport is what a watch has printed. The zero meshReport has printed nothing.
+// meshReport records what a watch has printed. Its zero value is for a watch that has printed nothing.
 type meshReport struct {
-	known    map[pair]trouble // nil before the hosts were asked
-	unlisted int              // broken paths that are not in known, because there are too many
+	known    map[pair]trouble // nil before the first update
+	unlisted int              // number of broken paths that are not in known, because there are too many
 }
 
-// update prints what differs from the last update: troubles that are new or different, and those that
-// have ended. The first time it prints a summary before.
+// update prints how m differs from the last update: troubles that are new or have another result, those
+// that have ended, and those whose hosts are gone. Before that it prints a summary in the first update,
+// and if the number of unlisted paths has changed.
 func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	number := map[string]int{}
 	for i, h := range m.Hosts {
@@ -124,14 +127,15 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }
 
 // troubles returns the troubles of a mesh, and the number of broken paths that are not among them because
-// there are more than maxWatched. A path that did not work remains one until its host says that it works.
+// there are more than maxWatched. number is the index of each host in m.Hosts, by name. A known trouble
+// of a path stays while nothing is known about the path.
 func (r *meshReport) troubles(m *mesh.Matrix, number map[string]int) (now map[pair]trouble, unlisted int) {
 	now = map[pair]trouble{}
 	unlisted = m.Summary().Broken
 	watched := 0
 	for path, was := range r.known {
 		from, okFrom := number[path.from]
-		to, okTo := number[path.to] // not if the trouble is one of a host
+		to, okTo := number[path.to] // false if the trouble is about a host
 		if !okFrom || !okTo {
 			continue
 		}
@@ -161,7 +165,7 @@ func (r *meshReport) troubles(m *mesh.Matrix, number map[string]int) (now map[pa
 	return now, unlisted
 }
 
-// printChanges prints changes of one kind, a line each.
+// printChanges prints at most maxChanges changes of one kind, a line each, and the number of the rest.
 func printChanges(w io.Writer, sign string, changes []string) {
 	at := time.Now().Format(time.TimeOnly)
 	for _, c := range changes[:min(len(changes), maxChanges)] {

@@ -161,8 +161,8 @@ type migration struct {
 	To     string         `json:"to"`
 	Phases map[string]int `json:"phases"` // number of hosts by phase
 	Behind []string       `json:"behind"` // leases without data for the next backend
-	// Ended is set if the configuration has only one backend, which is To, but leases still have data
-	// for another one. Leaving are those that have data for both.
+	// Ended is set if the configuration has only one backend, To, but some leases still have data for
+	// another one. Leaving then lists the leases that have data for both.
 	Ended   bool           `json:"ended,omitempty"`
 	Leaving []string       `json:"leaving,omitempty"`
 	Host    *hostMigration `json:"host,omitempty"`
@@ -170,16 +170,17 @@ type migration struct {
 
 // hostMigration is the state of this host.
 type hostMigration struct {
-	MTU     int               `json:"mtu"`     // of new pods: that of the backend with the smaller one
-	Moved   int               `json:"moved"`   // number of peers to which it sends by the next backend
-	Waiting map[string]string `json:"waiting"` // reasons for those to which it sends by the present one, by lease
-	Refused map[string]string `json:"refused"` // reasons for those to which it sends by neither, by lease
-	// ClearText is the number of peers at the location of this host, for which SameLocation has a backend that
-	// does not encrypt.
+	MTU     int               `json:"mtu"`     // of new pods: the smaller MTU of the two backends
+	Moved   int               `json:"moved"`   // number of peers to which the host sends by the next backend
+	Waiting map[string]string `json:"waiting"` // by lease, why the host sends to the peer by the present backend
+	Refused map[string]string `json:"refused"` // by lease, why the host sends to the peer by neither backend
+	// ClearText is the number of peers at the location of this host to which it sends by the backend of
+	// SameLocation, which does not encrypt.
 	ClearText int `json:"clearText,omitempty"`
 }
 
-// readMigration reads the configuration and all leases.
+// readMigration reads the configuration and all leases, and returns the state of the migration. It
+// returns an error if the network does not migrate and no lease has data for a former backend.
 func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err error) {
 	text, kubernetes, err := currentConfig(cmd.Context(), store)
 	if err != nil {
@@ -225,7 +226,7 @@ func sidesOf(cfg subnet.Config) (present, next backend.Side, err error) {
 	return backend.NewSide(be, cfg.BackendType), next, nil
 }
 
-// allLeases returns the leases in the store. Those that cannot be read contain only a key.
+// allLeases returns the leases in the store. A lease that cannot be read contains only its key.
 func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases []subnet.Lease, err error) {
 	if kubernetes {
 		o, err := store.options()
@@ -248,7 +249,7 @@ func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases [
 	return leases, err
 }
 
-// newMigration returns the state according to leases.
+// newMigration returns the state of a migration from present to next, according to leases.
 func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
 	m := migration{From: present.Type, To: next.Type}
 	m.count(leases, func(l *subnet.Lease) (byPresent, byNext bool) {
@@ -260,12 +261,12 @@ func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
 	return m
 }
 
-// endedMigration returns the state after a migration to the backend now, which the configuration has
-// alone. ended is false if no lease has data for another one.
+// endedMigration returns the state after a migration to the backend now, the only one in the
+// configuration. ended is false if no lease has data for another backend.
 func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended bool) {
 	now.Strict = true // the former backend may be of the same type
 	m = migration{To: now.Type, Ended: true}
-	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // hosts do not wait for unreadable ones
+	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // hosts do not wait for unreadable leases
 	m.count(leases, func(l *subnet.Lease) (byFormer, byNow bool) {
 		_, byNow = now.Of(l)
 		former := cmp.Or(l.BackendType, "udp") // leases of udp have no type
@@ -281,8 +282,8 @@ func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended
 	return m, len(m.Behind)+len(m.Leaving) > 0
 }
 
-// count sorts the leases of hosts by phase. has tells which backends a lease has data for.
-// Reservations that no host uses do not count.
+// count counts the hosts in each phase by their leases. has reports for which of the two
+// backends a lease has data. count ignores reservations for no host.
 func (m *migration) count(leases []subnet.Lease, has func(*subnet.Lease) (from, to bool)) {
 	m.Behind = []string{}
 	m.Phases = map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0}
@@ -307,7 +308,8 @@ func (m *migration) count(leases []subnet.Lease, has func(*subnet.Lease) (from, 
 	slices.Sort(m.Leaving)
 }
 
-// addHost adds the state of a host in the migration.
+// addHost adds the state of this host, from the report of its daemon. It adds nothing if the daemon
+// does not migrate.
 func (m *migration) addHost(r status.Report) {
 	if r.Network.NextBackendType == "" {
 		return
@@ -360,7 +362,7 @@ func (m migration) print(w io.Writer) {
 }
 
 // rewriteConfig replaces the configuration in the store by the result of edit. On Kubernetes it
-// prints the result.
+// only prints the result, which the operator writes to the ConfigMap.
 func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]byte, error)) error {
 	if !store.onKubernetes() {
 		return withAdmin(*store, func(a *etcd.Admin) error { return replaceConfig(cmd, a, edit) })
@@ -379,7 +381,7 @@ func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]b
 	return err
 }
 
-// configStore is an etcd.Admin.
+// configStore is the part of etcd.Admin that replaceConfig uses. Tests replace it.
 type configStore interface {
 	Config(ctx context.Context) (text []byte, revision int64, err error)
 	SetConfig(ctx context.Context, text []byte, revision int64) error
@@ -456,8 +458,8 @@ func abortMigration(text []byte) ([]byte, error) {
 	})
 }
 
-// withKeys changes the keys of a JSON object. Backend and NextBackend have this spelling for
-// change, even if the text has them in another case.
+// withKeys returns the JSON object text after change has modified its keys. If text has Backend
+// or NextBackend in another case, withKeys first changes their names to this spelling.
 func withKeys(text []byte, change func(map[string]json.RawMessage) error) ([]byte, error) {
 	var keys map[string]json.RawMessage
 	if err := json.Unmarshal(text, &keys); err != nil {

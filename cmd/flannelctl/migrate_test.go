@@ -154,7 +154,7 @@ func TestMigrationEnd(t *testing.T) {
 	}
 }
 
-// editedStore is a store in memory. It has the revisions of etcd.
+// editedStore is a store in memory. Like etcd it refuses to write if the revision has changed.
 type editedStore struct {
 	text     string
 	revision int64

@@ -17,10 +17,10 @@ import (
 // output is the output format of a command: table, json, yaml, or one that only this command has.
 type output struct {
 	format string
-	forms  []string // the possible ones
+	forms  []string // the formats of the command
 }
 
-// addTo adds the flag. more are the formats that only this command has.
+// addTo adds the flag --output. more are the formats that only this command has.
 func (o *output) addTo(cmd *cobra.Command, more ...string) {
 	o.format, o.forms = "table", append([]string{"table", "json", "yaml"}, more...)
 	last := len(o.forms) - 1

@@ -46,7 +46,7 @@ type podReport struct {
 }
 
 type leaseReport struct {
-	Network string          `json:"network,omitempty"` // name, if there are several
+	Network string          `json:"network,omitempty"` // its name, if the lab has several networks
 	Subnet  string          `json:"subnet"`
 	Value   json.RawMessage `json:"value"`
 	Seconds int             `json:"ttlSeconds"` // 0 if it does not expire
@@ -165,8 +165,8 @@ func (r report) verdict() error {
 	return nil
 }
 
-// fingerprint returns the parts of a state whose change makes it worth printing again.
-// Measured values and the remaining time of leases do not.
+// fingerprint returns a text that differs if the report is worth printing again. It omits
+// measured values and the remaining time of leases, which change all the time.
 func (r report) fingerprint() string {
 	var b strings.Builder
 	for _, c := range r.Matrix {
@@ -265,7 +265,7 @@ func (c cellReport) text(short bool) string {
 	return milliseconds(c.RTT) + " " + bits(c.Throughput)
 }
 
-// span returns the range of the figures of reachable cells.
+// span returns the ranges of round-trip time and throughput over all reachable cells, as text.
 func (r report) span(family string) string {
 	var rtt, bps []float64
 	for _, c := range r.Matrix {
@@ -348,7 +348,7 @@ func (r report) writeHosts(b *strings.Builder) {
 	w.Flush()
 }
 
-// hints returns commands for looking inside.
+// hints returns the commands that enter the hosts and the pods.
 func (r report) hints() string {
 	var b strings.Builder
 	w := table(&b)

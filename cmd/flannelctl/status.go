@@ -24,7 +24,7 @@ import (
 // statusTimeout limits the time that a daemon may take to answer.
 const statusTimeout = 10 * time.Second
 
-// errNotReady sets the exit code. The output has shown the reason already.
+// errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
 
 func newStatusCommand() *cobra.Command {
@@ -73,7 +73,8 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 	return cmd
 }
 
-// fetch asks a daemon for a report: about one of several networks, by name, or about all.
+// fetch asks the daemon at the URL base for its report: about the network with that name or, if
+// network is empty, about its only network. A daemon with several networks then lists all of them.
 func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
 	fail := func(err error) (status.Report, error) { return r, fmt.Errorf("ask flanneld for its status: %w", err) }
 	address, err := url.JoinPath(base, "statusz.json")
@@ -162,7 +163,7 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 	if l := r.Network.Location; l != nil {
 		row("location", cmp.Or(l.Name, "none")+":", fmt.Sprintf("sends to %d peers by %s, to %d by %s", l.ByInside, l.Inside, l.ByBetween, l.Between))
-		if r.Network.NextBackendType == "" { // otherwise peers wait for something else
+		if r.Network.NextBackendType == "" { // during a migration, peers wait for the next backend instead
 			printWaiting(row, r.Peers, all)
 		}
 	}
@@ -202,7 +203,8 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 }
 
-// printOverflow prints which peers the tunnel of a cloud carries packets to, and why.
+// printOverflow prints how many peers this host sends to by the cloud and by the tunnel, which peers
+// need the tunnel, and why.
 func printOverflow(row func(string, ...any), o status.Overflow, peers []status.Peer, all bool) {
 	row("overflow", fmt.Sprintf("sends to %d peers by the cloud, to %d by %s", o.ByCloud, o.ByTunnel, o.Tunnel))
 	if o.Problem != "" {
@@ -211,8 +213,8 @@ func printOverflow(row func(string, ...any), o status.Overflow, peers []status.P
 	printWaiting(row, peers, all)
 }
 
-// printWaiting prints the peers that are not served by the preferred backend, and why. Unless all is set,
-// these are only some of them.
+// printWaiting prints the peers that the preferred backend does not serve, and why. Unless all is set,
+// it prints only the first ten.
 func printWaiting(row func(string, ...any), peers []status.Peer, all bool) {
 	const some = 10
 	shown := 0
@@ -253,8 +255,8 @@ func printRelayed(row func(string, ...any), peers []status.Peer) {
 	}
 }
 
-// printPaths prints the results of probes, and the paths that do not work or, if all is set, the worst
-// ones.
+// printPaths prints the number of paths with each result, and then the worst paths: only those that do
+// not work or, if all is set, all that the daemon has sent.
 func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool) {
 	var parts []string
 	for _, result := range slices.Sorted(maps.Keys(p.Results)) {

@@ -25,7 +25,8 @@ func TestFirewall(t *testing.T) {
 	}
 }
 
-// TestOverflow prints which peers need the tunnel. A list that is too long is cut.
+// TestOverflow checks that the status names the peers that need the tunnel, but at most ten unless all
+// are requested.
 func TestOverflow(t *testing.T) {
 	var peers []status.Peer
 	for n := range byte(15) {
@@ -47,7 +48,7 @@ func TestOverflow(t *testing.T) {
 	}
 }
 
-// TestRelayed prints the peers that have a relay, and says what that sees.
+// TestRelayed checks that the status names the peers that have a relay, and says what the relay sees.
 func TestRelayed(t *testing.T) {
 	var out []string
 	row := func(name string, value ...any) { out = append(out, name+" "+strings.TrimSpace(fmt.Sprintln(value...))) }
@@ -64,8 +65,8 @@ func TestRelayed(t *testing.T) {
 	}
 }
 
-// TestLocation prints the location of a host, and the peers there that wireguard serves. During a migration
-// peers wait for something else.
+// TestLocation checks that the status shows the location of a host, and the peers that wireguard serves
+// and why. During a migration it must not list them there, because peers wait for the next backend.
 func TestLocation(t *testing.T) {
 	r := status.Report{
 		Network: status.Network{Location: &status.Location{Name: "east", Inside: "host-gw", Between: "wireguard", ByInside: 1, ByBetween: 2}},
@@ -86,8 +87,8 @@ func TestLocation(t *testing.T) {
 	}
 }
 
-// TestNoClaimAboutClearText has a host that follows to wireguard. flannelctl must not say that its packets are
-// encrypted if it sends to a peer at its location by another backend.
+// TestNoClaimAboutClearText checks that flannelctl says during a migration to wireguard that no packet
+// leaves in clear text, but not if the host sends to a peer at its location by another backend.
 func TestNoClaimAboutClearText(t *testing.T) {
 	for clear, want := range map[int]bool{0: true, 1: false} {
 		var out strings.Builder

@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// storeFlags are the flags that locate the store. They are those of the daemon, as are
-// the variables for them.
+// storeFlags are the flags that locate the store. They and their environment variables
+// have the same names as the daemon's.
 type storeFlags struct {
 	values  map[string]*string
 	network *string
@@ -90,7 +90,7 @@ func (s *storeFlags) options() (options.Options, error) {
 		args = append(args, "--kube-subnet-mgr")
 	}
 	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" {
-		args = append(args, "--"+netConfigPath+"="+os.DevNull) // the file need not exist on this machine
+		args = append(args, "--"+netConfigPath+"="+os.DevNull) // no file is named, and flanneld's default need not exist here
 	}
 	o, err := options.Parse(args, os.Environ())
 	if err != nil || *s.network == "" {
@@ -105,13 +105,14 @@ func (s *storeFlags) options() (options.Options, error) {
 	return o.Network(*s.network), nil
 }
 
-// onKubernetes reports whether the store is the Kubernetes API.
+// onKubernetes reports whether the store is the Kubernetes API. It returns false if the
+// options are invalid: the next function that needs them returns the error.
 func (s *storeFlags) onKubernetes() bool {
 	o, err := s.options()
 	return err == nil && o.KubeSubnetMgr
 }
 
-// admin opens etcd.
+// admin opens etcd. It returns an error if the store is the Kubernetes API.
 func (s *storeFlags) admin() (*etcd.Admin, error) {
 	o, err := s.options()
 	if err != nil {
