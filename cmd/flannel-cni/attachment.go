@@ -71,9 +71,10 @@ func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 }
 
 // loadAny is like load, and also finds attachments that flannel's plugin has added to
-// network: if a has no note, it returns that of the container's first interface. If that
-// note is for another interface, the delegate finds nothing of a to delete. The caller
-// must not remove that note together with a, because the other interface needs it.
+// network. If a has no note, it returns the note of the container's first interface,
+// unless that note is for another network. The note may be for another interface than a:
+// then the delegate finds nothing to delete. The caller must not remove it together with
+// a, because the other interface needs it.
 func (a attachment) loadAny(network string) (object, error) {
 	d, err := a.load()
 	if !errors.Is(err, fs.ErrNotExist) || a.iface == firstInterface {

@@ -30,8 +30,8 @@ func add(args *skel.CmdArgs) error {
 		return err
 	}
 	// The note is written before the delegate runs, so that the attachment can be deleted
-	// however this call ends. If the attachment exists already, its note is replaced only
-	// after the delegate has accepted the second one, which most plugins refuse.
+	// however this call ends. If there is a note already, this is a second ADD, which most
+	// plugins refuse. So the note is replaced only after the delegate has succeeded.
 	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
 	_, err = a.load()
 	fresh := errors.Is(err, fs.ErrNotExist)
@@ -140,7 +140,7 @@ func status(args *skel.CmdArgs) error {
 }
 
 // collect detaches all attachments that the runtime no longer lists. It then calls GC of
-// the delegate, which may know further ones.
+// the delegate, which may know further attachments.
 func collect(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {

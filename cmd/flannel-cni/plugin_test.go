@@ -125,7 +125,8 @@ func (b *bed) write(name, text string) {
 	}
 }
 
-// list returns a network configuration of the plugin, with additional keys.
+// list returns a network configuration of that CNI version with the plugin. keys are further
+// members of the plugin's JSON object, or empty.
 func (b *bed) list(version, keys string) *libcni.NetworkConfigList {
 	b.t.Helper()
 	if keys != "" {
@@ -144,8 +145,8 @@ func container(id, iface string) *libcni.RuntimeConf {
 	return &libcni.RuntimeConf{ContainerID: id, IfName: iface, NetNS: "/run/netns/not-there"}
 }
 
-// called returns the command line and the configuration of a delegate's last call, and
-// removes its record.
+// called returns the last call of a delegate, as "plugin COMMAND container/interface", and
+// its configuration, and removes its record. line is empty if there was no call.
 func (b *bed) called() (line string, config map[string]any) {
 	b.t.Helper()
 	text, err := os.ReadFile(filepath.Join(b.dir, "call"))
@@ -271,8 +272,8 @@ func TestRuntimeConfig(t *testing.T) {
 	}
 }
 
-// TestAnotherVersion checks and deletes with other CNI versions than the one with which
-// the container was added.
+// TestAnotherVersion checks that CHECK and DEL call the delegate with the CNI version of the
+// present configuration, even if the container was added with another version.
 func TestAnotherVersion(t *testing.T) {
 	b := newBed(t, v4Env)
 	rt := container("c1", "eth0")
@@ -346,8 +347,8 @@ func TestDelegateFails(t *testing.T) {
 	}
 }
 
-// TestDelDespiteConfig deletes and checks a pod, and collects others, with a
-// configuration that is invalid for adding pods.
+// TestDelDespiteConfig checks that CHECK, DEL and GC call the delegate for attached
+// containers although the configuration has become invalid for adding containers.
 //
 //stages:rest TestErrors has invalid configurations
 func TestDelDespiteConfig(t *testing.T) {
@@ -410,8 +411,8 @@ func TestAddTwice(t *testing.T) {
 	}
 }
 
-// flannelsNote is the note of flannel's plugin. It has the name of the container, for any
-// interface.
+// flannelsNote is the content of a note of flannel's plugin. The name of its file is the
+// container's id, for any interface.
 const flannelsNote = `{"cniVersion":"0.3.1","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.5.3.0/24"}]],` +
 	`"routes":[{"dst":"10.5.0.0/16"}],"type":"host-local"},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}`
 

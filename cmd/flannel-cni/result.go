@@ -9,9 +9,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// withGateways adds to each route of a result that has none the gateway of the address of
-// its family. The plugin bridge up to 1.1 otherwise looks for a route without gateway,
-// and does not find it. An unexpected result is returned unchanged.
+// withGateways adds a gateway to each route of result that has none: the gateway of the
+// address in the same family. Without it, the plugin bridge up to 1.1 looks for a route
+// without a gateway, and does not find it. A result of an unexpected form is returned
+// unchanged.
 func withGateways(result json.RawMessage) json.RawMessage {
 	var top object
 	var ips []struct{ Gateway netip.Addr }
