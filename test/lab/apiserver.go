@@ -28,7 +28,8 @@ type APIServerOptions struct {
 	Args   []string // added after the lab's own arguments, so that they override them
 	Etcd   string   // URL of the store, as the router reaches it; empty: the lab's etcd
 
-	// ServiceAddrs are the addresses of its Service. Its certificate is valid for them too.
+	// ServiceAddrs are the addresses of the API server's Service. Its certificate is valid for
+	// them too.
 	ServiceAddrs []netip.Addr
 }
 
@@ -172,8 +173,9 @@ func (s *APIServer) Addr(h *Host) netip.AddrPort {
 	return netip.AddrPortFrom(segmentAddr(s.lab.cfg.Families[0], segment, router).Addr(), apiServerPort)
 }
 
-// Transport connects to the API server from inside n, with any host in the URL, and
-// checks its certificate. The caller closes idle connections.
+// Transport returns a transport that connects from inside n to the API server's address on
+// the first segment, regardless of the host in the URL. The server's certificate must be
+// valid for the host in the URL. The caller closes idle connections.
 func (s *APIServer) Transport(n *Namespace) *http.Transport {
 	return &http.Transport{
 		TLSClientConfig: s.tls.Clone(),
@@ -186,7 +188,7 @@ func (s *APIServer) Transport(n *Namespace) *http.Transport {
 
 // Kubeconfig returns a kubeconfig for the owner of a token, for clients on any segment.
 func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
-	ca, err := os.ReadFile(s.CA()) // whose path means nothing in another process namespace
+	ca, err := os.ReadFile(s.CA()) // its path is not valid in another PID namespace
 	if err != nil {
 		return nil, err
 	}
@@ -204,7 +206,7 @@ func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
 func (s *APIServer) CA() string { return s.files.CA }
 
 // SigningKey returns the file with the key that signs tokens of service accounts. The
-// controllers need it. The same processes can read it as CA.
+// controllers need it. All processes that can read the file CA can read it too.
 func (s *APIServer) SigningKey() string { return s.files.serverKey }
 
 func (s *APIServer) process() *process {

@@ -31,7 +31,8 @@ func apiServer(t *testing.T, l *lab.Lab) *lab.APIServer {
 	return s
 }
 
-// ask sends a request from inside h to the API server's address on its segment.
+// ask sends a request from inside h to the API server. The URL has the server's address on h's
+// segment, so the certificate must be valid for that address.
 func ask(ctx context.Context, s *lab.APIServer, h *lab.Host, token, method, path, body string) (int, string, error) {
 	transport := s.Transport(h.Namespace)
 	defer transport.CloseIdleConnections()

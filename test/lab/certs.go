@@ -21,8 +21,8 @@ import (
 // TLSFiles are the paths of PEM files. They are valid in every process of the machine and
 // of the lab while the lab is open.
 type TLSFiles struct {
-	CA                    string // of the authority that signed the store's certificate
-	ClientCert, ClientKey string // empty unless the store requires client certificates
+	CA                    string // of the authority that signed the server's certificate
+	ClientCert, ClientKey string // empty unless the server requires client certificates
 
 	serverCert, serverKey string
 }
@@ -84,8 +84,8 @@ func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFi
 	return f, err
 }
 
-// Issue writes a certificate and its key, for servers at addrs and for clients, and replaces
-// those that it issued for the same name before.
+// Issue writes a certificate and its key to files. The certificate is valid for servers at addrs
+// and for clients. The files replace those of an earlier certificate with the same name.
 func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile string, err error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

@@ -24,8 +24,8 @@ type etcdConfig struct {
 }
 
 // RunChild must be the first call in main, or in TestMain, of every binary that builds
-// labs. The store runs as a child process under another name, of the same binary unless
-// EtcdOptions names one; in that process RunChild runs the store and does not return.
+// labs. The lab starts the same binary, or EtcdOptions.Program, a second time under another
+// name to run the store. In that process RunChild runs the store and does not return.
 func RunChild() {
 	if os.Args[0] != etcdChild {
 		return
@@ -49,10 +49,10 @@ func serveEtcd(args []string) error {
 	cfg.Dir = c.Dir
 	cfg.LogLevel, cfg.LogOutputs = "error", []string{"stderr"}
 	cfg.UnsafeNoFsync = true
-	wal.SegmentSizeBytes = 4 << 20 // preallocated, which takes memory because the directory is on tmpfs
-	// A single member waits for no other member: a short election timeout makes it start
-	// quickly, and allows short leases, whose minimum etcd derives from it. A shorter tick
-	// takes more CPU time at rest, for as long as the lab exists.
+	wal.SegmentSizeBytes = 4 << 20 // small, because a segment is preallocated, and takes memory on tmpfs
+	// A single member waits for no other member, so a short election timeout makes it start
+	// quickly. It also allows leases with a short TTL: etcd derives the minimum from it. A
+	// shorter tick would take more CPU time at rest, for as long as the lab exists.
 	cfg.TickMs, cfg.ElectionMs = 100, 500
 	cfg.BcryptCost = 4 // the minimum, so that a login takes less than a second even with the race detector
 

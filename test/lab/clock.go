@@ -10,9 +10,10 @@ import (
 	"time"
 )
 
-// StepClock changes the state that flanneld keeps on disk as if the host's clock had been
-// stepped by d since flanneld has ended. A process cannot have a clock of its own, but a
-// start compares the clock only with the times in these files.
+// StepClock makes the next flanneld of the host see what it would see if the clock had been
+// stepped by d since the last one ended. A process cannot have a clock of its own. But a
+// start compares the clock only with the times in flanneld's state files, so StepClock
+// moves these by -d. It returns an error if it finds no time.
 func (h *Host) StepClock(d time.Duration) error {
 	files, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*.json"))
 	if err != nil {

@@ -27,9 +27,9 @@ type EtcdOptions struct {
 	// The lab configures its own clients and daemons accordingly.
 	TLS, ClientCerts bool
 
-	// Program is the path of a binary whose main calls RunChild first, such as flannelctl. It
-	// runs the store; empty means this binary. A test names one that is built without the race
-	// detector, with which a store needs several times the CPU time.
+	// Program is the path of the binary that runs the store; empty means this binary. Its main
+	// must call RunChild first, like that of flannelctl. A test with the race detector names a
+	// binary without it, because the race detector multiplies the CPU time of the store.
 	Program string
 
 	Env []string // variables of the store's process, as NAME=value

@@ -47,8 +47,8 @@ type FlowStats struct {
 	Err            error         // the last error about a packet, from this host or by ICMP
 }
 
-// StartFlow sends rate packets per second to the other pod until Stop, and the first one before it
-// returns.
+// StartFlow sends rate packets per second to the other pod until Stop. It sends the first one before
+// it returns. The end of ctx does not end the flow.
 func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int) (*Flow, error) {
 	if rate < 1 {
 		return nil, fmt.Errorf("start flow: %d packets per second", rate)

@@ -29,7 +29,8 @@ type Host struct {
 	pods    []*Pod
 }
 
-// newHost returns the host even if it fails, so that Close can remove what exists.
+// newHost returns the host even with an error, so that Close can remove what exists. The host
+// is nil only if its namespace does not exist.
 func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 	n, err := newNamespace(fmt.Sprintf("host%d", number), enterHostNamespaces)
 	if err != nil {

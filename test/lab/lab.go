@@ -35,7 +35,7 @@ const (
 // Config describes a lab.
 type Config struct {
 	Hosts    int             // 0 means 3
-	Segments int             // L2 segments, over which the hosts are distributed in turn; 0 means 1
+	Segments int             // number of L2 segments; neighboring host numbers are on different ones; 0 means 1
 	Families []prefix.Family // of the underlay; nil means IPv4
 	MTU      int             // of the underlay; 0 means 1500
 
@@ -244,7 +244,8 @@ func (l *Lab) StartFlanneld(ctx context.Context, o FlanneldOptions) error {
 	return nil
 }
 
-// AddPods adds one pod to every host, or one in each of several networks.
+// AddPods adds one pod to every host. If the lab has several networks, it adds one to every
+// host in each network.
 func (l *Lab) AddPods(ctx context.Context) error {
 	names := l.networkNames()
 	for _, h := range l.hosts {

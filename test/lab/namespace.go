@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Namespace is an anonymous network namespace, for hosts together with a mount namespace.
-// A thread keeps it alive. The same thread is the parent of all processes in the
-// namespace, so that they get their death signal when it ends.
+// Namespace is an anonymous network namespace. For hosts and the router it includes a mount
+// namespace. A thread keeps it alive. The same thread is the parent of all processes in the
+// namespace, so that they get their death signal when the thread ends.
 type Namespace struct {
 	name     string
 	net, mnt *os.File // mnt is nil if the namespace uses the machine's mounts
@@ -70,9 +70,10 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 	return n, nil
 }
 
-// onOwnThread runs f on a thread that ends with the calling goroutine, which must return
-// right after. f never runs on the main thread: that thread cannot end, and /proc/PID
-// shows its namespaces as those of the process.
+// onOwnThread runs f on a thread that ends after f. It must be the last call of a goroutine,
+// because a locked thread ends with its goroutine. f never runs on the main thread: that
+// thread cannot end, and /proc/PID shows its namespaces as those of the process. A caller
+// on the main thread returns before f does.
 func onOwnThread(f func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
@@ -109,7 +110,7 @@ func (n *Namespace) Nsenter() string {
 
 // Do runs f inside the namespace, on a separate thread, and returns its result. Sockets
 // that f opens belong to the namespace and may be used from any goroutine. f may block
-// and may call Do.
+// and may call Do. If ctx has ended, Do does not run f. It does not interrupt f.
 func (n *Namespace) Do(ctx context.Context, f func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err

@@ -21,8 +21,8 @@ type Network struct {
 	Config json.RawMessage // in the store at the start
 }
 
-// Networks returns networks with these names, with a range each. backends are the types of their
-// backends, which are used in turn, with the further keys in extra.
+// Networks returns a network for each name. Each network has a pod range, and a VNI or port, of its
+// own. Network i has the backend type backends[i%len(backends)]. extra has further keys of all backends.
 func Networks(names []string, families []prefix.Family, backends []string, extra map[string]any) ([]Network, error) {
 	var all []Network
 	for i, name := range names {

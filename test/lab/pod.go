@@ -190,8 +190,8 @@ func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	br, err := h.LinkByName(env.bridge)
 	if err != nil {
 		br = &netlink.Bridge{LinkAttrs: attrs(env.bridge, env.mtu)}
-		// Otherwise the bridge has the lowest MAC address of its ports. It changes when a pod is added, and
-		// pods send to the former one for up to a minute.
+		// Otherwise the bridge has the lowest MAC address of its ports. This address can change when a pod
+		// is added, and pods send to the former address for up to a minute.
 		br.Attrs().HardwareAddr = randomMAC()
 		if err := h.LinkAdd(br); err != nil {
 			return fmt.Errorf("add bridge %s: %w", env.bridge, err)
@@ -212,7 +212,7 @@ func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 type subnetEnv struct {
 	bridges []netip.Prefix // the bridge's addresses, IPv4 first
 	mtu     int
-	bridge  string // name of the bridge
+	bridge  string // name of the bridge, which is not in the file
 }
 
 func parseSubnetEnv(text, file string) (env subnetEnv, err error) {

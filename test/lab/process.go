@@ -68,7 +68,7 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 func (n *Namespace) Start(cmd *exec.Cmd) error { return n.start(cmd) }
 
 // pipeDelay limits how long the remaining output of a process is read after its exit.
-// That takes a moment, but long on a busy machine.
+// Reading takes a moment, but longer on a busy machine.
 const pipeDelay = 10 * time.Second
 
 // start starts cmd from the namespace's thread, so that it inherits the namespaces and

@@ -226,7 +226,7 @@ func TestKernelDaemonBelowRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	var d *lab.Daemon
-	err = l.Host(2).Do(t.Context(), func() (err error) { // where /run/flanneld exists, as it does not on host1
+	err = l.Host(2).Do(t.Context(), func() (err error) { // host2 has a file /run/flanneld, host1 does not
 		d, err = l.Host(1).StartFlanneld(t.Context(), lab.FlanneldOptions{Path: "/run/flanneld", Args: []string{"hello"}})
 		return err
 	})

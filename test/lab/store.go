@@ -20,7 +20,7 @@ import (
 // PodNetwork returns the pod network of family f that NetworkConfig configures.
 func PodNetwork(f prefix.Family) netip.Prefix { return podNetwork(0, f) }
 
-// podNetwork returns the pod network of number i, counted from 0.
+// podNetwork returns the pod range of the lab's network i, counted from 0.
 func podNetwork(i int, f prefix.Family) netip.Prefix {
 	const first = 5
 	if f == prefix.IPv4 {

@@ -24,8 +24,8 @@ func (c connection) Close() {
 	c.far.Close()
 }
 
-// connectTo opens a connection from p to to, at its address of family f. Opening is
-// aborted when ctx ends.
+// connectTo opens a connection from p to the address of the other pod in family f. It
+// aborts when ctx ends.
 func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connection, err error) {
 	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
 	if err != nil {
@@ -54,8 +54,8 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connec
 	return c, nil
 }
 
-// cause returns the reason why ctx ended, if it has, in place of err, which is then only
-// a consequence.
+// cause returns the reason why ctx ended if it has ended, because err is then only a
+// consequence. Otherwise it returns err.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -89,9 +89,9 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 	return remote.Addr().Unmap(), err
 }
 
-// Throughput sends data over TCP to the other pod for the time d, or longer until the first data
-// arrives, and returns the received bits per second. On a busy machine, or after a lost packet, that
-// may take longer than a short d.
+// Throughput sends data over TCP to the other pod for the time d, and returns the received bits per
+// second. It waits longer than d for the first data, because on a busy machine, or after a lost packet,
+// they may arrive later than a short d.
 func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (bps float64, err error) {
 	bps, err = p.throughput(ctx, to, f, d)
 	if err != nil {

@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestKernelPingSeesPathMTU checks that a pod that must not fragment gets the smaller MTU of
-// the path.
+// TestKernelPingSeesPathMTU checks that a host's ping that must not be fragmented fails with the
+// smaller MTU of the path, and that a ping to an address without a host gets no answer.
 func TestKernelPingSeesPathMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Segments: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	err := l.Underlay().Netlink(t.Context(), func(nl *netlink.Handle) error {
@@ -110,7 +110,7 @@ func TestKernelShaping(t *testing.T) {
 	addStaticNetwork(t, l, 1500)
 	expectTenMegabits(t, l)
 
-	// The error names a kernel without netem; TestVMShaping runs on a kernel with it.
+	// If the kernel has no netem, the error must say so. TestVMShaping runs on a kernel with netem.
 	cfg.Latency = 20 * time.Millisecond
 	l, err := lab.New(t.Context(), cfg)
 	if err == nil {

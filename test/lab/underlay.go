@@ -21,7 +21,8 @@ import (
 
 const router = 254 // the router's host number on every segment
 
-// segmentAddr returns the address of a host number on a segment.
+// segmentAddr returns the address of a host number, or of router, on a segment. Segments
+// count from 0.
 func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 168, byte(77 + segment), byte(host)}), 24)
@@ -53,8 +54,8 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 	return l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		for s := range l.cfg.Segments {
 			br := &netlink.Bridge{LinkAttrs: attrs(bridgeName(s), l.cfg.MTU)}
-			// Otherwise the bridge has the lowest MAC address of its ports. It changes when a
-			// host is added, and hosts that know the former one do not reach the router.
+			// Otherwise the bridge has the lowest MAC address of its ports. This address can change
+			// when a host is added, and hosts that know the former address do not reach the router.
 			br.HardwareAddr = net.HardwareAddr{0x02, 0, 0, 0, 0x77, byte(s)}
 			if err := h.LinkAdd(br); err != nil {
 				return fmt.Errorf("add bridge %s: %w", br.Name, err)
@@ -121,8 +122,8 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 // carrierTimeout limits the wait for the carrier of a new link, and for its addresses.
 const carrierTimeout = 10 * time.Second
 
-// answered waits until the host reaches itself and the router. The kernel makes the routes of
-// a new IPv6 address in the background.
+// answered waits until the host reaches itself and the router. It may have to wait because the
+// kernel makes the routes of a new IPv6 address in the background.
 func (l *Lab) answered(ctx context.Context, host *Host) error {
 	ctx, cancel := context.WithTimeout(ctx, carrierTimeout)
 	defer cancel()
@@ -176,8 +177,8 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	return nil
 }
 
-// maxLearned is the largest number of hosts that resolve each other's addresses by ARP
-// and neighbour discovery.
+// maxLearned is the number of hosts in the largest lab that relies on ARP and neighbour
+// discovery between hosts.
 const maxLearned = 20
 
 // pinNeighbours gives the hosts of a large lab permanent neighbour entries for each
@@ -231,8 +232,8 @@ func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	return setUp(h, port)
 }
 
-// configure sets the addresses of eth0 and adds a default route through the gateway of
-// each.
+// configure sets the addresses of eth0 and, for each of them, adds a default route through
+// its gateway.
 func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefix) netip.Addr) error {
 	eth0, err := h.LinkByName("eth0")
 	if err != nil {
