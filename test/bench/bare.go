@@ -32,8 +32,8 @@ func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	return took, nil
 }
 
-// bareEvents writes as many events as events does, and returns the CPU time per event of
-// a minimal process that watches them.
+// bareEvents makes as many writes as the function events, at the same rate, and returns
+// the CPU time per event of a minimal process that watches them.
 func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) {
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
@@ -65,8 +65,8 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	return (after - before) / time.Duration(2*count), err
 }
 
-// startBare starts a minimal client of a store on host 1 and waits until it reports that
-// it has the data or watches.
+// startBare starts the minimal client of a store that runPlain calls name, on host 1. It
+// waits until the client reports that it has read the data, or that its watch has begun.
 func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {

@@ -27,11 +27,11 @@ const etcdPrefix = lab.Prefix
 // txnOps is how many keys one transaction writes. etcd's default limit is 128.
 const txnOps = 100
 
-// bed is the lab for the measures. The daemon runs on host 1. Host 2 is equal and serves
-// to measure the kernel's limit and as the other end of traffic.
+// bed is the lab for the measures. The daemon runs on host 1. Host 2 is equal to it. The
+// benchmark measures the kernel's limit there, and uses it as the other end of traffic.
 type bed struct {
 	lab     *lab.Lab
-	client  *clientv3.Client // connects through the network of host 1, like the daemon
+	client  *clientv3.Client // connects from inside host 1, like the daemon
 	backend string
 	peers   []peer // peers whose leases are in etcd
 	plain   []int  // process ids of the programs that carry packets instead of daemons
@@ -94,8 +94,8 @@ func (b *bed) close() {
 	b.lab.Close()
 }
 
-// configure replaces the content of etcd by the network configuration and the leases of n
-// peers.
+// configure replaces flannel's data in etcd by the network configuration and the leases of
+// n peers, unless the last call did the same.
 func (b *bed) configure(ctx context.Context, backend string, n int) error {
 	if b.backend == backend && len(b.peers) == n {
 		return nil
@@ -282,8 +282,9 @@ func addVXLAN(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// limit measures how long the kernel takes to accept the objects of peers, on a clean
-// host 2 that already has the objects of base.
+// limit measures how long the kernel takes to accept the objects of peers. It cleans host 2
+// first, and writes the objects of base there, which do not count. kinds says which objects
+// a peer has.
 func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
 	h := b.lab.Host(2)
 	if err := b.clean(ctx, h); err != nil {

@@ -153,8 +153,8 @@ func TestPeers(t *testing.T) {
 	}
 }
 
-// TestConcerned checks that a message that the benchmark writes names the object that it creates, only
-// for this peer and this device.
+// TestConcerned checks that concerned names the object that a message announces, but returns "" if the
+// object belongs to another peer or another device.
 func TestConcerned(t *testing.T) {
 	const device = 7
 	p, other := makePeer(3), makePeer(4)

@@ -36,15 +36,15 @@ type cloudServer struct {
 	metadata func(n int, a netip.Addr) http.Handler // adds host n, and returns its metadata service
 	calls    func() int
 	env      func(api, metadata string) map[string]string
-	// slow adds the routes to hosts without calls. Calls that make them take long in this cloud. nil
-	// means that calls are quick.
+	// slow adds the route to host n without a call, because the calls that create routes take long in
+	// this cloud. It is nil if they are quick.
 	slow func(n int, dst netip.Prefix)
 }
 
 const (
 	cloudResync  = 5 * time.Minute // the default of --resync
 	cloudQuota   = 5000
-	slowestStart = 100 // hosts whose routes are made by calls in a slow cloud
+	slowestStart = 100 // in a cloud with slow calls, the most hosts whose routes are created by calls
 )
 
 func cloudNetworkPrefix() netip.Prefix { return netip.MustParsePrefix("10.16.0.0/12") }
@@ -112,10 +112,10 @@ func cloudHost(n int) cloud.Host {
 	}
 }
 
-// measureCloud counts the calls of the APIs of clouds, with both choices of Backend.Writer. The keepers
-// are those of the daemon, in this process.
+// measureCloud counts the calls that hosts make to the API of each cloud, with both values of
+// Backend.Writer. It runs the keepers of the daemon in this process.
 func (r *runner) measureCloud(ctx context.Context) error {
-	ctx = klog.NewContext(ctx, klog.Logger{}) // without a line for each route
+	ctx = klog.NewContext(ctx, klog.Logger{}) // no log, which would have a line for each route
 	for _, hosts := range []int{10, 100, 1000} {
 		for _, s := range cloudServers() {
 			if err := r.cloudRound(ctx, s, hosts); err != nil {
@@ -126,7 +126,7 @@ func (r *runner) measureCloud(ctx context.Context) error {
 	return nil
 }
 
-// cloudRound counts the calls of one cloud in a network with that number of hosts.
+// cloudRound counts the calls to the API of one cloud in a network with that number of hosts.
 func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) error {
 	api, end, err := serveHTTP(ctx, s)
 	if err != nil {
@@ -148,7 +148,7 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) erro
 		return fmt.Errorf("start a leader: %w", err)
 	}
 	defer leader.end()
-	// A host that joins makes the calls alone, or a leader does.
+	// First a leader makes the calls for a host that joins. Then a host that joins makes them itself.
 	b.metadata[hosts+1] = s.metadata(hosts+1, cloudHost(hosts + 1).Addresses[0])
 	led, err := leader.join(ctx, hosts+1)
 	if err != nil {
@@ -187,8 +187,9 @@ type cloudBench struct {
 	metadata map[int]http.Handler // by number of the host
 }
 
-// host returns the backend of a host, as its daemon creates it, and a function that ends its metadata
-// service. It must have connected before another host is created.
+// host returns the backend of host n, as its daemon creates it, and a function that ends its metadata
+// service. The backend must have connected before the next call of host: the addresses of the services
+// are in environment variables of this process, which each call replaces.
 func (b *cloudBench) host(ctx context.Context, n int, writer string) (*backend.CloudBackend, func(), error) {
 	metadata, end, err := serveHTTP(ctx, b.metadata[n])
 	if err != nil {
@@ -253,7 +254,8 @@ func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts int, all 
 	return runningKeeper{k, b, n, compared, func() { cancel(); <-done }}
 }
 
-// await waits until the keeper has compared that often.
+// await waits until the keeper has made that number of comparisons since its start. It returns the
+// error of the last one.
 func (k runningKeeper) await(ctx context.Context, comparisons int64) error {
 	for k.compared.Load() < comparisons {
 		select {
@@ -301,10 +303,10 @@ func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, call
 		k = b.keep(ctx, be.Cloud, 1, hosts, true)
 		stop := k.end
 		k.end = func() { stop(); end() }
-		if _, err := k.Result(ctx); err != nil { // the first comparison reports its progress
+		if _, err := k.Result(ctx); err != nil { // waits for the first comparison
 			return err
 		}
-		if b.slow == nil || hosts <= slowestStart { // it has put routes, and confirms them
+		if b.slow == nil || hosts <= slowestStart { // the second comparison confirms the new routes
 			if err := k.await(ctx, k.compared.Load()+1); err != nil {
 				return err
 			}

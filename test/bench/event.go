@@ -28,9 +28,9 @@ const patience = 10 * time.Second
 type latencies struct{ add, remove, watch []float64 }
 
 // events adds and removes one lease count times. It measures the time until the kernel
-// has announced that the last of its objects exists, or is gone. In between it measures
-// the same for a bare etcd watch, with a write of equal size that the daemon does not
-// see.
+// has announced that the last object of the lease exists, or is gone. In between it
+// measures the time until a bare etcd watch has the event, with a write of equal size that
+// the daemon does not see.
 func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // ends the watch: each open watch makes later measures slower
@@ -103,8 +103,8 @@ func waitWatch(events clientv3.WatchChan) (time.Time, error) {
 }
 
 // listen subscribes to the kernel's announcements about the objects of p on host. wait
-// blocks until all of them exist, or are gone, and returns the time of the last
-// announcement.
+// blocks until all of them exist or, if gone is true, are gone. It returns the time of the
+// last announcement.
 func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gone bool) (time.Time, error), stop func(), err error) {
 	var r *rtnl
 	var ifindex int
@@ -145,8 +145,8 @@ func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gon
 	}, r.close, nil
 }
 
-// concerned returns the name of the object of p that a message announces, or "" if it is
-// about another object.
+// concerned returns the name of the object of p that a message announces as new or, if gone
+// is true, as deleted. It returns "" for any other message.
 func (p peer) concerned(typ uint16, payload []byte, ifindex int, gone bool) string {
 	switch {
 	case typ == unix.RTM_NEWROUTE && !gone, typ == unix.RTM_DELROUTE && gone:

@@ -106,7 +106,7 @@ func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int)
 	return r.firewallRepairs(ctx, group, k, foreign, d)
 }
 
-// firewallRepairs makes changes that the daemon repairs.
+// firewallRepairs makes changes that the daemon repairs, and records the CPU time of a repair.
 func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKind, foreign int, d *lab.Daemon) error {
 	repairs := func() (float64, error) {
 		_, page, err := d.Get(ctx, "/metrics")

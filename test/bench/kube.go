@@ -228,7 +228,8 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// kubeEvents measures how one Node is added and removed.
+// kubeEvents measures the time from a request that adds or removes one Node until the kernel has
+// announced the last change, and until a bare watch has an event.
 func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 	n := r.large
 	p := makePeer(n)
@@ -303,7 +304,7 @@ func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// relate adds the ratio of a measure to that of a bare watch of metadata.
+// relate records the median of the metric name divided by bare, the value of a bare watch of metadata.
 func (r *runner) relate(name string, bare, target float64) {
 	if m := r.report.find(kubeGroup, name, r.large); m != nil {
 		r.report.add(kubeGroup, name+" / bare watch of metadata", r.large, "×", m.median()/bare, target)
@@ -311,7 +312,8 @@ func (r *runner) relate(name string, bare, target float64) {
 }
 
 // watchCost sends heartbeats while kubeWatches processes watch, or none if kind is empty.
-// CPU time is in milliseconds per heartbeat.
+// server and client are CPU times in milliseconds per heartbeat. client and bytes are those
+// of one watch.
 func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, lasting time.Duration) (server, client, bytes float64, err error) {
 	var watchers []int // process IDs
 	for range kubeWatches {
@@ -455,7 +457,8 @@ func (w *bareWatch) drain() {
 	}
 }
 
-// first returns the time of the first event since drain.
+// first waits for the first event since drain and returns its time. ok is false if there is none
+// within patience.
 func (w *bareWatch) first() (at time.Time, ok bool) {
 	select {
 	case at = <-w.at:

@@ -29,8 +29,8 @@ type kubeServer struct {
 	client    *http.Client
 }
 
-// startKube starts the API server and waits until it answers. Clients connect from the
-// network of host 2 and disable compression.
+// startKube starts the API server and waits until it answers. The returned client connects
+// from inside host 2 and disables compression.
 func (b *bed) startKube(ctx context.Context, binary string) (s *kubeServer, err error) {
 	if binary, err = filepath.Abs(binary); err != nil {
 		return nil, err

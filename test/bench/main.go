@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command bench measures the cost of flanneld with real kernels and a real etcd, in a lab
-// of network namespaces. It compares it with the time that the kernel takes for the same
-// objects in the same run.
+// Command bench measures the cost of flanneld with a real kernel and a real etcd, in a lab
+// of network namespaces. It compares this cost with the time that the kernel takes for the
+// same objects in the same run.
 package main
 
 import (

@@ -156,8 +156,8 @@ func (r *runner) endMigration(ctx context.Context, w *routeWatch, backend map[st
 	return w.verify(ctx)
 }
 
-// answerForPeers makes host 2 answer in place of all peers, or no longer do so. Host 1 gets the
-// neighbours that it needs for that, because the kernel resolves only about a thousand.
+// answerForPeers makes host 2 answer in place of all peers or, if answer is false, ends that. It gives
+// host 1 a permanent neighbour for each peer, because the kernel resolves only about a thousand.
 func (b *bed) answerForPeers(ctx context.Context, answer bool) error {
 	first, second := b.lab.Host(1), b.lab.Host(2)
 	script := fmt.Sprintf("ip route add local %[1]s dev lo && ip route add local %[2]s dev lo && ip route add %[3]s via %[4]s",
@@ -223,7 +223,7 @@ func (b *bed) migrationLimit(ctx context.Context) (took, cpu time.Duration, chan
 		if err != nil {
 			return err
 		}
-		const ids = 1 << 24 // between the nexthop objects of the two backends
+		const ids = 1 << 24 // distance between the ids of the two backends' nexthop objects
 		start, startCPU := time.Now(), threadCPU()
 		for _, build := range []func(p peer){
 			func(p peer) { r.addNexthop(p.nexthop()+ids, eth0.Index, p.ip, 0) },

@@ -30,7 +30,7 @@ type served struct {
 	cpu    time.Duration // of the process, until then
 	memory float64       // RSS in bytes, at rest
 	idle   time.Duration // CPU time in a minute at rest
-	asked  float64       // requests to etcd meanwhile
+	asked  float64       // requests to etcd during the whole rest, options.atRest
 }
 
 // measureNetworks compares a daemon with one network without a name, one with one named network,

@@ -32,7 +32,7 @@ const (
 // plainAddr returns the address of a host in the tunnel.
 func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0, byte(host)}) }
 
-// runPlain runs the minimal program called name, if there is one.
+// runPlain runs the minimal program called name. is is false if there is no such program.
 func runPlain(name string, args []string) (is bool, err error) {
 	run, is := map[string]func(string) error{
 		plainWireGuard: runWireGuard, plainUDP: runUDP,

@@ -19,8 +19,8 @@ type probing struct {
 	packets float64 // that the host sends
 }
 
-// measureProbes compares an idle daemon that probes the paths to all peers with one that does not.
-// Host 2 answers in place of the peers.
+// measureProbes compares an idle daemon that probes the paths to all peers with a daemon that does not
+// probe. Host 2 answers in place of the peers.
 func (r *runner) measureProbes(ctx context.Context) error {
 	const group = "host-gw, probes of the paths"
 	n := r.large

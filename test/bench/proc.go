@@ -39,8 +39,8 @@ func treeCPU(pid int) (time.Duration, error) {
 	return own + time.Duration(user+system)*tick, err
 }
 
-// children returns the number of running children of a process. The time of those that
-// have ended is part of treeCPU.
+// children returns the number of running children of a process. treeCPU includes the CPU
+// time of children that have ended.
 func children(pid int) (count int, err error) {
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	if err != nil {

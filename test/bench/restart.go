@@ -77,9 +77,9 @@ func untilReady(ctx context.Context, d *lab.Daemon) error {
 	}
 }
 
-// countWrites counts the announcements of the kernel of host about links, addresses,
-// nexthops, routes to pods, and entries of the daemon's device. count ends that and
-// returns the number.
+// countWrites begins to count the kernel's announcements on host about links, addresses,
+// nexthops, routes to pods, and neighbour and FDB entries of the daemon's device. count
+// ends this and returns the number.
 func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (int, error), err error) {
 	var r *rtnl
 	var device int

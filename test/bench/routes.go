@@ -23,8 +23,8 @@ type kernelRoute struct {
 }
 
 // routeWatch follows the routes of a host to peers by the kernel's announcements. The kernel announces
-// each change in the order in which it makes them, so a peer that is without a route for a
-// microsecond is noticed.
+// changes in the order in which it makes them. So the watch notices even a peer that has no route for
+// a microsecond.
 type routeWatch struct {
 	host      *lab.Host
 	r         *rtnl
@@ -175,7 +175,7 @@ func (w *routeWatch) apply(typ uint16, payload []byte) {
 			}
 			delete(w.byNexthop, id)
 		})
-	case unix.RTM_NEWLINK, unix.RTM_DELLINK: // the same if a device goes
+	case unix.RTM_NEWLINK, unix.RTM_DELLINK: // the same if a device goes down or is deleted
 		if len(payload) < unix.SizeofIfInfomsg || payload[0] == unix.AF_BRIDGE {
 			return
 		}
@@ -212,7 +212,7 @@ func (w *routeWatch) remove(dst netip.Prefix, gone func(kernelRoute) bool) {
 	}
 }
 
-// change changes the routes to a peer.
+// change replaces the routes to a peer by the result of how, and updates best.
 func (w *routeWatch) change(dst netip.Prefix, how func([]kernelRoute) []kernelRoute) {
 	best := func(n int) {
 		if all := w.routes[dst]; len(all) > 0 {

@@ -35,7 +35,7 @@ type rtnl struct {
 	seq uint32
 	buf []byte
 	out []byte
-	msg int // start in out of the message under construction
+	msg int // offset in out at which the message under construction starts
 }
 
 // openRTNL opens a socket in the calling thread's network namespace and joins the groups.
@@ -150,7 +150,7 @@ func (r *rtnl) dump(each func(payload []byte)) error {
 	return nil
 }
 
-// receive reads one datagram.
+// receive reads one datagram and passes its messages to each. It returns the first error of each.
 func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) error {
 	n, _, err := unix.Recvfrom(r.fd, r.buf, 0)
 	for errors.Is(err, unix.EINTR) {
@@ -246,7 +246,8 @@ func (r *rtnl) delNexthop(id uint32) {
 	r.end()
 }
 
-// putRouteByID adds or replaces a route. The metric 0 is the usual one.
+// putRouteByID adds or replaces a route through the nexthop object with that id. The metric 0 means
+// the kernel's default.
 func (r *rtnl) putRouteByID(dst netip.Prefix, id, metric uint32) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
@@ -265,7 +266,7 @@ func (r *rtnl) putRoute(dst netip.Prefix, ifindex int, gateway netip.Addr, flags
 	r.end()
 }
 
-// putLinkRoute adds a route to the network of the device itself.
+// putLinkRoute adds or replaces a route without a gateway: dst is directly reachable on the device.
 func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_LINK, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
@@ -341,7 +342,7 @@ func (r *rtnl) dumpNexthops(each func(id uint32)) error {
 	})
 }
 
-// hasRoute reports whether exactly this route exists.
+// hasRoute reports whether a route to exactly dst exists. A route to a larger prefix does not count.
 func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
 	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
 	body := rtmsg(dst.Addr().BitLen(), 0, lookupFIBMatch)

@@ -62,7 +62,7 @@ func names() []string {
 	return names
 }
 
-// measureLimit limits the time of one measure. It is several times as long as any needs.
+// measureLimit limits the time of one measure. It is several times as long as any measure needs.
 const measureLimit = time.Hour
 
 func (r *runner) all(ctx context.Context, progress io.Writer) error {
@@ -218,8 +218,8 @@ func (r *runner) coldEmpty(ctx context.Context) error {
 	return nil
 }
 
-// measureBurst measures a thousand leases at once and compares them with the kernel's
-// limit.
+// measureBurst measures how long the daemon takes for a thousand leases that are written at
+// once, and compares this time with the kernel's limit.
 func (r *runner) measureBurst(ctx context.Context) error {
 	const base, burst = 1000, 1000
 	const group = "vxlan, 1000 leases in one burst"
@@ -492,7 +492,8 @@ func idle(ctx context.Context, host *lab.Host, d *lab.Daemon, during time.Durati
 	return after - before, now.Since(asked), err
 }
 
-// measureBusy measures the same work on a host on which other programs change the kernel.
+// measureBusy measures starts and events on a quiet host, and on a busy one, which has many
+// routes of other programs, and neighbours that change all the time.
 func (r *runner) measureBusy(ctx context.Context) error {
 	const group, n, rate = "vxlan, busy host", 1000, 1000
 	h := r.lab.Host(1)
@@ -585,8 +586,9 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		return wait.For(ctx, 3*time.Second)
 	}
 	times := r.churnChange / (2 * len(some))
-	// A collection during a change finds more live objects, so take the least of several
-	// values.
+	// least returns the resources after ten more groups of changes, each a hundredth of times.
+	// A garbage collection during a change finds more live objects. So the memory is the least
+	// of the ten values. All others are the last values.
 	least := func() (h resources, err error) {
 		for i := range 10 {
 			if err := change(max(1, times/100)); err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// requests returns etcd's own count of client messages, by method. The question comes from host.
+// requests returns etcd's own count of client messages, by method. It asks etcd from inside host.
 func requests(ctx context.Context, host *lab.Host) (figures.Counts, error) {
 	transport := &http.Transport{DialContext: host.Dial, DisableKeepAlives: true}
 	return figures.EtcdMessages(ctx, &http.Client{Transport: transport, Timeout: 10 * time.Second}, host.EtcdEndpoint())

@@ -28,8 +28,8 @@ func wireguardConfig() map[string]any {
 }
 
 // measureWireGuard compares the wireguard backend's userspace mode with a program that
-// consists only of wireguard-go, on the same hosts. They alternate, and so does the one
-// that begins.
+// consists only of wireguard-go, on equal hosts. Both run in each round, and the one that
+// runs first alternates.
 func (r *runner) measureWireGuard(ctx context.Context) error {
 	const tcp = "TCP, 1 stream, hosts"
 	for round := range r.rounds {
@@ -55,7 +55,8 @@ func (r *runner) measureWireGuard(ctx context.Context) error {
 	return nil
 }
 
-// wireguardCPU sends TCP traffic from host 1 to host 2 through the tunnel of who.
+// wireguardCPU sends TCP traffic from host 1 to host 2 through the tunnel of who, which is
+// flanneld or wireguard-go.
 func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
