@@ -4,8 +4,8 @@ package main
 
 import "slices"
 
-// bits is a set of small numbers. N hosts that each know N leases keep N² of them, so one
-// takes a bit.
+// bits is a set of small numbers. Each number takes one bit, because N hosts that each know
+// N leases keep N² numbers.
 type bits []uint64
 
 func (b *bits) set(i int) (changed bool) {
@@ -37,7 +37,7 @@ func (b bits) equal(other bits) bool {
 	return true
 }
 
-// equalWithout reports whether b is what other is without the number i.
+// equalWithout reports whether b is equal to other after i is removed from other.
 func (b bits) equalWithout(other bits, i int) bool {
 	for at := range max(len(b), len(other)) {
 		want := other.word(at)

@@ -26,8 +26,8 @@ import (
 )
 
 // hostsChild is the only argument that makes this program run the managers of all
-// hosts. They have a process of their own so that the store is the only process of its
-// network namespace, and so that its counters of bytes count nothing else.
+// hosts. They have a process of their own so that its CPU time and memory can be read. It
+// is the only process in host 1, so that the byte counters there count only its traffic.
 const hostsChild = "storm-hosts"
 
 // isHosts reports whether this process runs the managers of all hosts.
@@ -49,7 +49,7 @@ func runHosts() error {
 }
 
 // useMemory makes the garbage collector run rarely while two thirds of the machine's memory suffice.
-// Its work would be CPU time of the hosts that real ones do not need.
+// Its work on the memory of all hosts would count as CPU time that real hosts do not need.
 func useMemory() error {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
@@ -76,12 +76,12 @@ type Hosts struct {
 	loaded   map[int]*host        // hosts that have their last known state and have not started
 	former   map[int]subnet.Lease // leases of hosts that do not run
 	leases   etcd.Interner
-	// reference is the host whose knowledge of the others is saved, and is the last known state of every host.
-	// After a scenario all hosts know the same, so one state in memory is enough.
+	// reference is the host whose last known state is kept in known when it stops. Every host starts with
+	// this state. After a scenario all hosts know the same, so one state in memory is enough.
 	reference *host
 	known     subnet.LedgerState
 	outages   int                    // of hosts that were stopped
-	stores    map[int]subnet.StoreID // as hosts knew them that do not run: with Kubernetes they differ
+	stores    map[int]subnet.StoreID // that hosts which do not run have known: with Kubernetes they differ
 }
 
 func newHosts() *Hosts {
@@ -92,7 +92,7 @@ func newHosts() *Hosts {
 type Start struct {
 	Store    Store
 	From, To int  // numbers of hosts, To excluded
-	Forget   bool // they do not know what they had before
+	Forget   bool // the hosts do not know their former leases
 }
 
 // Store says where the store is.
@@ -124,7 +124,7 @@ func (s *Hosts) Load(a Start, _ *struct{}) error {
 	return loading.Wait()
 }
 
-// Start starts hosts, those that Load has not prepared too.
+// Start starts hosts. It calls Load first unless that was done.
 func (s *Hosts) Start(a Start, _ *struct{}) error {
 	if s.loaded[a.From] == nil {
 		if err := s.Load(a, nil); err != nil {
@@ -143,10 +143,10 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 	return nil
 }
 
-// Stop says which hosts to stop: those with the numbers from From to To, which is excluded.
+// Stop says which hosts to stop: those with the numbers from From up to but excluding To.
 type Stop struct{ From, To int }
 
-// Stopped is the answer to Stop.
+// Stopped is the answer to Stop: the leases of the stopped hosts.
 type Stopped struct{ Leases []subnet.Lease }
 
 // Stop stops hosts as if their power was cut, which leaves their leases in the store.
@@ -178,7 +178,8 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 	return nil
 }
 
-// Expect says which leases there are, or are no longer, apart from those of running hosts.
+// Expect lists leases that hosts must know from now on or, if Gone is true, must no longer know. The
+// leases of running hosts are added by the hosts themselves.
 type Expect struct {
 	Leases []subnet.Lease
 	Gone   bool
@@ -198,17 +199,18 @@ type Wait struct {
 	Renewed time.Time // hosts have to renew their leases after this time; zero means that they need not
 }
 
-// State is what has become of the hosts.
+// State is the state of the running hosts.
 type State struct {
 	Right, Running int
-	Half, Last     time.Time // when half of the hosts were right, and all
+	Half, Last     time.Time // when half of the hosts that are right became right, and when the last one did
 	Leased         time.Time // when the last of the hosts that have a lease has acquired it
 	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
 	Outages        int       // times that a host has lost its store
 	Example        string    // why a host was not right, or has lost its store
 }
 
-// Wait waits until all running hosts are right. It does not fail if they are not.
+// Wait waits until all running hosts are right and have renewed their leases since a.Renewed, but not
+// longer than a.Limit. It returns the state in both cases, without an error.
 func (s *Hosts) Wait(a Wait, r *State) error {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
@@ -276,7 +278,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	return r
 }
 
-// host is the store side of one host.
+// host is one host without its kernel: only the part that uses the store.
 type host struct {
 	number      int
 	all         *Hosts
@@ -288,8 +290,8 @@ type host struct {
 
 	mu       sync.Mutex
 	own      *subnet.Lease
-	acquired time.Time // own
-	renewed  time.Time // last
+	acquired time.Time // when own was acquired
+	renewed  time.Time // when own was renewed last
 	outages  int
 	said     string
 	ended    error // why it has ended although it was not stopped
@@ -330,7 +332,7 @@ func (h *host) stop() {
 	<-h.done
 }
 
-// run is the daemon without its kernel side.
+// run does what the daemon does with its store, until ctx ends.
 func (h *host) run(ctx context.Context) error {
 	m := h.manager
 	defer m.Close()
@@ -397,7 +399,7 @@ func (h *host) lease() (subnet.Lease, bool) {
 	return *h.own, true
 }
 
-// why says that the host has ended although it was not stopped. It is empty if it has not.
+// why returns a text with the error if the host has ended although it was not stopped, and "" otherwise.
 func (h *host) why() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -407,7 +409,7 @@ func (h *host) why() string {
 	return fmt.Sprintf("host %d has ended: %v", h.number, h.ended)
 }
 
-// onStatus is told when the store is lost, and when it is back.
+// onStatus is called with an error when the store is lost, and with nil when it is back.
 func (h *host) onStatus(err error) {
 	if err == nil {
 		return
@@ -418,7 +420,7 @@ func (h *host) onStatus(err error) {
 	h.said = err.Error()
 }
 
-// onLease is told of the own lease when it is acquired and when it is renewed.
+// onLease is called when the own lease is acquired and when it is renewed.
 func (h *host) onLease(subnet.Lease) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

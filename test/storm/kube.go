@@ -112,7 +112,8 @@ func (s *apiServer) do(ctx context.Context, token, method, path string, body any
 
 const nodesPath = "/api/v1/nodes"
 
-// addNodes makes the Nodes of hosts, which have podCIDRs and nothing of flannel's yet.
+// addNodes makes the Nodes of the hosts from from up to but excluding to. They have podCIDRs, but no
+// annotations of flannel yet.
 func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
 	return figures.Each(from, to, func(i int) error {
 		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
@@ -158,8 +159,8 @@ func (s *apiServer) touch(ctx context.Context) error {
 // touches is empty because only requests for Nodes are counted.
 func (*apiServer) touches() []string { return nil }
 
-// calls counts requests that have ended, so not the watches that still go on. Those that the
-// server has refused have its answer in their kind.
+// calls counts the requests for Nodes that have ended, and so no running watch. The kind is the verb and,
+// if the server has refused the request, the status code.
 func (s *apiServer) calls(ctx context.Context) (figures.Counts, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+s.api.Addr(nil).String()+"/metrics", http.NoBody)
 	if err != nil {

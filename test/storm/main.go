@@ -99,7 +99,7 @@ func numbers(flag, list string) (sizes []int, err error) {
 	return sizes, nil
 }
 
-// maxHosts leaves numbers for those that join, and one for a host that does not exist.
+// maxHosts leaves numbers for the hosts that join, and one for the host that does not exist, extra.
 const maxHosts = 15_000
 
 func main() {

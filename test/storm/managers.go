@@ -20,7 +20,8 @@ const (
 	extraSubnet   = "10.255.255.0-24"
 )
 
-// publicIP returns the address of a host: no host has more than an address here.
+// publicIP returns the public address that a host publishes. It is only a number here: no interface
+// has it.
 func publicIP(number int) netip.Addr { return addr("172.16.0.0", number+1) }
 
 func addr(first string, offset int) netip.Addr {
@@ -60,7 +61,8 @@ func (h *host) openKube(s Store, former *subnet.Lease) (manager, error) {
 	return kube.New(c)
 }
 
-// known returns the last known state of a host: the one of all without its own lease.
+// known returns the last known state of a host: the state that all hosts share, without its own lease,
+// and with the store as this host knew it.
 func (h *host) known(own string) subnet.LedgerState {
 	state := h.all.known
 	state.Store = h.all.stores[h.number]

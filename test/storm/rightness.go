@@ -89,7 +89,7 @@ type observation struct {
 	own     int  // number of the own lease; -1 before it is acquired
 	have    bits // without the own lease
 	changed time.Time
-	store   subnet.StoreID // as it was told last
+	store   subnet.StoreID // as the last update named it
 	ledger  *subnet.Ledger // of the reference; nil for other hosts
 }
 
@@ -155,7 +155,8 @@ func (s *observation) acquired(l subnet.Lease) {
 	s.own, s.changed = n, time.Now()
 }
 
-// right reports whether the host has a lease and knows all others, and since when.
+// right reports whether the host has a lease and knows exactly the other expected leases. The time is
+// that of the last change of its knowledge.
 func (s *observation) right(expected bits) (bool, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

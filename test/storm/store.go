@@ -54,7 +54,7 @@ func usageOf(pid int) (usage, error) {
 	return usage{cpu, m.Peak}, err
 }
 
-// etcdServer is an etcd of one member, of a program that is given.
+// etcdServer is an etcd of one member. program is the path of its binary.
 type etcdServer struct {
 	lab     *lab.Lab
 	program string
@@ -204,7 +204,7 @@ func (s *etcdServer) touch(ctx context.Context) error {
 
 func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
 
-// calls counts messages: a request that opens a stream is not the only one on it.
+// calls counts messages and not gRPC calls, because one stream carries many requests.
 func (s *etcdServer) calls(ctx context.Context) (figures.Counts, error) {
 	return figures.EtcdMessages(ctx, s.http, s.url)
 }

@@ -36,7 +36,7 @@ type storm struct {
 	report *report
 }
 
-// startHosts starts the process with the managers in the network of host 1. It has the lowest
+// startHosts starts the process with the managers inside host 1. The process has the lowest
 // priority, because in a cluster the hosts do not use the CPUs of the store.
 func (s *storm) startHosts(ctx context.Context) error {
 	self, err := os.Executable()
@@ -63,9 +63,9 @@ func (s *storm) startHosts(ctx context.Context) error {
 	return nil
 }
 
-// morePorts lets connections of the calling thread's network namespace use ports of closed ones. All
-// managers share one address, on which thousands of connections that were given up use up the ports for a
-// minute, and the kernel's search for a free one takes much of a CPU.
+// morePorts lets new connections in the calling thread's network namespace use the ports of closed ones. All
+// managers share one address. Without morePorts, thousands of closed connections would occupy their ports for
+// a minute, and the kernel's search for a free port would take much of a CPU.
 func morePorts() error {
 	for file, value := range map[string]string{"ip_local_port_range": "1024 65535", "tcp_tw_reuse": "1"} {
 		if err := os.WriteFile("/proc/sys/net/ipv4/"+file, []byte(value), 0); err != nil {
@@ -154,10 +154,10 @@ func (s *storm) read(ctx context.Context) (now reading, err error) {
 type meter struct {
 	s         *storm
 	began     time.Time
-	first     reading        // when the scenario began; of the store, when its present process began
+	first     reading        // at the begin of the scenario; of the store, at the begin of its present process
 	spent     time.Duration  // CPU time of processes of the store that have ended meanwhile
-	ended     figures.Counts // requests to these
-	peak      float64        // of these
+	ended     figures.Counts // requests to these processes
+	peak      float64        // of these processes, in bytes of memory
 	bystander *bystander
 	earlier   State
 }
@@ -190,8 +190,8 @@ func (m *meter) restart(ctx context.Context) error {
 	return m.s.store.restart(ctx)
 }
 
-// end returns what the scenario has cost. It waits until hosts are right, but no longer
-// than the limit.
+// end waits until the hosts are right, but no longer than the limit, and returns what the
+// scenario has cost. If they are not right, it returns the result with an error.
 func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	s := m.s
 	var now State
@@ -314,7 +314,7 @@ func (s *storm) startAll(ctx context.Context, a Start) error {
 	return s.call(ctx, "Start", a, &struct{}{})
 }
 
-// merge fills in how the store is reached.
+// merge replaces everything but TTL and Margin by the values of other.
 func (s *Store) merge(other Store) {
 	ttl, margin := s.TTL, s.Margin
 	*s = other
@@ -427,7 +427,8 @@ func (s *storm) churn(ctx context.Context) (*result, error) {
 	return r, nil
 }
 
-// replace makes count hosts from old on leave and as many from fresh on join, in turns.
+// replace makes count hosts, from number old on, leave the cluster, and as many, from number fresh on,
+// join. It does so in steps of a second, or in one step if within is zero.
 func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.Duration) error {
 	steps := max(1, int(within/time.Second))
 	tick := time.NewTicker(max(within/time.Duration(steps), time.Millisecond))
@@ -463,7 +464,8 @@ func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.
 	return nil
 }
 
-// remove deletes leases from the store, as when their time is over or Nodes are deleted.
+// remove deletes leases from etcd, as if they had expired. On Kubernetes it deletes the Nodes of the
+// hosts from from up to but excluding to.
 func (s *storm) remove(ctx context.Context, leases []subnet.Lease, from, to int) error {
 	if k, ok := s.store.(*apiServer); ok {
 		return k.removeNodes(ctx, from, to)

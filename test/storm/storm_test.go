@@ -23,8 +23,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestKernelStorm runs all scenarios with few hosts: each host is right at the end of each
-// scenario. It checks no times.
+// TestKernelStorm runs all scenarios with few hosts, and checks that each host is right at the end
+// of each scenario. It checks no times.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestKernelStorm(t *testing.T) {
