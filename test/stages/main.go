@@ -69,7 +69,7 @@ func stages(o options) []stage {
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
 		// Clusters mostly wait for their programs: by itself, the stage would use a fifth of two CPUs. The
-		// stage e2e leaves a third of them.
+		// stage e2e leaves a third of them idle.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
@@ -91,7 +91,7 @@ func main() {
 }
 
 // endings returns the signals that end the run. SIGHUP, the loss of the terminal, is one
-// of them because the child processes do not get it, unless nohup ignores it.
+// of them, because the child processes do not get it. Under nohup it is not one of them.
 func endings() []os.Signal {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) {
@@ -263,8 +263,8 @@ func with(chosen []stage, s stage) []stage {
 }
 
 // summary prints the table, the tests that were left to the other part, the reasons of
-// failures and, on the last line, the totals. If something failed, the last lines say where
-// to look first.
+// failures and, on the last line, the totals. If something failed, the lines before the
+// totals say where to look first. It reports whether all stages passed.
 func summary(out io.Writer, results []*run, took time.Duration) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)

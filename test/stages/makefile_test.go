@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// The links in bin/tools lead to the tools of the current version, whether these were
-// built before or after those of another version.
+// TestToolsFollowVersion checks that the links in bin/tools lead to the tools of the current
+// version, even if tools of another version were built later.
 func TestToolsFollowVersion(t *testing.T) {
 	makefile, err := filepath.Abs("../../Makefile")
 	if err != nil {

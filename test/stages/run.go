@@ -77,7 +77,7 @@ func (f failure) String() string {
 	return name
 }
 
-// take returns the tests that the run contains, and remembers the others.
+// take returns the tests of the stage that run, and stores those of the other part in left.
 func (r *run) take(s selection) []test {
 	var chosen []test
 	chosen, r.left = s.split(r.stage)
@@ -376,7 +376,7 @@ func (p *reader) early(e event) string {
 		}
 	}
 	message := "did not end: " + strings.Join(tests, ", ")
-	for _, key := range p.keys(e.Package) { // the last test that has printed something has it
+	for _, key := range p.keys(e.Package) { // the crash is in the output of the test that printed last
 		if m := p.message(key); crashLine.MatchString(m) {
 			return strings.TrimSuffix(m, ".") + "; " + message
 		}

@@ -52,7 +52,7 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 		"good/env_test.go": "package good\n\nimport (\n\t\"os\"\n\t\"testing\"\n)\n\n" +
 			`func TestEnv(t *testing.T) { if v := os.Getenv("GOGC") + os.Getenv("GOMEMLIMIT"); v != "" { t.Error(v) } }`,
 		"bad/a_test.go": source("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
-		// This skip is a part of the test, which expects that it counts as a failure.
+		// This skip is a part of the test, which expects that the output names it.
 		"later/a_test.go":       source("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
 		"broken/a_test.go":      source("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
 		"panics/a_test.go":      source("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
@@ -102,8 +102,8 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
-// A stage in the background runs while those after it do, except those that wait for its end, and the
-// run waits for its result.
+// TestBackground checks that a stage in the background runs at the same time as the stages after it, that a
+// stage which names it as after waits for its end, and that the run waits for its result.
 func TestBackground(t *testing.T) {
 	module(t, map[string]string{})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -143,7 +143,7 @@ func TestBackground(t *testing.T) {
 	}
 }
 
-// A run that is interrupted before a stage has begun is no success.
+// TestInterruptedEarly checks that a run fails if it is interrupted before a stage has begun.
 func TestInterruptedEarly(t *testing.T) {
 	module(t, map[string]string{})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -160,8 +160,8 @@ func TestInterruptedEarly(t *testing.T) {
 	}
 }
 
-// The last five lines name the failed test, its output and the command that runs it alone,
-// even if the test prints long logs.
+// TestFailureIsAtTheEnd checks that the last five lines name the failed test, the file with its
+// output and the command that runs it alone, even if the test prints long logs.
 func TestFailureIsAtTheEnd(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": source("sample", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Run("a (b)", func(t *testing.T) {
@@ -209,7 +209,8 @@ func TestFailureIsAtTheEnd(t *testing.T) {
 	}
 }
 
-// A package that ends before its tests is a failure that names them, also if other tests have failed.
+// TestTestsThatDoNotEnd checks that a package that ends before its tests is a failure that names these
+// tests, even if other tests have failed.
 //
 //stages:rest it waits until tests are ended; TestStages has tests that end
 func TestTestsThatDoNotEnd(t *testing.T) {
@@ -246,7 +247,7 @@ func TestHangs(t *testing.T) { t.Run("sub/sub", func(t *testing.T) { <-make(chan
 	}
 }
 
-// Of the tests that did not end, those that have waited for others are not the reason.
+// TestTestsThatWaited checks that a failure does not name tests that waited for other tests.
 func TestTestsThatWaited(t *testing.T) {
 	r := &run{out: io.Discard}
 	err := newReader(r).read(strings.NewReader(`{"Time":"2026-01-01T00:00:00Z","Action":"run","Package":"p","Test":"TestPaused"}
@@ -267,7 +268,8 @@ func TestTestsThatWaited(t *testing.T) {
 	}
 }
 
-// Every test is in one of the parts, and the table names those of the other part.
+// TestParts checks that every test runs in exactly one of the two parts, and that the table names the
+// tests of the other part.
 //
 //stages:rest it runs go test several times; TestStages does once
 func TestParts(t *testing.T) {
@@ -336,7 +338,8 @@ func TestKernelSlow(*testing.T) {}`),
 	}
 }
 
-// A mark that would have no effect, or an unclear one, is an error.
+// TestMarks checks that a mark that would have no effect is an error, and so is a mark that leaves a
+// test of the same name in the other part.
 func TestMarks(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files map[string]string
@@ -359,7 +362,8 @@ func TestMarks(t *testing.T) {
 	}
 }
 
-// The table of defect classes in testing.md contains end-to-end tests of the short part.
+// TestShortPart checks that the table of defect classes in testing.md names only end-to-end tests of the
+// short part, and at least one for each class.
 func TestShortPart(t *testing.T) {
 	t.Chdir("../..")
 	page, err := os.ReadFile("Documentation/testing.md")
@@ -416,8 +420,8 @@ func TestSelectionByName(t *testing.T) {
 	}
 }
 
-// A cached result of Go does not depend on files that are read by a program which the
-// test runs, so the unit stage must not use it.
+// TestUnitRunsAgain checks that the unit stage uses no cached result of Go, because such a
+// result does not depend on files that are read by a program which the test runs.
 func TestUnitRunsAgain(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": `package sample
@@ -452,7 +456,7 @@ func TestScript(t *testing.T) {
 	}
 }
 
-// Tests end when the run is ended.
+// TestEnded checks that the tests end when a signal ends the run.
 //
 //stages:rest it waits until tests are ended; TestStages has tests that end
 func TestEnded(t *testing.T) {
@@ -527,8 +531,8 @@ func poll(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// A fuzzer that failed only because its time was over runs once more. It does not run
-// again after another failure, or after the second one.
+// TestFuzzTimeIsOver checks that a fuzzer that failed only because its time was over runs
+// once more. It must not run again after another failure, or after the second run.
 //
 //stages:rest fuzzing is left to the rest as well
 func TestFuzzTimeIsOver(t *testing.T) {
@@ -641,8 +645,8 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// If a stage fails, those that need it do not run, but the others do. A stage that is
-// needed runs even if it was not named.
+// TestNeeds checks that stages do not run if the stage that they need fails, but the others
+// do. A stage that is needed runs even if it was not named.
 func TestNeeds(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":           "build:\n\t@echo no compiler; false\n",

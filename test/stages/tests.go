@@ -68,8 +68,8 @@ func (t test) fuzzTarget() bool { return strings.HasPrefix(t.name, "Fuzz") }
 
 func in(pkg, folder string) bool { return strings.Contains(pkg+"/", folder+"/") }
 
-// pattern returns an argument for -run that matches tests with the names of these, and of
-// their subtests those that sub matches.
+// pattern returns an argument for -run that matches the names of tests. Unless sub is empty,
+// only those of their subtests run that match the pattern sub.
 func pattern(tests []test, sub string) string {
 	var names []string
 	for _, t := range tests {
@@ -83,8 +83,8 @@ func pattern(tests []test, sub string) string {
 	return run
 }
 
-// packagesOf returns the packages of the tests, each once. Those with the most tests are first:
-// they take longest, and no other package would run beside the last one.
+// packagesOf returns the packages of the tests, each once. Packages with the most tests are first,
+// because they take longest: if one of them began last, it would run without another beside it.
 func packagesOf(tests []test) []string {
 	counts := map[string]int{}
 	for _, t := range tests {
@@ -129,7 +129,8 @@ func newSelection(ctx context.Context, p part, run string) (selection, error) {
 	return s, nil
 }
 
-// of returns the selection for a stage.
+// of returns the selection for a stage. If the whole stage belongs to the rest, a run of the rest
+// contains all of its tests.
 func (s selection) of(st stage) selection {
 	if st.rest && s.part == rest {
 		s.part = all
@@ -184,7 +185,7 @@ func findTests(ctx context.Context) ([]test, error) {
 }
 
 // ambiguous returns an error if two tests have the same name and stage but are not in the
-// same part. The patterns of go test contain no package, so they cannot tell them apart.
+// same part. The patterns of go test contain no package, so they would match both tests.
 func ambiguous(tests []test) error {
 	type key struct{ stage, name string }
 	first := map[key]test{}
@@ -233,7 +234,7 @@ func testsOf(pkg, path string) ([]test, error) {
 	return tests, nil
 }
 
-// isTest is true of the names of functions that go test runs.
+// isTest reports whether go test runs functions with that name. It returns false for TestMain.
 func isTest(name string) bool {
 	if name == "TestMain" {
 		return false
