@@ -19,7 +19,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// kind is one kind of fault. begin causes it and returns how to end it, which is nil if the
+// kind is one kind of fault. begin causes it and returns a function that ends it, or nil if the
 // fault is over at once.
 type kind struct {
 	name  string
@@ -236,7 +236,8 @@ const (
 	bothWays
 )
 
-// cut drops packets between members and addrs, on the members.
+// cut drops packets between members and addrs, on the members: all packets or, with inbound, only
+// those from addrs. end makes them pass again, and is not nil even if cut returns an error.
 func (t *torture) cut(ctx context.Context, members []*member, w way, addrs []netip.Addr) (end func(context.Context) error, err error) {
 	var list []string
 	for _, a := range addrs {
@@ -264,7 +265,8 @@ func (t *torture) cut(ctx context.Context, members []*member, w way, addrs []net
 	return heal, nil
 }
 
-// with runs f with an administrator's client, and repeats it until it succeeds.
+// with runs f with an administrator's client of the given members, and repeats this until f succeeds
+// or ctx ends.
 func (t *torture) with(ctx context.Context, members []*member, f func(context.Context, *clientv3.Client) error) error {
 	return until(ctx, "the store to answer", func(ctx context.Context) error {
 		c, err := t.store.client(ctx, members...)

@@ -101,8 +101,8 @@ func (m *member) url(port uint16) string {
 	return "https://" + netip.AddrPortFrom(m.addr(), port).String()
 }
 
-// start starts the member with its data. It does not wait until it answers, because that
-// takes a majority.
+// start starts the member with its data. It does not wait for an answer, because a member
+// answers only if a majority of the members runs.
 func (m *member) start() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -164,7 +164,7 @@ func (m *member) upgrade(program string) error {
 }
 
 // client returns a client for the given members alone, as administrator. Its connections
-// begin on the host of the first, which is not cut off from its own member.
+// begin on the host of the first member, because no fault cuts that host off from its member.
 func (s *store) client(ctx context.Context, members ...*member) (*clientv3.Client, error) {
 	cfg, err := s.clientConfig(ctx, members)
 	if err != nil {
@@ -211,7 +211,7 @@ func (s *store) begin(ctx context.Context, network string) error {
 	if err != nil {
 		return err
 	}
-	cfg.DialTimeout = 0 // not before it answers
+	cfg.DialTimeout = 0 // no limit: the members need some time until they answer
 	c, err := clientv3.New(cfg)
 	if err != nil {
 		return err

@@ -113,8 +113,8 @@ func (t *torture) startFlows(ctx context.Context) error {
 	return nil
 }
 
-// startDaemon starts flanneld and waits until it is ready, which it is even while the store
-// is away if it has been ready before.
+// startDaemon starts flanneld and waits until it is ready. On a host on which it was ready before,
+// it becomes ready even while the store is unavailable.
 func (t *torture) startDaemon(ctx context.Context, h *lab.Host) error {
 	args, env := t.store.flags()
 	args = append(args, "--subnet-lease-ttl="+leaseTTL.String(), "--subnet-lease-renew-margin=1")
@@ -188,7 +188,7 @@ func (t *torture) causeFaults(ctx context.Context) error {
 	end := time.Now().Add(t.opts.duration)
 	upgrades := t.upgrades()
 	all := kinds()
-	var queue []kind // each kind comes once before one comes again
+	var queue []kind // each kind comes once before any kind comes again
 	for time.Now().Before(end) && ctx.Err() == nil {
 		if len(queue) == 0 {
 			queue = slices.Clone(all)

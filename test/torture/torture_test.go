@@ -18,7 +18,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestTorture is a short run with few hosts. Its seed is random, as in every run.
+// TestTorture checks that flanneld keeps all promises in a short run with few hosts. The seed is
+// random, as in every run.
 //
 //stages:rest it runs for more than a minute
 func TestTorture(t *testing.T) {
