@@ -71,7 +71,7 @@ func (r *report) line(line string) {
 }
 
 // close counts every package whose tests did not end as failed. It returns an error if a
-// test failed or a package had none.
+// test failed or was skipped, or if no test passed in a package.
 func (r *report) close(jobs []job.Job) error {
 	for _, j := range jobs {
 		if r.ended[j.Package] {

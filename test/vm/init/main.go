@@ -134,7 +134,7 @@ func keepStaticKeys() error {
 }
 
 // traceDrops makes the kernel record each packet that it drops, until the guest ends. A test that misses
-// packets then says what became of them.
+// packets can then report where the kernel has dropped them.
 func traceDrops() error {
 	const dir = "/sys/kernel/tracing"
 	if err := unix.Mount("tracefs", dir, "tracefs", 0, ""); err != nil {
