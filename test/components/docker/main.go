@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Docker-network is Docker's network as dockerd makes it at its start, by Docker's own
-// packages, and one container's place in it. There is no containerd, no image and no
-// API: the container is a network namespace that exists already.
+// Docker-network creates Docker's network with Docker's own packages, as dockerd does at its
+// start, and connects one container. There is no containerd, no image and no API: the
+// container is a network namespace that exists already.
 //
-// Options have the names that they have for dockerd and, of those that dockerd reads there,
-// in /etc/docker/daemon.json. It writes "ready" when all is done, and runs until its
-// standard input ends. Then everything stays, as behind a dockerd that is killed.
+// Its options have the names that they have in dockerd. Like dockerd it also reads options
+// from /etc/docker/daemon.json. It writes "ready" when all is done, and runs until its
+// standard input ends. Then everything stays in the kernel, as after a dockerd that is killed.
 package main
 
 import (
@@ -30,7 +30,7 @@ import (
 	"github.com/moby/sys/reexec"
 )
 
-// options are those of dockerd, and what docker network create and docker run are told.
+// options are those of dockerd, of docker network create and of docker run.
 type options struct {
 	Bip                string `json:"bip"`
 	FixedCIDRv6        string `json:"fixed-cidr-v6"`
@@ -121,7 +121,8 @@ func run(ctx context.Context, o options) error {
 	return err
 }
 
-// newNetwork makes the default bridge with the options that dockerd gives it, or another.
+// newNetwork makes a network with the driver options of -opt. Without them it makes the default
+// bridge, with the options that dockerd gives it.
 func (o options) newNetwork(ctx context.Context, c *libnetwork.Controller) (*libnetwork.Network, error) {
 	name, opts := "flannel", o.network
 	if opts == nil {

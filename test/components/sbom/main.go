@@ -112,7 +112,8 @@ func readPackages(path string) ([]cdx.Component, error) {
 	return packages, nil
 }
 
-// component is known by its package URL, programs of this project by their names.
+// component returns a component. Its reference is the package URL, or the name and version of a
+// program of this project.
 func component(kind cdx.ComponentType, name, version string) *cdx.Component {
 	c := &cdx.Component{Type: kind, Name: name, Version: version, BOMRef: name + "@" + version}
 	if kind == cdx.ComponentTypeLibrary {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package conformance is Kubernetes' own end-to-end test of the network: e2e.test with
-// the tests of sig-network alone, which spares it the packages of all others.
+// Package conformance is Kubernetes' own end-to-end test of the network: e2e.test with the
+// tests of sig-network alone, so that the packages of all other tests are not built.
 package conformance
 
 import (
