@@ -97,7 +97,7 @@ func TestThisMachine(t *testing.T) {
 	}
 }
 
-// TestEtcdMessages reads the counter of a server that answers like etcd.
+// TestEtcdMessages checks that the counter of a server that answers like etcd is read.
 func TestEtcdMessages(t *testing.T) {
 	etcd := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/metrics" {

@@ -36,8 +36,8 @@ func Save(folder string, report any, charts map[string]chart.Chart) error {
 	return nil
 }
 
-// Insert replaces the results on a page of the documentation. They are between two lines, of
-// which the first names the command that writes them.
+// Insert replaces the results on a page of the documentation. They are between two lines. The
+// first line names the command that writes the results. A page without both lines is an error.
 func Insert(page, command string, results func(io.Writer)) error {
 	text, err := os.ReadFile(page)
 	if err != nil {
