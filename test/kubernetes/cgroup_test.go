@@ -58,7 +58,7 @@ func makeCgroups(node string) (made []string, err error) {
 	return made, nil
 }
 
-// makeCgroup makes one cgroup, with all that its parent has.
+// makeCgroup makes one cgroup with all controllers, CPUs and memory nodes that its parent has.
 func makeCgroup(dir string) error {
 	parent := filepath.Dir(dir)
 	if text, err := os.ReadFile(filepath.Join(parent, "cgroup.controllers")); err == nil {
@@ -71,7 +71,7 @@ func makeCgroup(dir string) error {
 	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	for _, file := range []string{"cpuset.cpus", "cpuset.mems"} { // without them version 1 takes no process
+	for _, file := range []string{"cpuset.cpus", "cpuset.mems"} { // if they are empty, a cgroup of version 1 accepts no process
 		text, err := os.ReadFile(filepath.Join(parent, file))
 		if errors.Is(err, fs.ErrNotExist) {
 			continue

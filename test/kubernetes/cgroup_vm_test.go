@@ -12,9 +12,9 @@ import (
 	"testing"
 )
 
-// TestVMCgroups passes controllers on to a group below the root of a node's cgroup namespace,
-// as kubelet does. The guest has cgroups of version 2, which refuse this if the root contains
-// processes.
+// TestVMCgroups checks that a node can enable controllers for a group below the root of its cgroup
+// namespace, as kubelet does. The guest has cgroups of version 2. There the kernel refuses this if
+// the root contains processes.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMCgroups(t *testing.T) {

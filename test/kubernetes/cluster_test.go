@@ -27,10 +27,10 @@ var (
 	dual = []prefix.Family{prefix.IPv4, prefix.IPv6}
 )
 
-// networks are those of one family in a cluster.
+// networks are the address ranges of one family in a cluster.
 type networks struct {
 	pods, services netip.Prefix
-	first, dns     netip.Addr // of the services: the API server's and the DNS'
+	first, dns     netip.Addr // addresses of the Services of the API server and the DNS
 }
 
 func networksOf(f prefix.Family) networks {
@@ -53,7 +53,7 @@ type config struct {
 	nftables bool   // of the daemon, and kube-proxy
 }
 
-// join is one value for each family, separated by commas.
+// join returns one value for each family, separated by commas.
 func (c config) join(of func(prefix.Family) string) string {
 	var all []string
 	for _, f := range c.families {
@@ -103,8 +103,8 @@ func (r *registered) remove(c *cluster) {
 	r.all = slices.DeleteFunc(r.all, func(d *cluster) bool { return d == c })
 }
 
-// closeAll closes all clusters at the end of the run. It keeps the lock, so that the tests
-// of an interrupted run wait with the next cluster.
+// closeAll closes all clusters at the end of the run. It never releases the lock, so that a
+// test of an interrupted run blocks in add and starts no further cluster.
 func (r *registered) closeAll() error {
 	r.mu.Lock()
 	var errs []error
@@ -121,7 +121,7 @@ const (
 	outside  = 8080 // the port of a server on the router
 )
 
-// newCluster starts a cluster whose nodes have images, but no network.
+// newCluster starts a cluster without flanneld. It imports the images of archives on all nodes.
 func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 	t.Helper()
 	if _, err := os.Stat("/proc/sys/net/bridge/bridge-nf-call-iptables"); err != nil {
@@ -197,7 +197,7 @@ func (c *cluster) startAPI() {
 	}
 }
 
-// kubeconfig writes the access of the token's owner.
+// kubeconfig writes a kubeconfig for the owner of the token, and returns its path.
 func (c *cluster) kubeconfig(token string) string {
 	c.t.Helper()
 	text, err := c.api.Kubeconfig(token)
@@ -207,7 +207,7 @@ func (c *cluster) kubeconfig(token string) string {
 	return c.write(token+".kubeconfig", string(text))
 }
 
-// access is the variable by which programs find the administrator's access.
+// access returns the environment variable by which programs find the administrator's kubeconfig.
 func (c *cluster) access() string { return "KUBECONFIG=" + filepath.Join(c.dir, admin+".kubeconfig") }
 
 // write writes a file of the cluster's and returns its path.

@@ -63,7 +63,7 @@ func (c *cluster) installFlannel(i install) {
 	}
 }
 
-// installBase follows the page, with an overlay.
+// installBase applies the base manifests with an overlay, as Documentation/kubernetes-install.md shows.
 func (c *cluster) installBase() {
 	c.t.Helper()
 	if err := os.CopyFS(filepath.Join(c.dir, "dist/kubernetes/base"), os.DirFS("../../dist/kubernetes/base")); err != nil {
@@ -103,7 +103,8 @@ func (c *cluster) installChart() {
 	c.kubectl("label", "namespace", "kube-flannel", "pod-security.kubernetes.io/enforce=privileged")
 }
 
-// exchangeImage applies the manifest of flannel and replaces the image.
+// exchangeImage applies the manifest of flannel and replaces the image. installs is the command
+// of the init containers, in the form of a YAML list without brackets.
 func (c *cluster) exchangeImage(installs string) {
 	c.t.Helper()
 	text, err := os.ReadFile("../e2e/testdata/existing.yaml")

@@ -24,7 +24,7 @@ import (
 // waits until the first run ends it.
 const pidFile = "FLANNELD_TEST_PID_FILE"
 
-// TestInterrupted ends runs early and expects that their processes, cgroups and files go.
+// TestInterrupted ends runs early, and checks that their processes, cgroups and files disappear.
 func TestInterrupted(t *testing.T) {
 	if file := os.Getenv(pidFile); file != "" {
 		waitWithNode(t, file)
@@ -37,7 +37,7 @@ func TestInterrupted(t *testing.T) {
 	}{
 		{"interrupt", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGINT) }, false},
 		{"go command killed", func(r *earlyRun) error {
-			return errors.Join(r.output.Close(), r.parent.Kill()) // it reads the output
+			return errors.Join(r.output.Close(), r.parent.Kill()) // the go command reads the output
 		}, false},
 		{"killed", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGKILL) }, true},
 	} {

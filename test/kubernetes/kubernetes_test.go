@@ -17,13 +17,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// allTests matches Kubernetes' conformance tests of the network, which are testCount.
+// allTests matches Kubernetes' conformance tests of the network. testCount is their number.
 const (
 	allTests  = `\[sig-network\].*\[Conformance\]`
 	testCount = 47
 )
 
-// shortTests matches those that show in minutes whether pods and services are reachable.
+// shortTests matches the tests that show in minutes whether pods and services are reachable.
+// shortCount is their number.
 const (
 	shortTests = `\[sig-network\] (Networking Granular Checks|DNS should provide DNS for (the cluster|services)|` +
 		`Services should (be able to create a functioning NodePort|have session affinity work for NodePort|serve multiport)).*\[Conformance\]`
@@ -209,8 +210,8 @@ func (c *cluster) importFlannel(archive string) {
 	}
 }
 
-// expectPods expects a pod on every node that reaches all pods, including itself, and a
-// server outside, with its node's address.
+// expectPods starts a pod on every node and expects that each reaches all pods, including
+// itself, and a server outside of the cluster, which must see the address of the pod's node.
 func (c *cluster) expectPods() {
 	c.t.Helper()
 	text, err := os.ReadFile("pods.yaml")

@@ -13,7 +13,7 @@ import (
 )
 
 // folderOf returns the folder below root that contains what a run creates there. root is
-// the folder of temporary files, or that of a cgroup hierarchy.
+// the folder of temporary files, or that of a cgroup hierarchy. run is the run's process id.
 func folderOf(root string, run int) string {
 	return filepath.Join(root, "flanneld-test", strconv.Itoa(run))
 }

@@ -107,7 +107,7 @@ func tool(t *testing.T, name string) string {
 	return path
 }
 
-// background is the context of the test, bounded.
+// background returns the context of the test, limited to patience.
 func background(t *testing.T) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
