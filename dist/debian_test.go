@@ -60,7 +60,8 @@ func pluginsOfOld(t *testing.T) string {
 	return pkg
 }
 
-// The second package is built on a file system in which directories have another size.
+// TestDebianPackageIsReproducible checks that two packages of the same programs are equal, although
+// the second one is built on a file system in which directories have another size.
 //
 //stages:rest it builds packages
 func TestDebianPackageIsReproducible(t *testing.T) {
@@ -78,7 +79,8 @@ func TestDebianPackageIsReproducible(t *testing.T) {
 	}
 }
 
-// dpkg also sorts pre-releases before their release.
+// TestDebianVersions checks that dpkg sorts the versions of packages like those of releases:
+// pre-releases before their release, and commits after a release behind it.
 //
 //stages:rest it builds packages
 func TestDebianVersions(t *testing.T) {
@@ -187,8 +189,8 @@ func TestDebianPackage(t *testing.T) {
 	}
 }
 
-// A file of the administrator may conflict with the package. The package keeps it and
-// prints its name.
+// TestPackageNamesConflictingFiles checks that the scripts of the package print the name of an
+// administrator's file that conflicts with the package, and nothing if there is none.
 //
 //stages:rest it builds packages
 func TestPackageNamesConflictingFiles(t *testing.T) {
@@ -218,8 +220,9 @@ func TestPackageNamesConflictingFiles(t *testing.T) {
 	}
 }
 
-// An upgrade requests a restart without waiting until the daemon is ready: the store may
-// be unavailable, and the package manager locks the whole host.
+// TestUpgradeDoesNotWait checks that an upgrade requests a restart without waiting until the
+// daemon is ready: the store may be unavailable, and the package manager's lock would block
+// all other installations on the host.
 //
 //stages:rest it builds packages
 func TestUpgradeDoesNotWait(t *testing.T) {

@@ -86,7 +86,7 @@ func dropIns(t *testing.T) []string {
 	return names
 }
 
-// Each drop-in works with the unit and allows only the device that it is for.
+// TestDropIns checks that each drop-in works with the unit, and allows only the device that it is for.
 func TestDropIns(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -120,8 +120,9 @@ func TestDropIns(t *testing.T) {
 	}
 }
 
-// In the sandbox iptables-legacy cannot load its modules, and without rules flanneld
-// never becomes ready. So the unit loads them with rights that the daemon does not have.
+// TestUnitLoadsModules checks that the unit loads the modules of iptables-legacy, with rights
+// that the daemon does not have. In the sandbox iptables-legacy cannot load them, and without
+// rules flanneld never becomes ready.
 func TestUnitLoadsModules(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -133,7 +134,8 @@ func TestUnitLoadsModules(t *testing.T) {
 	}
 }
 
-// A subnet that is routed to another host no longer belongs to this one.
+// TestMkDockerOptsNoticesAForeignRoute checks that the script fails if the subnet is routed to
+// another host, because then it no longer belongs to this host.
 func TestMkDockerOptsNoticesAForeignRoute(t *testing.T) {
 	for name, tc := range map[string]struct {
 		route   string // as printed by ip -o

@@ -16,8 +16,8 @@ import (
 
 const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
 
-// Pages that describe the removal of flanneld must name the drop-in: with the drop-in and
-// without flanneld Docker does not start.
+// TestPagesRemoveTheDropIn checks that pages that describe the removal of flanneld name the
+// drop-in: with the drop-in and without flanneld, Docker does not start.
 func TestPagesRemoveTheDropIn(t *testing.T) {
 	for page, about := range map[string]string{
 		"operations.md": "systemctl disable --now flanneld",
@@ -36,8 +36,8 @@ func TestPagesRemoveTheDropIn(t *testing.T) {
 	}
 }
 
-// The script writes the file that the drop-in makes systemd read, and the file results in
-// the expected options of dockerd.
+// TestDockerDropIn checks that the script writes the file that the drop-in makes systemd read,
+// and that this file gives dockerd the expected options.
 func TestDockerDropIn(t *testing.T) {
 	raw, err := os.ReadFile("systemd/docker-flannel.conf")
 	if err != nil {
@@ -57,8 +57,8 @@ func TestDockerDropIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	args := strings.Fields(strings.ReplaceAll(pre[1], read[1], out))
-	// systemd reads the file before every command, so the second case has the result of
-	// the first.
+	// systemd reads the file before every command. So in the second case the script finds
+	// options of an earlier run in its environment.
 	for _, before := range []string{"", "--bip=10.1.73.1/24"} {
 		cmd := exec.CommandContext(t.Context(), "/usr/bin/env", append([]string{"-u", "DOCKER_OPTS", "./mk-docker-opts.sh", "-f", in}, args...)...)
 		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "DOCKER_OPTS=" + before}

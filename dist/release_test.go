@@ -325,8 +325,8 @@ func read(t *testing.T, path string) []byte {
 	return raw
 }
 
-// gunzip decompresses a file. With the race detector, Go's own package takes nine times as long
-// as without.
+// gunzip decompresses a file with the program gzip: with the race detector, Go's own package
+// takes nine times as long as without.
 func gunzip(t *testing.T, compressed []byte) []byte {
 	t.Helper()
 	out, err := os.CreateTemp(t.TempDir(), "gunzip")
@@ -342,8 +342,8 @@ func gunzip(t *testing.T, compressed []byte) []byte {
 	return read(t, out.Name())
 }
 
-// content returns a file of a tar archive. With the race detector, a buffer that grows would take
-// most of the time of a test.
+// content returns the content of a file of a tar archive. It allocates the whole buffer at once: with
+// the race detector, a buffer that grows would take most of the time of a test.
 func content(t *testing.T, r *tar.Reader, h *tar.Header) []byte {
 	t.Helper()
 	raw := make([]byte, h.Size)

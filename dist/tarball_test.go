@@ -37,8 +37,8 @@ var machines = map[string]elf.Machine{
 	"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64, "arm": elf.EM_ARM, "ppc64le": elf.EM_PPC64, "s390x": elf.EM_S390, "riscv64": elf.EM_RISCV,
 }
 
-// architectures returns those for which the tests build. With -short they are that of most
-// hosts and one with 32 bits, whose integers are smaller.
+// architectures returns the architectures for which the tests build a release. With -short they
+// are the architecture of most hosts, and one with 32 bits, whose integers are smaller.
 func architectures() []string {
 	if testing.Short() {
 		return []string{"amd64", "arm"}
