@@ -69,7 +69,8 @@ func TestAnchors(t *testing.T) {
 	}
 }
 
-// Links within the project lead to existing files, and to existing headings in them.
+// TestLinks checks that links within the project lead to existing files and headings, and that each
+// page is linked from another page.
 func TestLinks(t *testing.T) {
 	all := pages(t)
 	linked := map[string]bool{"../README.md": true}
@@ -116,8 +117,8 @@ var references = map[string]string{
 
 var indented = regexp.MustCompile(`(?m)^(    |\t|\|).*\n`)
 
-// A page that is not a reference is short enough to be read, and begins with what the reader
-// can do afterwards. Tables and examples do not count.
+// TestPagesAreReadable checks that a page that is not a reference is short enough to be read, and
+// begins with what the reader can do after reading it. Words in tables and examples do not count.
 func TestPagesAreReadable(t *testing.T) {
 	const most = 1500
 	unused := maps.Clone(references)
@@ -140,7 +141,7 @@ func TestPagesAreReadable(t *testing.T) {
 	}
 }
 
-// The pages of backends have the same headings in the same order.
+// TestBackendPages checks that the pages of backends have the same headings in the same order.
 func TestBackendPages(t *testing.T) {
 	want := []string{"Description", "Configuration", "Lease data", "Kernel objects owned", "MTU", "Metrics", "Failure modes", "Examples"}
 	for _, s := range sections {

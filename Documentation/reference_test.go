@@ -119,7 +119,7 @@ func allBackends() backend.Catalog {
 	return all
 }
 
-// Every backend of the daemon has a section and a page.
+// TestReferenceHasAllBackends checks that every backend of the daemon has a section.
 func TestReferenceHasAllBackends(t *testing.T) {
 	_, _, err := daemon.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true, allBackends().Registry)
 	if err == nil {
@@ -168,8 +168,8 @@ func textOf(v reflect.Value) string {
 	return "`" + string(raw) + "`"
 }
 
-// wants returns which values a key accepts. It finds that out from the errors of values
-// that the daemon refuses.
+// wants returns a text about the values that a key accepts. It derives the text from the
+// errors of the daemon for values that it refuses.
 func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 	kind := wanted(s.refusal(key, map[string]any{}))
 	if key == "Backend" {
@@ -219,7 +219,7 @@ func wanted(refusal string) string {
 	return before
 }
 
-// network returns the network with which a key is tested.
+// network returns the pod range that a configuration has when a key is tested.
 func (section) network(key string) netip.Prefix {
 	if strings.HasPrefix(key, "IPv6") {
 		return netip.MustParsePrefix("fd00:5::/48")
@@ -313,7 +313,7 @@ func writeMetrics(t *testing.T, b *strings.Builder) {
 	}
 }
 
-// The flags page contains the output of flanneld --help.
+// TestFlags checks that the flags page contains the output of flanneld --help.
 func TestFlags(t *testing.T) {
 	page, err := os.ReadFile("flags.md")
 	if err != nil {
@@ -326,8 +326,8 @@ func TestFlags(t *testing.T) {
 	}
 }
 
-// Every name of a metric on a page is that of a metric. A value of the Helm chart has a point
-// before its name.
+// TestPagesNameExistingMetrics checks that the metrics that pages name exist. A name after a point
+// does not count: it is a value of the Helm chart.
 func TestPagesNameExistingMetrics(t *testing.T) {
 	page := scrape(t)
 	for path, text := range pages(t) {
