@@ -109,7 +109,7 @@ until they are restarted. On Kubernetes, change the configuration with kubectl.`
 }
 
 // currentConfig returns the network configuration in the store, and whether the store is
-// Kubernetes.
+// Kubernetes. The error is subnet.ErrNoConfig if etcd has no configuration.
 func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kubernetes bool, err error) {
 	o, err := store.options()
 	if err != nil {
@@ -268,7 +268,7 @@ func misfit(l subnet.Lease, cfg subnet.Config) string {
 	return ""
 }
 
-// leaf is a value that is not an object.
+// leaf is a JSON value that is not an object.
 type leaf struct {
 	text   string
 	hidden bool // the value may be secret

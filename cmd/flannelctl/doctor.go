@@ -314,7 +314,7 @@ func (h host) udev() []finding {
 }
 
 // port checks whether a program uses the port that vxlan needs. The kernel's own vxlan
-// socket is in the kernel's list too. It causes no finding, because no process has it.
+// socket is in /proc/net/udp too. It causes no finding, because no process has it.
 func (h host) port() []finding {
 	if h.backend() != "vxlan" {
 		return nil

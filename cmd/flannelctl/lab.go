@@ -81,7 +81,7 @@ nothing behind, even if it is killed.`,
 	return cmd
 }
 
-// complete converts the flags to the configuration of the lab.
+// complete checks the flags and converts them to the configuration of the lab.
 func (o *labOptions) complete() error {
 	if o.ipv6 && o.dual {
 		return errors.New("--ipv6 and --dual are both given: expected at most one")

@@ -47,7 +47,8 @@ var (
 )
 
 // inspect checks one line: commands of flannelctl with their flags, flags on their own,
-// and variables. One page shows a misspelt variable on purpose.
+// and variables. It returns the numbers of commands and flags in the line. One page shows a
+// misspelt variable on purpose.
 func inspect(t *testing.T, path, line string) (commands, flags int) {
 	shown := strings.HasPrefix(line, "    ") || strings.Contains(line, "`")
 	if m := invoked.FindStringSubmatch(line); m != nil && shown {
