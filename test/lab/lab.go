@@ -35,7 +35,7 @@ const (
 // Config describes a lab.
 type Config struct {
 	Hosts    int             // 0 means 3
-	Segments int             // number of L2 segments; neighboring host numbers are on different ones; 0 means 1
+	Segments int             // number of L2 segments; host i is on segment (i-1)%Segments, counted from 0; 0 means 1
 	Families []prefix.Family // of the underlay; nil means IPv4
 	MTU      int             // of the underlay; 0 means 1500
 

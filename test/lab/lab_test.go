@@ -182,8 +182,8 @@ func TestConfigIsRefused(t *testing.T) {
 	}
 }
 
-// addStaticNetwork gives every host a subnet file, routes to the subnets of the others, as
-// flanneld with host-gw would, and a pod.
+// addStaticNetwork gives every host a subnet file with that MTU, routes to the subnets of the
+// others, as flanneld with host-gw would, and a pod.
 func addStaticNetwork(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
 	for i, h := range l.Hosts() {

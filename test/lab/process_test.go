@@ -20,8 +20,9 @@ import (
 // childEnv selects what this test binary does instead of running tests.
 const childEnv = "LAB_TEST_CHILD"
 
-// runTestChild is the process that tests watch: it builds a lab, reports that and then
-// ends as the environment variable requires.
+// runTestChild returns at once unless the variable childEnv is set. Otherwise this is the
+// process that tests watch: it builds a lab, prints "built", waits for the end of its
+// standard input, and then ends as the variable requires.
 func runTestChild() {
 	how := os.Getenv(childEnv)
 	if how == "" {
