@@ -53,7 +53,7 @@ func (r *runner) measureKube(ctx context.Context) error {
 	}
 	defer func() {
 		s.close()
-		r.backend = "" // etcd contains the data of the API server now
+		r.backend = "" // so that the next configure writes everything again
 	}()
 	r.peers = makePeers(r.large)
 	own := map[string]any{
@@ -84,7 +84,7 @@ func (r *runner) measureKube(ctx context.Context) error {
 	return r.kubeServerCost(ctx, s)
 }
 
-// kubeDaemon starts the daemon on host 1.
+// kubeDaemon starts the daemon on host 1 and waits until the kernel has all objects of the peers.
 func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) (st start, err error) {
 	config, err := s.kubeconfig()
 	if err != nil {

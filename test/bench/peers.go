@@ -89,7 +89,7 @@ func (p peer) key() string {
 	return fmt.Sprintf("%s/subnets/%s-%d", etcdPrefix, p.subnet.Addr(), p.subnet.Bits())
 }
 
-// vtep returns what the peer's lease says about its vxlan device.
+// vtep returns the data about the vxlan device that the peer's lease contains.
 func (p peer) vtep(vni int) map[string]any {
 	return map[string]any{"VNI": vni, "VtepMAC": net.HardwareAddr(p.mac[:]).String()}
 }
