@@ -81,7 +81,7 @@ type Hosts struct {
 	reference *host
 	known     subnet.LedgerState
 	outages   int                    // of hosts that were stopped
-	stores    map[int]subnet.StoreID // that hosts which do not run have known: with Kubernetes they differ
+	stores    map[int]subnet.StoreID // id of the store as each stopped host knew it: with Kubernetes they differ
 }
 
 func newHosts() *Hosts {
@@ -356,7 +356,7 @@ func (h *host) run(ctx context.Context) error {
 	return errors.Join(err, <-kept)
 }
 
-// acquire takes the own lease in the order in which the daemon does.
+// acquire takes the own lease, by the same steps as the daemon.
 func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
 	if s, ok := m.(subnet.PublicIPSource); ok {
 		if _, err := s.PublicIPs(ctx); err != nil {

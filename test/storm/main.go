@@ -87,7 +87,7 @@ func parse(args []string) (options, error) {
 	return o, nil
 }
 
-// numbers parses the value of a flag.
+// numbers parses the value of a flag that is a list of numbers of hosts.
 func numbers(flag, list string) (sizes []int, err error) {
 	for text := range strings.SplitSeq(list, ",") {
 		n, err := strconv.Atoi(text)

@@ -30,7 +30,7 @@ func addr(first string, offset int) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// vtep returns what a host with the backend vxlan publishes.
+// vtep returns the data that a host with the backend vxlan publishes.
 func vtep(number int) json.RawMessage {
 	return fmt.Appendf(nil, `{"VNI":1,"VtepMAC":"02:be:%02x:%02x:%02x:%02x"}`, byte(number>>24), byte(number>>16), byte(number>>8), byte(number))
 }

@@ -18,7 +18,7 @@ type identity struct {
 	public netip.Addr
 }
 
-// registry numbers leases, and knows which of them there should be.
+// registry numbers leases, and knows which of them should exist.
 type registry struct {
 	mu      sync.RWMutex
 	numbers map[identity]int
@@ -56,7 +56,8 @@ func (r *registry) numbersOf(key string) []int {
 	return r.byKey[key]
 }
 
-// expect adds a lease to those that there should be, or removes it.
+// expect adds a lease to those that should exist or, if there is false, removes it from them. It
+// returns the number of the lease.
 func (r *registry) expect(id identity, there bool) (number int) {
 	number = r.number(id)
 	r.mu.Lock()

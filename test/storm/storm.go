@@ -154,7 +154,7 @@ func (s *storm) read(ctx context.Context) (now reading, err error) {
 type meter struct {
 	s         *storm
 	began     time.Time
-	first     reading        // at the begin of the scenario; of the store, at the begin of its present process
+	first     reading        // when the scenario began; of the store, when its present process began
 	spent     time.Duration  // CPU time of processes of the store that have ended meanwhile
 	ended     figures.Counts // requests to these processes
 	peak      float64        // of these processes, in bytes of memory
@@ -335,7 +335,7 @@ type scenario struct {
 	etcd bool // only with etcd
 }
 
-// scenarios returns all scenarios. Each begins with what the one before has left.
+// scenarios returns all scenarios. Each begins with the hosts and leases that the previous one has left.
 func scenarios() []scenario {
 	return []scenario{
 		{name: "boot", run: (*storm).boot},
