@@ -63,7 +63,7 @@ type run struct {
 // A failure is a failed test or package.
 type failure struct {
 	pkg, test string // test is empty if the package failed
-	message   string // the first one, or empty
+	message   string // as reader.message returns it, or empty
 }
 
 func (f failure) String() string {
@@ -278,8 +278,8 @@ func (p *reader) log() io.Writer {
 // the first line of a crash, and an error of the compiler.
 var messageLine = regexp.MustCompile(`^(?:\s+(\S+_test\.go:\d+: .*)|(` + crash + `.*)|(\S+\.go:\d+:\d+: .*))\n`)
 
-// crash matches the beginning of the line with which a test program ends early. go test kills it if it does
-// not end by itself after its time.
+// crash matches the beginning of the line that is printed when a test program ends early. go test kills a
+// program that does not end by itself within its time.
 const crash = `(?:panic: |fatal error: |\*\*\* Test killed|signal: )`
 
 var crashLine = regexp.MustCompile("^" + crash)
