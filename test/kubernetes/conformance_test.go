@@ -72,7 +72,7 @@ func (c *cluster) startConformance(focus string) *conformanceRun {
 	c.t.Helper()
 	ctx, cancel := context.WithTimeout(c.t.Context(), conformanceBudget)
 	c.t.Cleanup(cancel)
-	// In a PID namespace of its own, its children end with it, even if it is killed.
+	// In a PID namespace of its own, ginkgo's children end with it, even if it is killed.
 	cmd := exec.CommandContext(ctx, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--", tool(c.t, "kubernetes/ginkgo"), fmt.Sprintf("--procs=%d", parallel), "--no-color",
 		"--focus="+focus, "--timeout="+conformanceBudget.String(), "--output-dir="+c.dir, "--json-report="+report,
 		tool(c.t, "kubernetes/conformance.test"), "--", "--kubeconfig="+filepath.Join(c.dir, admin+".kubeconfig"),

@@ -41,7 +41,7 @@ const (
 	byKubectl install = iota
 	byHelm
 	existing       // the manifest of a cluster that runs flannel, with the image exchanged
-	existingCopies // another, whose init containers call cp
+	existingCopies // another such manifest, whose init containers call cp
 )
 
 // shipped reports whether the manifests are from this repository: then the state outlives

@@ -33,7 +33,7 @@ func TestInterrupted(t *testing.T) {
 	for _, tt := range []struct {
 		name string
 		end  func(*earlyRun) error
-		next bool // the next run removes the rest
+		next bool // whether the next run must remove the rest
 	}{
 		{"interrupt", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGINT) }, false},
 		{"go command killed", func(r *earlyRun) error {
@@ -167,7 +167,7 @@ func processesOf(t *testing.T, dir string) (found []string) {
 	}
 	for _, file := range files {
 		text, err := os.ReadFile(file)
-		if line := strings.ReplaceAll(string(text), "\x00", " "); err == nil && strings.Contains(line, dir) { // others have ended
+		if line := strings.ReplaceAll(string(text), "\x00", " "); err == nil && strings.Contains(line, dir) { // with an error, the process has ended
 			found = append(found, line)
 		}
 	}
