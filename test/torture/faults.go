@@ -78,7 +78,7 @@ func isolateMember(ctx context.Context, t *torture) (func(context.Context) error
 	return t.cut(ctx, []*member{m}, bothWays, t.memberAddrs(m))
 }
 
-// deafMember drops what a member receives from the others; they receive what it sends.
+// deafMember drops the packets from the other members to a member. They still receive its packets.
 func deafMember(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	m := pick(t.rnd, t.store.members)
 	return t.cut(ctx, []*member{m}, inbound, t.memberAddrs(m))

@@ -51,7 +51,7 @@ type fault struct {
 	from, to time.Time
 }
 
-// slack is by how much times of different recorders may differ.
+// slack is the most by which the times of different recorders differ.
 const slack = 2 * time.Second
 
 // violations returns one line for each broken promise.
@@ -76,7 +76,7 @@ func (h *history) sharedSubnets() (found []string) {
 	return found
 }
 
-// lostRoutes finds routes to the subnet of a host that went although the host was there.
+// lostRoutes finds routes to the subnet of a host that were removed while the host served the subnet.
 func (h *history) lostRoutes() (found []string) {
 	for _, loss := range h.routes {
 		for _, s := range h.serves {

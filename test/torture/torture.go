@@ -221,7 +221,7 @@ func (t *torture) upgrades() (steps []func(context.Context, *torture) (func(cont
 	return steps
 }
 
-// cause causes one fault and ends it. The pause behind it is short, so that the next fault may
+// cause causes one fault and ends it. It pauses only briefly after that, so that the next fault may
 // meet a cluster that has not recovered.
 func (t *torture) cause(ctx context.Context, k kind) error {
 	f := fault{name: k.name, from: time.Now()}
