@@ -27,8 +27,8 @@ func boot(ctx context.Context, g guest, r *report) error {
 	// they exist, and these take longer to emulate. norandmaps helps too: code at the
 	// same address in each process is found at once in the cache of translated code. The options
 	// in the second line turn off parts of the kernel that cost CPU time and that no test needs:
-	// its hardening, audit, security modules but one, and the accounts of kernel memory. A guest
-	// whose CPUs are locked up for a minute panics, and its console has the stacks then.
+	// its hardening, audit, security modules but one, and the accounting of kernel memory. A guest
+	// whose CPUs are locked up for a minute panics, and its console then contains the stacks.
 	cmd := command(ctx, "", "qemu-system-x86_64",
 		"-accel", "tcg,thread=multi", "-cpu", "qemu64,+rdrand", "-smp", strconv.Itoa(g.cpus), "-m", strconv.Itoa(g.memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-net", "none",
