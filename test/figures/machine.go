@@ -21,8 +21,8 @@ type Machine struct {
 	CPU    string `json:"cpu"` // model
 	CPUs   int    `json:"cpus"`
 
-	// PageFault is the time until a process can use a page of memory that it has not used before,
-	// and SystemCall that of a system call without work. They differ between virtual machines
+	// PageFault is the time until a process can use a page of memory that it has not used before.
+	// SystemCall is the time of a system call without work. Both differ between virtual machines
 	// by more than the CPUs do. 0 means that an older version made the run.
 	PageFault  time.Duration `json:"page_fault_ns,omitempty"`
 	SystemCall time.Duration `json:"system_call_ns,omitempty"`

@@ -14,7 +14,7 @@ import (
 
 // ProcessCPU returns the CPU time of all threads of a running process.
 func ProcessCPU(pid int) (time.Duration, error) {
-	const schedClock = 2 // CPUCLOCK_SCHED, used as by clock_getcpuclockid(3)
+	const schedClock = 2 // CPUCLOCK_SCHED, as clock_getcpuclockid(3) uses it
 	var ts unix.Timespec
 	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
 		return 0, fmt.Errorf("CPU time of process %d: %w", pid, err)
