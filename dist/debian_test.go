@@ -101,7 +101,7 @@ func TestDebianVersions(t *testing.T) {
 }
 
 // TestDebianPackage installs, upgrades, removes and purges a package in a root directory
-// of its own.
+// of its own, and checks the files after each step.
 //
 //stages:rest it builds and installs a package
 func TestDebianPackage(t *testing.T) {

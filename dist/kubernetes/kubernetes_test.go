@@ -120,7 +120,7 @@ func expectConfig(t *testing.T, rendered string) {
 }
 
 // TestBaseIsTheChart checks that the plain manifests are the chart with its defaults. Their
-// selector is that of flannel's manifests, so that they can be applied over those.
+// selector is the same as in flannel's manifests, so that kubectl can apply them over those.
 //
 //stages:rest it needs helm, which takes minutes to build
 func TestBaseIsTheChart(t *testing.T) {
