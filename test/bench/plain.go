@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// Values of argument 0 with which the benchmark runs as a minimal program in place of a
-// daemon, one that only carries packets or only queries a store.
+// Values of argument 0 that make the benchmark run as a minimal program in place of a
+// daemon. Such a program only carries packets, or only queries a store.
 const (
 	plainWireGuard = "bench-wireguard"
 	plainUDP       = "bench-udp"

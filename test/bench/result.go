@@ -74,7 +74,7 @@ func quantile(values []float64, q float64) float64 {
 	return sorted[low] + (at-float64(low))*(sorted[low+1]-sorted[low])
 }
 
-// add records the value of one round. target applies when the metric is new.
+// add records the value of one round. Only the first call for a metric uses target.
 func (r *report) add(group, name string, n int, unit string, value float64, target ...float64) {
 	if m := r.find(group, name, n); m != nil {
 		m.Values = append(m.Values, value)

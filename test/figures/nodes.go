@@ -8,7 +8,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// Each calls f for the numbers from from to to, excluded, several at a time, and returns the first error.
+// Each calls f for the numbers from from up to but excluding to, several at a time, and returns the first
+// error. After an error it calls f for some more of the numbers, but not for all.
 func Each(from, to int, f func(int) error) error {
 	const workers = 16
 	var group errgroup.Group

@@ -210,7 +210,7 @@ func (c *cluster) kubeconfig(token string) string {
 // access returns the environment variable by which programs find the administrator's kubeconfig.
 func (c *cluster) access() string { return "KUBECONFIG=" + filepath.Join(c.dir, admin+".kubeconfig") }
 
-// write writes a file of the cluster's and returns its path.
+// write writes a file to the cluster's folder and returns its path.
 func (c *cluster) write(name, text string) string {
 	c.t.Helper()
 	file := filepath.Join(c.dir, name)

@@ -19,12 +19,12 @@ type Cell struct {
 	Family        prefix.Family
 	RTT           time.Duration
 	BitsPerSecond float64
-	Err           error // why From does not reach To, or not as it should; nil if all is well
+	Err           error // of the first test that failed; nil if all succeeded
 }
 
-// Matrix tests every pod against every other of its network in each of the families: a ping, a TCP
-// connection that must arrive from the address of the sending pod, and the throughput.
-// The throughput tests together take about budget. A pod without an address of a family
+// Matrix tests, in each of the families, how every pod reaches every other pod of its network: by
+// ping, by a TCP connection that must arrive from the address of the sending pod, and with which
+// throughput. The throughput tests together take about budget. A pod without an address of a family
 // reaches no other pod in that family.
 func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.Duration) []Cell {
 	const shortest, longest = 2 * time.Millisecond, 100 * time.Millisecond

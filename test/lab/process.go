@@ -141,7 +141,7 @@ func (p *process) Kill() {
 	}
 }
 
-// Exited is closed once the process has ended.
+// Exited returns a channel that is closed once the process has ended.
 func (p *process) Exited() <-chan struct{} { return p.exited }
 
 // Wait waits until the process ends and returns its exit code, or -1 if a signal ended

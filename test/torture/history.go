@@ -59,7 +59,7 @@ func (h *history) violations() []string {
 	return slices.Concat(h.sharedSubnets(), h.lostRoutes(), h.leftSubnets(), h.repeatedLines())
 }
 
-// since returns the time of a recorded moment in the run.
+// since returns the time from the start of the run until t.
 func (h *history) since(t time.Time) time.Duration { return t.Sub(h.start).Round(time.Millisecond) }
 
 // sharedSubnets finds subnets that two hosts served at the same time.
