@@ -102,6 +102,22 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
+// TestSkippedTest checks that a skipped test makes a stage fail under CI, and only there.
+func TestSkippedTest(t *testing.T) {
+	module(t, map[string]string{
+		"Makefile":        "build:\n",
+		"later/a_test.go": source("later", `func TestGood(t *testing.T) {}; func TestLater(t *testing.T) { t.Skip("not today") }`),
+	})
+	for ci, want := range map[string]bool{"": true, "true": false} {
+		t.Setenv("CI", ci)
+		var out bytes.Buffer
+		ok, err := execute(t.Context(), []string{"unit"}, &out)
+		if ok != want || err != nil || !strings.HasSuffix(strings.TrimSpace(out.String()), "1 passed, 0 failed, 1 skipped") {
+			t.Errorf("CI=%q: ok %v, error %v, want ok %v and one skipped test:\n%s", ci, ok, err, want, out.String())
+		}
+	}
+}
+
 // TestBackground checks that a stage in the background runs at the same time as the stages after it, that a
 // stage which names it as after waits for its end, and that the run waits for its result.
 func TestBackground(t *testing.T) {
