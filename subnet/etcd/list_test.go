@@ -13,6 +13,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -32,8 +33,7 @@ func (f *fixture) fill(tb testing.TB, leases int) {
 	}
 }
 
-// TestListByPages checks that a list of several pages has each lease once, sorted by key, at one
-// revision.
+// TestListByPages checks that a list of several pages has each lease once, sorted by key.
 func TestListByPages(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t)
@@ -46,14 +46,42 @@ func TestListByPages(t *testing.T) {
 		if len(l.entries) != leases {
 			t.Errorf("%d leases are listed, want %d", len(l.entries), leases)
 		}
-		if !slices.IsSortedFunc(l.entries, func(a, b entry) int { return strings.Compare(a.key, b.key) }) {
-			t.Errorf("%d leases are listed in another order than that of their keys", leases)
-		}
-		for _, e := range l.entries {
+		for i, e := range l.entries {
+			if i > 0 && l.entries[i-1].key >= e.key {
+				t.Errorf("%s is listed after %s", e.key, l.entries[i-1].key)
+			}
 			if e.err != nil || len(e.subnets) != 1 || e.modRevision > l.store.Revision {
 				t.Fatalf("listed at revision %d: %+v", l.store.Revision, e)
 			}
 		}
+	}
+}
+
+// TestListAtOneRevision deletes a lease of the second page and adds one after the first page was read. The
+// list must be that of the first page's revision.
+func TestListAtOneRevision(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	m := f.manager(t)
+	f.fill(t, 2*pageSize)
+	var l listing
+	listed := make(chan error, 1)
+	go func() {
+		var err error
+		l, err = m.listAt(t.Context(), 0, time.Second)
+		listed <- err
+	}()
+	waittest.Until(t, patience, "the first page", func() bool { return m.client.hosts.Load() == 2*pageSize })
+	last, added := fmt.Sprintf("10.%d.%d.0-24", (2*pageSize-1)/256, (2*pageSize-1)%256), "10.255.1.0-24"
+	f.delete(t, "subnets/"+last)
+	f.put(t, "subnets/"+added, leaseValue("192.0.2.1"))
+	if err := <-listed; err != nil {
+		t.Fatal(err)
+	}
+	has := func(key string) bool {
+		return slices.ContainsFunc(l.entries, func(e entry) bool { return e.key == key })
+	}
+	if n := len(l.entries); n != 2*pageSize || !has(last) || has(added) {
+		t.Errorf("%d leases are listed, the deleted one: %v, the added one: %v; want %d, true, false", n, has(last), has(added), 2*pageSize)
 	}
 }
 
