@@ -24,24 +24,24 @@ type Claimant struct {
 	Identities []string // in the form that messages show
 }
 
-// Arbiter decides which leases may be programmed, and gives the reasons against the others. If
-// leases contradict each other, all nodes decide alike, because the order of leases is total:
-// the own lease, then the one that came into the store first, then by key. The arbiter validates
-// each family by itself: it may accept a lease with one family and refuse the other. It silently
-// drops endpoints of families that the configuration does not enable. Several leases may have
-// one public address, because the arbiter cannot know which host has it now. An
-// Arbiter is not safe for concurrent use.
+// Arbiter decides which leases may be programmed into the kernel, and gives the reasons why it
+// refuses the rest. If two leases contradict each other, the own lease wins, otherwise the one
+// that came into the store first, otherwise the one with the lower key. So all nodes decide alike
+// between two leases of other nodes. The arbiter validates each family by itself: it may accept
+// one family of a lease and refuse the other. It silently drops endpoints of families that the
+// configuration does not enable. Several leases may have the same public address, because the
+// arbiter cannot know which host has it now. An Arbiter is not safe for concurrent use.
 type Arbiter struct {
 	cfg Config
 	own Claimant
 
-	prefixes     *prefixTable      // subnets, and public addresses as prefixes of full length; no two overlap
+	prefixes     *prefixTable      // of accepted leases: subnets, and public addresses as prefixes of full length; no two overlap
 	shared       sharedPublicIPs   // public addresses that several accepted leases have
-	identities   map[string]string // key of the lease that has the identity
+	identities   map[string]string // key of the accepted lease, by identity
 	accepted     map[string]*Lease
 	identitiesOf map[string][]string // of accepted leases, by key
-	contested    map[string]Claimant // refused because of another lease
-	refused      map[string][]string // reasons
+	contested    map[string]Claimant // leases refused, as a whole or in one family, because of another lease; by key
+	refused      map[string][]string // reasons, by key
 }
 
 // NewArbiter returns an arbiter that knows only the own lease.
@@ -75,9 +75,10 @@ func (a *Arbiter) admitAll(all []Claimant) {
 	}
 }
 
-// Change decides about one lease again. A lease without endpoints is gone. The cost does not depend
-// on the number of leases. Change returns false if the change may affect other leases, because one
-// of them is contested: the caller must call Reset then.
+// Change decides about one lease again. A lease without endpoints is gone. The cost depends on the
+// number of contested leases, not on the number of leases. Change returns false if it cannot decide
+// without other leases: c contradicts another lease, or a contested lease contradicts c or its old
+// version. Then the caller must call Reset with all leases.
 func (a *Arbiter) Change(c Claimant) bool {
 	key := c.Lease.Key
 	lease, had := a.accepted[key]
@@ -112,22 +113,22 @@ func conflicts(x, y Claimant) bool {
 }
 
 // Accepted returns the leases that may be programmed, by key, each with the endpoints that may
-// be programmed. The map is read-only, later calls of Change update it, and it shares its data
-// with the claimants.
+// be programmed. The map is read-only. Later calls of Change update it, and Reset replaces it. It
+// shares its leases with the claimants.
 func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
 
 // SharedChanges returns the public addresses that several accepted leases have begun to share, or
 // share no longer, since the last call. Its cost depends on the number of these addresses.
 func (a *Arbiter) SharedChanges() []SharedPublicIP { return a.shared.changes() }
 
-// Shared returns the public addresses that several accepted leases have, in their order.
+// Shared returns the public addresses that several accepted leases have, sorted by address.
 func (a *Arbiter) Shared() []SharedPublicIP { return a.shared.all() }
 
 // Refused returns the reasons why the lease, or a family of it, may not be programmed; nil if
 // there is none.
 func (a *Arbiter) Refused(key string) []string { return a.refused[key] }
 
-// AllRefused returns every refusal, by key.
+// AllRefused returns every refusal, sorted by key.
 func (a *Arbiter) AllRefused() []Refusal {
 	var all []Refusal
 	for _, key := range slices.Sorted(maps.Keys(a.refused)) {
@@ -178,8 +179,8 @@ func (a *Arbiter) admit(c Claimant) {
 	a.accept(c)
 }
 
-// refuse records a reason. by is the key of the lease whose end would remove the reason, or
-// empty.
+// refuse records a reason. If another lease is the reason, by is its key, and the end of that lease
+// removes the reason. Otherwise by is empty.
 func (a *Arbiter) refuse(c Claimant, reason, by string) {
 	a.refused[c.Lease.Key] = append(a.refused[c.Lease.Key], reason)
 	if by != "" {
@@ -225,7 +226,7 @@ func (a *Arbiter) withdraw(c Claimant) {
 }
 
 // validate returns the reason why e may not be programmed, or an empty string. n is the network of
-// its family. by is the key of the lease that e contradicts, if that is the reason.
+// e's family. If the reason is an accepted lease that e contradicts, by is the key of that lease.
 func (a *Arbiter) validate(n Network, e Endpoint) (reason, by string) {
 	s, public := e.Subnet, e.PublicIP
 	if !prefix.Contains(n.Prefix, s) {
@@ -293,7 +294,7 @@ func IsHost(a netip.Addr) bool {
 	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != broadcast
 }
 
-// reserved returns the prefixes that no route may cover.
+// reserved returns the prefixes that no subnet may overlap: loopback and multicast.
 func reserved() [4]netip.Prefix {
 	return [...]netip.Prefix{
 		netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8),

@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestChangeComesToTheSame changes one lease after the other, in a network so small that they
+// TestChangeAndResetAgree changes one lease after the other, in a network so small that the leases
 // contradict each other. It compares an Arbiter that applies each change with one that decides
 // about all leases again.
 //
@@ -81,7 +81,8 @@ func TestChangeAndResetAgree(t *testing.T) {
 	}
 }
 
-// applyShared applies changes to the shared addresses, and expects that each of them is a change.
+// applyShared applies changes to shared, which has the keys of leases by their shared address. It
+// expects that each change begins or ends the sharing of an address.
 func applyShared(t *testing.T, shared map[string]string, changes []subnet.SharedPublicIP) {
 	t.Helper()
 	for _, s := range changes {
@@ -137,12 +138,12 @@ func TestChangeCostsOneLease(t *testing.T) {
 		{"a", "10.5.1.0/24", "192.0.2.1", "MAC 3"}, // another MAC
 		{"a", "10.5.1.0/24", "192.0.2.3", "MAC 3"}, // another address
 		{"a", "10.5.3.0/24", "192.0.2.3", "MAC 3"}, // another subnet
-		{"c", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that a had
+		{"c", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // the subnet, address and MAC that a had
 		{"c", "", "", ""},
-		{"d", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that c had
-		{"e", "10.5.5.0/24", "192.0.2.1", "MAC 5"}, // the address of another
-		{"e", "10.5.5.0/24", "192.0.2.2", "MAC 5"}, // and of yet another
-		{"f", "10.5.6.0/24", "192.0.2.2", "MAC 6"}, // of two
+		{"d", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // the subnet, address and MAC that c had
+		{"e", "10.5.5.0/24", "192.0.2.1", "MAC 5"}, // the address of d
+		{"e", "10.5.5.0/24", "192.0.2.2", "MAC 5"}, // the address of b
+		{"f", "10.5.6.0/24", "192.0.2.2", "MAC 6"}, // the address of b and e
 		{"b", "", "", ""},
 		{"b", "10.5.2.0/24", "192.0.2.2", "MAC 2"},
 		{"f", "", "", ""},

@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// lease makes a lease from pairs of subnet and public IP.
+// lease makes a lease from pairs of subnet and public IP. An empty public IP means none.
 func lease(key string, order uint64, pairs ...string) subnet.Lease {
 	l := subnet.Lease{Key: key, Order: order}
 	for i := 0; i < len(pairs); i += 2 {
@@ -37,7 +37,8 @@ func keys(leases []subnet.Lease) []string {
 	return out
 }
 
-// arbitrate returns the decisions of an Arbiter about leases without identities.
+// arbitrate lets an Arbiter decide about leases without identities. It returns the accepted leases
+// in the order of their age, and the refusals.
 func arbitrate(cfg subnet.Config, own subnet.Lease, leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal) {
 	var all []subnet.Claimant
 	for _, l := range subnettest.Pointers(leases...) {

@@ -16,8 +16,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Changes describes the differences between two configurations that have a meaning. Values that
-// may be secrets are left out.
+// Changes describes the differences between two configurations, one text each. It ignores
+// differences without an effect, and does not show values that may be secrets.
 func Changes(from, to Config) []string {
 	var changes []string
 	note := func(name string, from, to any) {
@@ -63,7 +63,8 @@ func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
 	return slices.Compact(s)
 }
 
-// backendChanges compares the objects of the given key. It shows the values that are Public.
+// backendChanges compares two objects of key, which is "Backend" or "NextBackend", without their
+// Type. It shows only values for which Public returns true.
 func backendChanges(key string, from, to json.RawMessage) []string {
 	a, b := backendKeys(from), backendKeys(to)
 	names := map[string]string{}
@@ -92,13 +93,13 @@ type backendKey struct {
 	value any
 }
 
-// backendKeys returns the keys of a JSON object. They are compared without regard to
-// case.
+// backendKeys returns the keys and values of a JSON object, by key in lower case, because keys
+// are compared without regard to case. A null value counts as an absent key.
 func backendKeys(raw json.RawMessage) map[string]backendKey {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()
-	_ = d.Decode(&object) // cannot fail, because the configuration was decoded before
+	_ = d.Decode(&object) // fails only if raw is nil, because the configuration was decoded before
 	keys := make(map[string]backendKey, len(object))
 	for name, value := range object {
 		if value != nil {

@@ -13,13 +13,13 @@ import (
 type Config struct {
 	Networks []Network // one for each enabled family, IPv4 first
 	NFTables bool
-	// NonMasquerade are the destinations, besides the networks, that see the addresses of pods
-	// unchanged; masked.
+	// NonMasquerade has the destinations, besides the networks, that see the addresses of pods
+	// unchanged. Their host bits are zero.
 	NonMasquerade []netip.Prefix  `json:",omitempty"`
-	BackendType   string          // lower case; "udp" if the configuration has no Backend
+	BackendType   string          // lower case; "udp" if the configuration has no Backend, empty if Backend has no Type
 	Backend       json.RawMessage // nil if the configuration has no Backend
 	// NextType and NextBackend describe the backend to which the network migrates. They are
-	// zero if it does not.
+	// zero unless the network migrates.
 	NextType    string          `json:",omitempty"`
 	NextBackend json.RawMessage `json:",omitempty"`
 }
@@ -61,7 +61,7 @@ func (c Config) Network(f prefix.Family) (n Network, ok bool) {
 	return Network{}, false
 }
 
-// Prefixes returns the networks of all families. It is not nil.
+// Prefixes returns the networks of all families. The slice is never nil.
 func (c Config) Prefixes() []netip.Prefix {
 	ps := []netip.Prefix{}
 	for _, n := range c.Networks {

@@ -10,33 +10,35 @@ import (
 	"github.com/gaissmai/bart"
 )
 
-// knownLease is a lease and the time when it came, or when Follow last applied a change of it.
+// knownLease is a lease and the time when the ledger got it, or when Follow last applied a change
+// of it.
 type knownLease struct {
 	*Lease
 	since time.Time
 }
 
-// detached returns k with a copy of its lease. Leases of one listing are in one piece of memory,
-// which the copy does not keep in use.
+// detached returns k with a copy of its lease. All leases of one listing are in one block of memory.
+// The copy does not keep that block in use.
 func (k knownLease) detached() knownLease {
 	l := *k.Lease
 	return knownLease{&l, k.since}
 }
 
-// heldPeers are the peers that a Ledger holds. They are indexed by the properties by which another
-// lease can contradict them, so that a changed lease is compared only with the peers that it
-// concerns. The zero heldPeers has no peers.
+// heldPeers are the peers that a Ledger holds. They are indexed by subnet and by public IP, because
+// another lease can contradict these. So a changed lease is not compared with all held peers. The
+// zero heldPeers has no peers.
 type heldPeers struct {
-	until map[string]time.Time // by key
+	until map[string]time.Time // end of the hold, by key
 	// All times in until lie between earliest and latest, which need not be among them.
 	earliest, latest time.Time
 
 	bySubnet   *bart.Table[[]string]   // keys, sorted, by subnet
 	byPublicIP map[netip.Addr][]string // keys, sorted, by public IP
-	locations  map[location]int        // number of endpoints of all peers of the ledger; nil while none is held
+	locations  map[location]int        // number of endpoints of all peers of the ledger, held or not; nil while no peer is held, and before Apply
 }
 
-// location is the pair of an endpoint's public IP and subnet.
+// location is the pair of an endpoint's public IP and subnet. It is not the location of a host that
+// CheckLocation means.
 type location struct {
 	public netip.Addr
 	subnet netip.Prefix
@@ -44,10 +46,11 @@ type location struct {
 
 func locationOf(e Endpoint) location { return location{e.PublicIP, e.Subnet} }
 
-// isSpecified reports whether a lease has a as a public address, and not as a placeholder for none.
+// isSpecified reports whether a is an address. A lease without a public address has the zero Addr,
+// 0.0.0.0 or ::.
 func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
-// add holds a peer.
+// add holds a peer until the given time.
 func (h *heldPeers) add(l *Lease, until time.Time) {
 	if len(h.until) == 0 {
 		*h = heldPeers{until: map[string]time.Time{}, bySubnet: new(bart.Table[[]string]), byPublicIP: map[netip.Addr][]string{}, earliest: until, latest: until}
@@ -92,7 +95,7 @@ func (h *heldPeers) remove(l *Lease) {
 	}
 }
 
-// countAll counts the endpoints of all peers of the ledger, if one of them is held.
+// countAll counts the endpoints of all peers of the ledger, if at least one peer is held.
 func (h *heldPeers) countAll(peers map[string]knownLease) {
 	if len(h.until) == 0 {
 		return
@@ -116,9 +119,9 @@ func (h *heldPeers) count(l *Lease, n int) {
 	}
 }
 
-// contradictedBy returns the keys of held peers that the changed leases contradict, in the
-// sense of contradictions. Leases that have not changed were compared before. A peer that the
-// store has is not contradicted.
+// contradictedBy returns the sorted keys of held peers that the changed leases contradict, by the
+// rules of contradictions. It does not compare unchanged leases, because earlier calls did. It
+// leaves out peers that the store has again with u.
 func (h *heldPeers) contradictedBy(u Update) []string {
 	if len(h.until) == 0 {
 		return nil
@@ -148,7 +151,7 @@ func (h *heldPeers) contradictedBy(u Update) []string {
 	})
 }
 
-// shorten limits all times to one TTL from now: the clock may have been set back.
+// shorten limits all times to one TTL from now, because the clock may have been set back.
 func (h *heldPeers) shorten(now time.Time) {
 	latest := now.Add(TTL)
 	if !h.latest.After(latest) {
@@ -165,7 +168,7 @@ func (h *heldPeers) shorten(now time.Time) {
 	}
 }
 
-// expired returns the keys whose time is over.
+// expired returns the keys of the peers whose hold is over. The caller must remove these peers.
 func (h *heldPeers) expired(now time.Time) (keys []string) {
 	if len(h.until) == 0 || now.Before(h.earliest) {
 		return nil
@@ -182,16 +185,16 @@ func (h *heldPeers) expired(now time.Time) (keys []string) {
 	return keys
 }
 
-// with returns sorted keys with key among them.
+// with adds key to sorted keys, unless it is one of them.
 func with(keys []string, key string) []string {
 	i, found := slices.BinarySearch(keys, key)
-	if found { // by another endpoint
+	if found { // another endpoint of the same lease has added it
 		return keys
 	}
 	return slices.Insert(keys, i, key)
 }
 
-// without returns sorted keys without key.
+// without removes key from sorted keys, if it is one of them.
 func without(keys []string, key string) []string {
 	if i, found := slices.BinarySearch(keys, key); found {
 		return slices.Delete(keys, i, i+1)

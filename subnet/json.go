@@ -106,7 +106,7 @@ func explain(err error) error {
 }
 
 func kindName(t reflect.Type) string {
-	switch t.Kind() { //nolint:exhaustive // the other kinds name themselves well enough
+	switch t.Kind() { //nolint:exhaustive // String describes the other kinds well enough
 	case reflect.Bool:
 		return "true or false"
 	case reflect.Int, reflect.Int8, reflect.Int16, reflect.Int32, reflect.Int64:
@@ -131,7 +131,8 @@ func decodeString(key string, raw json.RawMessage, into *string) error {
 	return nil
 }
 
-// Shorten makes text from an outside source short enough for one line.
+// Shorten cuts text from an outside source to 64 bytes, so that a message with it stays short. It
+// does not remove line breaks.
 func Shorten(s string) string {
 	const most = 64
 	if len(s) <= most {

@@ -35,7 +35,7 @@ type Lease struct {
 	NextType    string     `json:",omitempty"` // type of the next backend in the configuration, during a migration; otherwise empty
 	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
 	Permanent   bool       // it does not expire: a reservation, or the own lease of a Kubernetes node
-	Expires     time.Time  // own lease only
+	Expires     time.Time  // known only of the own lease; zero if Permanent
 }
 
 // Endpoint returns the lease's endpoint of family f.
@@ -46,8 +46,8 @@ func (l Lease) Claim() Claim {
 	return Claim{BackendType: l.BackendType, NextType: l.NextType, Endpoints: l.Endpoints}
 }
 
-// Next returns the lease that the node would have with its next backend alone, which
-// stores backendType.
+// Next returns the lease that the node would have if it used only its next backend. backendType
+// becomes the BackendType of the lease.
 func (l Lease) Next(backendType string) Lease {
 	l.BackendType, l.NextType = backendType, ""
 	l.Endpoints = nextEndpoints(l.Endpoints)
@@ -67,20 +67,20 @@ func (l Lease) Subnets() []netip.Prefix {
 // Subnet in an endpoint is the subnet that the node had before and wants again.
 type Claim struct {
 	BackendType string
-	NextType    string     // see Lease
+	NextType    string     // see Lease.NextType
 	Endpoints   []Endpoint // one for each enabled family, IPv4 first
 }
 
 // Endpoint returns the claim's endpoint of family f.
 func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return claimed(c.Endpoints, f) }
 
-// Next returns the claim that the node would make with its next backend alone, which
-// stores backendType.
+// Next returns the claim that the node would make if it used only its next backend. backendType
+// becomes the BackendType of the claim.
 func (c Claim) Next(backendType string) Claim {
 	return Claim{BackendType: backendType, Endpoints: nextEndpoints(c.Endpoints)}
 }
 
-// nextEndpoints returns es with the data of the next backend alone.
+// nextEndpoints returns a copy of es that has NextData as its Data, and no NextData.
 func nextEndpoints(es []Endpoint) []Endpoint {
 	next := slices.Clone(es)
 	for i := range next {
@@ -98,7 +98,8 @@ func endpoint(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	return Endpoint{}, false
 }
 
-// claimed compares public addresses, because a claim may have no subnet yet.
+// claimed finds the endpoint by the family of its public address, because a claim may have no
+// subnet yet.
 func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	for _, e := range es {
 		if prefix.FamilyOf(e.PublicIP) == f {
@@ -108,7 +109,7 @@ func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	return Endpoint{}, false
 }
 
-// compareAge orders leases by the time at which they came into the store.
+// compareAge orders leases by the time at which they came into the store, and then by key.
 func compareAge(x, y *Lease) int {
 	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }

@@ -12,14 +12,14 @@ import (
 )
 
 // Ledger is the daemon's cache of the leases of other nodes, its peers. It decides when a peer is
-// gone: only when a snapshot of the same store, at the last known revision or a later one, lacks
-// its key. If the store is another one, or older than it was, the peers that it lacks are held:
-// they stay in the ledger until the store contradicts them or one TTL has passed. The zero Ledger
-// has no peers. A Ledger is not safe for concurrent use.
+// gone: only when the same store, at the last known revision or a later one, lacks its key. If the
+// store was replaced, or is at an earlier revision than before, the ledger holds the peers that the
+// store lacks: they stay in the ledger until a lease in the store contradicts them or one TTL has
+// passed. The zero Ledger has no peers. A Ledger is not safe for concurrent use.
 type Ledger struct {
 	store  StoreID
 	peers  map[string]knownLease
-	synced bool // a snapshot was applied since the last Restore; no peer goes before that
+	synced bool // a snapshot was applied since the last Restore; the ledger removes no peer before that
 	held   heldPeers
 	// unreadable has the keys of leases that cannot be read and that have no last good state.
 	unreadable map[string]struct{}
@@ -34,7 +34,7 @@ type Peer struct {
 // LedgerState is the content of a Ledger in the form that is stored on disk.
 type LedgerState struct {
 	Store StoreID `json:"store"`
-	Peers []Peer  `json:"peers"` // by key
+	Peers []Peer  `json:"peers"` // sorted by key
 }
 
 // Restore replaces the content of the ledger by state. The caller must not change state
@@ -61,9 +61,9 @@ func (l *Ledger) State() LedgerState {
 	return state
 }
 
-// Apply replaces the peers by those of a snapshot, and holds peers that the snapshot lacks without
-// a proof that they are gone. The leases are shared and read-only. Applying a snapshot twice has the
-// result of applying it once.
+// Apply replaces the peers by those of a snapshot. It holds a peer that the snapshot lacks, unless
+// the snapshot proves that the peer is gone. The leases are shared and read-only. If a snapshot is
+// applied twice at the same time now, the second call changes nothing.
 func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := !s.Another && s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
@@ -103,10 +103,9 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 }
 
 // Follow applies the changes since the last snapshot or update. Its cost depends on the number
-// of changes and not on the number of peers, whether peers are held or not. dropped has the
-// keys of held peers that a change contradicts, and that the ledger does not know any more. If
-// changes alone are not sufficient, Follow changes nothing and ok is false: the caller must
-// apply the whole snapshot.
+// of changes and not on the number of peers, whether peers are held or not. dropped has the keys
+// of held peers that Follow has removed because a change contradicts them. If changes alone are
+// not sufficient, Follow changes nothing and ok is false: the caller must apply the whole snapshot.
 func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return nil, false
@@ -129,7 +128,7 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 		switch _, held := l.held.until[key]; {
 		case lease != nil:
 			l.put(knownLease{lease, now})
-		case !held: // the store did not have a held peer before either
+		case !held: // a held peer stays, because the store did not have it before either
 			l.remove(key)
 		}
 	}
@@ -154,7 +153,8 @@ func (l *Ledger) remove(key string) {
 	}
 }
 
-// Expire removes peers whose time as held peers is over, and reports whether there were any.
+// Expire removes held peers whose hold is over, and reports whether there were any. It removes
+// none before Apply was called.
 func (l *Ledger) Expire(now time.Time) bool {
 	if !l.synced {
 		return false
@@ -167,7 +167,8 @@ func (l *Ledger) Expire(now time.Time) bool {
 	return len(expired) > 0
 }
 
-// Held returns the keys of the held peers, sorted.
+// Held returns the keys of the held peers, sorted. No peer counts as held before Apply was called;
+// this applies to NumHeld and IsHeld, too.
 func (l *Ledger) Held() []string {
 	if l.NumHeld() == 0 {
 		return nil
@@ -196,8 +197,8 @@ func (l *Ledger) Len() int { return len(l.peers) }
 // known.
 func (l *Ledger) Lease(key string) *Lease { return l.peers[key].Lease }
 
-// Since returns when the lease with that key came, or when Follow last applied a change of it. It
-// returns zero if the lease is not known.
+// Since returns when the ledger got the lease with that key, or when Follow last applied a change
+// of it. It returns zero if the lease is not known.
 func (l *Ledger) Since(key string) time.Time { return l.peers[key].since }
 
 // Leases iterates over all known leases, which are shared and read-only.
@@ -211,10 +212,11 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 	}
 }
 
-// contradictions returns a function that reports whether one of leases contradicts a known
-// lease: it takes its subnet, or it shows that its node has another subnet now. The latter is
-// the case if a lease has the node's public IP with a subnet that had another public IP
-// before. If peers have a lease with both, it belongs to another node with the same public IP.
+// contradictions returns a function that reports whether one of leases contradicts a known lease.
+// There are two cases. The two subnets overlap: another node has taken the subnet. Or the two
+// public IPs are the same, and no peer had this public IP together with the new subnet: the node
+// of the known lease has another subnet now. If a peer had both, that peer is another node with the
+// same public IP.
 func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) bool {
 	before := map[location]int{}
 	for _, peer := range peers {

@@ -19,7 +19,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// apply applies s, and returns all leases that the ledger knows afterwards.
+// apply applies s, and returns all leases that the ledger knows afterwards, and the keys of the held
+// peers.
 func apply(l *subnet.Ledger, s subnet.Snapshot, now time.Time) (leases []subnet.Lease, held []string) {
 	l.Apply(s, now)
 	for _, p := range l.State().Peers {
@@ -133,7 +134,7 @@ func TestLedger(t *testing.T) {
 	}
 }
 
-// reload sends the ledger through JSON.
+// reload returns a new ledger that is restored from l's state in JSON, as after a restart.
 func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
 	t.Helper()
 	raw, err := json.Marshal(l.State())
@@ -152,9 +153,6 @@ func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
 	return again
 }
 
-// TestLedgerWalk applies random snapshots. The leases of a snapshot must be known and not held.
-// Each lease that the ledger drops must go for one of the permitted reasons. Neither a second
-// application of a snapshot nor a restart at any point may change the result.
 // TestLedgerHasUnreadable expects that a lease counts as unreadable only if no good state of it is
 // known, and until it can be read or is gone.
 func TestLedgerHasUnreadable(t *testing.T) {
@@ -191,7 +189,10 @@ func TestLedgerHasUnreadable(t *testing.T) {
 	expect("it can be read", false)
 }
 
-// TestLedgerWalk takes random steps with ledgers, and checks the rules of a ledger after each of them.
+// TestLedgerWalk applies random snapshots, with restarts between them. The leases of a snapshot must
+// be known and not held. The ledger must drop a lease that the snapshot lacks if the store proves
+// that it is gone, if its hold is over or if another lease contradicts it, and in no other case. If a
+// snapshot is applied a second time, nothing may change.
 //
 //stages:rest it checks 8,000 steps
 func TestLedgerWalk(t *testing.T) {
@@ -318,7 +319,7 @@ func TestLedgerFollows(t *testing.T) {
 					u.Changed[key] = &l
 				}
 			}
-			if rnd.IntN(20) == 0 { // another store, with other leases or none
+			if rnd.IntN(20) == 0 { // another store, or another revision of the same one, without leases
 				store = subnet.StoreID{ID: string(rune('s' + rnd.IntN(3))), Revision: int64(rnd.IntN(50))}
 				clear(all)
 				clear(broken)
@@ -353,8 +354,8 @@ func TestLedgerFollows(t *testing.T) {
 	}
 }
 
-// randomLease returns a lease of one or two families, whose subnets and addresses are often
-// those of others.
+// randomLease returns a lease of one or two families. Other leases often have the same subnets and
+// addresses.
 func randomLease(rnd *rand.Rand, key string, order int) subnet.Lease {
 	bits := 24 - rnd.IntN(8)/7
 	ends := []string{fmt.Sprintf("10.5.%d.0/%d", rnd.IntN(10)*2, bits), fmt.Sprintf("192.0.2.%d", rnd.IntN(20))}
@@ -367,8 +368,8 @@ func randomLease(rnd *rand.Rand, key string, order int) subnet.Lease {
 	return lease(key, uint64(order), ends...)
 }
 
-// expectReported expects that every peer which Follow has changed or dropped is named by the
-// update or by Follow: other code looks only at these.
+// expectReported expects that every peer that is gone after Follow is in u.Changed or in dropped,
+// because other code looks only at these, and that the ledger does not know the peers in dropped.
 func expectReported(t *testing.T, before subnet.LedgerState, after *subnet.Ledger, u subnet.Update, dropped []string) {
 	t.Helper()
 	for _, p := range before.Peers {
@@ -384,7 +385,8 @@ func expectReported(t *testing.T, before subnet.LedgerState, after *subnet.Ledge
 	}
 }
 
-// ledgerOf returns a ledger that knows n peers, of which the store lacks held, and the leases.
+// ledgerOf returns a ledger that knows n peers, and their leases. The ledger holds the first held
+// peers, because the store lacks them.
 func ledgerOf(n, held int) (*subnet.Ledger, []*subnet.Lease) {
 	all := make([]*subnet.Lease, n)
 	for i := range all {
@@ -420,8 +422,8 @@ func BenchmarkLedgerEvent(b *testing.B) {
 	}
 }
 
-// BenchmarkLedgerWiped measures how long peers take to come back one by one after the store
-// was emptied, all of them together.
+// BenchmarkLedgerWiped measures how long the ledger takes to follow all peers that come back one by
+// one after the store was emptied. The metric ns/peer is the time for one of them.
 func BenchmarkLedgerWiped(b *testing.B) {
 	for _, n := range []int{4_000, 10_000} {
 		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {

@@ -10,8 +10,8 @@ import (
 // maxLocation is the greatest length of the name of a location.
 const maxLocation = 63
 
-// CheckLocation returns an error if name cannot be the name of a location. Its form is that of the value
-// of a label in Kubernetes.
+// CheckLocation returns an error if name cannot be the name of a location. The form is that of a
+// label's value in Kubernetes, because a label of the Node can contain the name, but it is not empty.
 func CheckLocation(name string) error {
 	alphanumeric := func(c byte) bool { return '0' <= c && c <= '9' || 'A' <= c && c <= 'Z' || 'a' <= c && c <= 'z' }
 	ok := len(name) > 0 && len(name) <= maxLocation && alphanumeric(name[0]) && alphanumeric(name[len(name)-1])

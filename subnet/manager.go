@@ -15,8 +15,9 @@ var (
 	ErrNoSubnets = errors.New("out of subnets")
 	// ErrNoConfig means that the store answers but holds no configuration.
 	ErrNoConfig = errors.New("no network configuration")
-	// ErrUnfit means that the subnet that the store gives this node does not fit the
-	// configuration, and that an operator has to change one of them.
+	// ErrUnfit means that a retry cannot succeed: the store gives this node a subnet that does not
+	// fit the configuration, and an operator has to change one of them; or the lease in the last
+	// known state has run out, see lastknown.ErrExpired.
 	ErrUnfit = errors.New("subnet does not fit the configuration")
 	// ErrInvalidConfig means that the store holds a configuration that cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")
@@ -28,8 +29,9 @@ var (
 type StoreID struct {
 	ID       string `json:"id"`       // etcd cluster id; subnet/kube derives it from the Nodes' UIDs
 	Revision int64  `json:"revision"` // of the snapshot
-	// Mark is what the manager needs to recognize this state after a restart, in a form of its
-	// own: a store that was emptied or restored may have the same ID and a later revision.
+	// Mark lets the manager recognize this state after a restart. Only the manager knows its form.
+	// ID and Revision are not sufficient, because a store that was emptied or restored may have the
+	// same ID and a later revision.
 	Mark string `json:"mark,omitempty"`
 }
 
@@ -38,32 +40,34 @@ type Snapshot struct {
 	Leases      []*Lease // all but the own one, in no particular order; shared and read-only
 	Undecodable []string // keys whose value cannot be read, in no particular order: such a peer keeps its last good state until its key is gone
 	Store       StoreID
-	Another     bool // the store is not the one of the snapshot before, although ID and Revision suggest it
+	Another     bool // another store than in the snapshot before, even if ID and Revision suggest the same one
 }
 
 // Update describes the leases of other nodes that a store has at one moment: all of them, on
 // request, and as a hint those that have changed.
 type Update struct {
 	Store StoreID
-	// Changed has the leases that differ from the update before, nil for a lease that is gone. The
-	// leases are shared and read-only. If the map is nil, any lease may have changed. A receiver
-	// that uses only Snapshot comes to the same result. If the map is empty, only the revision of
-	// the store has changed.
+	// Changed has the leases that differ from the update before, by key, nil for a lease that is
+	// gone. The leases are shared and read-only. If the map is nil, any lease may have changed. If
+	// Changed and Undecodable are empty, only the revision of the store has changed. A receiver that
+	// uses only Snapshot comes to the same result.
 	Changed map[string]*Lease
 	// Undecodable has keys whose value has become unreadable. Such a peer keeps its last good
-	// state. It is in use only beside Changed.
+	// state. A receiver ignores Undecodable if Changed is nil.
 	Undecodable []string
-	// Snapshot returns the complete set. It may be called until sink returns. Its cost depends on
-	// the number of leases.
+	// Snapshot returns all leases. The receiver may call it only until sink returns. Its cost depends
+	// on the number of leases.
 	Snapshot func() Snapshot
 }
 
-// Sighting is a moment at which a store had the configuration of one of several networks. It later
-// tells whether the configuration was deleted, or the store was emptied or replaced.
+// Sighting is a moment at which a store had the configuration of one of several networks. If the
+// store lacks the configuration later, the Sighting tells whether an operator has deleted it, or
+// the store was emptied or replaced.
 type Sighting struct {
 	Revision int64 `json:"revision"` // of the store
-	// Key and LeaseID are those of the lease that this node had in the network at that moment.
-	// LeaseID is 0 if the lease proves nothing.
+	// Key and LeaseID belong to the lease that this node had in the network at that moment. They
+	// are zero if it had none, or if it was a reservation: an operator may put the same reservation
+	// into another store, so it does not identify the store.
 	Key     string `json:"key,omitempty"`
 	LeaseID int64  `json:"leaseID,omitempty"` // of etcd
 }
@@ -83,11 +87,11 @@ type Manager interface {
 	// returns ErrNoSubnets, wrapped, if no subnet is free, and ErrUnfit, wrapped, if another call
 	// cannot succeed either.
 	Acquire(ctx context.Context, cfg Config, c Claim) (Lease, error)
-	// Watch blocks, and calls sink from one goroutine with updates, each of which gives access to
-	// all leases. It continues after compactions and outages. A snapshot's slices belong to the
+	// Watch blocks, and calls sink from one goroutine with updates. Each update gives access to
+	// all leases. Watch continues after compactions and outages. A snapshot's slices belong to the
 	// receiver, and the leases in them are shared and read-only.
 	Watch(ctx context.Context, sink func(Update)) error
-	// Keep blocks and keeps the own lease alive. It returns ErrLeaseLost, wrapped with the new
-	// owner, if another node has the subnet.
+	// Keep blocks and keeps the own lease alive. If another node has the subnet, it returns
+	// ErrLeaseLost, wrapped in an error that names the new owner.
 	Keep(ctx context.Context, own Lease) error
 }

@@ -9,7 +9,7 @@ import (
 	"unicode"
 )
 
-// maxNetworkName leaves room for a suffix in the name of a file.
+// maxNetworkName is less than the 255 bytes of a file name, to leave room for a suffix.
 const maxNetworkName = 200 // bytes
 
 // CheckNetworkName returns an error if one of several networks cannot have that name. The name is

@@ -21,9 +21,9 @@ type Warner interface {
 
 // PublicIPSource is a Manager whose store may prescribe the public addresses of this node.
 type PublicIPSource interface {
-	// PublicIPs returns the prescribed addresses, at most one for each family, IPv4 first. It
-	// returns none for a family whose address the node detects itself. It retries failures that
-	// can pass, and returns when ctx ends, with its error.
+	// PublicIPs returns the prescribed addresses, at most one for each family, IPv4 first. The node
+	// itself detects its address in a family without a prescribed address. PublicIPs retries
+	// failures that can pass, and returns when ctx ends, with its error.
 	PublicIPs(ctx context.Context) ([]netip.Addr, error)
 }
 
@@ -45,45 +45,47 @@ type ConfigWatcher interface {
 // Resumer is a Manager that cannot recognize the own lease by the node's name, but only by its
 // public address, which may have changed while the store was unavailable.
 type Resumer interface {
-	// Resumed tells the manager that this node uses own, which it knows from its last known
-	// state. own contains the addresses with which it was published. If the store still has own
-	// unchanged, Acquire continues with it, even if the node has another address now.
+	// Resumed tells the manager that this node uses the lease own from its last known state. own
+	// contains the public addresses that the node has published in the store. If the store still
+	// has the lease with these, Acquire continues with it, even if the node has another address now.
 	Resumed(own Lease)
 }
 
-// Sighter is implemented by managers of one of several networks.
+// Sighter is a Manager that can serve one of several networks in a store.
 type Sighter interface {
-	// Sight reads from the store, at one moment, whether it has the configuration of the network and
-	// the own lease. The Sighting is zero if it does not have the configuration. Sight retries failures
-	// that can pass, and returns when ctx ends, with its error.
+	// Sight reads the configuration of the network and the own lease from the store, both at the
+	// same moment. The Sighting is zero if the store does not have the configuration. Sight retries
+	// failures that can pass, and returns when ctx ends, with its error.
 	Sight(ctx context.Context, own Lease) (Sighting, error)
 }
 
-// Releaser is implemented by managers that can give up the own lease.
+// Releaser is a Manager that can give up the own lease.
 type Releaser interface {
 	// Release deletes a lease of this node from the store, unless it is a reservation, or another
-	// node has taken its subnets since. The manager has no lease after that.
+	// node has taken its subnets since. It does not retry. The manager has no lease after that, even
+	// if the store returns an error.
 	Release(ctx context.Context, own Lease) error
 }
 
 // Leader is the node that does a task for all nodes of a network.
 type Leader struct {
-	Name string `json:"name"` // Node or public address; empty if there is no leader
-	// Announced is what the leader has announced last, as JSON; nil if it has announced nothing yet.
+	Name string `json:"name"` // name of the Node, or public address; empty if there is no leader
+	// Announced is the JSON that the leader has announced last; nil if it has announced nothing yet.
 	Announced json.RawMessage `json:"announced,omitempty"`
 }
 
-// Announce publishes what Elector.Leader returns to all nodes. It returns an error if this node is
-// not the leader any more, or the store does not answer.
+// Announce publishes text to all nodes: Elector.Leader returns it as Leader.Announced. It returns an
+// error if this node is not the leader any more, or the store does not answer.
 type Announce func(ctx context.Context, text json.RawMessage) error
 
-// Elector is a Manager that can elect one node of the network for a task. A task is a name like that
-// of a DNS label.
+// Elector is a Manager that can elect one node of the network for a task. The name of a task has the
+// form of a DNS label.
 type Elector interface {
-	// Lead tries once to make this node the leader. If it succeeds, it runs lead, whose context ends
-	// with the term, and returns nil after it. A term ends when the store cannot be reached for 20
-	// seconds, or shows another leader, which can be the case 10 seconds later. own is the lease of this
-	// node. Lead returns ErrLed, wrapped, if there is another leader.
+	// Lead tries once to make this node the leader. If that succeeds, it runs lead, and returns nil
+	// when lead has returned. The context term ends when ctx ends, when this node is not the leader
+	// any more, or when the store cannot be reached for 20 seconds. In the last case another node
+	// can become the leader only 10 seconds later, so that the two terms do not overlap. own is the
+	// lease of this node. Lead returns ErrLed, wrapped, if there is another leader.
 	Lead(ctx context.Context, task string, own Lease, lead func(term context.Context, announce Announce)) error
 	// Leader tries once to read the present leader.
 	Leader(ctx context.Context, task string) (Leader, error)

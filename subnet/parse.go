@@ -61,8 +61,8 @@ func (w wireConfig) networks() []wireNetwork {
 
 // ParseConfig decodes the network configuration. warnings has one line for each unknown key at the
 // top level; the backend checks the keys inside Backend. An error is one line and wraps
-// ErrInvalidConfig. Pool checks whether the networks can be divided into subnets, because not
-// every store does that.
+// ErrInvalidConfig. Network.Pool, not ParseConfig, checks whether a network can be divided into
+// subnets, because not every store needs that.
 func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
 	w := defaults()
 	if err := decodeObject(raw, &w); err != nil {
@@ -179,7 +179,7 @@ func decodeAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, e
 	return a, nil
 }
 
-// ParseAddr parses an address of family f, which has no zone.
+// ParseAddr parses an address of family f. An address with a zone is an error.
 func ParseAddr(f prefix.Family, text string) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
 	if err != nil || !ofFamily(f, a) || a.Zone() != "" {
@@ -188,12 +188,13 @@ func ParseAddr(f prefix.Family, text string) (netip.Addr, error) {
 	return a, nil
 }
 
-// ofFamily is strict: an IPv4 address written as IPv6 is neither.
+// ofFamily is strict: an IPv4-mapped IPv6 address belongs to neither family.
 func ofFamily(f prefix.Family, a netip.Addr) bool {
 	return prefix.FamilyOf(a) == f && !a.Is4In6()
 }
 
-// backendType returns the type in the object raw, which is the value of key.
+// backendType returns the Type in the object raw in lower case, and "" if raw is null or has no
+// Type. raw is the value of key.
 func backendType(key string, raw json.RawMessage) (string, error) {
 	var b struct{ Type string }
 	if isNull(raw) {

@@ -168,7 +168,7 @@ func TestDecodeBackend(t *testing.T) {
 		VNI      int
 		Learning bool
 		Port     uint16 `json:"Port,omitempty"`
-		internal int    //nolint:unused // that it is no key is what is tested
+		internal int    //nolint:unused // the test checks that an unexported field is not a key
 	}
 	got := vxlan{VNI: 1, Port: 8472}
 	warnings, err := subnet.DecodeBackend(

@@ -53,8 +53,8 @@ func (n Network) Pool() (Pool, error) {
 	return Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}, nil
 }
 
-// subnetLen returns the configured length, or the default: /24 or /64 if at least four of them
-// fit, otherwise the length of which four fit.
+// subnetLen returns the configured prefix length or the default. The default is /24 for IPv4 and
+// /64 for IPv6 if at least four such subnets fit, otherwise the length of which exactly four fit.
 func (n Network) subnetLen() (int, error) {
 	f := prefix.FamilyOf(n.Prefix.Addr())
 	usual, longest := 24, 30
@@ -80,7 +80,7 @@ func (n Network) subnetLen() (int, error) {
 	return max(usual, bits+2), nil
 }
 
-// String returns "10.5.1.0/24 to 10.5.255.0/24".
+// String returns the range in the form "10.5.1.0/24 to 10.5.255.0/24".
 func (p Pool) String() string { return fmt.Sprintf("%s to %s", p.first, p.last) }
 
 // Size returns the number of subnets of the pool, taken or not.
@@ -96,13 +96,13 @@ func (p Pool) Contains(s netip.Prefix) bool {
 		!s.Addr().Less(p.first.Addr()) && !p.last.Addr().Less(s.Addr())
 }
 
-// guesses is the number of random subnets that Pick tries before it looks at all taken subnets
-// in order. Unless the pool is nearly full, one of them is free.
+// guesses is the number of random subnets that Pick tries before it sorts the taken subnets. Unless
+// the pool is nearly full, one of these guesses is very probably free.
 const guesses = 4
 
 // Pick returns a random subnet that overlaps none of taken; ok is false if none is free. taken may
-// contain prefixes of any length and family, in any order. The time depends on their number, not
-// on the size of the pool. A nil rnd means the global source.
+// contain prefixes of any length and family, in any order. The time depends on the number of taken
+// prefixes, not on the size of the pool. A nil rnd means the global source.
 func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok bool) {
 	if !p.first.IsValid() {
 		return netip.Prefix{}, false
@@ -131,7 +131,7 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 	return p.at(n)
 }
 
-// at returns the pool's n-th subnet.
+// at returns the pool's n-th subnet. The first one is 0.
 func (p Pool) at(n *big.Int) (s netip.Prefix, ok bool) {
 	a, ok := prefix.Add(p.first.Addr(), new(big.Int).Lsh(n, p.hostBits()))
 	return netip.PrefixFrom(a, p.first.Bits()), ok
@@ -145,7 +145,8 @@ func (s span) size() *big.Int {
 	return n.Add(n, big.NewInt(1))
 }
 
-// spans returns the parts of the pool that taken covers, sorted and without overlaps.
+// spans returns the runs of the pool's subnets that overlap a prefix in taken, sorted and without
+// overlaps.
 func (p Pool) spans(taken []netip.Prefix) []span {
 	all := make([]span, 0, len(taken))
 	for _, t := range taken {

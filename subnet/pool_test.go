@@ -89,7 +89,7 @@ func TestPoolContains(t *testing.T) {
 	}
 }
 
-// TestPickAgainstBruteForce compares with the free subnets counted one by one.
+// TestPickAgainstBruteForce compares Pick with the set of free subnets, which it finds one by one.
 //
 //stages:rest it counts the free subnets of many pools
 func TestPickAgainstBruteForce(t *testing.T) {

@@ -15,7 +15,7 @@ import (
 type prefixOwner struct {
 	lease  *Lease
 	family prefix.Family
-	public bool // the prefix is its public address, and it is the oldest lease that has it; otherwise it is its subnet
+	public bool // the prefix is the lease's public address, and no older lease has the same; if false, it is the lease's subnet
 }
 
 func (o prefixOwner) String() string {
@@ -32,10 +32,10 @@ func (t *prefixTable) remove(p netip.Prefix)             { t.table.Delete(p) }
 // get returns the owner of exactly p.
 func (t *prefixTable) get(p netip.Prefix) (o prefixOwner, found bool) { return t.table.Get(p) }
 
-// find returns the owner of a prefix that overlaps p. If several prefixes lie in p, it is the owner
-// of the lowest.
+// find returns the owner of a prefix that overlaps p. If several prefixes lie in p, find returns the
+// owner of the lowest one.
 func (t *prefixTable) find(p netip.Prefix) (o prefixOwner, found bool) {
-	if !t.table.OverlapsPrefix(p) { // the usual case, and quick
+	if !t.table.OverlapsPrefix(p) { // usually nothing overlaps, and this is the quickest check
 		return prefixOwner{}, false
 	}
 	if o, found = t.table.LookupPrefix(p); found {

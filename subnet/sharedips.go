@@ -14,8 +14,8 @@ type SharedPublicIP struct {
 	Keys     []string // of the leases, the oldest first; nil if the address is no longer shared
 }
 
-// sharedPublicIPs tracks the public addresses that several leases have: those of hosts behind one
-// NAT, or of a host that is gone while its Node still exists and another host has its address.
+// sharedPublicIPs tracks the public addresses that several leases have. Hosts behind one NAT have
+// the same address. So do two Nodes if one host is gone, and another host has got its address.
 type sharedPublicIPs struct {
 	leases   map[netip.Addr][]*Lease // at least two each, the oldest first
 	reported map[netip.Addr]struct{} // addresses that changes has returned as shared
@@ -26,14 +26,14 @@ func newSharedPublicIPs() sharedPublicIPs {
 	return sharedPublicIPs{reported: map[netip.Addr]struct{}{}, changed: map[netip.Addr]struct{}{}}
 }
 
-// reset removes all leases, but keeps which addresses changes has returned.
+// reset removes all leases, but remembers which addresses changes has returned as shared.
 func (s *sharedPublicIPs) reset() {
 	s.leases = map[netip.Addr][]*Lease{}
 	maps.Copy(s.changed, s.reported)
 }
 
-// add records that l has an address that other and perhaps more leases have, and returns the oldest
-// lease that has it.
+// add records that l has the address a, like the lease other and perhaps more leases. It returns the
+// oldest lease that has the address.
 func (s *sharedPublicIPs) add(a netip.Addr, other, l *Lease) (oldest *Lease) {
 	all := s.leases[a]
 	if all == nil {
@@ -46,8 +46,8 @@ func (s *sharedPublicIPs) add(a netip.Addr, other, l *Lease) (oldest *Lease) {
 	return all[0]
 }
 
-// remove records that l no longer has the address, and returns the oldest lease that still has it;
-// nil if no other lease has it.
+// remove records that l no longer has the address a, and returns the oldest lease that still has
+// it, or nil if no other lease has it.
 func (s *sharedPublicIPs) remove(a netip.Addr, l *Lease) (oldest *Lease) {
 	all := s.leases[a]
 	if all == nil {
@@ -63,7 +63,7 @@ func (s *sharedPublicIPs) remove(a netip.Addr, l *Lease) (oldest *Lease) {
 	return all[0]
 }
 
-// all returns the addresses that several leases have, in their order.
+// all returns the addresses that several leases have, sorted.
 func (s *sharedPublicIPs) all() []SharedPublicIP {
 	var all []SharedPublicIP
 	for a, leases := range s.leases {
@@ -83,7 +83,7 @@ func keysOf(leases []*Lease) []string {
 
 func compareShared(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) }
 
-// changes returns the changes since the last call, in the order of addresses.
+// changes returns the changes since the last call, sorted by address.
 func (s *sharedPublicIPs) changes() []SharedPublicIP {
 	var all []SharedPublicIP
 	for a := range s.changed {

@@ -27,7 +27,7 @@ func TestSharedChanges(t *testing.T) {
 	all := map[string]subnet.Claimant{}
 	steps := []struct {
 		name        string
-		key, public string // empty: the lease goes
+		key, public string // public is empty if the step removes the lease
 		want        []subnet.SharedPublicIP
 	}{
 		{"alone", "b", "192.0.2.7", nil},
