@@ -26,8 +26,8 @@ func FreeAddr() (string, error) {
 	return "", fmt.Errorf("no free port on loopback: %w", err)
 }
 
-// tryAddr listens on an address for a moment. No child may be forked meanwhile: it would have the
-// listener until it runs its own program.
+// tryAddr listens on an address for a moment. It prevents forks meanwhile, because a child would
+// keep the listener open until it executes its own program.
 func tryAddr(addr string) error {
 	syscall.ForkLock.RLock()
 	defer syscall.ForkLock.RUnlock()

@@ -20,7 +20,7 @@ const task = "test-task"
 type Term struct {
 	Announce subnet.Announce
 	Over     <-chan struct{} // closed when the store has ended the term
-	End      func()          // ends the term and waits for that
+	End      func()          // ends the term and waits until Lead has returned
 	task     string
 }
 
@@ -30,8 +30,8 @@ func (term Term) ExpectOver(t *testing.T) {
 	waittest.Receive(t, patience, "the end of the term", term.Over)
 }
 
-// ExpectTakeover makes next the leader after the node of the term has lost the store. The term must end
-// before next leads, which must take at most the time most.
+// ExpectTakeover makes next the leader after the node of the term has lost the store. own is the lease
+// of the next leader. The term must end before next leads, and next must lead within the time most.
 func (term Term) ExpectTakeover(t *testing.T, next subnet.Elector, own subnet.Lease, most time.Duration) {
 	t.Helper()
 	start := time.Now()
@@ -92,7 +92,7 @@ func Lead(t *testing.T, m subnet.Elector, task string, own subnet.Lease) Term {
 	return Term{}
 }
 
-// ExpectLeader waits until m sees that leader, which is empty if there is none.
+// ExpectLeader waits until m sees the leader want. An empty want means that there is no leader.
 func ExpectLeader(t *testing.T, m subnet.Elector, task string, want subnet.Leader) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; <-time.After(20 * time.Millisecond) {
@@ -106,8 +106,8 @@ func ExpectLeader(t *testing.T, m subnet.Elector, task string, want subnet.Leade
 	}
 }
 
-// testLead checks that one node at a time is the leader, and that all see who it is and what it has
-// announced.
+// testLead checks that one node at a time is the leader, and that the other node sees the name of
+// the leader and what the leader has announced.
 func testLead(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	var nodes []subnet.Elector

@@ -53,8 +53,8 @@ func (s *Store) change(f func()) {
 // SetConfig replaces the configuration. An empty string means no configuration.
 func (s *Store) SetConfig(raw string) { s.change(func() { s.config = raw }) }
 
-// Put writes a lease, as another node or an operator would. If its Order is zero, the
-// store sets it from the current revision.
+// Put writes a lease, as another node or an operator would. If a lease with the same key exists, the
+// store keeps its Order. Otherwise it sets an Order of zero to the current revision.
 func (s *Store) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
 
 func (s *Store) put(l subnet.Lease) {
@@ -149,7 +149,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	return subnet.Claim{}, ctx.Err()
 }
 
-// carries reports whether l contains the first public address of c.
+// hasPublicIP reports whether l contains the first public address of c.
 func hasPublicIP(l subnet.Lease, c subnet.Claim) bool {
 	return len(c.Endpoints) > 0 && slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
 		return e.PublicIP == c.Endpoints[0].PublicIP
@@ -282,7 +282,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
 		changed := m.store.next()
 		m.mu.Lock()
-		replaced := m.own != "" && m.own != own.Key // Acquire has taken another one
+		replaced := m.own != "" && m.own != own.Key // Acquire has taken another lease
 		m.mu.Unlock()
 		if !replaced {
 			if err := m.ensure(own); err != nil {
@@ -332,7 +332,8 @@ func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead 
 	return nil
 }
 
-// setLeader replaces the leader for a task, and reports whether it had that name.
+// setLeader replaces the leader for a task by now if the present leader has that name, and reports
+// whether it did. An empty name means no leader.
 func (m *Manager) setLeader(task, name string, now subnet.Leader) (done bool) {
 	m.store.change(func() {
 		if done = m.store.leaders[task].Name == name; done {

@@ -33,8 +33,8 @@ type Backing interface {
 	Delete(t *testing.T, key string)
 	// Withdraw removes the lease of a node that still exists.
 	Withdraw(t *testing.T, key string)
-	// Allocates reports whether managers choose subnets and leases expire. They do not if
-	// another system assigns the subnets, as Kubernetes does.
+	// Allocates reports whether managers choose subnets and leases expire. It is false if another
+	// system assigns the subnets, as Kubernetes does.
 	Allocates() bool
 }
 
@@ -149,8 +149,8 @@ func testAcquire(t *testing.T, b Backing, config string) {
 	}
 }
 
-// testAcquireByOwnConfig changes the address of a running node while the store contains
-// another configuration, or none: the node keeps its subnet.
+// testAcquireByOwnConfig checks that a running node keeps its subnet if its address changes while
+// the store contains another configuration, or none.
 func testAcquireByOwnConfig(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
@@ -225,8 +225,8 @@ func testPrevious(t *testing.T, b Backing) {
 	}
 }
 
-// testNoSubnets expects that a node gets no subnet while none is free, and that it keeps the lease
-// that it has with another configuration until then.
+// testNoSubnets expects that a node gets ErrNoSubnets while no subnet is free, and that it keeps its
+// lease of an earlier configuration until one is free.
 func testNoSubnets(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	had, err := Acquire(t.Context(), b.Manager(t, 4), claim(configV4, 4))
