@@ -11,7 +11,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Burst is how many changes are reported at a time.
+// Burst is the number of changes that may be reported at once.
 const Burst = 5
 
 // every is the time after which one more change may be reported.
@@ -22,14 +22,15 @@ type Limit struct {
 	limit *rate.Limiter
 
 	mu     sync.Mutex
-	silent int // changes that were not reported since the last one that was
+	silent int // number of changes since the last reported one
 }
 
 // NewLimit returns a Limit.
 func NewLimit() *Limit { return &Limit{limit: rate.NewLimiter(rate.Every(every), Burst)} }
 
-// Next returns log for the next change, with the number of changes before it that were not reported. It
-// returns false if this one is not reported either.
+// Next returns the logger with which the caller reports the next change. It is log, with the number of
+// changes that were not reported before, if there are any. Next returns false if the caller must not
+// report this change.
 func (l *Limit) Next(log klog.Logger) (klog.Logger, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

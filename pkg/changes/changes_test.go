@@ -11,7 +11,8 @@ import (
 	"k8s.io/klog/v2/textlogger"
 )
 
-// TestLimit reports ten changes at once, and one more after a while.
+// TestLimit checks that of ten changes at once only the first Burst are reported, and that the next report
+// contains the number of changes that were not.
 func TestLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out strings.Builder
