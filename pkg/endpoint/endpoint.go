@@ -11,7 +11,8 @@ import (
 	"strings"
 )
 
-// Named is a host by its DNS name or address, with an optional port. The zero Named is none.
+// Named is an endpoint: a host, by its DNS name or address, and an optional port. The zero Named means that
+// there is no endpoint.
 type Named struct {
 	Host string
 	Port uint16 // 0 means that there is none
@@ -23,7 +24,7 @@ const maxName = 253
 var errForm = errors.New("expected NAME or NAME:PORT, such as node7.example.org:51820")
 
 // Parse parses NAME or NAME:PORT. An IPv6 address before a port is in brackets. The text may come from
-// another host.
+// another host, so Parse refuses every other form.
 func Parse(text string) (Named, error) {
 	if len(text) > maxName+len("[]:65535") {
 		return Named{}, errForm
@@ -54,8 +55,8 @@ func Parse(text string) (Named, error) {
 	return n, nil
 }
 
-// isName reports whether s is a DNS name of a host. The last label is no number, because that would be an
-// address with a mistake.
+// isName reports whether s is a DNS name of a host. It refuses a name whose last label is a number, because
+// that is an IPv4 address with a mistake.
 func isName(s string) bool {
 	if len(s) > maxName {
 		return false
