@@ -14,11 +14,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// MaxAnswer returns the size in bytes of the largest answer that a host of so many may give. That of 5,000
-// hosts that are all broken, in both families, has 4 MB.
+// MaxAnswer returns the size in bytes of the largest answer that is accepted in a mesh of that many hosts.
+// An answer that reports the paths to 5,000 hosts as broken in both families has 4 MB.
 func MaxAnswer(hosts int) int { return min(256<<10+hosts*2<<10, 8<<20) }
 
-// maxAdvice is the number of paths of a host whose advice is kept. A host may send a text of its own for each.
+// maxAdvice is the number of paths of each host whose advice is kept. It limits the memory, because a host
+// may send a different text for each path.
 const maxAdvice = 256
 
 var (
@@ -34,8 +35,8 @@ type answer struct {
 	Paths    *struct{ Worst json.RawMessage }
 }
 
-// Answer records the status of host i, which the host sent in JSON. If it is not usable, Answer records
-// the reason.
+// Answer records body, the status in JSON that host i sent. If body is not usable, Answer records the
+// reason.
 func (m *Matrix) Answer(i int, body []byte) {
 	r, err := m.parse(i, body)
 	if err != nil {
@@ -87,11 +88,11 @@ func eachPath(list json.RawMessage, f func(status.Path) error) error {
 	return nil // the syntax of the list is right, because that of the answer is
 }
 
-// maxRTT is the longest round trip in milliseconds that is believed. Probes wait for seconds.
+// maxRTT is the longest round trip in milliseconds that is accepted. Probes wait only for seconds.
 const maxRTT = 1e6
 
-// add records a path of host i in its row. Paths to hosts that are not in the matrix do not count: they
-// have joined or left in the meantime.
+// add records a path of host i in its row. It ignores a path to a host that is not in the matrix, because
+// that host has joined or left in the meantime.
 func (m *Matrix) add(r *row, i int, p status.Path) error {
 	if p.RTT < 0 || p.RTT > maxRTT {
 		return fmt.Errorf("a round trip of %v ms", p.RTT)
@@ -114,7 +115,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 	if !known || to == i {
 		return nil
 	}
-	now := cell{result: uint8(rank)} //nolint:gosec // there are six
+	now := cell{result: uint8(rank)} //nolint:gosec // results has six elements
 	if result == OK {
 		now.rtt = float32(p.RTT)
 	}

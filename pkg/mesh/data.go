@@ -4,10 +4,11 @@ package mesh
 
 import "net/netip"
 
-// MaxCells is the number of hosts up to which Data contains every cell. A picture shows as many hosts.
+// MaxCells is the number of hosts up to which Data contains every cell. A picture shows at most that many
+// hosts.
 const MaxCells = 200
 
-// MaxBroken is the number of broken paths that Data contains.
+// MaxBroken is the greatest number of broken paths that Data contains.
 const MaxBroken = 10_000
 
 // Data is a Matrix for programs. Its JSON is a stable interface.
@@ -22,12 +23,12 @@ type Data struct {
 	Cells []CellData `json:"cells,omitempty"`
 }
 
-// HostData is a host.
+// HostData is a host, with the numbers of its paths.
 type HostData struct {
 	Key       string       `json:"key"` // of its lease
 	Name      string       `json:"name"`
 	PublicIPs []netip.Addr `json:"publicIPs"`
-	Problem   string       `json:"problem,omitempty"` // why it has not told of its paths
+	Problem   string       `json:"problem,omitempty"` // why no paths are known from this host; empty if they are known
 	From      Counts       `json:"from"`              // paths from this host, as it sees them
 	To        Counts       `json:"to"`                // paths to this host, as the others see them
 }

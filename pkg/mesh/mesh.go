@@ -30,10 +30,10 @@ type Host struct {
 	PublicIPs []netip.Addr
 }
 
-// Result is the result of a path.
+// Result is the result of the check of a path. If the path is broken, it is the broken part, a paths.Part.
 type Result string
 
-// The results, besides the parts of a path that can be broken.
+// The results of paths that are not broken.
 const (
 	OK      Result = "ok"
 	Unknown Result = "unknown" // the host has not answered, or has not checked this path
@@ -42,16 +42,16 @@ const (
 // Broken reports whether it is known that a path with this result does not work.
 func (r Result) Broken() bool { return r != OK && r != Unknown }
 
-// Cell is what one host knows of the paths to another one. With two address families it is about the
-// worse path.
+// Cell is what one host knows of the paths to another one. If there is a path in each address family, Cell
+// describes the worse one.
 type Cell struct {
 	Result Result
 	RTT    float64 // in milliseconds; zero unless the path works
 	Advice string  // one line for operators
 }
 
-// Matrix is what all hosts know of their paths. Different goroutines may add the answers of different
-// hosts. All other methods need that to be over.
+// Matrix is what all hosts know of their paths. Different goroutines may call Answer and Fail for different
+// hosts. All other methods may be called only after these calls have returned.
 type Matrix struct {
 	Hosts []Host
 
@@ -61,24 +61,25 @@ type Matrix struct {
 
 // row is what one host knows.
 type row struct {
-	problem string                        // why it is not known; empty if it is
-	cells   []cell                        // by the number of the other host; nil if it is not known
-	advice  map[int]unique.Handle[string] // few texts, of at most maxAdvice paths
+	problem string                        // why the paths are not known; empty if they are
+	cells   []cell                        // by the number of the other host; nil if the paths are not known
+	advice  map[int]unique.Handle[string] // by the number of the other host; for at most maxAdvice paths, which have few different texts
 }
 
-// cell is a Cell in little memory, because 5,000 hosts have 25 million.
+// cell is a Cell in little memory, because a matrix of 5,000 hosts has 25 million cells.
 type cell struct {
 	result uint8 // index in results
 	rtt    float32
 }
 
-// results returns all results. Each is worse than those before it. The first one is that of a path of
-// which nothing is known.
+// results returns all results. Each result is worse than those before it. Unknown is the first one, so
+// that it is the result of the zero cell, and every other result replaces it.
 func results() [6]Result {
 	return [...]Result{Unknown, OK, Result(paths.Checksum), Result(paths.MTU), Result(paths.Tunnel), Result(paths.Underlay)}
 }
 
-// New returns a matrix of hosts that have not answered, in the order of their subnets or names.
+// New returns a matrix of hosts that have not answered. It sorts the hosts by subnet or name. The number of
+// a host in other methods is its index in Matrix.Hosts.
 func New(hosts []Host) *Matrix {
 	m := &Matrix{Hosts: slices.SortedFunc(slices.Values(hosts), compareHosts), index: make(map[string]int, len(hosts)), rows: make([]row, len(hosts))}
 	for i := range m.Hosts {

@@ -24,7 +24,7 @@ import (
 
 var update = flag.Bool("update", false, "rewrite the golden files")
 
-// key returns the key of the lease of host i.
+// key returns the key of the lease of host i. In helpers and comments of this file the first host is 0.
 func key(i int) string { return fmt.Sprintf("10.5.%d.0-24", i+1) }
 
 // hosts returns n hosts.
@@ -38,12 +38,12 @@ func hosts(n int) []mesh.Host {
 	return all
 }
 
-// path returns the path to host i, which works if broken is empty.
+// path returns the status of the path to host i. The path works if broken is empty. rtt is in milliseconds.
 func path(i int, broken string, rtt float64) status.Path {
 	return status.Path{Peer: key(i), Subnet: netip.MustParsePrefix("10.5.1.0/24"), OK: broken == "", Broken: broken, RTT: rtt}
 }
 
-// answer returns the status of host i.
+// answer returns the status of host i in JSON, with the given paths.
 func answer(t testing.TB, i int, all ...status.Path) []byte {
 	t.Helper()
 	text, err := json.Marshal(status.Report{Lease: status.Lease{Key: key(i)}, Paths: &status.Paths{Worst: all}})
@@ -53,7 +53,7 @@ func answer(t testing.TB, i int, all ...status.Path) []byte {
 	return text
 }
 
-// broken returns a mesh of n hosts in which host 1 does not reach host 2, and host 3 does not answer.
+// broken returns a mesh of n hosts in which host 0 does not reach host 1, and host 2 does not answer.
 func broken(t testing.TB, n int) *mesh.Matrix {
 	t.Helper()
 	m := mesh.New(hosts(n))
@@ -76,14 +76,14 @@ func broken(t testing.TB, n int) *mesh.Matrix {
 	return m
 }
 
-// TestAnswers expects the paths of usable answers, and one line with the reason for others.
+// TestAnswers expects the paths of each usable answer, and one line with the reason for every other answer.
 func TestAnswers(t *testing.T) {
 	advised := path(1, "mtu", 0)
 	advised.Advice = "set\nthe MTU"
 	own := `"lease":{"key":"10.5.1.0-24"}`
 	for _, tc := range []struct {
 		name, body string
-		want       mesh.Cell // from host 1 to host 2
+		want       mesh.Cell // from host 0 to host 1
 		problem    string
 	}{
 		{"a path that works", string(answer(t, 0, path(1, "", 0.5))), mesh.Cell{Result: mesh.OK, RTT: 0.5}, ""},
@@ -165,7 +165,7 @@ type picture struct {
 	text  string         // outside of the style
 }
 
-// parse reads a picture as XML. It must not refer to anything outside.
+// parse reads a picture as XML. It expects that the picture does not load anything from elsewhere.
 func parse(t *testing.T, svg []byte) picture {
 	t.Helper()
 	p := picture{rects: map[string]int{}}
@@ -260,7 +260,8 @@ func TestSVGOfManyHosts(t *testing.T) {
 	}
 }
 
-// TestData checks the JSON of few hosts, and that of many, which has no cells that work.
+// TestData checks the data of few hosts, and of more than MaxCells hosts: then there are broken paths, but
+// no cells.
 func TestData(t *testing.T) {
 	d := broken(t, 4).Data()
 	if d.Paths != (mesh.Counts{OK: 8, Broken: 1, Unknown: 3}) || len(d.Cells) != 9 || len(d.Hosts) != 4 {
@@ -286,8 +287,8 @@ func TestData(t *testing.T) {
 	}
 }
 
-// TestManyBrokenPaths has hosts that report everything as broken, with long texts of their own, and a host
-// that reports one path. The list is limited, and the one path is in it.
+// TestManyBrokenPaths lets all hosts but the last one report every path as broken, each with another long
+// text. The last host reports one path. The list must be limited, and this path must be in it.
 func TestManyBrokenPaths(t *testing.T) {
 	const n = 110
 	m := mesh.New(hosts(n))
@@ -321,7 +322,8 @@ func TestManyBrokenPaths(t *testing.T) {
 	}
 }
 
-// TestAdviceIsLimited has a host that sends a text of its own for each of many paths.
+// TestAdviceIsLimited lets a host send a different text for each of 400 paths. The matrix must keep only
+// the texts of 256 paths.
 func TestAdviceIsLimited(t *testing.T) {
 	m := mesh.New(hosts(400))
 	var all []status.Path
@@ -358,7 +360,7 @@ func TestHostsAreSorted(t *testing.T) {
 	}
 }
 
-// FuzzAnswer lets hosts answer anything. The output is always valid, and has only visible characters.
+// FuzzAnswer lets hosts answer anything. The output must be valid, and have only visible characters.
 func FuzzAnswer(f *testing.F) {
 	f.Add([]byte(`{"lease":{"key":"10.5.1.0-24"},"paths":{"worst":[{"peer":"10.5.2.0-24","ok":true,"rttMilliseconds":1e308}]}}`), "name")
 	f.Add(answer(f, 0, path(1, "mtu", 0), path(2, "", 0.3)), "\x00\xff<")

@@ -43,7 +43,7 @@ type Summary struct {
 	Counts
 	From   []Counts // paths from a host, by its number
 	To     []Counts // paths to a host, by its number
-	Silent []int    // numbers of the hosts of which nothing is known
+	Silent []int    // numbers of the hosts from which no paths are known
 }
 
 // Summary counts the paths.
@@ -72,7 +72,7 @@ func (m *Matrix) Summary() Summary {
 }
 
 // Broken returns paths that do not work, at most limit of them, in the order of hosts. If there are more,
-// the hosts that report them have equal parts of the limit, so that one cannot hide what others report.
+// the hosts that report them have equal parts of the limit, so that no host can hide what others report.
 func (m *Matrix) Broken(limit int) []Pair {
 	var pairs []Pair
 	counts := m.Summary().From
@@ -93,8 +93,9 @@ func (m *Matrix) Broken(limit int) []Pair {
 	return pairs
 }
 
-// parts divides a limit for the broken paths of all hosts: each may have part of them, and the first extra
-// hosts that have more one more. Hosts with fewer paths leave their parts to the others.
+// parts divides a limit among the hosts that report broken paths. Each host may have the number part of
+// them. Of the hosts with more than that, the first extra ones may have one more. Hosts with fewer paths
+// leave the rest of their share to the others.
 func parts(hosts []Counts, limit int) (part, extra int) {
 	var counts []int
 	for _, c := range hosts {
@@ -113,7 +114,7 @@ func parts(hosts []Counts, limit int) (part, extra int) {
 	return math.MaxInt, 0
 }
 
-// worst returns the numbers of the n worst hosts in their order: those with most broken paths in counts,
+// worst returns the numbers of the n worst hosts, the worst first: those with most broken paths in counts,
 // and then those with most unknown ones.
 func worst(counts []Counts, n int) []int {
 	all := make([]int, len(counts))
@@ -126,8 +127,8 @@ func worst(counts []Counts, n int) []int {
 	return all[:min(n, len(all))]
 }
 
-// drawn returns the numbers of the hosts that a picture of at most n hosts shows, in their order. If
-// there are more hosts, it shows the worst.
+// drawn returns the numbers of the hosts that a picture of at most n hosts shows, in ascending order. If
+// there are more hosts, the picture shows the worst ones, by their paths in both directions.
 func (m *Matrix) drawn(n int) []int {
 	s := m.Summary()
 	both := make([]Counts, len(m.Hosts))

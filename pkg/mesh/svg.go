@@ -72,8 +72,8 @@ func (m *Matrix) SVG(w io.Writer) error {
 	return err
 }
 
-// draw writes a cell of the matrix. Its title, which a browser shows beside the pointer, is about this
-// cell.
+// draw writes a cell of the matrix, with the upper left corner at x and y. The title describes the path:
+// browsers show it beside the pointer.
 func (m *Matrix) draw(b *bytes.Buffer, from, to, x, y int) {
 	c := m.Cell(from, to)
 	text := fmt.Sprintf("%s -> %s: %s", m.Hosts[from].Name, m.Hosts[to].Name, c.words())

@@ -14,15 +14,15 @@ const (
 	maxWords = 6
 	// maxLetters is the number of hosts up to which a terminal shows every cell, as a letter.
 	maxLetters = 40
-	// maxLines is the number of broken paths, of hosts without an answer and of the worst hosts that
-	// are listed.
+	// maxLines is the greatest length of each list: of the broken paths, of the hosts without an answer
+	// and of the worst hosts.
 	maxLines = 10
 )
 
 // class is a range of round trips.
 type class struct {
 	below float64 // milliseconds
-	mark  string  // of a cell in few characters
+	mark  string  // one character for a cell
 	text  string
 }
 
@@ -30,7 +30,7 @@ func classes() [4]class {
 	return [...]class{{1, "1", "less than 1 ms"}, {10, "2", "less than 10 ms"}, {100, "3", "less than 100 ms"}, {2 * maxRTT, "4", "100 ms or more"}}
 }
 
-// class returns the number of the range of the round trip.
+// class returns the index in classes of the range of the round trip.
 func (c Cell) class() int {
 	all := classes()
 	for i, one := range all[:len(all)-1] {
@@ -63,7 +63,7 @@ func (c Cell) words() string {
 	return fmt.Sprintf("%.2f ms", c.RTT)
 }
 
-// legend says what the marks mean that are not digits.
+// legend says what the marks mean.
 func legend() string {
 	var parts []string
 	for _, c := range classes() {
@@ -87,7 +87,7 @@ func (h Host) String() string {
 	return strings.Join(parts, " ")
 }
 
-// Text writes the matrix for a terminal. Of more than maxLetters hosts it shows the worst.
+// Text writes the matrix for a terminal. If there are more than maxLetters hosts, it shows only the worst.
 func (m *Matrix) Text(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	s := m.Summary()
@@ -119,14 +119,15 @@ func (m *Matrix) Text(w io.Writer) error {
 	return nil
 }
 
-// more says how many of n were left out.
+// more says how many elements of a list of n were left out.
 func more(w io.Writer, n int, what string) {
 	if n > maxLines {
 		fmt.Fprintf(w, "and %d more %s\n", n-maxLines, what)
 	}
 }
 
-// writeCells writes every cell. text is that of a cell, and column the heading of a column.
+// writeCells writes every cell. text returns the text of a cell, and column the heading of the column of a
+// host.
 func (m *Matrix) writeCells(w io.Writer, title string, text func(Cell) string, column func(int) string) {
 	fmt.Fprint(w, title)
 	for to := range m.Hosts {
@@ -149,7 +150,8 @@ func (m *Matrix) writeCells(w io.Writer, title string, text func(Cell) string, c
 	fmt.Fprintln(w)
 }
 
-// writeWorst writes the hosts with most broken paths in one direction.
+// writeWorst writes the hosts with most broken paths in one direction. counts has the numbers of each host
+// in this direction.
 func (m *Matrix) writeWorst(w io.Writer, title string, counts []Counts) {
 	fmt.Fprintf(w, "%s\tBROKEN\tUNKNOWN\tOK\n", title)
 	for _, i := range worst(counts, maxLines) {
