@@ -35,9 +35,10 @@ type Tracker struct {
 	kinds   []string // kinds of the errors logged since the service was last usable
 }
 
-// New returns a tracker for the service called name. The tracker calls onStatus with the
-// reason when the service becomes unusable, and with nil when it is usable again.
-// onStatus may be nil. It must not call the tracker.
+// New returns a tracker for the service called name. The tracker calls onStatus with nil
+// at the first success, and whenever the service is usable again. It calls onStatus with
+// the reason when the service becomes unusable, and for each new kind of failure after
+// that. onStatus may be nil. It must not call the tracker.
 func New(name string, onStatus func(error)) *Tracker {
 	if onStatus == nil {
 		onStatus = func(error) {}
@@ -75,7 +76,8 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 	}
 }
 
-// Forget removes an activity that has ended, so that its last failure no longer counts.
+// Forget removes an activity that has ended, so that its last failure no longer counts. If
+// no other activity fails, the next success counts as the end of the outage.
 func (t *Tracker) Forget(activity string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
