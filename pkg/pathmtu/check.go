@@ -14,25 +14,25 @@ import (
 const (
 	// small is the size in bytes of a packet that every path carries.
 	small = 84
-	// common is the size in bytes that a search tries first: nearly every path carries it, and packets
-	// of this size pass while the search goes on.
+	// common is the size in bytes that a search tries first, because nearly every path carries it. If it
+	// passes, the path gets this size while the search goes on.
 	common = 1280
-	// firstPatience is the time to wait for an answer, and leastPatience the one in a search if answers
-	// take less than a third of it.
+	// firstPatience is the time to wait for an answer if the round trip of the path is not known. A
+	// search waits three round trips, but at least leastPatience.
 	firstPatience, leastPatience = time.Second, 500 * time.Millisecond
-	// retries is how often a size is tried again before a path counts as smaller, and searchTries how
-	// often a search tries each size. A search that errs because of lost packets finds a size that is too
-	// small, which is raised later.
+	// retries is how often the present size is tried again before the search for a smaller one, and
+	// searchTries how often a search tries each size. If packets get lost by chance, a search may find a
+	// size that is too small. A later check raises it.
 	retries, searchTries = 2, 2
-	// searchBurst is how many searches a path may have at once, and searchEvery the time after which it
+	// searchBurst is how many searches a path may have in a row, and searchEvery the time after which it
 	// may have one more.
 	searchBurst, searchEvery = 3, time.Minute
 	// raiseEvery is the time between two attempts to find a larger size.
 	raiseEvery = 30 * time.Second
 )
 
-// check checks a path, and sets its size if that has changed. The first packet is already accounted for
-// in the limit.
+// check checks a path, and sets its size if that has changed. The caller has already waited for the limit
+// for the first packet.
 func (p *Prober) check(ctx context.Context, s *state) {
 	p.mu.Lock()
 	key, before, raised := s.key, s.size, s.raised
@@ -53,7 +53,8 @@ func (p *Prober) check(ctx context.Context, s *state) {
 	}
 }
 
-// tries reports whether one of n packets of a size passes. They count for the limit.
+// tries sends up to n packets of a size, one after the other, until one is answered within patience. It
+// waits for the limit before each packet.
 func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.Duration, n int) (rtt time.Duration, ok bool) {
 	for range n {
 		if p.Limit.Wait(ctx) != nil {
@@ -66,9 +67,10 @@ func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.D
 	return 0, false
 }
 
-// lower returns the size of a path that did not carry a packet of the present one. It is the present one
-// if packets were lost by chance, if the path carries no packets at all, or none of the least size: then
-// no size helps. During the search the path has a size that passes, so that connections go on.
+// lower returns the new size of a path that did not carry a packet of the present size. It returns the
+// present size if the path had too many searches, if it carries no packets at all, if its size cannot be
+// smaller, or if another packet of the present size passes. During a search the path gets the first size
+// that passes, so that connections go on. If the path then breaks, it keeps that size.
 func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	path := s.path
 	if !p.maySearch(s) {
@@ -89,7 +91,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	case <-ctx.Done():
 		return present
 	}
-	if path.Least >= common { // smaller packets would not help, because the family does not allow such an MTU
+	if path.Least >= common { // the MTU cannot be smaller, so this size needs no test
 		p.set(s, path.Least)
 	}
 	size := search(path.Least, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
@@ -100,7 +102,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 		return ok, ctx.Err() == nil
 	})
 	if size > path.Least || path.Least < common {
-		if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // packets get lost, or the path carries none now
+		if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // packets get lost by chance, or the path carries none now
 			return p.current(s)
 		}
 	}
@@ -118,8 +120,8 @@ func (p *Prober) current(s *state) int {
 	return s.size
 }
 
-// maySearch reports whether a search on a path is not one too many: a path that changes all the time
-// would use up what all paths may send.
+// maySearch reports whether a path may have another search. The number is limited, because a path that
+// changes all the time would otherwise use up the packets that all paths may send.
 func (p *Prober) maySearch(s *state) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -129,8 +131,9 @@ func (p *Prober) maySearch(s *state) bool {
 	return s.searches.Tokens() >= 1
 }
 
-// search is like ping.Largest. It first tries the size that another path of the device had, or the common
-// one: if a link that many paths have in common becomes narrow, most searches then take few packets.
+// search is like ping.Largest. It first tries other, the last size that a search on the device has found:
+// if a link that many paths share becomes narrow, most searches then take few packets. If other is less
+// than the common size, or not between passes and tooBig, it first tries the common size.
 func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
 	if other < common || other <= passes || other+1 >= tooBig {
 		return ping.Largest(passes, tooBig, common, try)
@@ -161,7 +164,7 @@ func (p *Prober) noteFound(device string, size int) {
 	p.found[device] = size
 }
 
-// publish sets a size that passes, if the path still has a size that does not. Further ones wait for the
+// publish sets a size that passes if the path still has the size tooBig. Other sizes that pass wait for the
 // end of the search, so that a search does not change the route more than twice.
 func (p *Prober) publish(s *state, size, tooBig int) {
 	p.mu.Lock()
@@ -172,8 +175,8 @@ func (p *Prober) publish(s *state, size, tooBig int) {
 	}
 }
 
-// raise returns the size of a path that carries at least packets of the present one. A path that does
-// not carry one byte more has not changed.
+// raise returns the largest size of a path that carries packets of the present size. It first tries one
+// byte more: if that does not pass, the path has not changed.
 func (p *Prober) raise(ctx context.Context, path Path, present int) int {
 	rtt, ok := p.tries(ctx, path, present+1, firstPatience, 1)
 	if !ok {

@@ -18,48 +18,49 @@ import (
 )
 
 const (
-	// uncrowded is the largest number of paths that are all checked once in each interval.
+	// uncrowded is the largest number of paths with which each path is checked once in every interval.
 	uncrowded = Rate * int(interval/time.Second)
-	// watchFor is the time in which a device is watched until the result counts. It is watched all the time,
-	// unless it is fast.
+	// watchFor is the duration of a sample. Each sample follows the one before, so that a device is watched
+	// all the time. Samples of a fast device are shorter.
 	watchFor = 2 * time.Second
-	// large is the size in bytes from which on a packet shows that the MTU of its path matters: the least
+	// large is the size in bytes above which a packet shows that the MTU of its path matters: the least
 	// MTU that a path may get over IPv4. Acknowledgements are smaller.
 	large = 576
-	// busyFor is the time after the last large packet until a path counts as idle. A connection that hangs
-	// repeats its packet more and more seldom, and a sample of a fast device misses most of the packets.
+	// busyFor is the time after the last large packet until a path counts as idle. It is long, because a
+	// connection that hangs repeats its packet at growing intervals, and because a sample of a fast device
+	// misses most of the packets.
 	busyFor = 30 * time.Second
-	// busyInARow is how many busy paths may be checked before it is the turn of another one. If more than
-	// manyBusy are busy, they and the others take turns.
+	// busyInARow is how many busy paths are checked before one that is not busy. If more than manyBusy
+	// paths are busy, only one is.
 	busyInARow, manyBusy = 3, 150
 )
 
-// order is the order in which paths are checked. A path is in one queue, or it is being checked.
+// order is the order in which paths are checked. A path waits in one queue, or it is being checked.
 type order struct {
-	busy  queue // carry large packets
-	fresh queue // were never checked
-	due   queue // all others
-	inRow int   // busy paths since the last other one
+	busy  queue // paths that carry large packets
+	fresh queue // paths that were never checked
+	due   queue // all other paths
+	inRow int   // number of busy paths that were checked since the last path that is not busy
 }
 
 // turn is the part of a path's state that belongs to the order.
 type turn struct {
 	large    time.Time // the last time when the path carried a large packet
-	place    int       // changes with each place in a queue
-	busy     bool      // the path is in the queue of the busy ones
+	place    int       // number of the path's present place in a queue; each place gets another number
+	busy     bool      // the path is in the queue busy
 	checking bool
 }
 
-// queue contains paths in the order in which they came to it.
+// queue contains paths in the order in which they were added.
 type queue []entry
 
-// entry is a place in a queue. It is void if the path has got another one, or is gone.
+// entry is a place in a queue. It is void if the path has got another place since, or is gone.
 type entry struct {
 	*state
 	place int
 }
 
-// add gives a path its place at the end of the queue, in place of one in another queue.
+// add adds a path at the end of the queue. If the path has a place in another queue, that becomes void.
 func (q *queue) add(s *state) {
 	s.turn.place++
 	*q = append(*q, entry{s, s.turn.place})
@@ -81,7 +82,7 @@ func (o *order) checked(s *state, now time.Time) {
 	o.wait(s, now)
 }
 
-// wait adds a path to its queue.
+// wait adds a path to the queue busy or due.
 func (o *order) wait(s *state, now time.Time) {
 	if s.turn.busy = now.Sub(s.turn.large) < busyFor; s.turn.busy {
 		o.busy.add(s)
@@ -117,7 +118,9 @@ func (o *order) next(now time.Time) (s *state, pause time.Duration) {
 	return nil, pause
 }
 
-// first takes the first path out of a queue, or returns nil and the time until its turn.
+// first takes the first path out of a queue. If that path was checked less than an interval ago, or the
+// queue is empty, it returns nil and the time until there may be one. It drops void entries, and moves busy
+// paths that have become idle to the queue due.
 func (o *order) first(q *queue, now time.Time) (*state, time.Duration) {
 	for len(*q) > 0 {
 		e := (*q)[0]
@@ -139,13 +142,13 @@ func (o *order) first(q *queue, now time.Time) (*state, time.Duration) {
 	return nil, interval
 }
 
-// sample is the function of a Prober with that name.
+// sample is the function that Prober.sample contains outside of tests.
 func sample(ctx context.Context, device string) ([]netip.Addr, error) {
 	return traffic.Sample(ctx, device, large, watchFor)
 }
 
-// watch finds the paths that carry large packets, until ctx ends. The times of the samples vary, because traffic
-// may be periodic too.
+// watch finds the paths that carry large packets, until ctx ends. It does so only while some paths have to
+// wait for their check. The pauses between samples vary, because traffic may be periodic too.
 func (p *Prober) watch(ctx context.Context) {
 	var logged sync.Once
 	for ctx.Err() == nil {
@@ -166,7 +169,7 @@ func (p *Prober) watch(ctx context.Context) {
 	}
 }
 
-// crowded returns the devices of all paths if there are so many that some have to wait.
+// crowded returns the devices of all paths if there are so many paths that some have to wait, otherwise nil.
 func (p *Prober) crowded() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// carry makes the samples contain large packets to pods of these peers.
+// carry makes the samples contain large packets to pods of these peers, and of no others. The first peer is
+// 0.
 func (w *internet) carry(peers ...int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -19,7 +20,7 @@ func (w *internet) carry(peers ...int) {
 	}
 }
 
-// checks returns how many packets were sent to peers since the last call.
+// checks returns how many packets were sent to each peer since the last call, by Path.To.
 func (w *internet) checks() map[netip.Addr]int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -28,7 +29,7 @@ func (w *internet) checks() map[netip.Addr]int {
 	return all
 }
 
-// narrowed returns how many paths to peers have a smaller size.
+// narrowed returns how many of the paths to peers have a smaller size than the MTU of the device.
 func (p *Prober) narrowed(peers []int) (n int) {
 	for _, i := range peers {
 		if p.Size(pathTo(i).Subnet) != 0 {
@@ -45,15 +46,15 @@ func numbers(first, n int) (all []int) {
 	return all
 }
 
-// TestBusyPathsFirst narrows paths that carry large packets, of 5,000. They must have a smaller size within
-// seconds, although most paths were never checked. The host sends no more packets than without traffic, and
-// goes on checking the other paths.
+// TestBusyPathsFirst narrows some of 5,000 paths, which carry large packets. These must have a smaller size
+// within seconds, although most paths were never checked. The host must not send more packets than without
+// traffic, and must go on checking the other paths.
 func TestBusyPathsFirst(t *testing.T) {
 	const n, first = 5000, 4900
 	for _, tc := range []struct {
 		name         string
-		busy, narrow int           // paths
-		since        time.Duration // the traffic begins before the paths are narrow
+		busy, narrow int           // numbers of paths
+		since        time.Duration // time from the begin of the traffic until the paths are narrow
 		within       time.Duration
 	}{
 		{"one busy path", 1, 1, time.Minute, 6 * time.Second},
@@ -92,7 +93,7 @@ func TestBusyPathsFirst(t *testing.T) {
 }
 
 // TestBusyPathsBecomeIdle lets some paths carry large packets, then all, and then none. Every path must be
-// checked as often as documented, and no memory may be lost.
+// checked as often as documented, and void entries must not fill the queues.
 func TestBusyPathsBecomeIdle(t *testing.T) {
 	const n = 500
 	synctest.Test(t, func(t *testing.T) {
@@ -103,7 +104,7 @@ func TestBusyPathsBecomeIdle(t *testing.T) {
 			time.Sleep(2 * busyFor)
 			w.checks()
 			during := 60 * time.Second
-			if busy > 0 && busy < n { // the others get a quarter, and what the busy ones leave
+			if busy > 0 && busy < n { // the other paths get a quarter of the checks, and those that the busy paths do not need
 				during = 240 * time.Second
 			}
 			time.Sleep(during)
@@ -125,7 +126,8 @@ func TestBusyPathsBecomeIdle(t *testing.T) {
 	})
 }
 
-// TestFewPathsNeedNoSamples expects no sample if all paths are checked in each interval anyway.
+// TestFewPathsNeedNoSamples expects no sample if all paths are checked in each interval anyway, and samples
+// if there is one path more.
 func TestFewPathsNeedNoSamples(t *testing.T) {
 	for n, want := range map[int]bool{uncrowded: false, uncrowded + 1: true} {
 		synctest.Test(t, func(t *testing.T) {

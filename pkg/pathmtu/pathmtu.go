@@ -29,8 +29,8 @@ import (
 const (
 	// Rate is the number of packets that a host may send in a second, with all its networks.
 	Rate = 10
-	// interval is the least time between two checks of a path. With more paths than Rate allows it is
-	// longer.
+	// interval is the least time between two checks of a path. The time is longer if there are more paths
+	// than Rate allows.
 	interval = 2 * time.Second
 	// atOnce limits the number of paths that are checked at the same time.
 	atOnce = 64
@@ -45,14 +45,14 @@ func NewLimit() *rate.Limiter { return rate.NewLimiter(Rate, 1) }
 // Path is the way from this host to one subnet of a peer.
 type Path struct {
 	Subnet   netip.Prefix
-	Device   string     // that the packets leave through
-	From, To netip.Addr // of the requests: addresses of this host and of the peer, which has To on its device
+	Device   string     // through which the packets leave
+	From, To netip.Addr // addresses of the requests: of this host, and of the peer's device
 	PublicIP netip.Addr // of the peer
 	Full     int        // MTU of the device in bytes
-	Least    int        // smallest MTU that the family of the addresses allows, in bytes
+	Least    int        // smallest size in bytes that the path may get; not less than the family of the addresses allows
 }
 
-// Change is another size of a path.
+// Change is a change of the size of a path.
 type Change struct {
 	Key string // of the peer's lease
 	Path
@@ -62,26 +62,27 @@ type Change struct {
 // Config configures a Prober.
 type Config struct {
 	Limit *rate.Limiter
-	// Before are the sizes that an earlier prober has found. A path begins with its size from here, so
+	// Before has the sizes that an earlier prober has found. A path begins with its size in Before, so
 	// that a restart never sends larger packets than the path is known to carry. NewProber takes
-	// ownership.
+	// ownership of the map.
 	Before map[netip.Prefix]int
-	// Resized is called when Take would return keys.
+	// Resized is called when the size of a path has changed, so that Take returns the key of its peer. It
+	// must not call the Prober, which is locked.
 	Resized func()
-	// Changed is called after each change, unless many paths change at once.
+	// Changed is called after each change, unless many paths change at once. It may be nil.
 	Changed func(Change)
 }
 
 // Prober keeps the sizes of the paths to all peers. Its methods are safe for concurrent use.
 type Prober struct {
 	Config
-	// Tests replace these two.
+	// Tests replace echo and sample. echo reports whether a packet is answered within patience.
 	echo   func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool)
 	sample func(ctx context.Context, device string) (to []netip.Addr, err error) // destinations of large packets
 
 	added    wait.Signal
 	reports  *changes.Limit
-	searches chan struct{} // that are under way
+	searches chan struct{} // has an element for each search that is under way
 
 	mu      sync.Mutex
 	paths   map[netip.Prefix]*state
@@ -95,9 +96,9 @@ type Prober struct {
 type state struct {
 	key    string
 	path   Path
-	size   int       // of the largest packet, in bytes
-	begun  time.Time // the last check
-	raised time.Time // the last attempt to find a larger size, or the last change
+	size   int       // of the largest packet that passes, in bytes
+	begun  time.Time // when the last check began
+	raised time.Time // time of the last attempt to find a larger size, or of the last change
 	gone   bool
 	turn   turn
 	// searches limits the searches on the path. It is nil before the first one.
@@ -115,8 +116,9 @@ func NewProber(c Config) *Prober {
 	}
 }
 
-// Aim replaces the paths to the peer with that key. There are none if the peer is gone. A path that
-// differs is checked soon, and keeps its size until then.
+// Aim replaces the paths to the peer with that key, and takes ownership of paths. The caller passes no
+// paths if the peer is gone. A path that differs is checked soon. Until then it has the size of the former
+// path to the subnet.
 func (p *Prober) Aim(key string, paths []Path) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -126,7 +128,7 @@ func (p *Prober) Aim(key string, paths []Path) {
 	for _, old := range p.peers[key] {
 		if s := p.paths[old.Subnet]; s != nil && s.key == key && !slices.Contains(paths, old) {
 			p.remove(s)
-			p.Before[old.Subnet] = s.size // the subnet may be on its way to another lease
+			p.Before[old.Subnet] = s.size // another lease may get the subnet next
 		}
 	}
 	delete(p.peers, key)
@@ -148,7 +150,8 @@ func (p *Prober) remove(s *state) {
 	delete(p.paths, s.path.Subnet)
 }
 
-// add adds a path, in place of another one to the subnet. The caller holds p.mu.
+// add adds a path. It replaces another path to the same subnet, and takes over its size. The caller holds
+// p.mu.
 func (p *Prober) add(key string, path Path) {
 	s := &state{key: key, path: path, size: path.Full, raised: time.Now()}
 	before := p.Before[path.Subnet]
@@ -165,7 +168,7 @@ func (p *Prober) add(key string, path Path) {
 	p.added.Send()
 }
 
-// Retain removes all peers for whose keys is returns false.
+// Retain calls is with the key of each peer, and removes the peer if the result is false.
 func (p *Prober) Retain(is func(key string) bool) {
 	p.mu.Lock()
 	var gone []string
@@ -180,8 +183,8 @@ func (p *Prober) Retain(is func(key string) bool) {
 	}
 }
 
-// Size returns the size in bytes of the largest packet to a subnet, or 0 if it is the MTU of the device
-// or unknown.
+// Size returns the size in bytes of the largest packet that passes to a subnet. It returns 0 if that is the
+// MTU of the device, or if there is no path to the subnet.
 func (p *Prober) Size(subnet netip.Prefix) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -287,7 +290,7 @@ func (p *Prober) set(s *state, size int) bool {
 	return true
 }
 
-// tell reports the other size of a path, unless many change at once.
+// tell reports a change of a path's size, unless many paths change at once.
 func (p *Prober) tell(ctx context.Context, c Change) {
 	log, reported := p.reports.Next(klog.FromContext(ctx))
 	if !reported {

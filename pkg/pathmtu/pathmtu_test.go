@@ -18,17 +18,17 @@ import (
 // internet carries packets to peers. Each path has a largest size, and a packet takes a millisecond.
 type internet struct {
 	mu      sync.Mutex
-	carries map[netip.Addr]int // 0 means nothing; full if missing
+	carries map[netip.Addr]int // largest size by Path.To: 0 means no packets, and a missing entry all packets
 	loss    float64
 	rtt     time.Duration // 0 means a millisecond
 	sent    []time.Time
-	sizes   map[int]int // packets by size
+	sizes   map[int]int // number of packets, by size
 	checked map[netip.Addr]int
 	traffic []netip.Addr // destinations of large packets, in each sample
 	samples int
 }
 
-// sample returns the destinations of large packets.
+// sample replaces Prober.sample. It returns w.traffic.
 func (w *internet) sample(context.Context, string) ([]netip.Addr, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -57,7 +57,7 @@ func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Dur
 	return took, ok
 }
 
-// set sets the largest size of the paths to peers.
+// set sets the largest size of the paths to peers. The first peer is 0.
 func (w *internet) set(size int, peers ...int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -66,7 +66,7 @@ func (w *internet) set(size int, peers ...int) {
 	}
 }
 
-// mostPerSecond returns the largest number of packets in a second.
+// mostPerSecond returns the largest number of packets that were sent within a second.
 func (w *internet) mostPerSecond() (most int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -93,7 +93,7 @@ func pathTo(i int) Path {
 
 func keyOf(i int) string { return fmt.Sprint("peer", i) }
 
-// prober runs a prober of n peers until the end of the test.
+// prober runs a prober of the peers 0 to n-1 until the end of the test.
 func (w *internet) prober(t *testing.T, n int, c Config) *Prober {
 	t.Helper()
 	w.carries, w.sizes, w.checked = map[netip.Addr]int{}, map[int]int{}, map[netip.Addr]int{}
@@ -116,13 +116,13 @@ func (w *internet) prober(t *testing.T, n int, c Config) *Prober {
 	return p
 }
 
-// TestSizes follows a path that changes. A host with few peers lowers the size within seconds, and raises
-// it slowly. A path that carries nothing keeps its size.
+// TestSizes changes the largest packet that path 0 carries, step by step. A host with few peers must lower
+// the size within seconds, and raise it more slowly. A path that carries nothing must keep its size.
 func TestSizes(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		peers  int
-		least  int // smallest MTU of the family
+		least  int // Path.Least
 		steps  []int
 		within []time.Duration
 		want   []int
@@ -167,7 +167,8 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// TestSatellite follows a path whose answers take longer than a search waits for those of other paths.
+// TestSatellite checks that the size of a path is found even if its round trip takes longer than
+// leastPatience, for which searches on other paths wait.
 func TestSatellite(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := internet{rtt: 600 * time.Millisecond}
@@ -210,7 +211,7 @@ func TestPathBreaksInASearch(t *testing.T) {
 	})
 }
 
-// TestUnstablePath checks that a path which changes all the time gets few packets.
+// TestUnstablePath checks that a path that changes all the time gets few packets.
 func TestUnstablePath(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const during = 20 * time.Minute
@@ -231,7 +232,8 @@ func TestUnstablePath(t *testing.T) {
 	})
 }
 
-// TestEarlyRelief expects a size that passes while the search for the largest one goes on.
+// TestEarlyRelief expects that the path gets the common size while the search for the largest one goes on,
+// and that only the largest one is reported.
 func TestEarlyRelief(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w internet
@@ -264,7 +266,8 @@ func TestEarlyRelief(t *testing.T) {
 	})
 }
 
-// TestLoss loses one packet of ten. Sizes may only be lowered for a while.
+// TestLoss loses one packet of ten. A size may be lowered for at most 5 % of the time, and must be full
+// again when no more packets get lost.
 func TestLoss(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w internet
@@ -296,8 +299,8 @@ func TestLoss(t *testing.T) {
 	})
 }
 
-// TestManyPeers expects the bounds that the documentation names: 10 packets a second, and a check of
-// each path as often as that allows.
+// TestManyPeers expects the limits in the documentation: at most 10 packets a second, and a check of each
+// path as often as that allows.
 func TestManyPeers(t *testing.T) {
 	for n, within := range map[int]time.Duration{15: 3 * time.Second, 100: 11 * time.Second, 1000: 105 * time.Second} {
 		synctest.Test(t, func(t *testing.T) {
@@ -323,8 +326,8 @@ func TestManyPeers(t *testing.T) {
 	}
 }
 
-// TestBefore expects a path to begin with the size that it had before a restart, and with no packet that
-// is larger.
+// TestBefore expects a path to begin with the size that it had before a restart. It must have the full size
+// if the former size is not between Path.Least and Path.Full.
 func TestBefore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w internet
@@ -347,7 +350,8 @@ func TestBefore(t *testing.T) {
 	})
 }
 
-// TestAim changes the paths to peers while they are checked.
+// TestAim changes the paths to peers while they are checked. A subnet that moves to another lease, or comes
+// back, must keep its size. Paths to peers that are gone must get no packets.
 func TestAim(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w internet
@@ -365,7 +369,7 @@ func TestAim(t *testing.T) {
 		if got := p.Size(other.Subnet); got != 0 {
 			t.Errorf("the peer is gone: size %d, want none", got)
 		}
-		p.Aim(keyOf(0), []Path{pathTo(0)}) // it comes back
+		p.Aim(keyOf(0), []Path{pathTo(0)}) // the first peer comes back
 		if got := p.Size(other.Subnet); got != 1300 {
 			t.Errorf("the peer is back: size %d, want the former one", got)
 		}
@@ -389,7 +393,8 @@ func TestAim(t *testing.T) {
 	})
 }
 
-// TestAllAtOnce narrows a link that all paths have in common, except for one that is narrower.
+// TestAllAtOnce narrows a link that all paths share, and one path even more. Every path must soon get its
+// exact size.
 func TestAllAtOnce(t *testing.T) {
 	const n = 50
 	synctest.Test(t, func(t *testing.T) {
