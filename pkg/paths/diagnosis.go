@@ -17,11 +17,11 @@ import (
 const (
 	answerTimeout = 2 * time.Second // time to wait for an answer
 	smallPacket   = 84              // bytes
-	// leastMTU is the size in bytes that every path should carry: the minimum of IPv6 is 1280, but a
-	// tunnel may be in between.
+	// leastMTU is the size in bytes that every path should carry, so a search tries it first. It is less
+	// than the minimum of 1280 for IPv6, because a tunnel may be in between.
 	leastMTU = 576
-	// searchTimeout is the time to wait for an answer in the search for the largest packet. The path
-	// has just answered small packets.
+	// searchTimeout is the time to wait for an answer in the search for the largest packet. It is
+	// shorter, because the peer has just answered small packets.
 	searchTimeout = 500 * time.Millisecond
 )
 
@@ -32,7 +32,7 @@ func Diagnose(ctx context.Context, p Path, n Network) Verdict {
 
 // sender sends the packets of checks.
 type sender struct {
-	// wait returns when one more may be sent. It may be nil.
+	// wait returns when one more packet may be sent. If it is nil, all packets may be sent at once.
 	wait  func(context.Context) error
 	ping  func(context.Context, netip.Addr, ping.Options) (time.Duration, error)
 	knock func(context.Context, netip.Addr) error

@@ -16,13 +16,13 @@ type Limit struct {
 
 	mu      sync.Mutex
 	probers map[*Prober]demand
-	all     demand // the sum
+	all     demand // sum of the demands
 }
 
-// demand is the number of paths of a prober.
+// demand contains the numbers of paths of a prober.
 type demand struct {
-	paths int // to all peers
-	due   int // that this host checks in a round
+	paths int // number of paths to all peers
+	due   int // number of paths that this host checks in a round
 }
 
 // NewLimit returns the limit for all probers of a host.
@@ -30,7 +30,7 @@ func NewLimit() *Limit {
 	return &Limit{Limiter: rate.NewLimiter(Rate, Rate), probers: map[*Prober]demand{}}
 }
 
-// set replaces the demand of p, which is zero when p ends.
+// set replaces the demand of p. When p ends, d is zero.
 func (l *Limit) set(p *Prober, d demand) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -44,8 +44,9 @@ func (l *Limit) set(p *Prober, d demand) {
 	}
 }
 
-// split reports whether a host with n paths of p would take too long for a round. One host of each pair
-// then checks the path. The two hosts need not agree: if only one of them splits, the other checks all.
+// split reports whether a round would take too long if p had n paths and this host checked all of them.
+// Then only one host of each pair checks the path. The two hosts need not agree: if only one of them
+// splits, the other one checks all its paths.
 func (l *Limit) split(p *Prober, n int) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -18,10 +18,10 @@ type Result struct {
 
 // Outcome is what the prober knows of all paths.
 type Outcome struct {
-	Paths   int          // that this host checks
-	OK      int          // of these, work
-	Broken  map[Part]int // do not work, by the part that is broken
-	Waiting int          // were not checked yet
+	Paths   int          // number of paths that this host checks
+	OK      int          // number of these paths that work
+	Broken  map[Part]int // numbers of paths that do not work, by the broken part, and of paths that cannot be judged, as Unknown
+	Waiting int          // number of paths that were not checked yet
 	// Worst are the worst paths: first the broken ones, then those with the longest round trips.
 	Worst []Result
 }
@@ -43,7 +43,7 @@ func (o Outcome) Results() map[string]int {
 	return results
 }
 
-// outcome summarizes results. worst limits the number of the worst paths.
+// outcome summarizes results, which it may reorder. worst limits the number of the worst paths.
 func outcome(results []Result, worst int) Outcome {
 	o := Outcome{Paths: len(results), Broken: map[Part]int{}}
 	for _, part := range append(Parts(), Unknown) {
@@ -73,7 +73,8 @@ func outcome(results []Result, worst int) Outcome {
 	return o
 }
 
-// compareBroken orders broken paths, those that were broken first at the beginning, before others.
+// compareBroken puts broken paths before others, and orders them by the time since which they are broken,
+// the earliest first.
 func compareBroken(a, b Result) int {
 	switch x, y := a.broken(), b.broken(); {
 	case x && y:

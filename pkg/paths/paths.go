@@ -56,7 +56,7 @@ const (
 	Tunnel   Part = "network"  // from network to network, small packets
 	MTU      Part = "mtu"      // packets of the full MTU
 	Checksum Part = "checksum" // TCP
-	Unknown  Part = "unknown"  // no address of the peer was found that answers, and nothing is known to be broken
+	Unknown  Part = "unknown"  // nothing is known to be broken: the host answers, but may have no pods that answer, or the check was interrupted
 )
 
 // Parts returns the parts that can be broken.
@@ -72,8 +72,8 @@ type Verdict struct {
 	Advice  string        // one line for operators
 }
 
-// end returns the address of a subnet's host in the network: that of its tunnel device
-// or, with a backend without a device, that of the pods' bridge.
+// end returns the address in the network at which the host of subnet s answers: the address of
+// its tunnel device or, with a backend without a device, of the pods' bridge.
 func (n Network) end(s netip.Prefix) netip.Addr {
 	if !n.Devices {
 		return prefix.First(s)

@@ -27,23 +27,23 @@ const (
 	leastRound = 10 * time.Second
 	// Rate is the number of probes that a host may send in a second, with all its networks.
 	Rate = 10
-	// burst is the time whose checks begin at once, because waking up for each of them costs more CPU
-	// time than the check. It is shorter than the second that the limit saves up for: probes over TCP and
-	// of broken paths use what is left.
+	// burst is how much too early a check may begin. So several checks begin at once, because waking up
+	// for each of them costs more CPU time than the check. burst is shorter than one second, for which the
+	// limit saves up packets: probes over TCP and of broken paths use the rest.
 	burst = 500 * time.Millisecond
-	// share is the part of Rate that probes of each path once a round may use. The rest is for TCP and
-	// for broken paths.
+	// share is the part of Rate for the probes that each path gets once in a round. The rest is for TCP
+	// and for broken paths.
 	share = 0.9
 
-	// again is the time after which a broken path is checked again, and againMost the greatest one.
-	// Between two such checks of any paths there is againPause.
+	// again is the shortest pause between two checks of a broken path, and againMost the longest one.
+	// againPause is the pause between two checks of any broken paths.
 	again, againMost = 5 * time.Second, time.Minute
 	againPause       = 200 * time.Millisecond
-	// diagnosis is the number of packets that must be possible at once before a path that stays broken is
-	// diagnosed again.
+	// diagnosis is the number of packets that the limit must permit at once before a path that stays
+	// broken is diagnosed again.
 	diagnosis = 5
-	// atOnce limits the number of paths that are checked at the same time, and brokenAtOnce that of
-	// broken ones, whose checks take seconds.
+	// atOnce limits the number of paths that are checked at the same time, and brokenAtOnce the number of
+	// broken paths, whose checks take seconds.
 	atOnce, brokenAtOnce = 128, 16
 )
 
@@ -57,27 +57,29 @@ type Peer struct {
 type Config struct {
 	Own     []netip.Prefix // subnets of this host
 	Network Network
-	// Peers returns the peers that packets are sent to. It is called at the begin of each round. ok is
-	// false if they are not known at that moment: the round is then about the same ones as the last.
+	// Peers returns the peers to which packets are sent. It is called at the begin of each round. ok is
+	// false if the peers are not known at that moment: the round then checks the peers of the last round.
 	Peers func(ctx context.Context) (peers []Peer, ok bool)
 	// Limit is what all probers of the host may send together.
 	Limit *Limit
-	// Answered is called with each round trip.
+	// Answered is called with each round trip. It may be nil.
 	Answered func(rtt time.Duration)
-	// Changed is called when a path breaks, and when it works again, unless many do at once.
+	// Changed is called when a path breaks, when another part of it breaks and when it works again, unless
+	// many paths change at once. It may be nil.
 	Changed func(Result)
 }
 
 // Prober checks the paths to all peers, one after the other.
 type Prober struct {
 	Config
-	// The packets and the checks, which tests replace. Each packet is within Limit: start waits for the
-	// first one of a probe. retry makes a probe send a second one if there is no answer.
-	send     sender // of all packets but those of ping
+	// Tests replace send, ping, probe and diagnose. Limit applies to each packet: start waits for it before
+	// the first packet of a probe, and probe and diagnose obey it for all others. If retry is set, probe
+	// sends a second packet when the first one is not answered.
+	send     sender // sends all packets except for those of ping
 	ping     func(ctx context.Context, dst netip.Addr, path ping.Path, timeout time.Duration) (time.Duration, error)
 	probe    func(ctx context.Context, p Path, retry bool) (Verdict, error)
 	diagnose func(context.Context, Path) Verdict
-	slots    [2]chan struct{} // of checks at the same time: of other paths, and of broken ones
+	slots    [2]chan struct{} // limit the checks at the same time: first of paths that are not broken, second of broken ones
 	pinger   *ping.Pinger
 	reports  *changes.Limit
 
@@ -85,14 +87,14 @@ type Prober struct {
 
 	mu     sync.Mutex
 	paths  map[Path]*state
-	broken map[Path]*state // the ones that are known not to work
+	broken map[Path]*state // the paths that are known not to work
 }
 
 // state is the present knowledge of a path.
 type state struct {
 	Result
-	begun time.Time    // the last check; zero if there was none
-	due   time.Time    // the next check, if the path is broken
+	begun time.Time    // when the last check began; zero if there was none
+	due   time.Time    // time of the next check, if the path is broken
 	pause wait.Backoff // between checks of a broken path
 	busy  bool
 	tcp   bool // TCP was answered once
@@ -131,8 +133,9 @@ func NewProber(c Config) *Prober {
 // errNoTCP means that a TCP connection was not answered.
 var errNoTCP = errors.New("TCP is not answered")
 
-// knocked records whether TCP was answered on a path. It returns err if TCP was answered there before.
-// Otherwise a firewall of the peer, which drops packets to unused ports, would look like a broken path.
+// knocked records whether TCP was answered on a path. err is nil if it was. knocked returns err only if TCP
+// was answered there before: a firewall of the peer that drops packets to unused ports must not look like a
+// broken path.
 func (p *Prober) knocked(path Path, err error) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -158,7 +161,7 @@ func (p *Prober) Run(ctx context.Context) {
 		}
 		due, next := p.refresh(peers), time.Now()
 		for _, path := range due {
-			next = next.Add(p.Limit.pause(p)) // even if the check before it had to wait for the limit
+			next = next.Add(p.Limit.pause(p)) // from the planned time, even if the last check had to wait for the limit
 			if early := time.Until(next); early > burst && wait.For(ctx, early) != nil {
 				return
 			}
@@ -170,9 +173,9 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// refresh adopts the present paths, and returns those that this host checks: first the ones that were not
-// checked for the longest time, and new ones in random order. If there are so many that a round would
-// take too long, one host of each pair checks the path.
+// refresh adopts the present paths, and returns those that this host checks: first new ones in random
+// order, and then the others, beginning with the one that was not checked for the longest time. If there
+// are so many that a round would take too long, only one host of each pair checks the path.
 func (p *Prober) refresh(peers []Peer) []Path {
 	now := map[Path]string{}
 	for _, peer := range peers {
@@ -251,8 +254,9 @@ func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync
 	})
 }
 
-// check checks a path. A path that stays broken keeps its verdict while many are, because a diagnosis
-// takes many packets. The first diagnosis of a path waits for them.
+// check probes a path, and diagnoses it if the probe fails. A diagnosis takes many packets. If many paths are
+// broken, so that the limit does not permit them at once, a path that stays broken keeps its last verdict.
+// The first diagnosis of a path waits for the limit instead.
 func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
 	v, err := p.probe(ctx, path, !broken)
 	switch {
@@ -264,7 +268,7 @@ func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
 	return p.diagnose(ctx, path)
 }
 
-// last returns the last verdict about a path.
+// last returns the last verdict about a path, or an empty one if the path is gone.
 func (p *Prober) last(path Path) Verdict {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -274,8 +278,8 @@ func (p *Prober) last(path Path) Verdict {
 	return Verdict{Path: path}
 }
 
-// begin marks a path as being checked. It reports false if it is already, exists no longer, or is not for
-// the caller of start.
+// begin marks a path as being checked. It returns false if the path is already being checked, if it exists
+// no longer, or if the other loop has to check it, see start.
 func (p *Prober) begin(path Path, broken bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -355,8 +359,8 @@ func (p *Prober) checkBroken(ctx context.Context, checks *sync.WaitGroup) {
 	}
 }
 
-// mostDue returns the broken path whose check is overdue for the longest time. ok is false if none is,
-// and some is false if no path is broken.
+// mostDue returns the broken path whose check is overdue for the longest time. ok is false if no check is
+// due, and some is false if no path is broken.
 func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -372,7 +376,7 @@ func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
 	return path, ok, len(p.broken) > 0
 }
 
-// Outcome returns what is known of all paths, with at most worst of the worst ones.
+// Outcome returns what is known of all paths, with the worst paths, at most worst of them.
 func (p *Prober) Outcome(worst int) Outcome {
 	p.mu.Lock()
 	results := make([]Result, 0, len(p.paths))

@@ -25,13 +25,13 @@ type network struct {
 	checks map[Path][]time.Time
 	broken map[Path]Part
 
-	packets int // that were sent
+	packets int // number of packets that were sent
 
 	stop    func()      // ends the prober
 	unknown atomic.Bool // the prober does not learn the present peers
 }
 
-// peers returns n peers with a path each.
+// peers returns the peers 1 to n with a path each. Number 0 is the host itself.
 func peers(n int) (all []Peer) {
 	for i := range n {
 		all = append(all, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
@@ -39,7 +39,7 @@ func peers(n int) (all []Peer) {
 	return all
 }
 
-// prober returns a prober of n hosts, and starts it.
+// prober returns a prober of the peers 1 to n, and runs it until the end of the test or of w.stop.
 func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	w.checks, w.broken = map[Path][]time.Time{}, map[Path]Part{}
 	if c.Own == nil {
@@ -104,7 +104,8 @@ func (w *network) longestPause(begin time.Time, p Path) time.Duration {
 	return longest
 }
 
-// expectRate expects at most Rate packets a second, besides those of the first second.
+// expectRate expects at most Rate packets a second, and Rate more, because the limit permits as many at once
+// when a prober starts.
 func expectRate(t *testing.T, packets int, took time.Duration) {
 	t.Helper()
 	if most := Rate * (took.Seconds() + 1); float64(packets) > most {
@@ -162,8 +163,8 @@ func TestTCPIsProbed(t *testing.T) {
 	})
 }
 
-// TestRateOfDiagnoses has hundreds of peers that are all down when the prober starts, or all behind a
-// smaller MTU. Every packet of the probes and diagnoses is within the rate, and all paths get a verdict.
+// TestRateOfDiagnoses starts a prober of hundreds of peers that are all down, or all behind a smaller MTU.
+// The packets of probes and diagnoses together must stay below the rate, and all paths must get a verdict.
 func TestRateOfDiagnoses(t *testing.T) {
 	const n, most = 300, 1300
 	for part, answers := range map[Part]func(dst netip.Addr, o ping.Options) bool{
@@ -211,9 +212,9 @@ func TestRateOfDiagnoses(t *testing.T) {
 	}
 }
 
-// TestSeveralNetworks lets three networks of a host share its rate. A round of each takes the same time,
-// so that a large network is not checked less often than a small one. When the largest ends, the others
-// use its part.
+// TestSeveralNetworks lets three networks of a host share its rate. A round of each network must take the
+// same time, so that a large network is not checked less often than a small one. When the largest one ends,
+// the others must get its part of the rate.
 func TestSeveralNetworks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit, begin := NewLimit(), time.Now()
@@ -222,7 +223,7 @@ func TestSeveralNetworks(t *testing.T) {
 		for i, n := range sizes {
 			networks[i].prober(t, n, Config{Limit: limit})
 		}
-		// The first network learns of the others' paths while its first round lasts.
+		// The first network may begin its first round before the limit knows the paths of the others.
 		time.Sleep(3 * round)
 		packets := 0
 		for i, n := range sizes {
@@ -246,8 +247,8 @@ func TestSeveralNetworks(t *testing.T) {
 	})
 }
 
-// TestSplitWithSeveralNetworks expects hosts to check half of the paths of each network if those of all
-// networks together would take longer than a round.
+// TestSplitWithSeveralNetworks expects a host to check half of the paths of each network if a round with all
+// paths of all networks would take too long.
 func TestSplitWithSeveralNetworks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := NewLimit()
@@ -284,8 +285,8 @@ func TestResponsible(t *testing.T) {
 	}
 }
 
-// TestBreakAndHeal breaks paths and repairs them. Each change is reported, unless many happen at
-// once, and a repaired path is found soon.
+// TestBreakAndHeal breaks paths and repairs them. Each change must be reported, unless many happen at
+// once, and the prober must soon find that a path works again.
 func TestBreakAndHeal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w network
@@ -327,7 +328,8 @@ func TestBreakAndHeal(t *testing.T) {
 	})
 }
 
-// TestKnocked expects silence of TCP to count only on a path on which TCP was answered before.
+// TestKnocked expects that a TCP connection without an answer counts only on a path on which TCP was
+// answered before.
 func TestKnocked(t *testing.T) {
 	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Limit: NewLimit()})
 	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
