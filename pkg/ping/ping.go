@@ -90,18 +90,19 @@ func filter6(fd int, types ...byte) error {
 // errNoAnswer means that the time for an answer is over.
 var errNoAnswer = errors.New("no answer")
 
-// lastRead limits how long Ping reads what has arrived by its timeout. Reading that does not wait.
+// lastRead limits how long Ping still reads after its timeout. It is short, because Ping then reads only
+// packets that have already arrived.
 const lastRead = 10 * time.Millisecond
 
 const icmpHeader = 8
 
-// leastBuffer is the size in bytes of the smallest buffer for answers. Of an error only the beginning
-// counts, and what does not fit is cut off.
+// leastBuffer is the size in bytes of the smallest buffer for answers. The kernel cuts off the part of an
+// answer that does not fit, and parse needs only the beginning.
 const leastBuffer = 1500
 
 // Ping sends one echo request to dst and returns the time to its reply. It returns
 // ErrTooBig or ErrUnreachable, wrapped, if this host or a router reports that. Without a
-// reply it returns an error after the timeout.
+// reply it returns an error after the timeout, or when ctx ends.
 func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error) {
 	kind := kindOf(prefix.FamilyOf(dst))
 	if o.Size == 0 {
@@ -157,7 +158,7 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 			mode = unix.IP_PMTUDISC_DO
 		}
 		cerr := c.Control(func(fd uintptr) {
-			// Otherwise each socket would receive the requests of all peers too.
+			// Without a filter each socket would also receive the requests of all peers.
 			if err = kind.filter(int(fd), kind.reply, kind.unreachable, kind.tooBig); err == nil {
 				err = kind.discoverMode(int(fd), mode)
 			}
@@ -199,8 +200,8 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 	return b
 }
 
-// parse returns the id of the request to which the ICMP message b is a response: its reply, or an
-// ICMP error that quotes it. err is the meaning of the ICMP error. ok is false for other messages.
+// parse returns the id of the request that the ICMP message b answers. b is its reply, or an ICMP
+// error that quotes it: then err is ErrTooBig or ErrUnreachable, wrapped. ok is false for other messages.
 func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
 		return 0, false, nil

@@ -23,8 +23,8 @@ func (c stalledConn) ReadFrom(b []byte) (int, net.Addr, error) {
 	return c.PacketConn.ReadFrom(b)
 }
 
-// TestKernelPingReadsLate checks that an answer counts if the process reads it only after the timeout,
-// and that a host without an answer still has none.
+// TestKernelPingReadsLate checks that an answer counts even if the process reads it only after the
+// timeout, and that Ping to a host that does not answer still returns an error.
 func TestKernelPingReadsLate(t *testing.T) {
 	enterLossyNamespace(t)
 	const timeout = 50 * time.Millisecond

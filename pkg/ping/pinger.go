@@ -21,9 +21,9 @@ import (
 // ErrNoSocket means that this process cannot open a socket for echo requests.
 var ErrNoSocket = errors.New("open a socket for echo requests")
 
-// Pinger sends echo requests from sockets that all of them share, and gives each answer to the caller
-// that waits for it. With a socket for each request, each of them would receive the answers to all. It
-// is safe for concurrent use.
+// Pinger sends all echo requests of a family from one Socket, and gives each answer to the caller that
+// waits for it. If each request had a socket of its own, every socket would receive the answers to all
+// requests. A Pinger is safe for concurrent use.
 type Pinger struct {
 	receiving sync.WaitGroup
 	sending   sync.Mutex // held for Send and Close of a socket, and taken before mu
@@ -44,8 +44,8 @@ func NewPinger() *Pinger {
 	return &Pinger{sockets: map[prefix.Family]*Socket{}, waiting: map[uint32]request{}}
 }
 
-// Ping sends one echo request and returns the time to its reply, or an error as the function Ping does.
-// It returns ErrNoSocket, wrapped, if it cannot send any.
+// Ping sends one echo request and returns the time to its reply, or the same errors as the function Ping.
+// It returns ErrNoSocket, wrapped, if it cannot open a socket.
 func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
 	s, err := p.socket(ctx, prefix.FamilyOf(to))
 	if err != nil {
@@ -85,7 +85,7 @@ func (p *Pinger) send(ctx context.Context, s *Socket, to netip.Addr, path Path, 
 	return s.Send(ctx, to, path, id)
 }
 
-// socket returns the socket of a family.
+// socket returns the socket of a family. It opens the socket if there is none.
 func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -104,8 +104,8 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	return s, nil
 }
 
-// receive passes the answers to the callers that wait for them, until the socket is closed, or of no use
-// any more. In that case the next request opens another one.
+// receive passes the answers to the callers that wait for them, until the socket is closed or fails. If it
+// fails, the next request opens another one.
 func (p *Pinger) receive(s *Socket, f prefix.Family) {
 	for {
 		a, err := s.Receive()
@@ -128,9 +128,9 @@ func (p *Pinger) drop(s *Socket, f prefix.Family) {
 	}
 }
 
-// answer ends the wait for an answer. A reply over IPv6 may come from another address of the host than
-// that of the request, which may be an anycast address of the pods' bridge. The random id tells which
-// request it is for.
+// answer gives an answer to the caller that waits for it. Over IPv4 a reply must come from the destination
+// of the request. Over IPv6 it may come from another address of the host, because the destination may be
+// an anycast address of the pods' bridge. So only the random id shows to which request it belongs.
 func (p *Pinger) answer(a Answer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -142,7 +142,8 @@ func (p *Pinger) answer(a Answer) {
 	delete(p.waiting, a.ID)
 }
 
-// Close closes the sockets. Callers of Ping wait until their time is over.
+// Close closes the sockets. Calls of Ping that wait for an answer still return only after their timeout, or
+// when their context ends.
 func (p *Pinger) Close() error {
 	p.sending.Lock()
 	p.mu.Lock()

@@ -31,8 +31,8 @@ func enterLossyNamespace(t *testing.T) {
 	}
 }
 
-// TestKernelPinger sends many requests at a time in both families, and some that get no answer or
-// are too big.
+// TestKernelPinger sends many requests at a time in both families, of which some get no answer or are
+// too big. Each call must return the result of its own request.
 func TestKernelPinger(t *testing.T) {
 	enterLossyNamespace(t)
 	p := NewPinger()

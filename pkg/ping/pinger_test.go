@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// TestAnswerIsForItsRequest checks which answers end the wait for one to a request.
+// TestAnswerIsForItsRequest checks which answers reach the caller that waits for the answer to request 1.
 func TestAnswerIsForItsRequest(t *testing.T) {
 	for _, tt := range []struct {
 		name, to, from string
@@ -31,7 +31,7 @@ func TestAnswerIsForItsRequest(t *testing.T) {
 				t.Fatalf("%d answers, want one: %v", len(answer), tt.want)
 			}
 			if tt.want {
-				if err := <-answer; err != tt.err { //nolint:errorlint // the same one
+				if err := <-answer; err != tt.err { //nolint:errorlint // answer must pass on exactly this error
 					t.Errorf("error %v, want %v", err, tt.err)
 				}
 			}

@@ -26,7 +26,7 @@ type Socket struct {
 	senders map[sender]*net.IPConn
 }
 
-// sender is what requests with a socket of their own have in common.
+// sender contains the properties of a Path for which Send needs a separate socket.
 type sender struct {
 	device string
 	whole  bool
@@ -35,13 +35,13 @@ type sender struct {
 // Path is the way of an echo request.
 type Path struct {
 	// Device is the device through which the request leaves. The kernel uses the route
-	// through it, even if another route to the destination is better. The answer takes the
-	// route that the destination has. Without a device it is the best route.
+	// through it, even if another route to the destination is better. If Device is empty,
+	// the kernel uses the best route. The destination chooses the route of the answer.
 	Device string
 	From   netip.Addr // source address; an address of this host, on any device; if zero, the kernel chooses
 	Size   int        // size of the IP packet with its headers, in bytes
-	// Whole forbids fragmentation. The size is then limited by the MTU of the device alone, and not by
-	// that of the route or by what a router has reported.
+	// Whole forbids fragmentation. Then only the MTU of the device limits the size, and not the MTU of
+	// the route or an MTU that a router has reported.
 	Whole bool
 }
 
@@ -58,7 +58,7 @@ func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[sender]*net.IPConn{}}, nil
 }
 
-// Send sends an echo request with the given id.
+// Send sends an echo request with the given id. It returns EMSGSIZE, wrapped, if the packet is too big.
 func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
 	key := sender{path.Device, path.Whole}
 	conn := s.senders[key]
@@ -80,20 +80,20 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 	size := max(path.Size-s.kind.header, icmpHeader)
 	_ = conn.SetWriteDeadline(time.Now().Add(sendTimeout))
 	_, _, err := conn.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
-	if err != nil && !errors.Is(err, unix.EMSGSIZE) { // the name may belong to another device now
+	if err != nil && !errors.Is(err, unix.EMSGSIZE) { // open another socket next time, because the name may belong to another device now
 		_ = conn.Close()
 		delete(s.senders, key)
 	}
 	return err
 }
 
-// openSender opens a socket that is bound to a device. IPv6 prefers the best route over the
-// device of a single packet, but not over that of the socket. The bound socket would not get
-// answers that arrive on other devices, so it only sends.
+// openSender opens a socket that is bound to a device. Over IPv6 a device that is chosen for a
+// single packet is not sufficient, because the kernel prefers the best route. The bound socket would
+// not get answers that arrive on other devices, so it only sends.
 func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error) {
 	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) {
-			if err = s.kind.filter(int(fd)); err == nil && of.device != "" { // it receives nothing
+			if err = s.kind.filter(int(fd)); err == nil && of.device != "" { // the filter admits no message types
 				err = unix.BindToDevice(int(fd), of.device)
 			}
 			if err == nil && of.whole {
@@ -113,12 +113,12 @@ func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 type Answer struct {
 	ID   uint32     // of the request
 	From netip.Addr // host that has answered
-	Err  error      // ErrTooBig or ErrUnreachable, wrapped, if a router has; nil for a reply
+	Err  error      // ErrTooBig or ErrUnreachable, wrapped, if a router has reported that; nil for a reply
 }
 
 // Receive waits for an answer. It returns an error after Close.
 func (s *Socket) Receive() (Answer, error) {
-	buf := make([]byte, leastBuffer) // of a longer answer the beginning is sufficient
+	buf := make([]byte, leastBuffer) // the beginning of a longer answer is sufficient
 	for {
 		size, addr, err := s.receive.ReadFromIP(buf)
 		if err != nil {

@@ -57,7 +57,7 @@ func TestKernelSocketTakesTheDevice(t *testing.T) {
 				ip addr add 10.5.1.0/32 dev one; ip addr add fd00:5:1::/128 dev one nodad
 				ip neigh add 192.0.2.2 lladdr 02:00:00:00:00:01 dev one; ip neigh add fd00:a::2 lladdr 02:00:00:00:00:01 dev one
 				for n in 198.51.100.2 10.5.2.0 fd00:b::2 fd00:5:2::; do ip neigh add $n lladdr 02:00:00:00:00:02 dev two; done`)
-			if tt.family == prefix.IPv6 { // as flanneld does if another device reaches the gateway
+			if tt.family == prefix.IPv6 { // flanneld adds such a route, too, if another device reaches the gateway
 				sh("ip -6 route add fd00:5:2:: dev two metric 1")
 			}
 			sh("ip " + family + " route add " + tt.worse + "; ip " + family + " route add " + tt.better)
