@@ -58,8 +58,8 @@ func (f Family) MinMTU() int {
 // Host returns the prefix that contains only a: a /32 or a /128.
 func Host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 
-// First returns the first address after the base of p, which is the address of a bridge
-// in subnet p. For a prefix of a single address it returns that address.
+// First returns the first address after the base address of p. The bridge of the pods in
+// subnet p has this address. If p is a single address, First returns that address.
 func First(p netip.Prefix) netip.Addr {
 	if p.IsSingleIP() {
 		return p.Addr()
