@@ -16,7 +16,7 @@ import (
 const logPause = time.Minute
 
 // Limiter counts repairs. A caller makes passes, each of which may repair something. After
-// a pass it calls Note, and before the next one it waits for Pause.
+// each pass it calls Note, and before the next pass it waits for the time that Pause returns.
 type Limiter struct {
 	limit         *rate.Limiter // of passes that repaired something
 	message, unit string
@@ -25,15 +25,16 @@ type Limiter struct {
 	logged   time.Time
 }
 
-// New returns a Limiter. Pause is zero for the first passes with repairs, burst of them, and then
-// permits perSecond such passes per second. message is the message of the log line, and unit is its
-// key for the number of repairs.
+// New returns a Limiter. Pause permits the first passes with repairs, burst of them, without a pause.
+// After that it permits perSecond such passes per second. message is the message of the log line, and
+// unit is its key for the number of repairs.
 func New(perSecond rate.Limit, burst int, message, unit string) *Limiter {
 	return &Limiter{limit: rate.NewLimiter(perSecond, burst), message: message, unit: unit}
 }
 
-// Note adds the repairs of a pass, of which there may be none. It logs them at once the
-// first time, and then at most once a minute. It is called by one goroutine at a time.
+// Note adds the repairs of a pass. repaired is their number, and may be zero. Note logs
+// them at once the first time, and then at most once a minute. Only one goroutine at a
+// time may call it.
 func (l *Limiter) Note(ctx context.Context, repaired int) {
 	now := time.Now()
 	if repaired > 0 {
@@ -47,8 +48,8 @@ func (l *Limiter) Note(ctx context.Context, repaired int) {
 	l.repaired, l.logged = 0, now
 }
 
-// Pause returns the time until the next pass. It is zero if the repairs so far are within
-// the limit. Pause may be called by any goroutine.
+// Pause returns the time until the next pass. It is zero if the passes with repairs so far
+// are within the limit. Any goroutine may call Pause.
 func (l *Limiter) Pause() time.Duration {
 	debt := -l.limit.Tokens() / float64(l.limit.Limit())
 	return max(0, time.Duration(debt*float64(time.Second)))
