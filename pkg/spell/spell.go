@@ -18,8 +18,8 @@ func Nearest(word string, candidates []string) (near string, distance int) {
 	return near, distance
 }
 
-// Meant returns the nearest candidate if it is so near that word most likely means it:
-// with about one mistake in three letters.
+// Meant returns the nearest candidate if word most likely means it: if there is at most
+// one mistake for every three letters of word, or a single mistake in a shorter word.
 func Meant(word string, candidates []string) (near string, ok bool) {
 	near, distance := Nearest(word, candidates)
 	if distance > max(1, len(word)/3) || distance >= len(near) {
