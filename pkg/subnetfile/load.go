@@ -10,7 +10,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// The remaining two variables of the file.
+// The two variables of the file that do not belong to an address family.
 const (
 	keyMTU    = "FLANNEL_MTU"
 	keyIPMasq = "FLANNEL_IPMASQ"
@@ -19,8 +19,8 @@ const (
 const maxMTU = 1<<16 - 1 // bytes
 
 // Load returns the content of the file at path for a consumer that needs all of it: a
-// missing or damaged value is an error. The error is fs.ErrNotExist if the file does not
-// exist. Prefixes are masked.
+// missing or damaged value is an error. The error wraps fs.ErrNotExist if the file does
+// not exist. Prefixes are masked.
 func Load(path string) (File, error) {
 	data, err := readBounded(path)
 	if err != nil {

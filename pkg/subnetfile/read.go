@@ -208,7 +208,8 @@ func (p *Previous) warn(format string, args ...any) {
 
 func quote(s string) string { return fmt.Sprintf("%.*q", maxQuoted, s) }
 
-// Networks returns the networks that the file at path names. It ignores errors, which Read returns.
+// Networks returns the networks that the file at path names, or nil if the file cannot be
+// read.
 func Networks(path string) []netip.Prefix {
 	var named []netip.Prefix
 	previous, _ := Read(path)

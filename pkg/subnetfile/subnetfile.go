@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Modes of what Write creates. An existing file keeps its mode.
+// Modes of the directory and the file that Write creates. An existing file keeps its mode.
 const (
 	dirMode  = 0o755
 	fileMode = 0o644
