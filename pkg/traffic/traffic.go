@@ -26,13 +26,14 @@ import (
 var ErrNoSocket = errors.New("cannot open a packet socket")
 
 const (
-	// countFor is the time at the begin of a sample in which packets are only counted, and most the number of
-	// packets to look at in the rest of it. leastTime is enough for some packets also on a fast device.
+	// countFor is the time at the begin of a sample in which packets are only counted. most is the number of
+	// packets that the device should have in a sample at most: the sample of a fast device is shorter, but not
+	// shorter than leastTime.
 	countFor, leastTime = 20 * time.Millisecond, 100 * time.Millisecond
 	most                = 2000
-	// readEvery is the time between two reads of packets, and buffer the size in bytes of what the kernel
-	// keeps in between: some dozens of packets. So a sample has packets of several moments. mostAtOnce is how many
-	// packets one read takes, because a fast sender may have sent others meanwhile.
+	// readEvery is the time between two reads of packets. buffer is the size in bytes of the kernel's buffer,
+	// which keeps some dozens of packets between two reads. So a sample has packets of several moments.
+	// mostAtOnce limits the packets of one read, which would not end while a fast sender sends more.
 	readEvery  = 50 * time.Millisecond
 	buffer     = 32 << 10
 	mostAtOnce = 128
@@ -40,10 +41,11 @@ const (
 	header = 40
 )
 
-// Sample listens to a device, and returns the destinations of packets that this host sent through it: those of
-// more than larger bytes, except for ICMP. Small packets pass everywhere, and ICMP contains the probes of hosts
-// and their answers. It listens for the given time, or for less if the device is fast: while Sample listens,
-// the device needs a little more time for each packet. It needs CAP_NET_RAW.
+// Sample listens to a device, and returns the destinations of the packets that this host sends through it. It
+// ignores packets of at most larger bytes, because they pass everywhere, and ICMP, because probes of hosts and
+// their answers are ICMP. It listens for the time during, or for less if the device is fast: while Sample
+// listens, the device needs a little more time for each packet. If ctx ends, Sample returns its error. It needs
+// CAP_NET_RAW.
 func Sample(ctx context.Context, device string, larger int, during time.Duration) ([]netip.Addr, error) {
 	begin := time.Now()
 	s, err := listen(device)
@@ -61,7 +63,8 @@ func Sample(ctx context.Context, device string, larger int, during time.Duration
 	return s.destinations(ctx, begin.Add(listenFor(n, during))), ctx.Err()
 }
 
-// listenFor returns the time to listen to a device that has had n packets within countFor.
+// listenFor returns the duration of a sample of a device that has had n packets within countFor. It is at
+// most during.
 func listenFor(n uint32, during time.Duration) time.Duration {
 	if n == 0 {
 		return during
@@ -120,8 +123,8 @@ func attach(fd int, program []unix.SockFilter) error {
 	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
 }
 
-// only makes the socket receive those packets only that Sample looks for. It returns the number of packets of
-// the device until now.
+// only makes the socket receive only the packets that Sample looks for, and discards earlier ones. It returns
+// the number of packets of the device since listen.
 func (s *socket) only(larger int) (n uint32, err error) {
 	err = s.control(func(fd int) error {
 		if err := attach(fd, filter(larger)); err != nil {
@@ -137,7 +140,7 @@ func (s *socket) only(larger int) (n uint32, err error) {
 	return n, err
 }
 
-// destinations returns those of the packets until end.
+// destinations returns the destinations of the packets that the socket receives until end, or until ctx ends.
 func (s *socket) destinations(ctx context.Context, end time.Time) []netip.Addr {
 	_ = s.SetReadDeadline(end)
 	defer context.AfterFunc(ctx, func() { _ = s.SetReadDeadline(time.Unix(1, 0)) })()
@@ -187,8 +190,9 @@ func filter(larger int) []unix.SockFilter {
 	}
 }
 
-// read adds the destinations of the packets that the socket has received to found. It returns false if there
-// are none. An error, such as that of a device that goes down, counts as a packet without a destination.
+// read takes the packets that the socket has received, and adds their destinations to found. It returns false
+// if there are no packets. An error, such as that of a device that goes down, counts as a packet without a
+// destination.
 func read(fd int, found map[netip.Addr]struct{}) (some bool) {
 	var b [header]byte
 	for range mostAtOnce {
@@ -204,7 +208,7 @@ func read(fd int, found map[netip.Addr]struct{}) (some bool) {
 	return some
 }
 
-// destination returns the destination of a packet that begins with b.
+// destination returns the destination of a packet that begins with b. ok is false if b is too short, or not IP.
 func destination(b []byte) (a netip.Addr, ok bool) {
 	const destination4, destination6 = 16, 24
 	switch {

@@ -58,8 +58,8 @@ func newNamespace(t testing.TB) {
 		ip route add 10.6.0.0/16 dev flannel0; ip route add fd00:6::/32 dev flannel0`)
 }
 
-// TestKernelSample sends packets through devices of two kinds in both families. Only those that the daemon asks
-// for must be found: packets of this host through the device that are large, and not ICMP.
+// TestKernelSample sends packets through devices of two kinds in both families. Only the destinations of large
+// packets that this host sends through the device, and that are not ICMP, must be found.
 func TestKernelSample(t *testing.T) {
 	newNamespace(t)
 	send := func(network, to string, size int) {
@@ -104,13 +104,13 @@ func TestKernelSample(t *testing.T) {
 			send("udp", "[fd00:6:2::7]:9", 1000)
 			send("udp", "10.5.2.7:9", 1000)
 		}, []string{"10.6.2.7", "fd00:6:2::7"}},
-		{"far", func() { send("udp", "192.0.2.2:9", 1000) }, nil}, // where packets arrive
+		{"far", func() { send("udp", "192.0.2.2:9", 1000) }, nil}, // the packet arrives at this device, and is not sent through it
 	} {
 		s, err := listen(tc.device)
 		if err != nil {
 			t.Fatal(err)
 		}
-		send("udp", "10.5.9.7:9", 1000) // before; by flannel.1 and far
+		send("udp", "10.5.9.7:9", 1000) // before the sample: flannel.1 and far count it
 		if n, err := s.only(larger); err != nil || (n > 0) != (tc.device != "flannel0") {
 			t.Errorf("%s: %d packets are counted, %v", tc.device, n, err)
 		}
@@ -130,7 +130,8 @@ func TestKernelSample(t *testing.T) {
 	}
 }
 
-// TestKernelSampleDuring sends packets while a sample is taken.
+// TestKernelSampleDuring sends packets while a sample is taken. The sample must contain their destination, and
+// must not be shorter than asked.
 func TestKernelSampleDuring(t *testing.T) {
 	newNamespace(t)
 	conn, err := net.Dial("udp", "10.5.2.7:9")

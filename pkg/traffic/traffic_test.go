@@ -25,7 +25,7 @@ func FuzzDestination(f *testing.F) {
 	})
 }
 
-// TestListenFor bounds the packets that a sample slows down.
+// TestListenFor expects a shorter sample of a faster device, because a sample slows down each packet.
 func TestListenFor(t *testing.T) {
 	for n, want := range map[uint32]time.Duration{
 		0: 2 * time.Second, 1: 2 * time.Second, 20: 2 * time.Second, // 1,000 packets in a second
