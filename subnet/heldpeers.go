@@ -46,7 +46,7 @@ type location struct {
 
 func locationOf(e Endpoint) location { return location{e.PublicIP, e.Subnet} }
 
-// isSpecified reports whether a is an address. A lease without a public address has the zero Addr,
+// isSpecified reports whether a can be a public address. A lease without one has the zero Addr,
 // 0.0.0.0 or ::.
 func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 

@@ -40,7 +40,7 @@ type Snapshot struct {
 	Leases      []*Lease // all but the own one, in no particular order; shared and read-only
 	Undecodable []string // keys whose value cannot be read, in no particular order: such a peer keeps its last good state until its key is gone
 	Store       StoreID
-	Another     bool // another store than in the snapshot before, even if ID and Revision suggest the same one
+	Another     bool // the store is not that of the snapshot before, even if ID and Revision suggest that it is
 }
 
 // Update describes the leases of other nodes that a store has at one moment: all of them, on
