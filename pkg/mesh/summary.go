@@ -93,9 +93,9 @@ func (m *Matrix) Broken(limit int) []Pair {
 	return pairs
 }
 
-// parts divides a limit among the hosts that report broken paths. Each host may have the number part of
-// them. Of the hosts with more than that, the first extra ones may have one more. Hosts with fewer paths
-// leave the rest of their share to the others.
+// parts divides a limit among the hosts that report broken paths. Each host may have up to part paths in
+// the list. The first extra hosts that report more may have one more. Hosts that report fewer leave the rest
+// to the others.
 func parts(hosts []Counts, limit int) (part, extra int) {
 	var counts []int
 	for _, c := range hosts {
