@@ -31,7 +31,7 @@ const (
 	// misses most of the packets.
 	busyFor = 30 * time.Second
 	// busyInARow is how many busy paths are checked before one that is not busy. If more than manyBusy
-	// paths are busy, only one is.
+	// paths are busy, a path that is not busy is checked after each busy one.
 	busyInARow, manyBusy = 3, 150
 )
 
@@ -148,7 +148,7 @@ func sample(ctx context.Context, device string) ([]netip.Addr, error) {
 }
 
 // watch finds the paths that carry large packets, until ctx ends. It does so only while some paths have to
-// wait for their check. The pauses between samples vary, because traffic may be periodic too.
+// wait for their check. Samples begin at varying intervals, because traffic may be periodic too.
 func (p *Prober) watch(ctx context.Context) {
 	var logged sync.Once
 	for ctx.Err() == nil {
