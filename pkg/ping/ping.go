@@ -200,8 +200,9 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 	return b
 }
 
-// parse returns the id of the request that the ICMP message b answers. b is its reply, or an ICMP
-// error that quotes it: then err is ErrTooBig or ErrUnreachable, wrapped. ok is false for other messages.
+// parse returns the id of the request that the ICMP message b answers. b is the reply, or an ICMP error
+// that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped. ok is false for other
+// messages.
 func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
 		return 0, false, nil
