@@ -128,12 +128,18 @@ func Printable(text string) string {
 	return strings.ReplaceAll(strings.ReplaceAll(quoted[1:len(quoted)-1], `\"`, `"`), `\\`, `\`)
 }
 
-// compareHosts orders hosts by subnet if their names are subnets, otherwise by name.
+// compareHosts orders hosts whose names are subnets by these subnets, before all others, which it orders by
+// name.
 func compareHosts(a, b Host) int {
 	x, errX := netip.ParsePrefix(a.Name)
 	y, errY := netip.ParsePrefix(b.Name)
-	if errX == nil && errY == nil {
+	switch {
+	case errX == nil && errY == nil:
 		return x.Compare(y)
+	case errX == nil:
+		return -1
+	case errY == nil:
+		return 1
 	}
 	return cmp.Compare(a.Name, b.Name)
 }

@@ -348,10 +348,11 @@ func TestAdviceIsLimited(t *testing.T) {
 	}
 }
 
-// TestHostsAreSorted expects subnets in the order of their numbers, and hostile names as visible text.
+// TestHostsAreSorted expects subnets in the order of their numbers, before other names, and hostile names as
+// visible text.
 func TestHostsAreSorted(t *testing.T) {
-	m := mesh.New([]mesh.Host{{Name: "10.5.10.0/24"}, {Name: "10.5.9.0/24"}})
-	if m.Hosts[0].Name != "10.5.9.0/24" {
+	m := mesh.New([]mesh.Host{{Name: "10.5.10.0/24"}, {Name: "10.5.5x"}, {Name: "10.5.9.0/24"}})
+	if m.Hosts[0].Name != "10.5.9.0/24" || m.Hosts[1].Name != "10.5.10.0/24" {
 		t.Errorf("the hosts are %v", m.Hosts)
 	}
 	m = mesh.New([]mesh.Host{{Name: "b\x1b]0;"}, {Name: "a\u202eb"}})
