@@ -25,7 +25,7 @@ type Keys struct {
 	Token  string // belongs to the keys of a role; empty for the keys of a user
 }
 
-// String implements fmt.Stringer. It shows nothing that is secret.
+// String implements fmt.Stringer. It names the id, and leaves out the secret and the token.
 func (k Keys) String() string { return "keys with the id " + k.ID }
 
 // GoString implements fmt.GoStringer.
@@ -45,8 +45,9 @@ func First(role Provider, pairs ...Keys) Provider {
 	return role
 }
 
-// Warnings returns warnings about raw, a Backend object whose AccessKeyID and AccessKeySecret are k:
-// one key of the pair is missing, or raw contains secrets.
+// Warnings returns a warning if only the id or only the secret of k is set, and one for each key of raw
+// that may contain a secret. raw is the Backend object, and k has its AccessKeyID and AccessKeySecret. The
+// error means that raw is not a JSON object.
 func Warnings(raw json.RawMessage, k Keys) (warnings []string, err error) {
 	if (k.ID == "") != (k.Secret == "") {
 		warnings = append(warnings, "AccessKeyID and AccessKeySecret need each other: the one that is set is ignored")
@@ -55,8 +56,9 @@ func Warnings(raw json.RawMessage, k Keys) (warnings []string, err error) {
 	return append(warnings, secrets...), err
 }
 
-// Endpoint returns the URL in an environment variable, or standard if the variable is empty. The error
-// does not contain the value, which may have a secret.
+// Endpoint returns the URL in an environment variable, or standard if the variable is empty. It returns an
+// error if the value is not an http or https URL. The error does not contain the value, which may have a
+// secret.
 func Endpoint(variable, standard string) (string, error) {
 	text := os.Getenv(variable)
 	if text == "" {

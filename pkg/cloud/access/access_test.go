@@ -25,8 +25,9 @@ func TestKeysShowNoSecret(t *testing.T) {
 	}
 }
 
-// TestSession reads from a service that forgets its sessions, from one without sessions, and from one that is
-// away. It expects a new session after a transient error, the values without a session, and a transient error.
+// TestSession reads values from three services. If a service has forgotten its sessions, Read must return a
+// transient error, and the next Read must open a new session. From a service without sessions, Read must
+// return the values. If a service is away, Read must return a transient error.
 func TestSession(t *testing.T) {
 	sessions := map[string]bool{}
 	opened := 0
@@ -83,7 +84,8 @@ func TestSession(t *testing.T) {
 	}
 }
 
-// TestKeysAreKept expects that keys are read again shortly before they end.
+// TestKeysAreKept expects that Keys keeps the keys, and reads them again after renew and shortly before they
+// end.
 func TestKeysAreKept(t *testing.T) {
 	asked, left := 0, time.Hour
 	m := &Metadata{Cloud: "Some Cloud", Roles: "roles/", URL: cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

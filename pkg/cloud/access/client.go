@@ -13,7 +13,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// Client makes calls with keys.
+// Client makes calls that are signed with keys.
 type Client struct {
 	Metadata *Metadata
 	Keys     Provider
@@ -22,8 +22,8 @@ type Client struct {
 }
 
 // Make makes a call with once, which signs the call with the keys that it gets. Make repeats a throttled
-// call like cloud.Calls.Make, and counts it in the same way. If the cloud refuses the keys, Make asks for
-// the keys again and repeats the call at once, because the role may have new keys.
+// call and counts calls as cloud.Calls.Make does, with the same name and action. If the cloud refuses the
+// keys, Make asks Keys again and repeats the call at once, because the role may have new keys.
 func (c *Client) Make(ctx context.Context, name, action string, once func(Keys) error) error {
 	signed := func() error {
 		keys, err := c.Keys(ctx)

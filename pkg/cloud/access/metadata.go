@@ -21,7 +21,7 @@ import (
 const (
 	metadataTimeout = 5 * time.Second
 	sessionTime     = 6 * time.Hour
-	reserve         = 5 * time.Minute // keys and sessions are replaced this long before they end; new keys exist 30 minutes before
+	reserve         = 5 * time.Minute // keys and sessions are replaced this long before they end; the next keys exist 30 minutes before
 )
 
 // ErrUndefined means that the metadata service does not have a value.
@@ -30,11 +30,11 @@ var ErrUndefined = errors.New("the value does not exist")
 // Metadata is the metadata service of an instance. Only one goroutine at a time may use it.
 type Metadata struct {
 	Cloud string // for errors, such as Alibaba Cloud
-	Page  string // path of the page with the policy of the role
+	Page  string // path of the documentation page with the policy of the role
 	URL   string // without a path
 	Roles string // path below meta-data that lists the role of the instance, such as ram/security-credentials/
-	// Session is the name of the header that contains the session. The name of the header that
-	// opens a session begins with it. Session is empty if the service has no sessions.
+	// Session is the name of the header that contains the id of a session with the service. The name of the
+	// header that opens a session begins with it. Session is empty if the service has no sessions.
 	Session string
 
 	session string
@@ -76,8 +76,9 @@ func (m *Metadata) read(ctx context.Context, path string) (string, error) {
 	return text, nil
 }
 
-// open opens a session unless one is open, because an instance may require one. If the service refuses to
-// open a session, open returns nil: such a service works without sessions.
+// open opens a session with the service, unless one is open. It does so because the service of an instance
+// may require one. If the service refuses to open a session, open returns nil: such a service works without
+// sessions.
 func (m *Metadata) open(ctx context.Context) error {
 	if m.Session == "" || m.session != "" && time.Now().Before(m.ends) {
 		return nil
@@ -126,14 +127,14 @@ func addresses(text string) []netip.Addr {
 type Interface struct {
 	MAC     string
 	Primary bool
-	Address netip.Addr // the wanted address that the interface has
+	Address netip.Addr // the address by which Find has found the interface
 }
 
 // Path returns the path of a value of the interface.
 func (i Interface) Path(name string) string { return "network/interfaces/macs/" + i.MAC + "/" + name }
 
-// Find returns the network interface that has one of the wanted addresses, or an error if none has. names
-// are the names of the values of an interface that contain addresses.
+// Find returns the first network interface that has one of the wanted addresses, or an error if none has.
+// names are the values of an interface that contain its addresses, such as private-ipv4s.
 func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...string) (Interface, error) {
 	primary, err := m.Read(ctx, "mac")
 	if err != nil {
@@ -160,8 +161,8 @@ func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...strin
 	return Interface{}, fmt.Errorf("no network interface of this instance has an address of the external interface: the metadata service of %s does not know %v", m.Cloud, wanted)
 }
 
-// Keys returns the keys of the role of the instance. It keeps them until shortly before they end. It is
-// a Provider.
+// Keys returns the keys of the role of the instance, or an error if the instance has no role. It keeps the
+// keys until shortly before they end. It is a Provider.
 func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	if m.keys.ID != "" && time.Now().Before(m.until) {
 		return m.keys, nil
@@ -189,7 +190,8 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 func (m *Metadata) renew() { m.keys = Keys{} }
 
 // decodeKeys decodes the keys of a role and the time when they end. It knows the names of fields of Alibaba
-// Cloud and Tencent Cloud. It returns false if the id or the secret is missing.
+// Cloud and Tencent Cloud. It returns false unless text is JSON with an id and a secret. The time is zero
+// if text has none.
 func decodeKeys(text string) (Keys, time.Time, bool) {
 	var answer struct {
 		ID         string `json:"AccessKeyId"`
@@ -204,6 +206,6 @@ func decodeKeys(text string) (Keys, time.Time, bool) {
 		return Keys{}, time.Time{}, false
 	}
 	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.TmpSecret), cmp.Or(answer.Security, answer.Token)}
-	until, _ := time.Parse(time.RFC3339, answer.Expiration) // keys without a time are used once
+	until, _ := time.Parse(time.RFC3339, answer.Expiration) // keys without a time end at once, so they are used once
 	return k, until, k.ID != "" && k.Secret != ""
 }

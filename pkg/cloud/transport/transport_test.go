@@ -16,7 +16,8 @@ import (
 )
 
 // TestSend expects that Send returns an answer, and a redirect without following it. It expects a transient
-// error, without the parameters of the URL, if the server ends in the middle of an answer or is away.
+// error, without the parameters of the URL, if the connection ends in the middle of an answer, the answer
+// is too large, or there is no server.
 func TestSend(t *testing.T) {
 	answers := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot); fmt.Fprint(w, "text") })
 	for name, test := range map[string]struct {
