@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
-// Fixture is a cloud with one table for the network and two hosts: this one and a peer. The table has no
+// Fixture is a cloud with one table for the network and two hosts: this one and a peer. At first the table has no
 // routes that calls have made. The functions of a Fixture change the cloud from outside.
 type Fixture struct {
 	Cloud       cloud.Cloud
@@ -25,7 +25,7 @@ type Fixture struct {
 	PeerAddress netip.Addr
 	IPv4Only    bool // the cloud has no routes for IPv6
 	Follows     bool // the cloud tells which table packets of other hosts follow
-	// DeleteByHand deletes a route.
+	// DeleteByHand deletes the route to a destination, as an operator does.
 	DeleteByHand func(netip.Prefix)
 	// EndPeer terminates the other host.
 	EndPeer func()
@@ -102,7 +102,8 @@ func subnets() (v4, v6 netip.Prefix) {
 	return netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("fd00:10:5:1::/64")
 }
 
-// find returns the route to dst that a call has made. It returns false unless there is exactly one.
+// find returns the route to dst in the table of f that a call has made. It returns false unless there is exactly
+// one.
 func find(t *testing.T, f Fixture, dst netip.Prefix) (cloud.Route, bool) {
 	t.Helper()
 	tables, err := f.Cloud.Tables(t.Context())

@@ -75,7 +75,8 @@ type View struct {
 // Instances returns all instances, sorted by id.
 func (v *View) Instances() []Instance { return v.s.sortedInstances() }
 
-// Restrict sets the field Restricted of the instance to which routes with this target lead.
+// Restrict sets the field Restricted of the instance to which routes with this target lead. It returns ErrNoTarget
+// if there is none. In a dry run it changes nothing.
 func (v *View) Restrict(target string, restricted bool) error {
 	for _, i := range v.Instances() {
 		if v.s.TargetOf(i) == target {
@@ -88,7 +89,7 @@ func (v *View) Restrict(target string, restricted bool) error {
 	return ErrNoTarget
 }
 
-// TableOf returns the id of the table that a subnet uses.
+// TableOf returns the id of the table that a subnet uses: MainTable if no table was added for the subnet.
 func (v *View) TableOf(subnet string) string {
 	for _, id := range v.s.sortedTables() {
 		if subnet != "" && v.s.tables[id].subnet == subnet {
@@ -104,8 +105,8 @@ func (v *View) Tables() []string { return v.s.sortedTables() }
 // SubnetOf returns the subnet that uses a table, or an empty text if none does.
 func (v *View) SubnetOf(id string) string { return v.s.tables[id].subnet }
 
-// Visible returns the routes of a table that a call can read now. They are those of an earlier time if SetLag was
-// used.
+// Visible returns the routes of a table that a call can read now, or ErrNoTable. If SetLag was used, they are
+// those of an earlier time.
 func (v *View) Visible(id string) ([]Route, error) {
 	if v.s.tables[id] == nil {
 		return nil, ErrNoTable
@@ -127,7 +128,8 @@ func (v *View) PageSize(wanted int) int {
 	return min(wanted, v.s.pageSize)
 }
 
-// Create adds a Custom route to the table with this id. The description may be empty.
+// Create adds a Custom route to the table with this id, and returns the route. The description may be empty.
+// Create returns an error if the cloud would refuse the call, such as ErrQuota. In a dry run it adds nothing.
 func (v *View) Create(id string, dst netip.Prefix, target, description string) (Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
@@ -166,7 +168,8 @@ func (v *View) target(target string) error {
 	return nil
 }
 
-// find returns the first route r of the table with this id that a call has made and for which is(r) is true.
+// find returns the first route r of the table with this id that a call has made and for which is(r) is true. It
+// returns ErrNoTable or ErrNoRoute if there is none.
 func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
@@ -180,7 +183,8 @@ func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 }
 
 // Replace changes the target of the first Custom route r for which is(r) is true. It also changes the description,
-// unless description is empty. A disabled route stays disabled.
+// unless description is empty. A disabled route stays disabled. Replace returns ErrUnchanged if r already leads
+// only to target. In a dry run it changes nothing.
 func (v *View) Replace(id, target, description string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil {
@@ -204,7 +208,7 @@ func (v *View) Replace(id, target, description string, is func(Route) bool) erro
 	return nil
 }
 
-// Delete deletes the first Custom route r for which is(r) is true.
+// Delete deletes the first Custom route r for which is(r) is true. In a dry run it deletes nothing.
 func (v *View) Delete(id string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil || v.dry {

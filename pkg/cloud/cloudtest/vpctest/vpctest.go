@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package vpctest is the state of a cloud in which each subnet of the cloud has a route table. Several test
-// servers use it, and add the protocols of their clouds. It has routes that lead to nowhere, a quota,
+// servers use it, and add the protocols of their clouds. The state has routes that lead to nowhere, a quota,
 // throttling, rights, outages, paging, and answers that are older than the last call.
 //
 //   - vpctest.go contains the functions for tests.
@@ -24,7 +24,8 @@ const (
 	MainTable = "rtb-main"
 )
 
-// Keys of the role of all instances. Tests check that no message contains Secret or Token.
+// The keys that the metadata service gives to every instance. Tests check that no message contains Secret or
+// Token.
 const (
 	KeyID  = "id-of-the-role"
 	Secret = "secret-key-of-the-role"
@@ -43,7 +44,7 @@ type Instance struct {
 	Restricted bool
 }
 
-// IPv4 returns the IPv4 address of the instance.
+// IPv4 returns the first IPv4 address of the instance, or the zero Addr if it has none.
 func (i Instance) IPv4() netip.Addr {
 	for _, a := range i.Addresses {
 		if a.Is4() {
@@ -129,7 +130,7 @@ func New(targetOf func(Instance) string, writing ...string) *State {
 	return s
 }
 
-// change runs f with the lock, and stores the tables after it.
+// change runs f while it holds the lock, and then stores the tables for View.Visible.
 func (s *State) change(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -154,7 +155,7 @@ func (s *State) AddTable(id, subnet string) {
 	})
 }
 
-// AddInstance adds an instance with the id "i-n", and returns it.
+// AddInstance adds an instance, and returns it. Its id is i- and the number n.
 func (s *State) AddInstance(n int, subnet string, addresses ...netip.Addr) Instance {
 	i := Instance{ID: fmt.Sprintf("i-%d", n), Subnet: subnet, Addresses: addresses}
 	s.change(func() { s.instances[i.ID] = i })
@@ -233,7 +234,7 @@ func (s *State) SetAway(away bool) { s.change(func() { s.away = away }) }
 // SetQuota sets the number of routes that calls may make in a table, for each family.
 func (s *State) SetQuota(n int) { s.change(func() { s.quota = n }) }
 
-// SetLag makes View.Visible show the tables as they were this time ago.
+// SetLag makes View.Visible show the tables as they were lag ago.
 func (s *State) SetLag(lag time.Duration) { s.change(func() { s.lag = lag }) }
 
 // SetPageSize limits the items in one answer.
@@ -266,7 +267,7 @@ func (s *State) Calls() []Call {
 // Writes returns the number of calls that have changed something.
 func (s *State) Writes() int { return s.Succeeded(s.Writing...) }
 
-// Succeeded returns the number of calls with one of the names that have changed something.
+// Succeeded returns the number of calls with one of these names that have succeeded and were no dry runs.
 func (s *State) Succeeded(names ...string) (n int) {
 	for _, c := range s.Calls() {
 		if slices.Contains(names, c.Name) && !c.DryRun && !c.Failed {
