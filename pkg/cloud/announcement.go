@@ -15,7 +15,7 @@ import (
 // announcement is what the leader tells the other hosts about their routes. A destination is in order if
 // each table has the right route to it.
 type announcement struct {
-	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if the leader does not know them yet
+	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if they are unknown or too many
 	Rest     bool           `json:"rest,omitempty"`     // all destinations that are not in Unrouted are in order, and Routed does not name them
 	Unrouted []unrouted     `json:"unrouted,omitempty"` // destinations that are not in order, grouped by the reason
 	Tables   []routerTable  `json:"tables,omitempty"`   // for hosts with a tunnel; nil if they are unknown or left out
@@ -89,8 +89,8 @@ func parse(text json.RawMessage) (a announcement, err error) {
 	return a, nil
 }
 
-// routerTables returns the tables of a report for an announcement. It lists the destinations of each table as
-// differences to r.Routed, because these are few.
+// routerTables returns the tables of a report for an announcement. For each table it lists the differences to
+// r.Routed instead of all destinations, because these differences are few.
 func routerTables(r Report) []routerTable {
 	routed := set(r.Routed)
 	tables := []routerTable{}
@@ -215,8 +215,9 @@ func clean(text string) string {
 	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
 }
 
-// check returns an error unless the routes to all of these subnets are in order. leader is the name of
-// the leader, for the error.
+// check returns nil if the routes to all of these subnets are in order. Otherwise it returns the reason for the
+// first subnet whose route is not: a toldError if the leader has announced one, and a waitingError if the leader
+// has said nothing. leader is the name of the leader, for the error.
 func (a announcement) check(subnets []netip.Prefix, leader string) error {
 	for _, dst := range subnets {
 		if a.routed(dst) {
@@ -250,7 +251,8 @@ func knownKind(kind string) string {
 	return "failed"
 }
 
-// waitingError means that this host waits for a leader, or for the leader's announcement about its routes.
+// waitingError means that this host waits for the store, for a leader, or for the leader's announcement about its
+// routes.
 type waitingError struct{ error }
 
 func (e *waitingError) Unwrap() error { return e.error }

@@ -57,7 +57,7 @@ func hostOf(n int) []netip.Prefix {
 }
 
 // TestLargeAnnouncement announces so many hosts that the complete text comes near to the limit, or exceeds it. It
-// expects that the text fits, that omitted names the part that was left out, and that hosts learn the rest.
+// expects that the text fits, that omitted names the part that was left out, and that hosts learn the other part.
 func TestLargeAnnouncement(t *testing.T) {
 	const (
 		waits         = "has not put the route"
@@ -189,8 +189,8 @@ func TestTablesInAnnouncement(t *testing.T) {
 	}
 }
 
-// TestTooManyTables expects that a host refuses more tables, or longer names, than a cloud can have: a host publishes
-// these names.
+// TestTooManyTables expects that a host refuses an announcement with too many tables, or with a table whose name is
+// too long, because the host publishes these names.
 func TestTooManyTables(t *testing.T) {
 	for name, tt := range map[string]struct {
 		tables int

@@ -27,7 +27,7 @@ const (
 // Calls makes and counts the calls of an API. The zero Calls is usable, and safe for concurrent use.
 type Calls struct {
 	mu sync.Mutex
-	n  map[CallCount]uint64 // numbers of calls; field N of each key is zero
+	n  map[CallCount]uint64 // numbers of calls by name and result; the field N of the keys is not used
 }
 
 // CallCount is the number of calls with the same name and result.
@@ -79,9 +79,10 @@ func (c *Calls) Counts() []CallCount {
 	return all
 }
 
-// Kind returns the kind of err. For the error of a call this is ok, throttled, unavailable, denied, quota or
-// failed. For other errors it may also be outside, if a host is not in this cloud, or waiting, if this host
-// waits for a leader. An error that a leader has announced has the kind that the leader announced with it.
+// Kind returns the kind of err. For the result of a call this is ok, throttled, unavailable, denied, quota
+// or failed. For other errors it may also be outside, if a host is not in this cloud, or waiting, if this
+// host waits for the store or for a leader. An error that a leader has announced has the kind that the
+// leader announced with it.
 func Kind(err error) string {
 	var missing *MissingError
 	var quota *QuotaError

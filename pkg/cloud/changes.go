@@ -24,8 +24,8 @@ func (c change) replaces() bool { return c.was.Dst.IsValid() }
 type want struct {
 	Dst    netip.Prefix
 	Target string
-	// Other is set if the target is another host. If the route to that host is lost, the host does not
-	// run. Then the route stays, because a new one would be lost too.
+	// Other is set if the target is another host. A lost route to it then counts as right: the host does
+	// not run, and a new route would be lost too.
 	Other bool
 }
 
@@ -78,7 +78,7 @@ func (r Route) replaceable() bool { return r.ByCall && !r.Foreign }
 func (r Route) serves(wanted string) bool { return r.Target != wanted && !r.Lost }
 
 // Overlap returns the first route of the cloud itself that overlaps one of networks, and that network. own
-// reports whether a route is one of the cloud itself. found is false if no such route overlaps.
+// must report whether the cloud itself has made a route. found is false if no such route overlaps.
 func Overlap(tables []Table, networks []netip.Prefix, own func(Route) bool) (network netip.Prefix, r Route, found bool) {
 	for _, t := range tables {
 		for _, r := range t.Routes {

@@ -18,7 +18,7 @@ func byCall(dst, target string) Route {
 	return Route{Table: "t1", Dst: netip.MustParsePrefix(dst), Target: target, ByCall: true}
 }
 
-// values compares routes by their values.
+// values returns the options with which cmp.Diff compares routes with ==.
 func values() cmp.Option {
 	return cmp.Options{cmp.Comparer(func(a, b Route) bool { return a == b }), cmp.AllowUnexported(change{}), cmpopts.EquateEmpty()}
 }

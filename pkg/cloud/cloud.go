@@ -7,7 +7,7 @@
 //     implements. The suite in cloudtest checks the implementations.
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
 //   - keeper.go is the loop that reads the tables and removes routes, and put.go puts them. targets.go
-//     finds where routes to other hosts lead. report.go is what the loop reports.
+//     finds the targets of routes to other hosts. report.go is what the loop reports.
 //   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
 //     what the leader tells the other hosts. writer.go names the two choices of an operator: a leader, or
 //     a keeper on each host.
@@ -37,7 +37,8 @@ type Route struct {
 	// Target is where the route leads, in the words of the cloud, such as the id of a
 	// network interface.
 	Target string
-	// Lost is set if the target does not exist any more, or does not run.
+	// Lost is set if the route carries no packets: its target does not exist any more or does not run, or an
+	// operator has disabled the route.
 	Lost bool
 	// ByCall is set if a call of the cloud's API has made the route. Other routes are
 	// those of the network itself, and those that a VPN gateway has learned.
@@ -95,11 +96,10 @@ type Cloud interface {
 	Find(ctx context.Context, hosts []Host) ([]Found, error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
-	// Put makes r the only route to its destination, except for routes that flanneld may not
-	// replace. If replace is set, Put replaces the existing route in one step, so that packets are
-	// never without a route. It also succeeds if there is no route to replace. If replace is not
-	// set, Put returns ErrExists if there is a route that it would have to replace, because this
-	// may lead to another host that runs.
+	// Put makes r the only route to its destination, except for routes that flanneld may not replace. If
+	// replace is set, Put replaces the existing route without a gap, so that packets always have a route. It
+	// also succeeds if there is no route to replace. If replace is not set, Put returns ErrExists if there is a
+	// route that it would have to replace, because this may lead to another host that runs.
 	Put(ctx context.Context, r Route, replace bool) error
 	// Remove removes r, but no other route to the same destination. It succeeds if r does not
 	// exist.
@@ -192,7 +192,7 @@ func (e *QuotaError) Error() string {
 // MissingError names the rights that this host needs and does not have.
 type MissingError struct {
 	Permissions []string // such as ec2:CreateRoute; not empty
-	Page        string   // path of the page with the policy to paste
+	Page        string   // path of the documentation page with the policy to paste
 }
 
 // Error implements error.
@@ -204,8 +204,8 @@ func (e *MissingError) Error() string {
 	return what + ": " + e.Page + " has the policy to paste"
 }
 
-// Transient reports whether err may disappear without an operator: the cloud does not answer, the
-// cloud refuses calls because there are too many, or this host waits for a leader or its announcement.
+// Transient reports whether err may disappear without an operator: the cloud does not answer, the cloud refuses
+// calls because there are too many, or this host waits for the store, a leader or its announcement.
 func Transient(err error) bool {
 	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || waiting(err)
 }

@@ -61,8 +61,7 @@ const (
 // It is longer than the change to another leader takes.
 const mostVacancy = 2 * time.Minute
 
-// ElectedConfig configures an Elected. All fields are required except All, which NewElected sets, AtOnce and
-// Tunnel.
+// ElectedConfig configures an Elected. All fields are required except AtOnce, Tunnel and All. NewElected sets All.
 type ElectedConfig struct {
 	KeeperConfig
 	Election Election
@@ -143,7 +142,8 @@ func (e *Elected) fit(ctx context.Context, vacant bool) error {
 	return e.unfit
 }
 
-// note records whether this host may write: err is nil, or the reason why it may not.
+// note records whether this host may write: err is nil, or the reason why it may not. note logs a new reason, and
+// sets the time of the next check of the rights.
 func (e *Elected) note(ctx context.Context, err error) {
 	if err != nil && (e.unfit == nil || e.unfit.Error() != err.Error()) {
 		klog.FromContext(ctx).Info("this host does not take part in the election of the one that writes the routes of the cloud", "reason", err.Error())
@@ -159,7 +159,7 @@ func (e *Elected) note(ctx context.Context, err error) {
 func (e *Elected) pause(fit bool) time.Duration {
 	e.mu.Lock()
 	each, inOrder := time.Duration(len(e.peers.Hosts)*int(eachTry)), e.inOrder && e.err == nil && time.Since(e.begun) >= novelty
-	reached := e.Tunnel && e.err != nil && (!waiting(e.err) || errors.Is(e.err, errNoTables)) // by the tunnel, so a route is not urgent
+	reached := e.Tunnel && e.err != nil && (!waiting(e.err) || errors.Is(e.err, errNoTables)) // the tunnel carries the packets, so the route is not urgent
 	e.mu.Unlock()
 	pause := wait.Vary(e.Resync, 0.5)
 	if fit {
@@ -208,8 +208,9 @@ func (e *Elected) lead(term context.Context, announce func(context.Context, json
 	log.Info("the term of this host as the writer of routes has ended")
 }
 
-// tell publishes the result of each comparison of k until term ends. It also returns if this host lacks
-// rights or cannot join the cloud, so that another host can become the leader.
+// tell publishes the results of the comparisons of k until term ends. It leaves out a result that equals the last
+// one, and repeats a publication that has failed. It also returns if this host lacks rights or cannot join the
+// cloud, so that another host can become the leader.
 func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, publish func(context.Context, json.RawMessage) error) {
 	name, _, _ := e.Election.Leader(term) // only for reports
 	e.mu.Lock()
@@ -272,8 +273,8 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 	return err
 }
 
-// follow applies the answer of the store about the leader. leader is empty if there is none, and err is the
-// error of the store.
+// follow updates the state of the routes to this host after the store was asked for the leader. leader is empty if
+// there is none, and err is the error of the store. follow calls Compared if the state has changed.
 func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	leader = clean(leader)
 	e.mu.Lock()
@@ -310,9 +311,9 @@ func errorText(err error) string {
 	return err.Error()
 }
 
-// stay applies that there is no leader. If the routes of this host are in order, it waits for the next leader, and
-// sets an error only after mostVacancy. The error is a waitingError even if this host cannot write routes, because
-// the routes are as they were.
+// stay updates the state when there is no leader. If the routes to this host are in order, or the tables are known,
+// stay waits for the next leader, and sets an error only after mostVacancy. The error is a waitingError even if this
+// host cannot write routes, because the routes are as they were.
 func (e *Elected) stay() {
 	if e.vacant.IsZero() {
 		e.vacant = time.Now()
@@ -330,7 +331,7 @@ func (e *Elected) stay() {
 	e.err = &waitingError{err}
 }
 
-// read applies an announcement of the leader, and returns whether the routes to this host are in order. If they are
+// read records an announcement of the leader, and returns whether the routes to this host are in order. If they are
 // not, err is the reason. err is nil, although inOrder is false, if a tunnel is in use and a route was just put: the
 // routers may not follow this route yet.
 func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, err error) {

@@ -36,8 +36,8 @@ const (
 	mostLostGrace = time.Minute
 )
 
-// A comparison puts the own routes before it removes others, so the next time to put them is after all
-// removals. The removals of one comparison are therefore limited by number and time.
+// A comparison puts the own routes before it removes others. It can put them again only after all removals, so the
+// removals of one comparison are limited by number and time.
 const (
 	mostRemovals = 20 // routes without a lease that one comparison looks at
 	removalTime  = time.Minute
@@ -162,9 +162,9 @@ func (k *Keeper) rest(ctx context.Context) {
 	}
 }
 
-// next returns the result of a step of the loop, after a comparison that ended with err. The result makes
-// the loop compare again after the right pause. again is the time after which that comparison asks for
-// another one; 0 means that it asks for none.
+// next returns the result of one step of the loop, which makes the loop compare again after the right pause. err
+// is the error of the comparison. again is the time after which the comparison asks for the next one; 0 means that
+// it asks for none.
 func (k *Keeper) next(err error, again time.Duration) error {
 	if err != nil && (Transient(err) || errors.Is(err, errUnanswered)) {
 		return err
@@ -180,8 +180,8 @@ func (k *Keeper) next(err error, again time.Duration) error {
 	return nil
 }
 
-// Run compares until ctx ends: at once, after each resync period, and after each failure with
-// growing pauses.
+// Run compares until ctx ends: at once, after each resync period, and with growing pauses after writes and
+// failures.
 func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 
 // SetPeers sets the other hosts that have a lease. If the keeper writes the routes to all hosts, a difference from
@@ -210,8 +210,8 @@ func (k *Keeper) answered() bool {
 	return connected && k.peers.Complete
 }
 
-// hosts returns all hosts that have a lease, with this one, and since when this host has learned of
-// each new lease. If there may be leases that this host does not know, since is zero and all is nil.
+// hosts returns all hosts that have a lease, including this one. since is the time from which on this host has
+// learned of each new lease. If there may be leases that this host does not know, since is zero and all is nil.
 func (k *Keeper) hosts() (all []Host, since time.Time) {
 	connected := k.Connected()
 	k.mu.Lock()
@@ -287,9 +287,9 @@ func earlier(a, b time.Duration) time.Duration {
 	return a
 }
 
-// sweep removes the routes of hosts that are gone. It removes a route only if the route has had no
-// lease for the grace period, and the store has been connected for that time. again is the time until
-// the grace period of the next route ends; 0 if there is none.
+// sweep removes the routes of hosts that are gone. It removes a route only if the route has had no lease for the
+// grace period, and the store has been connected for that time. again is the time until sweep has more to do,
+// because the grace period of a route ends or many routes are left; 0 if there is nothing.
 func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration, err error) {
 	hosts, known := k.hosts()
 	if known.IsZero() {
@@ -307,7 +307,7 @@ func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration
 		k.idle[r] = one
 		if rest := k.grace(r) - now.Sub(one.since); rest > 0 {
 			again = earlier(again, rest)
-		} else if !one.next.After(now) { // a later look waits for any later comparison
+		} else if !one.next.After(now) { // no comparison is made only for the next look
 			due = append(due, r)
 		}
 	}
@@ -349,8 +349,9 @@ func leased(hosts []Host, dst netip.Prefix) bool {
 	return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
 }
 
-// remove removes the routes in due that do not lead to a host with a lease. It also removes them from
-// tables. more is set if remove has not looked at all routes in due, and the keeper should soon go on.
+// remove removes those routes in due that are lost, or that lead to a host without a lease. Routes to unknown
+// targets stay. remove also removes the routes from tables. more is set if it has not looked at all routes in due,
+// and the keeper should soon go on.
 func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, removalTime)
 	defer cancel()

@@ -65,7 +65,7 @@ func runWith(t *testing.T, configure func(*cloud.KeeperConfig), test func(*bed),
 	})
 }
 
-// restart starts a keeper, which ends with the test.
+// restart sets b.keeper to a new keeper, and starts it. The keeper ends with the test.
 func (b *bed) restart() {
 	c := cloud.KeeperConfig{
 		Cloud: b.Memory, Own: lease(1), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() {},
@@ -185,9 +185,9 @@ func TestWrongRouteIsReplaced(t *testing.T) {
 	}, routeTo(1, 2))
 }
 
-// TestZombie starts a host whose subnet may have gone to another host. It expects that a route to the
-// other host stays until the store has answered and is connected. A missing or lost route must be put
-// regardless of that.
+// TestZombie starts a host whose subnet may have gone to another host. It expects that a route to the other host
+// stays while the store has not answered or is not connected. A missing or lost route must be put regardless of
+// that.
 func TestZombie(t *testing.T) {
 	run(t, func(b *bed) {
 		b.comparison()

@@ -166,8 +166,7 @@ func TestLeaderWithAFullTable(t *testing.T) {
 	})
 }
 
-// TestLeaderWithoutTheStore expects that no route of another host is put, replaced or removed while the store is
-// away.
+// TestLeaderWithoutTheStore expects that no route of another host is replaced or removed while the store is away.
 func TestLeaderWithoutTheStore(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.answer(2)

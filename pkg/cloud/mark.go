@@ -9,7 +9,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// program begins the description of each route of flanneld, and clusterField the name of its cluster there.
+// program is the first word of the description of each route of flanneld. clusterField precedes the name of the
+// cluster in it.
 const (
 	program      = "flanneld"
 	clusterField = "cluster="

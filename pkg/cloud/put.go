@@ -104,7 +104,8 @@ func (s *puts) finish(ctx context.Context) {
 	}
 }
 
-// fail records the error of the call for a change. After some errors it stops further calls.
+// fail records the error of the call for a change. It stops further calls if err is transient or, when
+// All is set, if it is Hopeless.
 func (s *puts) fail(c change, err error) {
 	if quota, ok := errors.AsType[*QuotaError](err); ok && !c.replaces() {
 		s.full[place(c.Route)] = quota
@@ -119,8 +120,9 @@ func (s *puts) fail(c change, err error) {
 	}
 }
 
-// call makes the call for c. If there is a route that the tables did not show, it may lead to another
-// host. call replaces such a route only if the store has answered, like a route that the tables showed.
+// call makes the call for c. The cloud may have a route to the destination that the tables did not show,
+// and that leads to another host. call replaces such a route only if the store has answered, like a route
+// that the tables showed. Otherwise it returns errUnanswered.
 func (k *Keeper) call(ctx context.Context, c change) error {
 	err := k.Cloud.Put(ctx, c.Route, c.replaces())
 	switch {

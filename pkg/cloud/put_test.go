@@ -19,7 +19,7 @@ type slow struct {
 	*cloudtest.Memory
 	fails         error // result of the 41st call of Put
 	puts          []int // number of calls of Put in each comparison
-	routes        []int // number of routes in the table at the begin of each comparison
+	routes        []int // number of routes in the table at the beginning of each comparison
 	running, most int   // number of calls of Put in progress, now and at most
 }
 
@@ -52,8 +52,8 @@ func (s *slow) Put(ctx context.Context, r cloud.Route, replace bool) (err error)
 }
 
 // TestSeveralRoutesAtOnce lets a leader put the routes to 99 other hosts, up to atOnce at the same time. The 40th
-// of these calls fails with the error fails, if that is not nil. After an error that stops the calls, the test
-// expects that the leader counts the calls that have begun, and makes the others later.
+// of these calls fails with the error fails, if that is not nil. After an error that stops the calls, the leader
+// must not repeat the calls that have succeeded, and must make the others later.
 func TestSeveralRoutesAtOnce(t *testing.T) {
 	missing := &cloud.MissingError{Permissions: []string{"memory:put"}, Page: "page.md"}
 	for name, test := range map[string]struct {

@@ -12,15 +12,15 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Report is the state of the routes to this host at the last comparison. Its slices are
-// read-only.
+// Report is the state of the routes at the last comparison: of those to this host and, on the leader, of those
+// to all hosts. Its slices are read-only.
 type Report struct {
 	Writer  string // the host or hosts that write the routes to this host: WriterHost or WriterLeader
 	Leader  string // name of the leader; empty if there is none, or with WriterHost
 	Leading bool   // this host is the leader
 	Routes  []RouteReport
 	Tables  []TableReport
-	Good    time.Time // the last comparison after which everything was right; zero if there was none
+	Good    time.Time // when the routes to this host were last found in order; zero if never
 	Calls   []CallCount
 	// Routed contains the destinations of all hosts to which each table has the right route, at the last
 	// comparison that knew all hosts. Unrouted contains the other destinations for which a reason is known.
@@ -39,7 +39,7 @@ type Unrouted struct {
 	Kind   string // kind of the reason: see Kind
 }
 
-// RouteReport is a wanted route, and whether the table has it.
+// RouteReport is a wanted route to this host, and whether the table has it.
 type RouteReport struct {
 	Route
 	Present bool
@@ -79,8 +79,8 @@ func (k *Keeper) writer() string {
 	return WriterHost
 }
 
-// note stores the state of the tables after a comparison in the report. err is the reason why the own routes
-// are not in order, or nil.
+// note stores the state of tables in the report, after a comparison and during a long one. err is the reason why
+// the own routes are not in order, or nil.
 func (k *Keeper) note(tables []Table, p *plan, err error) {
 	now := Report{Writer: k.writer(), Leading: k.All}
 	right := present(tables, p.wanted)
@@ -146,9 +146,9 @@ func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unroute
 	return routed, unrouted
 }
 
-// recall sets an unknown quota to the quota in the earlier report before, unless the table has more routes: then
-// the quota has been raised. If all is not set, the comparison did not know all hosts, and recall also keeps the
-// earlier Hosts and Seen.
+// recall completes t from before, the tables of the earlier report. It sets an unknown quota to the earlier one,
+// unless the table has more routes than that: then the quota has been raised. If all is not set, the comparison
+// did not know all hosts, and recall also keeps the earlier Hosts and Seen.
 func (t *TableReport) recall(before []TableReport, all bool) {
 	i := slices.IndexFunc(before, func(b TableReport) bool { return b.ID == t.ID })
 	if i < 0 {

@@ -19,9 +19,10 @@ func (r *Rights) Lack(names ...string) {
 	}
 }
 
-// Note records the result of a call that checks a right and changes nothing. If err leaves open
-// whether this host has the right, Note returns err. It returns nil after other errors, such as a
-// route that does not exist: they show nothing about rights.
+// Note records the result of a call that checks a right and changes nothing. If the cloud has
+// refused the right, Note adds it to the missing ones and returns nil. If err leaves open whether
+// this host has the right, Note returns err. Any other error means that the call was permitted,
+// for example that a route does not exist. Note then returns nil.
 func (r *Rights) Note(err error) error {
 	if missing, ok := errors.AsType[*MissingError](err); ok {
 		r.Lack(missing.Permissions...)

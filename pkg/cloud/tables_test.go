@@ -219,8 +219,8 @@ const (
 	inTable = `{"routed":["10.5.2.0/24"],"tables":[{"name":"table-1","hosts":["10.5.2.0/24"]}]}`
 )
 
-// TestNoRouteWithoutTables expects that a host follows an announcement that it has no route, even if this has no
-// tables. Then the report must have Dropped.
+// TestNoRouteWithoutTables expects that a host follows an announcement that says that the host has no route, even if
+// the announcement has no tables. The report must then have Dropped.
 func TestNoRouteWithoutTables(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.tunnel, n.views[2].lacks = true, true

@@ -83,11 +83,12 @@ func (t *targets) note(name string, f Found, resync time.Duration) {
 	t.outside[name].again = time.Now().Add(t.outside[name].pause.Next())
 }
 
-// plan is the input of the calls of a comparison.
+// plan contains what one comparison wants: the routes, and the reasons why others are impossible.
 type plan struct {
 	wanted   []want
 	problems problems // why there are no right routes to some destinations
-	// all is set if wanted has the routes to all hosts: the store has told the hosts, and the cloud their targets.
+	// all is set if wanted has the routes to all hosts to which routes can lead: the store has told the hosts, and
+	// the cloud their targets.
 	all bool
 	// followers contains the first subnet of each host whose packets follow a table, by the id of the table. It
 	// is complete if all is set.
