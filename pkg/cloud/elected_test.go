@@ -201,8 +201,8 @@ func (n *network) after(d time.Duration) {
 	synctest.Wait()
 }
 
-// expect expects that the error of a host contains text, or that there is no error if text is empty. what names the
-// situation, for messages.
+// expect expects that the error of a host contains text, or that there is no error if text is empty. Messages begin
+// with the situation, what.
 func (n *network) expect(what string, host int, text string) {
 	n.Helper()
 	_, err := n.hosts[host].Result(n.Context())
