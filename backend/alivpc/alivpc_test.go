@@ -27,8 +27,8 @@ var (
 	dst        = backendtest.Subnet()
 )
 
-// bed returns the description of this cloud for the tests that it shares with other clouds that
-// have a route table for each subnet.
+// bed describes this cloud for the tests in package backendtest. All clouds that have a route table
+// for each subnet share these tests.
 func bed() backendtest.VPC {
 	return backendtest.VPC{
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: alitest.Metadata,
@@ -87,8 +87,8 @@ func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
 
-// TestUnreadableVSwitch checks that a host in a vSwitch that cannot be read has no table, and that
-// other hosts have their tables. An error for which cloud.Transient is true must be returned.
+// TestUnreadableVSwitch checks that Find returns no table for a host in a vSwitch that cannot be
+// read, and the tables of the other hosts. If the error may end by itself, Find must return it.
 func TestUnreadableVSwitch(t *testing.T) {
 	s := open(t)
 	status, code := http.StatusNotFound, "InvalidVSwitchId.NotFound"
@@ -269,7 +269,7 @@ func TestAnswers(t *testing.T) {
 	})
 }
 
-// TestCodes checks which error each code of the API means.
+// TestCodes checks which codes of the API mean that a call may be repeated.
 func TestCodes(t *testing.T) {
 	for want, codes := range map[error][]string{
 		cloud.ErrThrottled: {

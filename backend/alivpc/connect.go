@@ -12,7 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// connect returns a client for the region of this host.
+// connect returns a client for the region of this host. It reads the region and the id of the
+// instance from the metadata service.
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
 	metadata, err := access.Endpoint("ALIBABA_CLOUD_METADATA_ENDPOINT", "http://100.100.100.200")
 	if err != nil {
@@ -43,8 +44,9 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	return c, nil
 }
 
-// provider returns the first source of keys that this host has: the configuration, the environment
-// with the names of flannel or those of Alibaba Cloud, and the role of the instance.
+// provider returns the first one of these sources that has keys: the configuration, the
+// environment with the names of flannel, the environment with those of Alibaba Cloud, and the role
+// of the instance.
 func provider(cfg config, metadata *access.Metadata) access.Provider {
 	return access.First(metadata.Keys,
 		cfg.keys(),

@@ -13,7 +13,7 @@ import (
 // localTarget is the target of the routes of the VPC itself.
 const localTarget = "local"
 
-// entry is a route of the API.
+// entry is a route as the API describes it.
 type entry struct {
 	Dst    string `json:"DestinationCidrBlock"` // or the id of a list of prefixes
 	Type   string // Custom, System, or the type of the gateway that has learned the route
@@ -42,11 +42,11 @@ const (
 	deleting    = "Deleting"
 )
 
-// convert returns e as a route of v's table. It reports false if the destination of e is not a
-// prefix, or if e is being deleted. A route with several next hops is foreign, because an operator
-// has made it. A custom route with another origin or with a service is foreign, because a system of
-// the cloud manages it. A custom route with the mark of another cluster is foreign unless it leads
-// to this host, because no other host needs such a route.
+// convert returns e as a route of v's table. It reports false if the destination of e is not a prefix, or
+// if e is being deleted. A route with several next hops is foreign, because an operator has made it. A
+// custom route with another origin or with a service is foreign, because a system of the cloud manages
+// it. A custom route with the mark of another cluster is foreign unless it leads to this host, because no
+// other host needs such a route.
 func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	dst, err := netip.ParsePrefix(e.Dst)
 	if err != nil || e.Status == deleting {
@@ -68,7 +68,7 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 // instance reports whether e leads to exactly one next hop, and this is an instance.
 func (e entry) instance() bool { return len(e.Hops.All) == 1 && e.Hops.All[0].Kind == instanceHop }
 
-// instance is an instance of the API.
+// instance is an instance as the API describes it.
 type instance struct {
 	ID         string `json:"InstanceId"`
 	Status     string
@@ -109,7 +109,8 @@ func (i instance) addresses() []netip.Addr {
 	return i.addressesOf("Primary", "Secondary", "Trunk", "")
 }
 
-// primary returns the addresses of the primary network interface.
+// primary returns the addresses of the primary network interface, and the public addresses of the
+// instance.
 func (i instance) primary() []netip.Addr { return i.addressesOf("Primary") }
 
 // addressesOf returns the addresses of the instance itself, and of its network interfaces of these types.

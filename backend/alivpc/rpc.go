@@ -36,12 +36,14 @@ type client struct {
 	vpc, ecs service
 }
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing.
+// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
+// throttled call a few times.
 func (c *client) call(ctx context.Context, s service, action string, params url.Values, answer any) error {
 	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
 
-// try makes a dry run of a call of the VPC service, which changes nothing.
+// try makes a dry run of a call of the VPC service, which changes nothing. It returns nil if the call
+// would succeed. It adds a parameter to params.
 func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
 	return c.Make(ctx, action+" (dry run)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
@@ -67,13 +69,15 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	return access.Decode(text, answer)
 }
 
-// isCode reports whether err is an error of Alibaba Cloud with one of these codes.
+// isCode reports whether err is an error of Alibaba Cloud with one of these codes, in upper or lower
+// case.
 func isCode(err error, codes ...string) bool {
 	have := access.Code(err)
 	return slices.ContainsFunc(codes, func(code string) bool { return strings.EqualFold(code, have) })
 }
 
-// decodeError returns the error in an answer with another status than 200.
+// decodeError returns the error in an answer with another status than 200. If the answer contains no
+// code, the code is the status.
 func decodeError(status int, text []byte) *access.Error {
 	var e struct{ Code, Message string }
 	if json.Unmarshal(text, &e) != nil || e.Code == "" {
@@ -82,9 +86,9 @@ func decodeError(status int, text []byte) *access.Error {
 	return access.NewError(status, e.Code, e.Message)
 }
 
-// classify returns the error of package cloud for the error e of a call, or nil if e says that a
-// dry run would have succeeded. permission is the one that the call needs, and table the id of the
-// table in the call.
+// classify returns the error of package cloud for the error e of a call, or e if there is none. It
+// returns nil if e says that a dry run would have succeeded. permission is the one that the call needs,
+// and table the id of the table in the call.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {

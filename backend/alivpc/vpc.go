@@ -38,12 +38,14 @@ type vpc struct {
 	table string  // id; of the last Join or Check
 	id    string  // of the VPC; of the last Join or Check
 	own   string  // target of routes to this host; of the last Join or Check
-	// unread contains the errors that were logged because the table of a vSwitch of other hosts
-	// cannot be read, by the id of the vSwitch.
+	// unread contains the error that was logged last for a vSwitch of other hosts whose table cannot
+	// be read, by the id of the vSwitch.
 	unread map[string]string
 }
 
-// find finds the table of the vSwitch of the external interface.
+// find returns the client, and connects it at the first call. It finds the vSwitch of the external
+// interface, and sets table, id and own. It returns an error if the external interface is not the
+// primary network interface of the instance, or if the vSwitch has no table.
 func (v *vpc) find(ctx context.Context) (*client, error) {
 	if v.api == nil {
 		api, err := v.connect(ctx)
@@ -105,7 +107,8 @@ func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]
 	return nil
 }
 
-// note logs that a vSwitch of other hosts cannot be read, once for each error.
+// note logs the error err of reading a vSwitch of other hosts, unless the same error was logged last
+// for this vSwitch. If err is nil, note forgets the last error.
 func (v *vpc) note(ctx context.Context, id string, err error) {
 	if err == nil {
 		delete(v.unread, id)
@@ -130,7 +133,8 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return api.instance, nil
 }
 
-// Find implements cloud.Cloud. Routes lead to the primary network interface of an instance.
+// Find implements cloud.Cloud. Routes lead to the primary network interface of an instance, so Find
+// looks for hosts only by addresses of that interface and by public addresses.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	all := map[string]instance{}
 	if err := v.describe(ctx, url.Values{"VpcId": {v.id}}, all); err != nil {
@@ -158,9 +162,10 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 	return found, nil
 }
 
-// Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say
-// whether its target exists and runs. So Tables asks for the instances that are targets of routes
-// in the networks.
+// Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say whether
+// its target exists and runs. So Tables asks for this instance and for the instances that are
+// targets of routes in the networks. It returns cloud.ErrUnavailable, wrapped, if ECS does not know
+// this instance yet.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	entries, err := v.list(ctx)
 	if err != nil {
@@ -193,7 +198,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{table}, nil
 }
 
-// list returns the routes of the table, of all pages.
+// list returns the routes of the table from all pages.
 func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	params := url.Values{"RouteTableId": {v.table}, "MaxResult": {strconv.Itoa(pageSize)}}
 	for {
@@ -213,7 +218,7 @@ func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	}
 }
 
-// instances returns the instances with these ids that exist, by id.
+// instances returns those of the instances with these ids that exist, by id.
 func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance, error) {
 	all := map[string]instance{}
 	for some := range slices.Chunk(ids, maxInstances) {
@@ -285,7 +290,8 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	return cloud.ErrExists
 }
 
-// checkForeign returns an error if the route to dst is one that flanneld never replaces.
+// checkForeign returns an error if a route to dst is foreign, so that flanneld never replaces it, or
+// if the routes cannot be read.
 func (v *vpc) checkForeign(ctx context.Context, dst netip.Prefix) error {
 	now, err := v.list(ctx)
 	if err != nil {
@@ -308,7 +314,8 @@ func routeParams(r cloud.Route) url.Values {
 	return url.Values{"RouteTableId": {r.Table}, "DestinationCidrBlock": {r.Dst.String()}}
 }
 
-// writeParams are the parameters of calls that make a route or replace one.
+// writeParams returns the parameters that calls that make a route and calls that replace one have in
+// common.
 func (v *vpc) writeParams(r cloud.Route) url.Values {
 	params := routeParams(r)
 	params.Set("Description", cloud.Describe(v.cluster, v.networks, r.Dst))

@@ -29,7 +29,7 @@ func New() Server {
 	return Server{vpctest.New(func(i vpctest.Instance) string { return i.ID }, "CreateRouteEntry", "ModifyRouteEntry", "DeleteRouteEntry")}
 }
 
-// failure is an error as Alibaba Cloud describes it.
+// failure is the HTTP status and the code of an error.
 type failure struct {
 	status int
 	code   string
@@ -38,7 +38,7 @@ type failure struct {
 // errMalformed is the error about the id of something that is not an instance.
 var errMalformed = errors.New("the specified parameter InstanceIds is not valid")
 
-// failures returns the answers to failed calls.
+// failures returns the answer to a failed call, by the error of the call.
 func failures() map[error]failure {
 	return map[error]failure{
 		vpctest.ErrAway:      {http.StatusServiceUnavailable, "ServiceUnavailable"},
@@ -139,7 +139,8 @@ func answer(v *vpctest.View, version, name string, params url.Values) (any, erro
 
 func entryID(r vpctest.Route) string { return fmt.Sprintf("rte-%d", r.Number) }
 
-// cut returns a page of items, and the token of the next one. sizeName is the parameter with the size.
+// cut returns a page of items, and the token of the next one. The token is empty after the last page.
+// sizeName is the parameter with the size of a page. The error means that a parameter is invalid.
 func cut[T any](v *vpctest.View, params url.Values, sizeName string, items []T) (page []T, next string, err error) {
 	begin, size := 0, 0
 	if token := params.Get("NextToken"); token != "" {
@@ -210,7 +211,7 @@ func instances(v *vpctest.View, params url.Values) (any, error) {
 	return describeAll(v, params, func(i vpctest.Instance) bool { return slices.Contains(ids, i.ID) })
 }
 
-// describeAll describes the instances that are wanted.
+// describeAll describes a page of the instances for which wanted returns true.
 func describeAll(v *vpctest.View, params url.Values, wanted func(vpctest.Instance) bool) (any, error) {
 	all := []object{}
 	for _, i := range v.Instances() {
