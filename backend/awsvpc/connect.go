@@ -49,7 +49,7 @@ func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 	}, values["instance-id"], nil
 }
 
-// read returns a value of the metadata service.
+// read returns a value of the metadata service, or an error if the value is empty.
 func read(ctx context.Context, metadata *imds.Client, path string) (string, error) {
 	answer, err := metadata.GetMetadata(ctx, &imds.GetMetadataInput{Path: path})
 	if err != nil {
@@ -63,8 +63,9 @@ func read(ctx context.Context, metadata *imds.Client, path string) (string, erro
 	return strings.TrimSpace(string(text)), err
 }
 
-// credentialsProvider returns the first source of credentials that this host has: the environment,
-// the agent that gives a container its role, or the role of the instance.
+// credentialsProvider returns the first one of these sources that has credentials: the
+// environment, the agent that gives a container its role, and the role of the instance. It returns
+// an error if the URL of the agent is not trusted.
 func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error) {
 	if id, secret := os.Getenv("AWS_ACCESS_KEY_ID"), os.Getenv("AWS_SECRET_ACCESS_KEY"); id != "" && secret != "" {
 		return credentials.NewStaticCredentialsProvider(id, secret, os.Getenv("AWS_SESSION_TOKEN")), nil

@@ -113,8 +113,9 @@ func (v *vpc) connected(ctx context.Context) (*client, error) {
 	return v.api, nil
 }
 
-// find finds the network interface of this host that has one of the addresses of the external
-// interface, and sets own to it.
+// find returns the client. It finds the network interface of this host that has one of the
+// addresses of the external interface, and sets own to it. The error is transient if EC2 does not
+// know the instance yet.
 func (v *vpc) find(ctx context.Context) (*client, error) {
 	api, err := v.connected(ctx)
 	if err != nil {
@@ -160,7 +161,8 @@ func checkOff(n networkInterface) url.Values {
 }
 
 // Find implements cloud.Cloud. It switches the source/dest check of the hosts' network interfaces
-// off, as Join does for this host.
+// off, as Join does for this host. If EC2 refuses that for a host, its Err is a cloud.DroppedError.
+// If the permission is missing, Find does not try it for further hosts.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	interfaces := map[netip.Addr]networkInterface{}
 	for _, by := range []struct {
@@ -303,7 +305,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return tables, nil
 }
 
-// main reports whether t is the main table of a VPC.
+// main reports whether t is the main table of the VPC with this id.
 func (t routeTable) main(vpc string) bool {
 	return t.VPC == vpc && slices.ContainsFunc(t.Associations, func(a association) bool { return a.Main })
 }
@@ -335,7 +337,8 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 	return main, nil
 }
 
-// chosen returns the tables that the configuration chooses, or else the table of the own subnet.
+// chosen returns the tables that the configuration chooses, or else the table of the own subnet. It
+// returns an error if there is none.
 func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}
 	switch {
@@ -415,7 +418,7 @@ func (t routeTable) table() cloud.Table {
 	return table
 }
 
-// routeParams returns the parameters that name the destination of a route.
+// routeParams returns the parameters that name a table and the destination of a route.
 func routeParams(table string, dst netip.Prefix) url.Values {
 	key := "DestinationCidrBlock"
 	if prefix.FamilyOf(dst.Addr()) == prefix.IPv6 {

@@ -29,8 +29,8 @@ var (
 	peer4      = netip.MustParseAddr("192.168.77.2")
 )
 
-// bed returns the description of this cloud for the tests that it shares with other clouds that
-// have a route table for each subnet.
+// bed describes this cloud for the tests in package backendtest. All clouds that have a route table
+// for each subnet share these tests.
 func bed() backendtest.VPC {
 	return backendtest.VPC{
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: ec2test.Metadata,

@@ -41,7 +41,8 @@ func TestMetadataMock(t *testing.T) {
 	}
 }
 
-// startMetadataMock starts the metadata service of an instance, and returns its address.
+// startMetadataMock starts a metadata service that ends with the test, for an instance. It returns
+// the URL of the service.
 func startMetadataMock(t *testing.T, i vpctest.Instance) *url.URL {
 	t.Helper()
 	config, err := json.Marshal(map[string]any{"metadata": map[string]any{"values": map[string]any{

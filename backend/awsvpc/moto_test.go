@@ -114,8 +114,8 @@ func (m moto) call(t *testing.T, service, version, action string, params map[str
 	return m.send(t, action, req)
 }
 
-// send sends a request, and returns the answer. moto loads a service at its first call, which may take longer than
-// flanneld waits for an answer.
+// send sends a request, and returns the answer. It waits for a minute, because moto loads a service at its first
+// call, which may take longer than flanneld waits for an answer.
 func (m moto) send(t *testing.T, name string, req *http.Request) []byte {
 	t.Helper()
 	status, text, err := transport.Send(&http.Client{Timeout: time.Minute}, req)
@@ -157,7 +157,8 @@ type motoVPC struct {
 	self, peer string // ids of the network interfaces of the instances
 }
 
-// open makes a VPC. Its subnets follow the main table if main is set, and otherwise another table.
+// open makes a VPC, and makes this process its first instance. The subnets of the VPC follow the main table if
+// main is set, and otherwise another table.
 func (m moto) open(t *testing.T, main bool) motoVPC {
 	t.Helper()
 	vpc := m.ec2(t, "CreateVpc", map[string]string{"CidrBlock": "192.168.0.0/16"}, "vpcId")

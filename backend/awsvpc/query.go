@@ -38,13 +38,14 @@ type client struct {
 	endpoint    string // URL
 }
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
-// call that was throttled. params must not contain Action and Version.
+// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a call
+// that was throttled, and gives up after a few tries. params must not contain Action and Version.
 func (c *client) call(ctx context.Context, action string, params url.Values, answer any) error {
 	return c.calls.Make(ctx, action, action, func() error { return c.once(ctx, action, params, answer) })
 }
 
-// try makes a dry run of a call, which changes nothing.
+// try makes a dry run of a call, which changes nothing. It returns nil if the call would succeed.
+// It adds a parameter to params.
 func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
 	return c.calls.Make(ctx, action+" (dry run)", action, func() error { return c.once(ctx, action, params, nil) })
@@ -88,8 +89,9 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 // isCode reports whether err is an error of EC2 with one of these codes.
 func isCode(err error, codes ...string) bool { return slices.Contains(codes, access.Code(err)) }
 
-// classify returns the error of package cloud for an answer with another status than 200, or nil if
-// the answer says that a dry run would have succeeded.
+// classify returns the error of package cloud for an answer with another status than 200, or the
+// error of EC2 if there is none. It returns nil if the answer says that a dry run would have
+// succeeded.
 func classify(action string, params url.Values, status int, text []byte) error {
 	var answer struct {
 		Errors []struct{ Code, Message string } `xml:"Errors>Error"`

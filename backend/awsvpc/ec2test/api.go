@@ -24,7 +24,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
-// failure is an error as EC2 describes it.
+// failure is the HTTP status and the code of an error.
 type failure struct {
 	status int
 	code   string
@@ -37,7 +37,7 @@ var (
 	errNoReplace = errors.New("there is no route defined in the route table, use CreateRoute instead")
 )
 
-// failures returns the answers to failed calls.
+// failures returns the answer to a failed call, by the error of the call.
 func failures() map[error]failure {
 	return map[error]failure{
 		vpctest.ErrAway:      {http.StatusServiceUnavailable, "Unavailable"},
@@ -156,7 +156,8 @@ func filters(form url.Values) map[string][]string {
 	return all
 }
 
-// cut returns a page of items, and the token of the next one.
+// cut returns a page of items, and the token of the next one. The token is empty after the last
+// page.
 func cut[T any](v *vpctest.View, form url.Values, items []T) (page []T, next string) {
 	begin, _ := strconv.Atoi(form.Get("NextToken"))
 	size, _ := strconv.Atoi(form.Get("MaxResults"))

@@ -43,7 +43,7 @@ func (s *Server) AddTagged(id string, tags map[string]string) {
 	s.AddTable(id, "")
 }
 
-// tag returns the value of a tag of a table.
+// tag returns the value of a tag of a table, or an empty text if the table does not have the tag.
 func (s *Server) tag(table, name string) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
