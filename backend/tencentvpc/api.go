@@ -37,7 +37,8 @@ type client struct {
 // object is an object of JSON.
 type object = map[string]any
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing.
+// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
+// throttled call a few times.
 func (c *client) call(ctx context.Context, s service, action string, params object, answer any) error {
 	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
@@ -72,8 +73,9 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	return decode(status, text, s.name+":"+action, table, answer)
 }
 
-// decode decodes the answer to a call that needs that permission and has that table. It returns the
-// error in the answer if there is one. Answers with an error also have the status 200.
+// decode decodes the answer to a call, or returns the error in it. Answers with an error also have
+// the status 200. permission is the one that the call needs, and table the id of the table in the
+// call.
 func decode(status int, text []byte, permission, table string, answer any) error {
 	var outer struct{ Response json.RawMessage }
 	var failed struct {
@@ -95,8 +97,8 @@ func isCode(err error, codes ...string) bool {
 	return slices.ContainsFunc(codes, func(code string) bool { return have == code || strings.HasPrefix(have, code+".") })
 }
 
-// classify returns the error of package cloud for the error e of a call. permission is the one that
-// the call needs, and table the id of the table in the call.
+// classify returns the error of package cloud for the error e of a call, or e if there is none.
+// permission is the one that the call needs, and table the id of the table in the call.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
@@ -115,7 +117,8 @@ func classify(permission, table string, e *access.Error) error {
 	return e
 }
 
-// named returns the permission that the message of an error names, or else that of the call.
+// named returns the permission that the message of an error names. If it names none, named returns
+// permission, which is the one that the call needs.
 func named(permission, message string) string {
 	if found := regexp.MustCompile(`\(((?:vpc|cvm):[A-Za-z]+)\)`).FindStringSubmatch(message); found != nil {
 		return found[1]

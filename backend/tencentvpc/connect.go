@@ -14,7 +14,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// connect returns a client for the region of this host.
+// connect returns a client for the region of this host. It reads the region from the metadata
+// service.
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
 	metadata, err := access.Endpoint("TENCENTCLOUD_METADATA_ENDPOINT", "http://metadata.tencentyun.com")
 	if err != nil {
@@ -55,7 +56,8 @@ type place struct {
 	vpc, subnet string     // ids
 }
 
-// find returns the place of the external interface. addresses are those of that interface.
+// find returns the place of the external interface. addresses are those of that interface. find
+// returns an error if it is not the primary network interface of the instance.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {

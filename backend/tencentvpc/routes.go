@@ -11,7 +11,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// table is a route table of the API.
+// table is a route table as the API describes it.
 type table struct {
 	ID      string `json:"RouteTableId"`
 	Main    bool
@@ -100,7 +100,7 @@ func (v *vpc) write(r cloud.Route) route {
 // id returns a route with only the fields that identify r in calls.
 func (r route) id() route { return route{ID: r.ID, Item: r.Item} }
 
-// instance is an instance of the API.
+// instance is an instance as the API describes it.
 type instance struct {
 	State   string   `json:"InstanceState"`
 	Private []string `json:"PrivateIpAddresses"` // of the primary network interface

@@ -28,8 +28,8 @@ const (
 
 var dst = backendtest.Subnet()
 
-// bed returns the description of this cloud for the tests that it shares with other clouds that
-// have a route table for each subnet.
+// bed describes this cloud for the tests in package backendtest. All clouds that have a route table
+// for each subnet share these tests.
 func bed() backendtest.VPC {
 	return backendtest.VPC{
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4}, Metadata: tencenttest.Metadata,
@@ -63,7 +63,8 @@ func TestSuite(t *testing.T) {
 func TestTableOfTheSubnet(t *testing.T) { bed().OwnTable(t, "subnet-1", "subnet-2") }
 
 // TestOldAnswers checks Put while the API still describes the tables as they were before the last
-// calls.
+// calls. Put must make a missing route. If there is a route that the API does not describe, Put
+// must return ErrExists, or a transient error if it should replace the route.
 func TestOldAnswers(t *testing.T) {
 	s := open(t)
 	s.SetLag(time.Hour)
@@ -95,8 +96,9 @@ func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 func TestClusters(t *testing.T) { bed().Clusters(t) }
 
 // TestWrongRoutes checks that Put replaces an enabled route in place, so that the destination
-// always has a route. It may first delete only routes that carry no packets. flannel did not see
-// such wrong routes, or deleted them first.
+// always has a route. Put may make a new route only if all others carry no packets. The test counts
+// the calls that create and delete routes. flannel did not see such wrong routes, or deleted them
+// first.
 func TestWrongRoutes(t *testing.T) {
 	for name, test := range map[string]struct {
 		present          []vpctest.Route

@@ -27,7 +27,7 @@ type vpc struct {
 
 	api *client // nil before the first connection
 	own place   // of the last Join or Check
-	all []table // all tables of the VPC, as the last Tables, Put or Remove has read them
+	all []table // all tables of the VPC, as they were last read by table
 }
 
 // Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Tencent Cloud
@@ -49,13 +49,13 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 }
 
 // Find implements cloud.Cloud. It reads all instances of the VPC, because the API cannot filter by
-// many addresses.
+// many addresses. It uses the tables that table has read.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	instances, err := v.instances(ctx)
 	if err != nil {
 		return nil, err
 	}
-	targets := map[netip.Addr]netip.Addr{} // private addresses, by all addresses
+	targets := map[netip.Addr]netip.Addr{} // private address of an instance, by each of its addresses
 	followed := func(i instance) string {
 		t, _ := choose(v.all, i.Place.Subnet)
 		return t.ID
@@ -120,10 +120,10 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{table}, nil
 }
 
-// pages calls one with the offset of each page, until it has got all items. one returns the number
-// of items of a page, and that of all pages. If the number of all items changes between two pages,
-// pages returns ErrUnavailable, wrapped: an item may be missing in all pages, and its host would
-// look lost.
+// pages calls one with the offset of each page, until it has got all items. one returns the number of
+// items of a page, and that of all pages. If the number of all items changes between two pages, or the
+// pages do not contain so many items, pages returns ErrUnavailable, wrapped: an item may be missing in
+// all pages, and its host would look lost.
 func pages(one func(offset int) (got, total int, err error)) error {
 	for offset, first := 0, -1; ; {
 		got, total, err := one(offset)
@@ -143,7 +143,8 @@ func pages(one func(offset int) (got, total int, err error)) error {
 	}
 }
 
-// table returns the table of the own subnet.
+// table reads all tables of the VPC into v.all, and returns the table of the own subnet. It returns an
+// error if there is none.
 func (v *vpc) table(ctx context.Context) (table, error) {
 	var all []table
 	err := pages(func(offset int) (int, int, error) {
@@ -172,7 +173,8 @@ func filter(name, value string) []object {
 	return []object{{"Name": name, "Values": []string{value}}}
 }
 
-// instances returns the instances of the VPC, by each of their private addresses.
+// instances returns the instances of the VPC, by each of their private addresses. It returns
+// ErrUnavailable, wrapped, if CVM does not know this instance yet.
 func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 	all := map[netip.Addr]instance{}
 	err := pages(func(offset int) (int, int, error) {
@@ -206,9 +208,10 @@ func (v *vpc) change(ctx context.Context, action, table string, routes ...route)
 }
 
 // Put implements cloud.Cloud. It first reads the table, because two routes to one destination may
-// share the packets. It deletes disabled routes, which carry no packets: a route that is replaced
-// must not become equal to one of them. If several enabled routes are left, it replaces the first
-// one in place, and deletes the rest. An enabled route of another cluster is an error.
+// share the packets. It deletes the disabled routes of this cluster, which carry no packets: a route
+// that is replaced must not become equal to one of them. If several enabled routes are left, it
+// replaces the first one in place, and deletes the rest. An enabled route of another cluster is an
+// error, unless it leads to this host.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	t, err := v.table(ctx)
 	if err != nil {
@@ -218,7 +221,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	for _, have := range t.to(r.Dst) {
 		c, _ := v.convert(have, r.Table)
 		switch {
-		case v.ofOther(have) && have.disabled(): // it carries no packets
+		case v.ofOther(have) && have.disabled(): // it carries no packets, and may stay
 		case !c.Foreign:
 			present = append(present, have)
 		default:
@@ -244,7 +247,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if !isCode(err, "InvalidParameterValue.Duplicate") {
 		return err
 	}
-	if replace { // the list is older than the last call
+	if replace { // the list of routes is older than the last call
 		return fmt.Errorf("%w with the present routes: %w", cloud.ErrUnavailable, err)
 	}
 	return cloud.ErrExists

@@ -28,7 +28,7 @@ func New() Server {
 	return Server{vpctest.New(func(i vpctest.Instance) string { return i.IPv4().String() }, "CreateRoutes", "ReplaceRoutes", "DeleteRoutes")}
 }
 
-// codes returns the codes of failed calls.
+// codes returns the code of a failed call, by the error of the call.
 func codes() map[error]string {
 	return map[error]string{
 		vpctest.ErrAway:      "InternalError",
@@ -163,7 +163,7 @@ func inVPC(filters []filter) bool {
 	return err == nil && string(text) == `[{"Name":"vpc-id","Values":["`+vpctest.VPC+`"]}]`
 }
 
-// cut returns a page of items.
+// cut returns a page of items. The error means that offset or limit is invalid.
 func cut[T any](v *vpctest.View, offset, limit int, items []T) ([]T, error) {
 	if limit <= 0 || limit > 100 || offset < 0 {
 		return nil, vpctest.ErrInvalid
