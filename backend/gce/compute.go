@@ -42,7 +42,9 @@ type vpc struct {
 	places sync.RWMutex
 }
 
-// find finds the VPC network of the external interface.
+// find returns the client, and connects it at the first call. It finds the VPC network of the
+// external interface, and sets table, network and own. It returns an error if that network is
+// shared by another project.
 func (v *vpc) find(ctx context.Context) (*client, error) {
 	if v.api == nil {
 		api, err := v.connect(ctx)
@@ -70,7 +72,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	return v.api, nil
 }
 
-// instance is an instance of the Compute API.
+// instance is an instance as the Compute API describes it.
 type instance struct {
 	Name         string `json:"name"`
 	Zone         string `json:"zone"` // URL
@@ -114,7 +116,8 @@ func (c *client) get(ctx context.Context, zone, name string) (i instance, err er
 }
 
 // Join implements cloud.Cloud. An instance gets packets with foreign addresses if its canIpForward
-// is set. Join does not set it, because that may restart the instance: it returns a DroppedError.
+// is set. If it is not set, Join returns a DroppedError. Join does not set it, because that may
+// restart the instance.
 func (v *vpc) Join(ctx context.Context) (string, error) {
 	api, err := v.find(ctx)
 	if err != nil {
@@ -185,9 +188,9 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{v.tableOf(all)}, nil
 }
 
-// tableOf returns the table with the routes in all, except for two kinds. Of routes that differ
-// only in their names and priorities, the table has one. A route that gets no packets because of a
-// rival is left out.
+// tableOf returns the table with the routes in all. Of routes that differ only in their names and
+// priorities, the table has one. It has no routes of this cluster that get no packets, or only a
+// part of them, because of a rival.
 func (v *vpc) tableOf(all []route) cloud.Table {
 	rivals := map[netip.Prefix]int{} // least priority number of the rivals to each destination
 	for _, r := range all {
@@ -219,8 +222,8 @@ func (v *vpc) rivals(r route) bool {
 	return c.Foreign && c.ByCall && !c.Lost && len(r.Tags) == 0
 }
 
-// list returns the routes of the VPC network, of all pages. The value of the filter is a regular
-// expression.
+// list returns the routes of the VPC network from all pages, without those whose destination is not
+// a prefix. The value of the filter is a regular expression.
 func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	query := url.Values{"filter": {fmt.Sprintf(`network eq ".*/%s"`, v.table)}, "maxResults": {strconv.Itoa(pageSize)}}
 	for {
@@ -254,8 +257,9 @@ func leadingTo(dst netip.Prefix, all []route) []route {
 }
 
 // Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to
-// all routes of this cluster to the same destination, and then deletes those. It returns an error
-// if a rival of another program is at least as preferred as the new route.
+// all routes of this cluster to the same destination, and then deletes those. If the quota has no
+// place for one more route, Put may delete a route first. It returns an error if a rival of another
+// program is at least as preferred as the new route.
 func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	all, err := v.list(ctx)
 	if err != nil {
@@ -292,9 +296,9 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 }
 
 // split looks only at those of the present routes that are not foreign. right is set if the wanted
-// route is one of them and is preferred to the others. others are then the other ones, and
-// otherwise all of them. priority is the number that the wanted route has, or needs to be
-// preferred; it is negative if no number is low enough.
+// route is one of them and is preferred to all others. others contains the other ones, or all of
+// them if right is not set. priority is the number that the wanted route has or, if right is not
+// set, the number that it needs to be preferred; it is negative if no number is low enough.
 func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route, priority int) {
 	own := slices.DeleteFunc(slices.Clone(present), func(r route) bool { return v.convert(r).Foreign })
 	slices.SortStableFunc(own, func(a, b route) int { return a.Priority - b.Priority })
@@ -307,9 +311,10 @@ func (v *vpc) split(present []route, want cloud.Route) (right bool, others []rou
 	return false, own, min(defaultPriority, own[0].Priority-1)
 }
 
-// over reports whether deleting one route would not make place for another, because there are more
-// routes than the quota allows. An operator may have lowered the quota. all contains all routes of
-// the VPC network. The default route is not counted, because the quota may not count it.
+// over reports whether the VPC network has more routes than the quota allows, for example because
+// an operator has lowered the quota. Deleting one route then makes no place for another. all
+// contains all routes of the VPC network. Routes to a gateway, such as the default route, are not
+// counted, because the quota may not count them.
 func over(quota *cloud.QuotaError, all []route) bool {
 	n := 0
 	for _, r := range all {
@@ -329,9 +334,9 @@ func (v *vpc) add(ctx context.Context, r route) error {
 
 // exchange inserts r after the quota had no place for it. It first deletes one of the old routes to
 // make place: one that leads to nowhere, or else to another target. So it never deletes the only
-// route that is useful. If r is refused nevertheless, it inserts a deleted route that was useful
-// again. It returns the old routes that are left. full is the error about the quota, which it
-// returns if it may delete no old route.
+// route that is useful. If r is refused nevertheless, it inserts the deleted route again, if that
+// was useful. left contains the old routes without the deleted one, or all of them after an error.
+// full is the error about the quota, which exchange returns if it may delete no old route.
 func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (left []route, err error) {
 	i := slices.IndexFunc(old, func(o route) bool { return v.convert(o).Lost })
 	if i < 0 {
@@ -372,7 +377,8 @@ func (v *vpc) wanted(want cloud.Route, priority int) route {
 	return r
 }
 
-// insert inserts a route, and waits until that is done.
+// insert inserts a route, and waits until that is done. It returns ErrUnavailable, wrapped, if a
+// route with that name exists already.
 func (v *vpc) insert(ctx context.Context, r route) error {
 	err := v.api.change(ctx, v.api.at("routes.insert", http.MethodPost, "global/routes", r))
 	if quota, ok := errors.AsType[*cloud.QuotaError](err); ok {
@@ -384,7 +390,8 @@ func (v *vpc) insert(ctx context.Context, r route) error {
 	return err
 }
 
-// delete deletes routes by their names. A route that does not exist is not an error.
+// delete deletes routes by their names, and waits until that is done. A route that does not exist
+// is not an error.
 func (v *vpc) delete(ctx context.Context, routes []route) error {
 	for _, r := range routes {
 		err := v.api.change(ctx, v.api.at("routes.delete", http.MethodDelete, "global/routes/"+r.Name, nil))

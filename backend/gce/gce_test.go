@@ -95,7 +95,7 @@ func routeTo(target string) cloud.Route {
 	return cloud.Route{Table: gcetest.Network, Dst: dst, Target: target, ByCall: true}
 }
 
-// to returns a route of the API from dst to the instance with that number.
+// to returns a route of the API to dst. It leads to the instance with that number.
 func to(name, description string, number, priority int) gcetest.Route {
 	return gcetest.Route{
 		Name: name, Description: description, Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: priority,
@@ -124,8 +124,8 @@ func expectOnly(t *testing.T, s *gcetest.Server, number int) {
 	}
 }
 
-// TestSuite runs the suite of all clouds twice: a full quota may refuse the call, or make the
-// operation fail that the call has begun.
+// TestSuite runs the suite of all clouds twice: once a full quota refuses calls, and once it makes
+// the operations fail that calls have begun.
 func TestSuite(t *testing.T) {
 	for name, late := range map[string]bool{"refused calls": false, "failing operations": true} {
 		t.Run(name, func(t *testing.T) { testSuite(t, late) })
@@ -205,8 +205,8 @@ func TestReplaceInAFullNetwork(t *testing.T) {
 	}
 }
 
-// failing returns a function for openBehind. It passes the nth call with that method of routes,
-// counted from 1, to fail, and all other calls to the API.
+// failing returns a function for openBehind. That function passes the nth call about routes with
+// this method to fail, and all other calls to the API. nth counts from 1.
 func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) http.Handler {
 	return func(api http.Handler) http.Handler {
 		var n atomic.Int64
@@ -220,8 +220,8 @@ func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) h
 	}
 }
 
-// TestFullNetworkKeepsRoutes checks replacements that fail because the quota has no place for a
-// second route. At the end there must be a route that works.
+// TestFullNetworkKeepsRoutes checks replacements that fail in a VPC network whose quota has no
+// place for a second route. At the end there must be a route that works.
 func TestFullNetworkKeepsRoutes(t *testing.T) {
 	refuse := func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, `{"error":{"message":"The resource is in use","errors":[{"reason":"resourceInUse"}]}}`, http.StatusBadRequest)
@@ -498,7 +498,7 @@ func TestLeader(t *testing.T) {
 }
 
 // TestLeaderPutsManyRoutes checks that a leader puts the routes of many hosts, several at once, and
-// makes one call for each route. If one call fails in the middle, the next comparison must put the
+// makes one call for each route. If one call fails in the middle, later comparisons must put the
 // missing routes.
 //
 //stages:rest it puts hundreds of routes; TestLeader puts a few
@@ -606,7 +606,8 @@ func TestAdoption(t *testing.T) {
 }
 
 // TestNames checks that routes have different names if they are in different VPC networks, or of
-// different clusters or priorities. Names are unique in a project.
+// different clusters or priorities, because names are unique in a project. A name must have at most
+// 63 bytes.
 func TestNames(t *testing.T) {
 	seen := map[string]bool{}
 	six := netip.MustParsePrefix("fd00:1111:2222:3333:4444:5555:6666:7777/128")
@@ -835,7 +836,8 @@ func TestMessagesAreOneLine(t *testing.T) {
 	}
 }
 
-// TestNewToken checks that flanneld gets a new token if its token becomes invalid before the time.
+// TestNewToken checks that flanneld gets a new token if its token becomes invalid before it
+// expires.
 func TestNewToken(t *testing.T) {
 	s := open(t)
 	c := joined(t, `{}`)
@@ -867,7 +869,7 @@ func TestEndlessPages(t *testing.T) {
 	}
 }
 
-// TestErrors checks which error each form of error of Google's APIs means.
+// TestErrors checks what an error means in each of the forms that Google's APIs use.
 func TestErrors(t *testing.T) {
 	for text, want := range map[string]struct {
 		status int

@@ -60,7 +60,8 @@ func confidential(text string) bool {
 	return u.Scheme == "https" || u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && a.IsLoopback())
 }
 
-// connect returns a client for the instance of this host.
+// connect returns a client for the instance of this host. It reads the names of the project, the
+// instance and the zone from the metadata service.
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
 	c := &client{
 		identity: identity{service: newService()}, endpoints: at, http: transport.NewClient(), calls: calls,
@@ -95,7 +96,8 @@ func newService() *metadata.Client {
 	return metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 }
 
-// read returns a value of the metadata service.
+// read returns a value of the metadata service. The error is a metadata.NotDefinedError if there is
+// no such value. Otherwise it wraps cloud.ErrUnavailable.
 func (i *identity) read(ctx context.Context, name string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
@@ -112,10 +114,11 @@ func (i *identity) read(ctx context.Context, name string) (string, error) {
 	return strings.TrimSpace(text), nil
 }
 
-// account is the service account of the instance.
+// account is the path of the service account of the instance.
 const account = "instance/service-accounts/default/"
 
-// bearer returns a token of the service account of the instance.
+// bearer returns a token of the service account of the instance. It keeps the token until shortly
+// before it expires.
 func (i *identity) bearer(ctx context.Context) (string, error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()

@@ -60,8 +60,8 @@ func (c *client) at(name, method, path string, body any) request {
 	return request{name, method, strings.TrimSuffix(c.compute, "/") + "/projects/" + c.project + "/" + path, body}
 }
 
-// call makes a call and decodes its answer. It repeats a call that was throttled, and one whose
-// token was refused, because the metadata service may have a new one.
+// call makes a call and decodes its answer. It repeats a call that was throttled a few times, and
+// once a call whose token was refused, because the metadata service may have a new token.
 func (c *client) call(ctx context.Context, r request, answer any) error {
 	return c.calls.Make(ctx, r.name, r.name, func() error {
 		err := c.once(ctx, r, answer)
@@ -124,7 +124,8 @@ type operation struct {
 }
 
 // change makes a call that changes something, and waits until the operation has ended. It returns
-// ErrUnavailable, wrapped, if ctx ends first, or after operationTimeout.
+// the error of the operation. It returns ErrUnavailable, wrapped, if ctx ends first, or after
+// operationTimeout.
 func (c *client) change(ctx context.Context, r request) error {
 	ctx, cancel := context.WithTimeout(ctx, operationTimeout)
 	defer cancel()
@@ -173,7 +174,7 @@ func isStatus(err error, status int) bool {
 	return ok && e.Status == status
 }
 
-// decodeError returns the error in an answer.
+// decodeError returns the error in an answer with another status than 200.
 func decodeError(status int, text []byte) *apiError {
 	var answer struct {
 		Error struct {
@@ -200,7 +201,8 @@ func decodeError(status int, text []byte) *apiError {
 	return newAPIError(status, reason, answer.Error.Message)
 }
 
-// classify returns the error of package cloud for the error e of the call with that name.
+// classify returns the error of package cloud for the error e of the call with that name, or e if
+// there is none.
 func classify(name string, e *apiError) error {
 	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
 	switch {
@@ -228,7 +230,7 @@ func permission(name, message string) string {
 }
 
 // quotaError returns an error with the quota and the limit that a message names, such as "Quota
-// 'ROUTES' exceeded. Limit: 250.0 globally.".
+// 'ROUTES' exceeded. Limit: 250.0 globally.". They are zero if the message does not name them.
 func quotaError(message string) *cloud.QuotaError {
 	quota := &cloud.QuotaError{}
 	if found := regexp.MustCompile(`Quota '([^']*)'`).FindStringSubmatch(message); found != nil {

@@ -97,8 +97,8 @@ func flannelName(dst netip.Prefix) string {
 	return "flannel-" + strings.NewReplacer(".", "-", ":", "-", "/", "-").Replace(dst.String())
 }
 
-// name returns the name of a route. Names are unique in a project. So the name contains a sum of
-// everything that may differ between two routes to the same destination.
+// name returns the name of a route. Names are unique in a project. So the name contains a checksum
+// of everything that may differ between two routes to the same destination.
 func (r route) name(cluster string) string {
 	sum := sha256.Sum256([]byte(strings.Join([]string{r.Network, cluster, r.Instance, strconv.Itoa(r.Priority)}, " ")))
 	return flannelName(r.dst()) + "-" + hex.EncodeToString(sum[:4])

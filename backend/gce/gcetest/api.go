@@ -88,7 +88,7 @@ func nameOf(r *http.Request) (name string, parts []string) {
 	return name, parts
 }
 
-// permissions returns the permissions that a call needs.
+// permissions returns the permissions that a call needs, or none if the call is unknown.
 func permissions(name string) []string {
 	return map[string][]string{
 		"instances.get":            {"compute.instances.get"},
@@ -208,7 +208,8 @@ func (s *Server) listInstances(r *http.Request) (any, *failure) {
 	return answer, f
 }
 
-// cut returns a page of items, and the token of the next one.
+// cut returns a page of items, and the token of the next one. The token is empty after the last
+// page.
 func (s *Server) cut(r *http.Request, items []any) (page []any, next string, f *failure) {
 	begin, _ := strconv.Atoi(r.FormValue("pageToken"))
 	size, err := strconv.Atoi(cmp.Or(r.FormValue("maxResults"), "500"))
@@ -222,7 +223,7 @@ func (s *Server) cut(r *http.Request, items []any) (page []any, next string, f *
 	return items[min(begin, end):end], next, nil
 }
 
-// filter is the syntax of filters for routes.
+// filter returns the syntax of the only filter for routes that the server knows.
 func filter() *regexp.Regexp { return regexp.MustCompile(`^network eq "([^"]*)"$`) }
 
 // spelled returns a destination as the API may spell it: an IPv6 address without the abbreviation

@@ -80,7 +80,7 @@ type Call struct {
 	Reason string // of the error; empty if there was none
 }
 
-// Writes reports whether the call has changed something.
+// Writes reports whether the call has succeeded and has begun a change.
 func (c Call) Writes() bool {
 	return c.Reason == "" && (c.Name == "routes.insert" || c.Name == "routes.delete")
 }
@@ -273,7 +273,7 @@ func (s *Server) SetAway(away bool) { s.change(func() { s.away = away }) }
 func (s *Server) DisableManager() { s.change(func() { s.noManager = true }) }
 
 // SetQuota sets the number of static routes that a VPC network may have. If late is set, the call
-// succeeds, and its operation fails.
+// for a further route succeeds, and its operation fails.
 func (s *Server) SetQuota(n int, late bool) {
 	s.change(func() { s.quota, s.lateQuota = n, late })
 }
@@ -305,7 +305,7 @@ func (s *Server) Calls() (all []Call) {
 	return all
 }
 
-// Writes returns the number of calls that have changed something.
+// Writes returns the number of calls that have begun a change.
 func (s *Server) Writes() (n int) {
 	for _, c := range s.Calls() {
 		if c.Writes() {
@@ -315,7 +315,7 @@ func (s *Server) Writes() (n int) {
 	return n
 }
 
-// Gaps returns how often a change by a call left a destination without a route.
+// Gaps returns how often a change by a call left a destination without a route that it had before.
 func (s *Server) Gaps() (n int) {
 	s.change(func() { n = s.gaps })
 	return n
