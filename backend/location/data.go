@@ -35,9 +35,9 @@ func digest(same backend.SameLocation) string {
 	return hex.EncodeToString(sum[:4])
 }
 
-// canonical returns the keys of a configuration without Type, as the same text for all
-// configurations that mean the same. The last known state has another text than the store, and the
-// decoder accepts keys in any case.
+// canonical returns the same text for all configurations that mean the same: JSON without the key
+// Type and without keys whose value is null, and with the keys in lower case. The last known state
+// has another text than the store, and the decoder accepts keys in any case.
 func canonical(raw json.RawMessage) []byte {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(raw))

@@ -52,8 +52,8 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, sw
 	return v.report(report), err
 }
 
-// report returns the part of r that is about the backend of v. If Rerouted is set, each backend
-// sees that once.
+// report returns r for the backend of v. From r.Refused it leaves out the routes that this backend
+// does not want. If Rerouted is set, each backend sees that once.
 func (v *view) report(r dataplane.Report) dataplane.Report {
 	for _, other := range []*view{v.between, v.inside} {
 		other.rerouted = other.rerouted || r.Rerouted

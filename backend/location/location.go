@@ -135,7 +135,7 @@ func (b *Backend) CheckRelay() error {
 }
 
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend. It is the smallest MTU of both backends, because any peer may come to another location.
+// Backend. It is the smallest MTU of both backends, because any peer may change its location.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, be := range []backend.Backend{b.between, b.inside} {
@@ -166,8 +166,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// claimInside returns the claim of the backend inside of the location. That backend gets the data
-// for it in prev, the last published claim, as its own last claim.
+// claimInside returns the claim of the backend inside of the location. prev is the last claim that
+// this host has published. That backend gets only the data in prev that is its own.
 func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	before := subnet.Claim{BackendType: b.sides.inside.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
 	for i, e := range before.Endpoints {

@@ -95,7 +95,8 @@ func TestConfigurations(t *testing.T) {
 	}
 }
 
-// TestForwards checks that the questions of the daemon are passed on to both backends.
+// TestForwards checks that questions of the daemon reach the backends that can answer
+// them.
 func TestForwards(t *testing.T) {
 	b, _, err := create(t, wireguard.Type, `{"SameLocation":"vxlan"}`)
 	if err != nil {

@@ -162,7 +162,8 @@ func (n *network) leaveInside(set backend.Set, keys []string) {
 }
 
 // examine returns what a peer publishes for the backend inside, and whether that can be used. l is
-// nil if the peer has gone.
+// the lease of the peer, or nil if the peer has gone. The result is the zero candidate if the peer
+// has gone, or if this host has no location.
 func (n *network) examine(l *subnet.Lease) (c candidate) {
 	if l == nil || n.running.inside == nil {
 		return candidate{}
@@ -177,7 +178,8 @@ func (n *network) examine(l *subnet.Lease) (c candidate) {
 	return c
 }
 
-// choose decides whether the backend inside serves a peer. l is nil if the peer has gone.
+// choose decides whether the backend inside serves a peer, and records that in near and peers. l is
+// nil if the peer has gone.
 func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	before := n.peers[key]
 	delete(n.near, key)
@@ -194,7 +196,8 @@ func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	}
 }
 
-// log logs that a peer at the location of this host is not served inside.
+// log logs that a peer at the location of this host is not served inside, unless limit has been
+// reached.
 func (n *network) log(ctx context.Context, key, reason string) {
 	if log, ok := n.limit.Next(klog.FromContext(ctx)); ok {
 		log.Error(nil, "packets to a peer at the same location go by the backend between locations", "lease", key, "backend", n.sides.between.Type, "reason", reason)

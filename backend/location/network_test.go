@@ -120,8 +120,9 @@ func subnetOf(n int) netip.Prefix {
 
 func addrOf(n int) netip.Addr { return netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}) }
 
-// lease returns the lease of host n at a location. change may change the data of the location; it
-// may be nil. b is the backend of any host with the same configuration.
+// lease returns the lease of host n at a location. If location is empty, the host has none. change
+// may change the data of the location; it may be nil. b is the backend of any host with the same
+// configuration.
 func lease(t testing.TB, b *Backend, n int, location string, change func(*data)) *subnet.Lease {
 	t.Helper()
 	d := data{Name: location, Type: b.sides.inside.Type, Config: b.digest, Address: addrOf(n)}

@@ -50,7 +50,7 @@ func (r *rivals) addRivals(to map[string]struct{}, key string) {
 	}
 }
 
-// set replaces the candidate of a host.
+// set replaces the candidate of a host. A zero candidate removes the host.
 func (r *rivals) set(key string, c candidate) {
 	for _, id := range r.candidates[key].identities {
 		if delete(r.holders[id], key); len(r.holders[id]) == 0 {
@@ -72,7 +72,7 @@ func (r *rivals) set(key string, c candidate) {
 
 // decide returns the lease with which the backend inside serves a host, or nil if the backend
 // between locations serves it. why is the reason if the host says that it is at the location and is
-// not served inside.
+// not served inside, for example because another host has the same identity.
 func (r *rivals) decide(key string) (_ *subnet.Lease, why string) {
 	c := r.candidates[key]
 	for _, id := range c.identities {
