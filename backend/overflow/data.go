@@ -36,7 +36,7 @@ func (d data) encode() (json.RawMessage, error) {
 }
 
 // decode decodes a lease's backend data. known is false if there is no data: the host has no
-// tunnel, like a host with flannel.
+// tunnel, like a host with flannel. decode returns an error if the data is not of this form.
 func decode(raw json.RawMessage) (d data, known bool, err error) {
 	if len(raw) == 0 {
 		return d, false, nil
@@ -47,14 +47,14 @@ func decode(raw json.RawMessage) (d data, known bool, err error) {
 	return d, true, nil
 }
 
-// routed reports whether the table that packets of the host follow has a route to its own subnet.
-// Hosts that follow the same table then reach it by the cloud.
+// routed reports whether the table that packets of the host follow has a route to the subnet of the
+// host. Other hosts that follow the same table then reach this host by the cloud.
 func (d data) routed() bool { return d.Table != "" && slices.Contains(d.Routed, d.Table) }
 
 // obstacle returns why the routers of the cloud do not carry the packets between this host and a
 // peer, or "" if they do. They must carry the packets of both directions, because a firewall
 // between the hosts may expect to see both directions, and the reverse path filter of the external
-// interface may be strict. Both hosts get the same result, because both know both leases.
+// interface may be strict. Both hosts come to the same decision, because both know both leases.
 func obstacle(own, peer data) string {
 	because := func(what string, d data) string {
 		if why := reasons()[d.Why]; why != "" {

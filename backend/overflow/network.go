@@ -66,8 +66,9 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// Check implements backend.Network. It accepts a lease with unusable data for the tunnel, because
-// that data does not matter while the cloud carries the packets.
+// Check implements backend.Network. It accepts a lease with unusable data for the tunnel, and
+// returns no identities for it, because that data does not matter while the cloud carries the
+// packets.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	for _, e := range l.Endpoints {
 		if _, _, err := decode(e.Data); err != nil {
@@ -131,8 +132,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 }
 
 // refresh updates the data of this host after a comparison of the routes. If the data has changed,
-// refresh asks for its publication. anew is set if peers may have to be served in another way.
-// repaired is the number of routes that were repaired since the last call.
+// refresh asks for its publication. It does not ask yet if a new host has just put its first route,
+// because the next comparison changes the data again. anew is set if peers may have to be served in
+// another way. repaired is the number of routes that were repaired since the last call.
 func (n *network) refresh() (repaired int, anew bool, err error) {
 	repaired, compared, failed := n.Last()
 	if !compared {
@@ -190,7 +192,8 @@ func (n *network) choose(key string, l *subnet.Lease) {
 	}
 }
 
-// serve gives the tunnel the endpoints of a peer to which the cloud does not carry packets.
+// serve decides for each family whether the cloud or the tunnel carries the packets to a peer, and
+// records the result in peers and leases. It records in refused that neither of them can.
 func (n *network) serve(key string, l *subnet.Lease) {
 	n.peers[key] = ""
 	var withTunnel []prefix.Family

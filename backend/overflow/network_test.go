@@ -401,8 +401,8 @@ func (l *led) Leader(context.Context, string) (subnet.Leader, error) {
 	return subnet.Leader{Name: "host9", Announced: json.RawMessage(l.announced.Load().(string))}, nil
 }
 
-// TestLedHost checks a host that makes no calls of the cloud, because another host is the leader.
-// It must publish what the leader announces about its routes.
+// TestLedHost checks a host that lacks rights while another host is the leader. It must publish
+// what the leader announces about its routes, and change nothing in the cloud.
 func TestLedHost(t *testing.T) {
 	b := newBed(t)
 	store := &led{}
@@ -432,7 +432,8 @@ func TestLedHost(t *testing.T) {
 	b.expectClaim("a route that was seen", inside)
 	b.expectByTunnel("a route that was seen")
 
-	// A leader that has not put the route yet costs no further change of the lease.
+	// While the leader has not put the route yet, the lease gets no reason, so it does not change
+	// once more.
 	store.announced.Store(`{"routed":["10.5.2.0/24"],` + table + `}]}`)
 	b.expectClaim("a route that is gone", data{Table: "rtb-1"})
 	b.leases["host6"] = lease(t, 6, data{})

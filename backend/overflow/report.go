@@ -15,9 +15,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// problem returns what is wrong with the routes of the cloud to a host with the data own, and what
-// follows from that. It returns "" if nothing is wrong. failed is the error of the last comparison
-// of the routes.
+// problem returns what is wrong with the routes of the cloud to this host, and whether the cloud
+// or the tunnel carries its packets. It returns "" if nothing is wrong. own is the data of this
+// host, and failed the error of the last comparison of the routes.
 func problem(own map[prefix.Family]data, failed error, tunnel string) string {
 	reason := oneline.Text(failed)
 	for _, d := range own {
