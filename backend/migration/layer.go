@@ -59,7 +59,7 @@ func newLayer(r *dataplane.Reconciler, networks []netip.Prefix) *layer {
 	return l
 }
 
-// view removes all wanted objects of one backend, and returns its Reconciler.
+// view makes one backend want nothing any more, and returns its Reconciler.
 func (l *layer) view(side int) *view {
 	v := l.views[side]
 	v.want = dataplane.NewState()
@@ -89,8 +89,9 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ 
 	return v.pass(ctx)
 }
 
-// pass changes the kernel unless changes are held. Nothing is deleted, because only the
-// network knows whether both backends have named everything that they want.
+// pass changes the kernel unless changes are held. Nothing is deleted, because only the network
+// knows whether both backends have named everything that they want. The report names only the
+// refused routes of this backend.
 func (v *view) pass(ctx context.Context) (dataplane.Report, error) {
 	report := dataplane.Report{Rerouted: v.rerouted}
 	v.rerouted = false
@@ -224,8 +225,8 @@ func (v *view) extra(dst netip.Prefix) []dataplane.Object {
 	return []dataplane.Object{r}
 }
 
-// extraAll returns the extra routes to subnets. A change of the wanted state may add or remove
-// them.
+// extraAll returns the extra routes to subnets. Update needs them before and after a change of the
+// wanted state, because the change may add or remove them.
 func (v *view) extraAll(subnets map[netip.Prefix]struct{}) (all []dataplane.Object) {
 	for dst := range subnets {
 		all = append(all, v.extra(dst)...)
@@ -309,8 +310,9 @@ func (*view) Changed() <-chan struct{} { return nil }
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
 
-// lacking returns the neighbours, FDB entries and routes in have that want lacks. A route is
-// lacking only if want has no route to the same destination.
+// lacking returns the neighbours, FDB entries and routes in have that want lacks. A neighbour or an
+// FDB entry is lacking only if want has none with the same key, and a route only if want has no
+// route to the same destination.
 func lacking(have, want dataplane.State) (objects []dataplane.Object) {
 	for key, n := range have.Neighs {
 		if _, ok := want.Neighs[key]; !ok {

@@ -142,8 +142,8 @@ func TestLayer(t *testing.T) {
 	}
 }
 
-// TestLayerRandomWalk makes random changes, and applies them alone or several at once. The kernel
-// must always get the state that merged returns for all changes.
+// TestLayerRandomWalk makes random changes, and applies them alone or several at once. After that the
+// kernel must have exactly the routes that merged returns.
 func TestLayerRandomWalk(t *testing.T) {
 	seed := rand.Uint64()
 	rnd := rand.New(rand.NewPCG(seed, 0))

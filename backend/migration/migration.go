@@ -138,8 +138,8 @@ func (b *Backend) CheckRelay() error {
 	return err
 }
 
-// Inside implements backend.Placer. It returns the types of both backends, of which only one may
-// have locations.
+// Inside implements backend.Placer. It returns the types of the backends inside of a location, for both
+// backends. Only one of the two may have locations.
 func (b *Backend) Inside() []string {
 	return slices.Concat(backend.Inside(b.parts[present].be), backend.Inside(b.parts[next].be))
 }

@@ -124,7 +124,7 @@ func (*network) Published(subnet.Claim) {}
 var errNoData = errors.New("the own lease has no data for it")
 
 // lackOfData returns why the own lease has no data for the next backend. If the next backend has a
-// claim now, lackOfData asks for the new claim to be published. The network ends when that has
+// claim by now, lackOfData asks for the new claim to be published. The network ends when that has
 // happened.
 func (n *network) lackOfData(ctx context.Context) error {
 	if _, err := n.claimNext(ctx, n.own.Claim()); err != nil {
@@ -145,7 +145,8 @@ func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
 	return own
 }
 
-// startNext starts the next backend. It logs the first error of a series.
+// startNext tries to start the next backend. After an error it sets the time of the next try. It
+// logs only the first error of a series.
 func (n *network) startNext(ctx context.Context) {
 	part := n.parts[next]
 	var err error
@@ -278,7 +279,7 @@ func (n *network) sharedDevice() string {
 	return ""
 }
 
-// sooner returns the shorter of two times. Zero means never.
+// sooner returns the shorter of two times. If a is zero, it means never. b must not be zero.
 func sooner(a, b time.Duration) time.Duration {
 	if a == 0 || b < a {
 		return b
@@ -311,8 +312,8 @@ func (n *network) update(set backend.Set) []string {
 	return changed
 }
 
-// forget removes the leases of a peer and returns its subnets. The peer itself stays, because
-// its lease may have changed only.
+// forget removes the leases of a peer and returns its subnets. The peer itself stays, because it
+// may only have changed its lease.
 func (n *network) forget(key string) []netip.Prefix {
 	p := n.peers[key]
 	if p == nil {
@@ -366,10 +367,9 @@ func (n *network) remember(key string, l *subnet.Lease) {
 }
 
 // syncParts passes the peers to both backends. An error of the next backend is an error of the
-// network only if that backend carries packets. The peers that have answered probes count as
-// changed. But if nothing else has changed, the backends get a set without changes once in
-// comparePause, because they may then compare all peers with the kernel. answered contains the keys
-// of these peers.
+// network only if that backend carries packets. answered contains the keys of the peers that have
+// answered probes. They count as changed. But if nothing else has changed, the backends get a set
+// without any change once in comparePause, because they may then compare all peers with the kernel.
 func (n *network) syncParts(ctx context.Context, set backend.Set, answered []string) (out backend.Outcome, err error) {
 	if len(set.Changed) > 0 || time.Since(n.compared) < comparePause {
 		set.Changed = slices.Concat(set.Changed, answered)
@@ -397,12 +397,13 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 	return out, err
 }
 
-// comparePause is the least time between two passes because of answers in which the backends may
-// compare all peers with the kernel.
+// comparePause is the least time between two passes in which the backends get a set without
+// changes, and so may compare all peers with the kernel.
 const comparePause = 30 * time.Second
 
-// noteNext returns err, an error of the next backend, if that backend carries packets. Otherwise it
-// logs the error, unless that error was logged last, and returns nil.
+// noteNext records err, the error of the next backend or nil. It returns err if that backend
+// carries packets. Otherwise it logs the error, unless the same error was logged last, and returns
+// nil.
 func (n *network) noteNext(ctx context.Context, err error) error {
 	switch {
 	case err == nil || n.byNext > 0:
@@ -467,7 +468,8 @@ func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Durat
 
 // sideOf returns the backend that should carry the packets to a peer. A peer with data for both
 // backends changes to the next one when probes have come back. It goes back to the present one only
-// if the peer, or this host, no longer has the next one.
+// if the peer, or this host, no longer has the next one. Before the first decision about the peer,
+// the routes that were in the kernel at the start count.
 func (n *network) sideOf(key string, p *peer, probed bool) int {
 	byNext := n.leases[next][key] != nil && n.running[next] != nil
 	switch {
@@ -511,9 +513,9 @@ func (n *network) count(p *peer, side int) {
 	p.side = side
 }
 
-// noteRefused records each refused route at its peer. A route to the whole network belongs to no
-// peer. Its refusal is an error, unless the backend's own device is directly connected to the
-// network.
+// noteRefused records each refused route at its peer, and forgets the earlier ones. A route to the
+// whole network belongs to no peer. Its refusal is an error, unless the backend's own device is
+// directly connected to the network.
 func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) error {
 	for _, p := range n.refused {
 		p.refused = [sides]string{}
@@ -554,8 +556,8 @@ func (n *network) refusals() (all []subnet.Refusal) {
 	return all
 }
 
-// waiting returns the reason why the next backend does not carry the packets to a peer, or ""
-// if it does.
+// waiting returns the reason why the next backend does not carry the packets to a peer, or "" if it
+// does or if there is no such peer.
 func (n *network) waiting(key string) string {
 	p, name := n.peers[key], n.parts[next].side.Type
 	switch {
@@ -655,7 +657,8 @@ func (n *network) noteSizer(side int) {
 	}
 }
 
-// PathMTU implements backend.PathSizer. It returns the smaller path MTU of the two backends.
+// PathMTU implements backend.PathSizer. It returns the smaller one of the path MTUs that the two
+// backends know, or 0 if they know none.
 func (n *network) PathMTU(subnet netip.Prefix) (least int) {
 	for i := range n.sizers {
 		if s := n.sizers[i].Load(); s != nil {

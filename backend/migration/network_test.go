@@ -124,7 +124,8 @@ func TestPortsByType(t *testing.T) {
 	}
 }
 
-// start returns a started network for host 1.
+// start returns a started network of host 1, which migrates between the Backend objects from and
+// to.
 func start(t *testing.T, k *dataplanetest.Kernel, from, to string) *network {
 	t.Helper()
 	b, err := newBackend(t, newEnv(k, from, to))
@@ -326,7 +327,7 @@ func TestMovedPeersAreLoggedTogether(t *testing.T) {
 }
 
 // TestRestartKeepsTheRoutes checks that a restarted daemon decides about each peer by the kernel's
-// routes, and changes none of them.
+// routes. The best route to each peer must stay, and nothing may need a repair.
 func TestRestartKeepsTheRoutes(t *testing.T) {
 	k := dataplanetest.New()
 	leases := map[string]*subnet.Lease{}

@@ -45,8 +45,8 @@ func (w *waiters) add(p *peer, now time.Time) {
 	*w = append(*w, waiter{p, p.due})
 }
 
-// late returns the peers that have waited for longer than patience, each once, and the time until
-// there may be more of them, or zero.
+// late returns the peers that have waited for longer than patience, each once. again is the time
+// until there may be more of them, or zero if no peer waits.
 func (w *waiters) late(now time.Time) (late []*peer, again time.Duration) {
 	for len(*w) > 0 {
 		first := (*w)[0]

@@ -97,8 +97,8 @@ func newProber(notify func()) *prober {
 	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}, answered: map[string][]target{}}
 }
 
-// aim replaces the targets of a peer. Without targets, the peer is no longer probed. If the targets
-// are the same as before, aim changes nothing.
+// aim replaces the targets of a peer. Without targets, the peer is no longer probed. If the peer is
+// probed at the same targets already, or has just answered at them, aim changes nothing.
 func (p *prober) aim(key string, targets []target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -192,7 +192,7 @@ func (p *prober) run(ctx context.Context) {
 }
 
 // next returns the requests to the peer that is due first, by id, and the time until next must be
-// called again. It returns no requests if no peer is due.
+// called again. It returns no requests if no peer is due. The requests count as sent.
 func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -14,8 +14,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestVMUsable checks, on a kernel with all modules, that each next backend is usable and has a
-// claim, and that no device is left.
+// TestVMUsable checks, on a kernel with all modules, that each next backend that needs a module
+// is usable and has a claim, and that no device is left.
 func TestVMUsable(t *testing.T) {
 	k, err := linux.Open(linux.Options{})
 	if err != nil {
