@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package alivpc lets the routers of a VPC of Alibaba Cloud carry the packets of pods. Each host has
-// a route to its subnet in the route table of its vSwitch. There is no tunnel.
+// a route to its subnet in the route table of its vSwitch. These packets need no tunnel.
 //
 //   - alivpc.go creates the backend.CloudBackend. config.go is the Backend object of the
 //     configuration.

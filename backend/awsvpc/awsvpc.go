@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package awsvpc lets the routers of an Amazon VPC carry the packets of pods. Each host has a
-// route to its subnet in the route tables of the VPC. There is no tunnel.
+// route to its subnet in the route tables of the VPC. These packets need no tunnel.
 //
 //   - awsvpc.go creates the backend.CloudBackend. config.go is the Backend object of the
 //     configuration.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package gce lets the routers of a VPC network of Google Cloud carry the packets of pods. Each
-// host has a static route to its subnet. There is no tunnel.
+// host has a static route to its subnet. These packets need no tunnel.
 //
 //   - gce.go creates the backend.CloudBackend. config.go is the Backend object of the configuration.
 //   - compute.go implements cloud.Cloud. routes.go decides to which program or cluster a route

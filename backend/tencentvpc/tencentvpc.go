@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package tencentvpc lets the routers of a VPC of Tencent Cloud carry the packets of pods. Each host
-// has a route to its subnet in the route table of its own subnet of the VPC. There is no tunnel.
+// has a route to its subnet in the route table of its own subnet of the VPC. These packets need no tunnel.
 //
 //   - tencentvpc.go creates the backend.CloudBackend. config.go is the Backend object of the
 //     configuration.
