@@ -60,8 +60,8 @@ func (c *client) at(name, method, path string, body any) request {
 	return request{name, method, strings.TrimSuffix(c.compute, "/") + "/projects/" + c.project + "/" + path, body}
 }
 
-// call makes a call and decodes its answer. It repeats a call that was throttled a few times, and
-// once a call whose token was refused, because the metadata service may have a new token.
+// call makes a call and decodes its answer. It repeats a throttled call a few times. It repeats a
+// call whose token was refused once, because the metadata service may have a new token.
 func (c *client) call(ctx context.Context, r request, answer any) error {
 	return c.calls.Make(ctx, r.name, r.name, func() error {
 		err := c.once(ctx, r, answer)
