@@ -49,7 +49,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 }
 
 // Find implements cloud.Cloud. It reads all instances of the VPC, because the API cannot filter by
-// many addresses. It uses the tables that table has read.
+// many addresses. It finds the table of each host in v.all, which Tables has read before.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	instances, err := v.instances(ctx)
 	if err != nil {
