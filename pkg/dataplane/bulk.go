@@ -33,10 +33,10 @@ import (
 	"context"
 )
 
-// bulkStart is the progress of a start.
+// bulkStart records how far Reconciler.bulkStart has come.
 type bulkStart struct {
-	linked bool // the links have been created
-	fresh  bool // all devices are new, and have no routes yet
+	linked bool // makeLinks was called, even if it failed
+	fresh  bool // makeLinks has created all devices, and bulkStart has put nothing on them yet
 }
 
 // muteFrom is the number of writes from which suspending announcements saves more than it
@@ -44,9 +44,11 @@ type bulkStart struct {
 // a loss once more.
 const muteFrom = 1000
 
-// bulkStart creates the missing links in its first call. If no link existed, it creates the
-// other wanted objects in the first call that sweeps or in which a route through a device is
-// wanted. Until then it only reads the state, without the routing table.
+// bulkStart creates the missing links in its first call. If this has created all devices of
+// the scope, bulkStart also creates the other wanted objects, in the first call that sweeps
+// or in which a route through a device is wanted. Until then it only reads the state,
+// without the routing table. After that it does nothing. If a read fails or the plan needs
+// a delete, it leaves the objects to the ordinary passes.
 func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) {
 	if !r.start.linked {
 		r.start.linked = true
@@ -57,7 +59,7 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 	}
 	scope := r.cache.scope
 	scope.Connected = true
-	if !sweep && !r.want.usesDevices() { // the routes are yet to come
+	if !sweep && !r.want.usesDevices() { // a later call has the routes
 		if !r.cache.valid {
 			_, _, _ = r.cache.refresh(ctx, scope)
 			r.all = true
@@ -72,7 +74,7 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 	}
 	ops := Plan(have, r.want, scope, nil, false).Ops
 	for i, op := range ops {
-		if op.Delete { // the devices are no longer as they were created
+		if op.Delete { // another program has changed the new devices
 			return
 		}
 		_, ops[i].Exclusive = op.Object.(Route)
@@ -84,8 +86,8 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 	report.Puts += len(ops) - len(failures)
 }
 
-// makeLinks creates missing links. It reports whether it has created all devices of the
-// scope.
+// makeLinks creates the wanted links that do not exist. It returns true only if no device
+// of the scope existed before and all of them were created.
 func (r *Reconciler) makeLinks(ctx context.Context, report *Report) bool {
 	have, err := r.cache.kernel.Read(ctx, Scope{Devices: r.cache.scope.Devices})
 	if err != nil {

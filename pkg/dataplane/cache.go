@@ -9,9 +9,9 @@ import (
 	"time"
 )
 
-// cache contains the kernel's state. A read fills it. The kernel's announcements and the
-// Reconciler's own acknowledged writes keep it up to date. If it might be wrong it
-// becomes invalid, and the next refresh reads the kernel again.
+// cache contains the kernel's state in the scope. A read fills it. The kernel's
+// announcements and the Reconciler's own acknowledged writes keep it up to date. If it
+// might be wrong it becomes invalid, and the next refresh reads the kernel again.
 type cache struct {
 	kernel  Kernel
 	scope   Scope
@@ -21,15 +21,17 @@ type cache struct {
 	State
 	valid    bool
 	until    time.Time // the first refresh after this time reads in any case
-	rerouted bool      // Monitor.Drain has returned it since the last Report
+	rerouted bool      // Monitor.Drain has returned rerouted since the last Reconcile that succeeded
 }
 
 // invalidate makes the next refresh read the kernel.
 func (c *cache) invalidate() { c.valid = false }
 
-// refresh brings the cache up to date. If it must read the kernel, it reads scope. It
-// returns the keys of the objects that other programs have changed. all is true if any
-// object may have changed.
+// refresh brings the cache up to date: it applies the announced events and, if the cache is
+// invalid or too old or there is no monitor, reads the part of the kernel's state that is
+// in scope. changed contains the keys of the objects that other programs have changed, as
+// far as events tell. all is true if refresh has read, because then any object may have
+// changed. After an error the cache is invalid.
 func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all bool, err error) {
 	if c.monitor != nil {
 		events, rerouted, lost := c.monitor.Drain()
@@ -56,8 +58,8 @@ func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all boo
 }
 
 // applyEvent updates the cache and reports whether another program has changed the object.
-// The announcement of an own write changes nothing, because applyWrites has updated the
-// cache.
+// It returns false for the announcement of an own write, because applyWrites has updated
+// the cache before.
 func (c *cache) applyEvent(e Event) bool {
 	if e.Nexthop != 0 {
 		return c.applyNexthopEvent(e.Nexthop)
@@ -88,9 +90,10 @@ func applyMapEvent[K, V comparable](have map[K]V, key K, value V, deleted bool) 
 	return true
 }
 
-// applyNexthopEvent invalidates the cache if a route in it uses a nexthop object that has
-// been deleted or has another gateway now, even if another program created the object. It
-// returns false, because the read that follows finds the changes.
+// applyNexthopEvent invalidates the cache if a route in it uses the nexthop object with
+// this id, which has been deleted or has another gateway now. It does so even if another
+// program created the object. It always returns false, because the read that follows finds
+// the changes.
 func (c *cache) applyNexthopEvent(id uint32) bool {
 	for r := range c.AllRoutes() {
 		if r.NexthopID == id {
@@ -122,7 +125,8 @@ func (c *cache) applyRouteEvent(r Route, e Event) bool {
 	return true
 }
 
-// applyWrites updates the cache by operations that the kernel has acknowledged.
+// applyWrites makes the cache contain the results of ops, which the kernel has
+// acknowledged. It invalidates the cache if the results are not certain.
 func (c *cache) applyWrites(ops []Op) {
 	c.reserveFor(ops)
 	for _, op := range ops {
@@ -166,8 +170,9 @@ func (c *cache) applyRouteWrite(r Route, deleted bool) {
 	c.Add(r)
 }
 
-// candidates returns the routes that a put of r may replace or a delete of r may remove.
-// They may have another type than r.
+// candidates returns the routes in the cache that a put of r may replace or a delete of r
+// may remove: those with its destination, metric and TOS. They may have another type than
+// r.
 func (c *cache) candidates(r Route) []Route {
 	var found []Route
 	for _, have := range c.Routes[r.Dst] {

@@ -10,7 +10,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-// OpError is an operation that failed, with the cause.
+// OpError is an operation that failed, with the error of the kernel.
 type OpError struct {
 	Op  Op
 	Err error
@@ -22,10 +22,10 @@ func (e OpError) Error() string { return e.Op.String() + ": " + e.Err.Error() }
 // Unwrap returns the cause.
 func (e OpError) Unwrap() error { return e.Err }
 
-// refusal returns a Refusal if the kernel has refused a route because of its gateway: the
-// gateway is unreachable, or it is not another host but an address of this host or the
-// broadcast address of a network. It returns false for a route through a nexthop object,
-// because that object may be the cause.
+// refusal returns a Refusal and true if the kernel has refused to put a route because of
+// its gateway: the gateway is unreachable, or it is not another host but an address of this
+// host or the broadcast address of a network. It returns false for any other failure, and
+// for a route through a nexthop object, because that object may be the cause.
 func (e OpError) refusal() (f Refusal, ok bool) {
 	route, ok := e.Op.Object.(Route)
 	switch {
@@ -38,8 +38,8 @@ func (e OpError) refusal() (f Refusal, ok bool) {
 	return Refusal{}, false
 }
 
-// opErrors joins errs. It shows and wraps only the first few, so that the message stays
-// short if thousands of changes fail for the same reason.
+// opErrors joins errs, and returns nil if there are none. It shows and wraps only the first
+// three, so that the message stays short if thousands of changes fail for the same reason.
 func opErrors(errs []error) error {
 	const shown = 3
 	if len(errs) <= shown {

@@ -11,11 +11,12 @@ import (
 type Kernel interface {
 	// Read returns the state of the kernel in the scope: the scope's devices, their FDB
 	// entries, their addresses and neighbours in the scope's networks, and the routes of
-	// the main table, on any device, for which Scope.Shows is true. It leaves out entries
-	// that are learned, not permanent, for a group, or link-local. For a scope without
-	// networks it reads only the links, and for a scope with Connected no routing table.
-	// If a dump is interrupted or incomplete, Read returns an error. The state is then
-	// partial, and the caller must not use it.
+	// the main table, on any device, for which Scope.Shows is true. A device that does not
+	// exist is no error. Read leaves out entries that are learned, not permanent, for a
+	// group, or link-local. For a scope without networks it reads only the links. For a
+	// scope with Connected it does not read the routing table, see there. If a dump is
+	// interrupted or incomplete, Read returns an error. The state is then partial, and the
+	// caller must not use it.
 	Read(ctx context.Context, s Scope) (State, error)
 	// Apply executes all of ops in order and returns the failures. A failure does not
 	// stop the operations after it. If ctx ends, the remaining operations fail. Deleting
@@ -25,11 +26,11 @@ type Kernel interface {
 	Apply(ctx context.Context, ops []Op) []OpError
 	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
 	Monitor(s Scope) (Monitor, error)
-	// OnLink returns the device whose directly connected network contains dst. It returns
-	// "" if dst is behind a gateway or unreachable, or if the device is unknown. A route
-	// without a gateway leads to a connected network. There are two exceptions: a default
-	// route (see IsNetwork), and a route through a device that does not resolve addresses
-	// to neighbours, such as the device of a VPN.
+	// OnLink returns the device whose directly connected network contains dst: the device
+	// of the route to dst, if that route has no gateway. It returns "" if dst is behind a
+	// gateway or unreachable, or if the device is unknown. It also returns "" for two
+	// routes without a gateway: a default route (see IsNetwork), and a route through a
+	// device that does not resolve addresses to neighbours, such as the device of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 
@@ -41,15 +42,15 @@ type Event struct {
 	// does not announce which one.
 	Replaced bool
 	// Nexthop is the id of a nexthop object that has been deleted or has another gateway
-	// now. Object is nil in that case. The kernel may not announce what happened to the
-	// routes that use the nexthop object.
+	// now, or 0. Object is nil if it is not 0. The kernel may not announce what happened to
+	// the routes that use the nexthop object.
 	Nexthop uint32
 }
 
 // Monitor receives the kernel's announcements of changes. It receives all changes in its
-// scope that other programs make after its creation. It may also receive the caller's own
-// writes. The announcement of a write is available to Drain as soon as the kernel has
-// acknowledged the write.
+// scope that other programs make after its creation, unless Drain reports lost. It may also
+// receive the caller's own writes. The announcement of a write is available to Drain as
+// soon as the kernel has acknowledged the write.
 type Monitor interface {
 	// Ready returns a channel that receives when there may be announcements to drain.
 	Ready() <-chan struct{}

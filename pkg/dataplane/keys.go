@@ -4,8 +4,8 @@ package dataplane
 
 import "net/netip"
 
-// Keys is a set of keys of objects. With equal Keys, State.Only selects the same part of two
-// states, so that Plan compares only this part. The zero Keys is empty.
+// Keys is a set of keys of objects. If State.Only selects by the same Keys from two states,
+// Plan compares only the objects with these keys. The zero Keys is empty.
 type Keys struct {
 	links  map[string]struct{}
 	addrs  map[Addr]struct{}
@@ -70,9 +70,9 @@ func (k Keys) has(o Object) (ok bool) {
 	return ok
 }
 
-// Only returns the part of the state that k selects. The part always contains all links
-// and addresses, because they are few and other objects depend on them. It shares their
-// maps with s.
+// Only returns the part of the state that has the keys in k. The part always contains all
+// links and addresses, because they are few and other objects depend on them. It shares
+// their maps with s.
 func (s State) Only(k Keys) State {
 	return State{
 		Links: s.Links, Addrs: s.Addrs,

@@ -39,7 +39,8 @@ func (m MAC) String() string { return net.HardwareAddr(m[:]).String() }
 // group address.
 func (m MAC) IsUnicast() bool { return m != MAC{} && m[0]&1 == 0 }
 
-// Link is a network device that flanneld owns.
+// Link is a network device that flanneld owns, or has found under the name of such a
+// device.
 type Link struct {
 	Name   string
 	Kind   string // rtnetlink's name of the kind; a link of a kind without a constant below can only be deleted
@@ -218,17 +219,17 @@ func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Rou
 // detourMetric is the metric of detours. No other route on flanneld's devices has it.
 const detourMetric = 1
 
-// NewDetour returns a route through dev to the single address gateway. The kernel refuses
-// an IPv6 route through dev if another route leads to its gateway through another device.
-// So a Kernel creates a detour before such a route, and deletes the detour in the same
-// step. If a later read finds a detour, it was left behind.
+// NewDetour returns a detour: a route through dev to the single address gateway. The kernel
+// refuses an IPv6 route through dev if the route to the gateway of that route leads through
+// another device. So a Kernel creates a detour before it creates such a route, and deletes
+// the detour in the same step. If a later read finds a detour, it was left behind.
 func NewDetour(gateway netip.Addr, dev string) Route {
 	r := NewRoute(prefix.Host(gateway), netip.Addr{}, dev, false)
 	r.Priority = detourMetric
 	return r
 }
 
-// IsDetour reports whether r equals the result of NewDetour for some device.
+// IsDetour reports whether r equals the result of NewDetour for its destination and device.
 func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
 
 // standbyMetric is the metric of standby routes. It is higher than the metric of any other
@@ -244,10 +245,11 @@ func (r Route) Standby() Route {
 	return r
 }
 
-// AsPlain returns r with Plain set. If r has no IPv4 gateway, Plain is not set, because a Kernel does not
-// use a nexthop object for such a route. If the sender of a packet has chosen a device that the best IPv4
-// route does not use, the kernel looks at the other routes to the destination only if the best route has
-// no nexthop object.
+// AsPlain returns r with Plain set, so that a Kernel creates it without a nexthop object. If r has no IPv4
+// gateway, AsPlain returns r unchanged, because a Kernel never uses a nexthop object for such a route.
+// During a migration this lets a probe take a standby route. If the sender of a packet has chosen a device
+// that the best IPv4 route does not use, the kernel looks at the other routes to the destination only if
+// the best route has no nexthop object.
 func (r Route) AsPlain() Route {
 	r.Plain = r.Gateway.Is4()
 	return r
@@ -279,7 +281,8 @@ func (r Route) same(want Route) bool {
 	return r == want
 }
 
-// canonical returns r without the attributes that same may ignore.
+// canonical returns r without the attributes that same ignores in some cases: protocol,
+// onlink flag, nexthop object, Plain and MTU.
 func (r Route) canonical() Route {
 	r.Protocol, r.OnLink, r.NexthopID, r.Plain, r.MTU = 0, false, 0, false, 0
 	return r
@@ -310,7 +313,7 @@ func DeviceOf(o Object) string {
 	return ""
 }
 
-// kind returns the name of o's kind.
+// kind returns the name of o's kind: "link", "address", "neighbour", "fdb" or "route".
 func kind(o Object) string {
 	switch o.(type) {
 	case Link:

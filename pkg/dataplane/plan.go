@@ -25,8 +25,8 @@ type Scope struct {
 	// TxChecksum makes Read fill in Link.TxChecksum.
 	TxChecksum bool
 	// Connected makes Read skip the routing table, which may contain a million routes.
-	// Instead of its routes Read then returns a directly connected route for each address
-	// of the host whose prefix lies in Networks.
+	// Instead Read returns one directly connected route for each address of the host, on
+	// any device, whose network lies in Networks.
 	Connected bool
 }
 
@@ -37,15 +37,15 @@ func (s Scope) InNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
-// Shows reports whether Read returns r for the scope s: if the destination lies in the
-// networks of s, or if r is a detour on a device of s, with any destination.
+// Shows reports whether Read returns r for the scope s. It does if the destination lies in
+// the networks of s. It also does if r is a detour on a device of s, with any destination.
 func (s Scope) Shows(r Route) bool { return s.InNetworks(r.Dst) || s.isDetour(r) }
 
 // isDetour reports whether r is a detour that was left behind. Only the reconciler of s
 // creates routes with flanneld's protocol number on the devices of s.
 func (s Scope) isDetour(r Route) bool { return r.IsDetour() && s.device(r.Dev) }
 
-// Op is one change.
+// Op is one change of the kernel.
 type Op struct {
 	Delete bool // if false, the object is created or replaces the one with its key
 	// Exclusive makes the creation of a route fail with EEXIST if there is a route with
@@ -81,16 +81,16 @@ type Changes struct {
 
 // Plan returns the changes that lead from have to want.
 //
-// The order guarantees that no remaining object is ever without its parent, and no wanted
-// destination ever without a route. Puts come first, parents before children. Deletes
-// follow, children before parents. A delete comes earlier only if a put would fail
-// without it.
+// The order guarantees that no remaining object is ever without its parent. Unless a link
+// must be replaced, a wanted destination that has a route is never without one. Puts come
+// first, parents before children. Deletes follow, children before parents. A delete comes
+// earlier only if a put would fail without it.
 //
-// If a link must be replaced, Plan treats all objects on it as absent. Routes that are in
-// recorded, in canonical form, belong to flanneld even if another program created them,
-// because an earlier Reconcile adopted them. If sweep is false, Plan deletes only objects
-// that conflict with want, and detours that were left behind. It never deletes a link that
-// is not wanted.
+// If a link must be replaced, Plan deletes it first, and treats all objects on it as
+// absent. recorded contains routes in canonical form, and may be nil. They belong to
+// flanneld even if another program created them, because an earlier Reconcile adopted them.
+// If sweep is false, Plan deletes only objects that conflict with want, and detours that
+// were left behind. It never deletes a link that is not wanted.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
 	p.reserve()
@@ -126,7 +126,7 @@ func (p *planner) links() {
 	for _, name := range sortedKeys(p.want.Links) {
 		w := p.want.Links[name]
 		h, ok := p.have.Links[name]
-		if w.TxChecksum == OffloadAuto { // any setting is right, and have contains one if another wanted device has a setting
+		if w.TxChecksum == OffloadAuto { // any setting is right; have contains the kernel's setting if Scope.TxChecksum is set
 			h.TxChecksum = OffloadAuto
 		}
 		switch {
@@ -158,10 +158,10 @@ func (p *planner) addrs() {
 	}
 }
 
-// inTheWay reports whether a must be deleted before the wanted objects of its device can
-// be created. There are two cases. The kernel stores an IPv6 address once, with one
-// prefix length. And the kernel refuses a gateway that is an address of this host, for
-// example if the host's previous subnet belongs to a peer now.
+// inTheWay reports whether a must be deleted before the wanted objects can be created.
+// There are two cases. The kernel stores an IPv6 address of a device once, with one prefix
+// length. And the kernel refuses a gateway that is an address of this host, for example if
+// the host's previous subnet belongs to a peer now.
 func (p *planner) inTheWay(a Addr) bool {
 	ip := a.Prefix.Addr()
 	for w := range p.want.Addrs {
@@ -183,8 +183,8 @@ type object interface {
 	Object
 }
 
-// planMap plans objects that are unique by their key. dev returns the device of an
-// object.
+// planMap plans the objects of a map, which have unique keys: neighbours or FDB entries.
+// dev returns the device of an object.
 func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
 	for k, w := range want {
 		if h, ok := have[k]; !ok || h != w || p.isReplaced(dev(w)) {
@@ -198,9 +198,9 @@ func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V)
 	}
 }
 
-// routes plans by destination: the wanted routes replace all others to the same
-// destination, for any metric and TOS. During a migration a destination has more than one
-// wanted route, each with its own metric.
+// routes plans the routes of each destination. The wanted routes replace all others to the
+// same destination, for any metric and TOS. During a migration a destination has more than
+// one wanted route, each with its own metric.
 func (p *planner) routes() {
 	for dst, wanted := range p.want.Routes {
 		have := p.remaining(p.have.Routes[dst])
@@ -215,10 +215,10 @@ func (p *planner) routes() {
 	}
 }
 
-// candidates returns the routes of have that the plan for wanted[i] handles: the routes that are the
-// same as wanted[i], the routes that a put of wanted[i] replaces in the kernel, and the kernel's own
-// routes, because of which wanted[i] is refused. The plan for wanted[0] also handles the routes that
-// belong to no wanted route.
+// candidates returns those of have that the plan for the route wanted[i] handles. have and wanted contain
+// the routes to one destination. The result contains the routes that are the same as wanted[i], those that
+// a put of wanted[i] replaces in the kernel, and the kernel's own routes, because of which wanted[i] is
+// refused. If i is 0, it also contains the routes that belong to no wanted route.
 func candidates(have, wanted []Route, i int) []Route {
 	if len(wanted) == 1 {
 		return have
@@ -240,9 +240,9 @@ func (p *planner) remaining(routes []Route) []Route {
 	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.isReplaced(r.Dev) })
 }
 
-// sweepRoutes deletes the routes that belong to flanneld, if the plan sweeps. It deletes a
-// detour in any case, because a detour sends the packets to a host into the tunnel to that
-// host.
+// sweepRoutes deletes those of routes that belong to flanneld, if the plan sweeps. It
+// deletes a detour in any case, because a detour sends the packets to a host into the
+// tunnel to that host.
 func (p *planner) sweepRoutes(routes []Route) {
 	for _, r := range routes {
 		if p.sweep && p.owns(r) || p.scope.isDetour(r) {
@@ -251,7 +251,7 @@ func (p *planner) sweepRoutes(routes []Route) {
 	}
 }
 
-// destination plans the wanted route w. have contains the result of candidates.
+// destination plans the wanted route w. have contains the result of candidates for it.
 func (p *planner) destination(w Route, have []Route) {
 	if w.Type == Blackhole { // a blackhole is the last resort, so other routes are handled as if it were not wanted
 		isBlackhole := func(h Route) bool { return h.Type == Blackhole }

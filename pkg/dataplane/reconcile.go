@@ -14,22 +14,25 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Report is the result of Reconcile or Update.
+// Report is the result of Reconcile or Update. Puts and Deletes count the changes that they
+// have tried to make.
 type Report struct {
 	Puts, Deletes int
-	// Repaired is the number of these changes that undid a change by another program.
+	// Repaired is the number of these changes that undo a change by another program.
 	Repaired int
 	// Refused contains the wanted routes that were not created, with the reasons. Unless
 	// there was an error, all other wanted objects exist. After an error Refused is empty.
 	Refused []Refusal
-	// Unreachable is set if the cause of a refusal may disappear by itself.
+	// Unreachable is set if the kernel has refused a route because of its gateway. The
+	// cause may disappear without an announcement, so the caller should try again later.
 	Unreachable bool
 	// Rerouted is set if the kernel has announced a change after which OnLink may return
-	// another result.
+	// another result. After an error it is false, and the next Report without an error sets
+	// it.
 	Rerouted bool
 }
 
-// count adds ops to the report. repair reports whether a change of an object undid a
+// count adds ops to the report. repair reports whether a change of an object undoes a
 // change by another program.
 func (r *Report) count(ops []Op, repair func(Object) bool) {
 	for _, op := range ops {
@@ -70,9 +73,9 @@ type Reconciler struct {
 
 	want  State
 	dirty Keys // where want and the kernel's state may differ
-	gone  Keys // places to sweep at the next pass in any case
+	gone  Keys // where to sweep even if the next Reconcile does not
 	all   bool // want and the kernel's state may differ everywhere
-	swept bool // the last Reconcile swept, so nothing is left to delete
+	swept bool // the last Reconcile that succeeded swept, so nothing is left to delete
 
 	start bulkStart
 
@@ -82,7 +85,7 @@ type Reconciler struct {
 }
 
 // NewReconciler returns a Reconciler, which the caller closes. It returns an error only if
-// the kernel has no Monitor for the scope.
+// Kernel.Monitor does. It does not call Kernel.Monitor if Config.Resync is zero.
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
 		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
@@ -107,8 +110,9 @@ func (r *Reconciler) Close() error {
 	return r.cache.monitor.Close()
 }
 
-// Changed returns a channel that receives after the kernel has announced a change that a
-// Reconcile should handle. It returns nil if there is no monitor.
+// Changed returns a channel that receives after the kernel may have announced a change. The
+// caller should then call Reconcile or Update. Changed returns nil if Config.Resync is
+// zero.
 func (r *Reconciler) Changed() <-chan struct{} {
 	if r.cache.monitor == nil {
 		return nil
@@ -116,24 +120,25 @@ func (r *Reconciler) Changed() <-chan struct{} {
 	return r.cache.monitor.Ready()
 }
 
-// Record makes the Reconciler responsible for the routes of s: it deletes them when they
-// are no longer wanted, on any device and even if another program created them.
+// Record makes the Reconciler responsible for the routes of s, on any device and even if
+// another program created them: the next sweep deletes those that are not wanted.
 func (r *Reconciler) Record(s State) {
 	for route := range s.AllRoutes() {
 		r.record(route)
 	}
 }
 
-// record ignores routes on the scope's own devices, because the scope covers those
-// anyway.
+// record is Record for one route. It ignores a route on one of the scope's own devices,
+// because the scope contains it anyway.
 func (r *Reconciler) record(route Route) {
 	if !r.cache.scope.device(route.Dev) {
 		r.recorded[route.canonical()] = struct{}{}
 	}
 }
 
-// Has reports whether the kernel has o, according to the last known state. A route counts
-// if it forwards packets as o does. Any other object must have all attributes of o.
+// Has reports whether the kernel has o, according to the cache. A route counts if it
+// forwards packets as o does, see Route.same. Any other object must have all attributes of
+// o, except that the checksum offload does not count if o is a link with OffloadAuto.
 func (r *Reconciler) Has(o Object) bool { return r.cache.has(o) }
 
 // Count contains the numbers of wanted and present objects of one kind.
@@ -142,7 +147,8 @@ type Count struct {
 }
 
 // Counts returns for each kind of object (link, address, neighbour, fdb, route) how many
-// are wanted and how many of these the kernel has, according to the last known state.
+// are wanted and how many of these the kernel has, according to the cache. It leaves out a
+// kind of which none is wanted.
 func (r *Reconciler) Counts() map[string]Count {
 	counts := map[string]Count{}
 	for o := range r.want.all() {
@@ -156,15 +162,15 @@ func (r *Reconciler) Counts() map[string]Count {
 	return counts
 }
 
-// Reconcile makes the kernel's state equal to want, and takes ownership of want. With
-// sweep it also deletes the objects in scope that are not wanted. Without sweep it
-// deletes only objects that conflict with want. It may be repeated with an equal want.
+// Reconcile makes the kernel's state equal to want, and takes ownership of want. With sweep
+// it also deletes the objects in scope that are not wanted, except for links. Without sweep
+// it deletes only objects that conflict with want. It may be repeated with an equal want.
 //
-// A route that must not or cannot be created because of its destination or gateway is no
-// error: the report contains it. Reconcile returns an error if a read or another change
-// fails, or if other programs keep undoing its changes. The error wraps the first few
-// causes. The other changes remain. The report counts the changes of all passes, including
-// those that failed.
+// A route that must not or cannot be created because of its destination or gateway causes
+// no error: Report.Refused contains it. Reconcile returns an error if a read or another
+// change fails, or if other programs keep undoing its changes. The error wraps the first
+// few causes. The changes that have succeeded remain. The report counts the changes of all
+// passes, including those that failed.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
 	r.reserveRecorded(want)
 	r.Record(want)
@@ -173,9 +179,9 @@ func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Rep
 }
 
 // Update is like Reconcile with a change of the last wanted state: it first removes the
-// objects in removed and then adds the objects in added. Its cost depends on the number of
-// changes and not on the size of the state. After an error the caller need not name the
-// changes again.
+// objects in removed from that state, and then adds the objects in added. Its cost depends
+// on the number of changes and not on the size of the state. After an error the next call
+// need not name these objects again.
 func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
 	for _, o := range removed {
 		if route, ok := o.(Route); ok {
@@ -194,8 +200,8 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 	return r.converge(ctx, sweep)
 }
 
-// SweepAt makes the next Reconcile or Update delete the objects that have the keys of objects and are
-// not wanted, even if that call does not sweep.
+// SweepAt makes the next Reconcile or Update delete the objects that have the keys of objects and are not
+// wanted, even if that call does not sweep. If that call fails, the one after it does so.
 func (r *Reconciler) SweepAt(objects ...Object) {
 	r.gone.Add(objects...)
 	r.dirty.Add(objects...)
@@ -236,8 +242,10 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
 }
 
-// plan compares the places where want and the kernel's state may differ. The result is
-// the same as that of a full comparison.
+// plan returns the changes of the next pass. It compares only the places where want and the
+// kernel's state may differ. drifted contains the keys that other programs have changed.
+// The result is the same as that of a full comparison, without the puts that reachable
+// omits.
 func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	r.dirty.merge(drifted)
 	have, want := r.cache.State, r.want
@@ -258,14 +266,14 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	return changes
 }
 
-// planGone returns the deletes at the keys in gone that are not in ops.
+// planGone returns the deletes that SweepAt has asked for and that are not in ops.
 func (r *Reconciler) planGone(ops []Op) []Op {
 	all := Plan(r.cache.Only(r.gone), r.want.Only(r.gone), r.cache.scope, r.recorded, true).Ops
 	return slices.DeleteFunc(all, func(op Op) bool { return !op.Delete || !r.gone.has(op.Object) || slices.Contains(ops, op) })
 }
 
-// reachable returns ops without the routes that the kernel has refused because of their
-// gateway.
+// reachable returns ops without the puts of the routes in r.unreachable, which the kernel
+// has refused because of their gateway.
 func (r *Reconciler) reachable(ops []Op) []Op {
 	return slices.DeleteFunc(ops, func(op Op) bool {
 		route, ok := op.Object.(Route)
@@ -303,8 +311,9 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 	report.Rerouted, r.cache.rerouted = r.cache.rerouted, false
 }
 
-// apply executes ops. A route that the kernel refuses because of its gateway concerns one
-// peer only, so apply records it and returns no error.
+// apply executes ops and updates or invalidates the cache. A route that the kernel refuses
+// because of its gateway concerns one peer only, so apply adds it to r.unreachable. It
+// returns the errors of all other failures.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 	failures := r.write(ctx, ops)
 	refused := 0

@@ -11,7 +11,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Covers reports whether s includes everything in other.
+// Covers reports whether s includes all devices and networks of other. It does not compare
+// Shared.
 func (s Scope) Covers(other Scope) bool {
 	return !slices.ContainsFunc(other.Devices, func(name string) bool { return !s.device(name) }) &&
 		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.InNetworks(n) })
@@ -34,7 +35,7 @@ func (s Scope) has(o Object) bool {
 	return false
 }
 
-// PlanRetire returns the changes that Retire would make.
+// PlanRetire returns the changes that Retire would make, in their order.
 func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, error) {
 	have, err := k.Read(ctx, former)
 	if err != nil {
@@ -54,11 +55,12 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 	return append(ops, links...), nil
 }
 
-// Retire removes the objects that belong to former but not to present, such as those of
-// an earlier configuration, and returns the number of its changes. It also deletes devices
-// of the kinds that flanneld creates, with all objects on them. So the caller should have
-// applied the state of present before. A failure does not stop the changes after it. The
-// error wraps the first few causes.
+// Retire removes the objects that belong to former but not to present, such as those of an
+// earlier configuration. It also deletes the devices of former that are not in present,
+// with all objects on them, if they are of a kind that flanneld creates. So the caller
+// should have applied the state of present before. A failure does not stop the changes
+// after it. removed is the number of changes that succeeded. The error wraps the first few
+// causes.
 func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
 	ops, err := PlanRetire(ctx, k, former, present)
 	if err != nil {

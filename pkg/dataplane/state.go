@@ -36,15 +36,15 @@ func NewState() State {
 	}
 }
 
-// Add adds objects to the state. An object replaces another one with the same key. A
-// route replaces only an equal route.
+// Add adds objects to the state. An object replaces another one with the same key. A route
+// is added beside the other routes to its destination, unless an equal one exists.
 func (s State) Add(objects ...Object) {
 	for _, o := range objects {
 		o.addTo(s)
 	}
 }
 
-// AddState adds all objects of other.
+// AddState adds all objects of other, like Add.
 func (s State) AddState(other State) {
 	maps.Copy(s.Links, other.Links)
 	maps.Copy(s.Addrs, other.Addrs)
@@ -126,8 +126,8 @@ func (s State) all() iter.Seq[Object] {
 	}
 }
 
-// has reports whether the state contains o. If o is a route, a route that is the same (see
-// Route.same) is sufficient. If o is a link with OffloadAuto, the offload makes no
+// has reports whether the state contains o. For a route, another route that is the same in
+// the sense of Route.same is sufficient. For a link with OffloadAuto, the offload makes no
 // difference.
 func (s State) has(o Object) (ok bool) {
 	switch o := o.(type) {
