@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Offsets in a message, which begins with struct nlmsghdr and struct ndmsg.
+// Offsets in bytes in a message, which begins with struct nlmsghdr and, for a neighbour,
+// struct ndmsg.
 const (
 	offsetType    = 4
 	offsetPort    = 12
@@ -22,13 +23,13 @@ const (
 // compares the device of a message with each of them, and a jump skips at most 255 instructions.
 const maxFiltered = 64
 
-// filter makes the kernel drop announcements that this process would ignore, so that they
-// do not wake the process. fd is the socket that receives announcements. The kernel drops
-// changes of routes, nexthop objects and neighbours that this process has made through the
-// socket with the given port. It also drops changes of neighbours on devices that are not
-// in devices: on a host with a thousand pods they happen all the time. If a message has
-// several causes, the kernel does not set a port, and the filter delivers the message.
-// With more than maxFiltered devices, filter removes the last filter, and the kernel delivers everything.
+// filter makes the kernel drop announcements that this process would ignore, so that they do not wake the
+// process. fd is the socket that receives announcements. The kernel drops changes of routes, nexthop
+// objects and neighbours that this process has made through the socket with the given port. It also drops
+// changes of neighbours on other devices than those with the indexes in devices: on a host with a thousand
+// pods they happen all the time. Some messages about own changes contain no port, and the filter delivers
+// them. filter replaces the filter of an earlier call. With more than maxFiltered devices it only removes
+// that filter, and the kernel delivers everything.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {

@@ -19,9 +19,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Kernel is the kernel of the network namespace in which it was opened. Its methods may
-// be called concurrently. A link must be created or changed from a thread in that
-// namespace, because /proc/sys shows each thread the settings of its own namespace.
+// Kernel is the kernel of the network namespace in which it was opened. Its methods may be
+// called concurrently. Apply must create or change a link on a thread in that namespace,
+// because it then also writes a setting in /proc/sys, which shows each thread the settings
+// of its own namespace.
 type Kernel struct {
 	sock         *socket
 	buffers      *Buffers
@@ -87,8 +88,9 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 	return l.name, err
 }
 
-// lookup returns the route that packets to dst take, as it is in the routing table: its destination is
-// a prefix and not dst alone.
+// lookup returns the route that packets from this host to dst take, as it is in the routing table: its
+// destination is a prefix and not dst alone, and is invalid if it is a default route. If there is no route,
+// or only one that drops the packets, lookup returns the kernel's error, such as ENETUNREACH.
 func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 	err = k.sock.ask(func(m *message) {
 		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
@@ -103,12 +105,13 @@ func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 // rtmFibMatch is RTM_F_FIB_MATCH, for which x/sys has no constant.
 const rtmFibMatch = 0x2000
 
-// routeDependencies contains the devices and addresses that known routes depend on: the index
-// of a route's device, and the source address that the route sets, which may be an address of
-// any device. If such a device or address disappears, the kernel may delete the routes without
-// an announcement. A route to a single address belongs to a pod and is ignored: pods come
-// and go, and losing such a route does no harm. Entries are never removed: a host has few
-// devices and addresses, and an unnecessary entry only costs a read.
+// routeDependencies contains the devices and addresses that known routes depend on: the
+// index of a route's device, and the source address that the route sets, which may be an
+// address of any device. If such a device goes down or disappears, or such an address
+// disappears, the kernel may delete the routes without an announcement. A route to a single
+// address usually belongs to a pod and is ignored: pods come and go, and losing such a
+// route does no harm. Entries are never removed: a host has few devices and addresses, and
+// an unnecessary entry only costs a read.
 type routeDependencies struct{ sync.Map }
 
 func (d *routeDependencies) add(r routeReply) {
@@ -133,7 +136,7 @@ func (d *routeDependencies) hasSource(a netip.Addr) bool {
 	return ok
 }
 
-// link is the name of a device, and its flags (IFF_*).
+// link contains the name of a device and its flags (IFF_*).
 type link struct {
 	name  string
 	flags uint32

@@ -115,8 +115,10 @@ func (k *Kernel) underlay(name string) (int, error) {
 	return index, err
 }
 
-// changeLink changes the attributes that differ, without replacing the device. The device
-// keeps its FDB and its routes and, unless its MAC changes, its neighbours.
+// changeLink changes the attributes that differ, without replacing the device. It returns
+// an error if that is not possible, see Link.Compatible. The device keeps its FDB and its
+// routes and, unless its MAC changes, its neighbours. The caller sets the checksum offload
+// and sets the device up.
 func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int) error {
 	state := dataplane.NewState()
 	if _, err := k.readLink(want.Name, dataplane.Scope{}, state); err != nil {

@@ -18,7 +18,7 @@ type message struct {
 	start int // offset of the message under construction
 }
 
-// begin starts a message. body is its fixed part (struct rtmsg, ndmsg and others).
+// begin starts the next message. body is its fixed part (struct rtmsg, ndmsg and others).
 func (m *message) begin(typ, flags uint16, body ...byte) {
 	m.start = len(m.buf)
 	m.buf = append(m.buf, make([]byte, unix.NLMSG_HDRLEN)...)
@@ -33,7 +33,7 @@ func (m *message) setFlags(flags uint16) {
 	binary.NativeEndian.PutUint16(b, binary.NativeEndian.Uint16(b)|flags)
 }
 
-// finish sets the length and the sequence number of the message.
+// finish sets the length and the sequence number of the message that begin has started.
 func (m *message) finish(seq uint32) {
 	binary.NativeEndian.PutUint32(m.buf[m.start:], uint32(len(m.buf)-m.start))
 	binary.NativeEndian.PutUint32(m.buf[m.start+8:], seq)

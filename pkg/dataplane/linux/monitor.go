@@ -39,17 +39,17 @@ type monitor struct {
 	file   *os.File // the socket
 	raw    syscall.RawConn
 	ready  wait.Signal
-	resume wait.Signal // makes watch wait for the next announcement
+	resume wait.Signal // from Drain to watch: wait for the next announcement
 	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
 
-	names  map[int]string // names of the scope's devices, by index
+	names  map[int]string // names of the devices in Scope.Devices and Scope.Shared, by index
 	others map[int]string // names of other devices that routes use, by index
 	own    uint32         // port of the socket that this process writes to
-	// links contains the last announced state of each device of the scope, and of other
-	// devices that routes use. An invalid cache does not reset it, because the read that
-	// follows happens after these announcements.
+	// links contains the last announced state of each device in names, and of other devices
+	// that routes use. It stays when the cache becomes invalid, because the next read of
+	// the kernel happens after these announcements.
 	links map[int]linkDetails
 }
 
@@ -89,7 +89,8 @@ func (m *monitor) subscribe(fd int) error {
 	return m.join(fd, unix.NETLINK_ADD_MEMBERSHIP)
 }
 
-// join adds or drops the multicast groups that the scope needs.
+// join joins or leaves the multicast groups that the scope needs. option says which of
+// both: it is NETLINK_ADD_MEMBERSHIP or NETLINK_DROP_MEMBERSHIP.
 func (m *monitor) join(fd, option int) error {
 	groups := []int{unix.RTNLGRP_LINK}
 	if len(m.scope.Devices) > 0 {
@@ -112,8 +113,8 @@ func (m *monitor) join(fd, option int) error {
 	return nil
 }
 
-// watch sends to ready when the socket has an announcement, and then waits until Drain
-// has read it.
+// watch sends to ready when the socket has an announcement, and then waits until Drain has
+// read all announcements. It ends when the monitor is closed.
 func (m *monitor) watch() {
 	for {
 		select {
@@ -156,7 +157,7 @@ func (m *monitor) Mute() {
 	_ = m.raw.Control(func(fd uintptr) { _ = m.join(int(fd), unix.NETLINK_DROP_MEMBERSHIP) })
 }
 
-// unmute ends the effect of Mute.
+// unmute joins the groups again that Mute has left. After an error the monitor stays muted.
 func (m *monitor) unmute() (err error) {
 	if ctlErr := m.raw.Control(func(fd uintptr) { err = m.join(int(fd), unix.NETLINK_ADD_MEMBERSHIP) }); ctlErr != nil {
 		return ctlErr
@@ -210,8 +211,8 @@ func (m *monitor) read(buf []byte) (n int, err error) {
 	return n, err
 }
 
-// resolveDevices looks up the indexes of the scope's devices again, and filters
-// announcements by them.
+// resolveDevices looks up the indexes of the scope's devices again, and makes the kernel
+// filter announcements by them. It leaves out devices that do not exist.
 func (m *monitor) resolveDevices() {
 	m.names = map[int]string{}
 	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
@@ -224,10 +225,11 @@ func (m *monitor) resolveDevices() {
 	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
 }
 
-// decode appends the events in a datagram. lost reports whether the datagram contained a
-// change that no event can describe. rerouted reports whether it contained a message that is
-// not about a neighbour. Such a change may affect OnLink: own routes, which do not affect it,
-// are dropped by the filter.
+// decode appends the events in a datagram to events. lost reports whether the datagram
+// contained a change that no event can describe, or a malformed message. rerouted reports
+// whether it contained a message that is not about a neighbour, because such a change may
+// affect OnLink. Own changes of routes do not affect it, and the filter drops their
+// announcements.
 func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		n := int(binary.NativeEndian.Uint32(b))
@@ -246,8 +248,9 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 	return rerouted, lost
 }
 
-// message returns the event that a message describes, or the zero event if the message is
-// about an object outside of the scope.
+// message returns the event that a message describes. It returns the zero event if the
+// message is about an object outside of the scope, or about a link. lost reports whether
+// the message announces a change that no event can describe.
 func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
 	switch typ {
 	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:
@@ -310,7 +313,8 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
 }
 
-// name returns the name of a device that a route uses.
+// name returns the name of a device that a route uses. It returns "" if the device does not
+// exist or the name cannot be read.
 func (m *monitor) name(index int) string {
 	for _, known := range []map[int]string{m.names, m.others} {
 		if name, ok := known[index]; ok {
@@ -322,11 +326,12 @@ func (m *monitor) name(index int) string {
 	return name
 }
 
-// address returns the event of an address. lost is set if the kernel may have deleted
-// routes together with the address: routes on any device that have the address as their
-// source and, with the last address of a device, all routes through the device. The kernel
-// does not announce that it has deleted these routes. It also need not announce the IPv6
-// routes that it deletes when IPv6 is disabled on a device.
+// address returns the event of an address, or the zero event if the address is outside of
+// the scope. lost is set if the kernel may have deleted routes together with the address:
+// routes on any device that have the address as their source and, with the last address of
+// a device, all routes through the device. The kernel does not announce that it has deleted
+// these routes. If IPv6 is disabled on a device, the kernel may also not announce the IPv6
+// routes that it deletes.
 func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost bool) {
 	if len(payload) < unix.SizeofIfAddrmsg {
 		return dataplane.Event{}, false
@@ -342,10 +347,10 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 }
 
 // link reports whether the announcement of a link invalidates the cache. For devices in
-// Scope.Devices and Scope.Shared, a change of the attributes in linkDetails or of an offload
-// does. For other devices that routes use, only a change of the flags does, because the kernel
-// may then delete routes. For all these devices, each announcement without a carrier does, see
-// lacksCarrier.
+// Scope.Devices and Scope.Shared, it does if the device is new or deleted, or if an
+// attribute in linkDetails or an offload has changed. For other devices that routes use, it
+// does only if the flags have changed, because the kernel may then delete routes. For all
+// these devices it also does if it shows no carrier, see lacksCarrier.
 func (m *monitor) link(deleted bool, payload []byte) bool {
 	if len(payload) < unix.SizeofIfInfomsg {
 		return false
@@ -371,7 +376,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		return false
 	case !known:
 		now, features = linkDetails{flags: now.flags}, false
-		if !announced { // it was up, because otherwise the change would have been announced
+		if !announced { // it was up when its routes were read, and no change was announced since
 			before.flags = upFlags
 		}
 	case !slices.Contains(m.scope.Devices, name):
@@ -383,7 +388,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 
 // linkDetails contains the attributes of a link that matter here.
 type linkDetails struct {
-	flags                uint32 // the flags in upFlags
+	flags                uint32 // those of upFlags
 	name, mac, mtu, kind string // undecoded, except for the name
 }
 
@@ -394,11 +399,11 @@ const upFlags = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
 // lacksCarrier reports whether a link is up and has no carrier. A worker of the kernel
 // handles the loss of the carrier up to a second later, and then announces the link again.
-// Announcements in between look the same, so each of them counts.
+// The announcements before and after that look the same, so each of them counts.
 func (d linkDetails) lacksCarrier() bool { return d.flags&unix.IFF_UP != 0 && d.flags != upFlags }
 
-// newLinkDetails parses a link message. features reports whether offloads have changed.
-// The message does not contain their new values.
+// newLinkDetails parses a link message. features reports whether offloads have changed. The
+// message does not contain their new values.
 func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	d.flags = linkFlags(payload) & upFlags
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
@@ -418,7 +423,8 @@ func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	return d, features
 }
 
-// nexthop returns the event of a nexthop object that was deleted or replaced.
+// nexthop forgets the nexthop object that a message announces as deleted or replaced, and
+// returns the event. It returns the zero event if the message is malformed.
 func (m *monitor) nexthop(payload []byte) (e dataplane.Event) {
 	if len(payload) < sizeofNhmsg {
 		return dataplane.Event{}

@@ -18,17 +18,16 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// A plain route names its next hop by device and gateway. Any other route names it by the
-// id of a nexthop object. When a plain IPv4 route is added, the kernel compares its next
-// hop with the next hops of all plain routes through the device. So thousands of plain
-// routes through one device take quadratic time. Through nexthop objects they take linear
-// time. A device with few routes keeps plain ones: scripts expect the output of ip(8) for
-// plain routes, and a single plain route is less work.
+// A plain route names its next hop by device and gateway. Any other route names it by the id of a nexthop
+// object. When a plain IPv4 route is added, the kernel compares its next hop with the next hops of all
+// plain routes through the device. So adding thousands of plain routes through one device takes quadratic
+// time. Through nexthop objects it takes linear time. Routes through a device with few routes stay plain:
+// scripts expect the output of ip(8) for plain routes, and a single plain route is less work.
 // https://docs.kernel.org/networking/nexthop-group-resilient.html explains the terms,
 // include/uapi/linux/nexthop.h the format.
 //
-// A route with its own MTU stays plain. If it used a nexthop object, a later put without an MTU would
-// not remove the MTU: the kernel takes the attributes of an existing route through the same object.
+// A route with its own MTU stays plain. If it used a nexthop object, a later put without an MTU would not
+// remove the MTU: the kernel takes the attributes of an existing route through the same object.
 const (
 	nexthopThreshold = 256
 
@@ -58,8 +57,8 @@ type hop struct {
 type object struct {
 	hop
 	id     uint32 // 0 until it is created
-	others bool   // routes of another flanneld use it
-	users  int    // number of all routes that use it
+	others bool   // routes outside of the scope use it, such as those of another flanneld
+	users  int    // number of routes that use it
 }
 
 // nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld on
@@ -68,13 +67,13 @@ type object struct {
 // only its own routes use.
 type nexthops struct {
 	enabled   bool
-	threshold int           // a device has fewer plain routes than this
+	threshold int           // puts use objects if the device would have this many plain routes otherwise
 	linger    time.Duration // an unused object is kept for this time, because its creator may be about to use it
 
 	mu     sync.Mutex
 	byID   map[uint32]*object
 	byHop  map[hop]*object      // objects that this process may use
-	unused map[uint32]time.Time // by id, since when reads have found the object unused
+	unused map[uint32]time.Time // by id: when a read has first found the object unused
 	idle   []uint32             // objects to delete
 	plain  map[int]int          // number of IPv4 routes with a gateway and without an object, by index of the device
 	next   uint32
@@ -89,8 +88,9 @@ func (t *nexthops) add(o *object) {
 	t.next = max(t.next, o.id+1)
 }
 
-// use adds n to the number of routes that use an object, and returns the object. It
-// returns nil if the object does not have flanneld's protocol number.
+// use adds n, which may be negative, to the number of routes that use an object, and
+// returns the object. It returns nil if the object does not have flanneld's protocol
+// number.
 func (t *nexthops) use(id uint32, n int) *object {
 	o := t.byID[id]
 	if o != nil {
@@ -109,14 +109,17 @@ func (t *nexthops) remove(id uint32) {
 	}
 }
 
-// forget removes an object that another program has deleted or replaced.
+// forget is remove for an object that another program has deleted or replaced. It locks
+// t.mu.
 func (t *nexthops) forget(id uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.remove(id)
 }
 
-// readNexthops reads the existing nexthop objects. Read calls it before it reads routes.
+// readNexthops replaces what this process knows about nexthop objects by those that exist.
+// Read calls it before it reads routes, which then counts the users of each object. If
+// Options.NexthopObjects is off or the kernel has no nexthop objects, none are known.
 func (k *Kernel) readNexthops(ctx context.Context) error {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -156,8 +159,9 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// addRoute handles a route that Read has found: it completes the route and counts it as a
-// user of its nexthop object, or as a plain route.
+// addRoute handles a route in the scope that Read has found: it completes the route and
+// counts it as a user of its nexthop object, or as a plain route. This process may then use
+// the object for other routes, unless routes outside of the scope use it.
 func (t *nexthops) addRoute(r *routeReply) {
 	t.complete(r)
 	t.mu.Lock()
@@ -171,8 +175,8 @@ func (t *nexthops) addRoute(r *routeReply) {
 	}
 }
 
-// complete sets gateway and device of a route through an object that this process knows.
-// The kernel leaves them out if it shows only the id, as with
+// complete sets the gateway, the device and the onlink flag of a route through an object
+// that this process knows, if the kernel shows only the id, as with
 // net.ipv4.nexthop_compat_mode=0.
 func (t *nexthops) complete(r *routeReply) {
 	t.mu.Lock()
@@ -182,8 +186,8 @@ func (t *nexthops) complete(r *routeReply) {
 	}
 }
 
-// markUsedByOthers marks the objects that routes outside the scope use. It must be called
-// before addRoute.
+// markUsedByOthers counts the routes outside of the scope, which use the objects with these
+// ids, and marks the objects. Read must call it before addRoute.
 func (t *nexthops) markUsedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -194,9 +198,10 @@ func (t *nexthops) markUsedByOthers(ids []uint32) {
 	}
 }
 
-// selectUnused selects the objects to delete. The caller has just read the kernel's routes.
-// selectUnused selects an object only if no route has used it for the time t.linger, because
-// the program that has created the object needs a moment to create its routes.
+// selectUnused adds objects to t.idle, so that the next releaseNexthops deletes them. The
+// caller has just read the kernel's routes. selectUnused selects an object only if no route
+// has used it for the time t.linger, because the program that has created the object needs
+// a moment to create its routes.
 func (t *nexthops) selectUnused() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -216,8 +221,9 @@ func (t *nexthops) selectUnused() {
 	}
 }
 
-// viaNexthop returns the route of op, and whether op puts an IPv4 route with a gateway. Only
-// such a route can use a nexthop object.
+// viaNexthop returns the route of op, and whether op puts an IPv4 route with a gateway.
+// Only such a route can use a nexthop object. The route is zero if op changes another
+// object.
 func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
 	r, ok := op.Object.(dataplane.Route)
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
@@ -225,7 +231,8 @@ func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
 
 // provideNexthops creates nexthop objects for the routes that ops put, if a device would
 // have too many plain routes otherwise, and sets the ids in ops. If it cannot create an
-// object the route stays plain.
+// object the route stays plain. It counts all of these routes as users of an object or as
+// plain. indexes contains the index of each device.
 func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -294,9 +301,9 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 	}
 }
 
-// putFailed reduces the number of plain routes after a put has failed. It ignores a route
-// through a nexthop object: the failure makes the Reconciler read the kernel, and the read
-// counts the users of the object again.
+// putFailed reduces the number of plain routes after the put op has failed. It ignores a
+// route through a nexthop object: the failure makes the Reconciler read the kernel, and the
+// read counts the users of the object again.
 func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
 	if r, ok := viaNexthop(op); ok && r.NexthopID == 0 {
 		t.mu.Lock()
@@ -305,8 +312,9 @@ func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
 	}
 }
 
-// createNexthops creates the missing objects, which byHop already contains. It returns the
-// objects that need another id, because another program uses the id that was tried.
+// createNexthops creates the missing objects, which byHop already contains, and sets their
+// ids. It returns the objects that need another id, because another program uses the id
+// that was tried. The id of an object that could not be created stays 0.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
 	ids := make([]uint32, len(missing))
@@ -341,10 +349,10 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 	return again
 }
 
-// releaseNexthops deletes the objects whose last route was deleted by done, the operations
-// that have succeeded, and the objects that selectUnused has selected. Their routes must be
-// gone already: the kernel would delete remaining routes together with the object, slowly
-// and without an announcement.
+// releaseNexthops counts the routes that done, the operations that have succeeded, have
+// deleted. It deletes the objects that no route uses any more, and the objects in t.idle.
+// Their routes must be gone already: the kernel would delete remaining routes together with
+// the object, slowly and without an announcement.
 func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -372,7 +380,7 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 // deleteNexthops deletes the objects with these ids. The caller holds k.nexthops.mu.
 func (k *Kernel) deleteNexthops(ctx context.Context, ids []uint32) {
 	for _, id := range ids {
-		k.nexthops.remove(id) // before the kernel announces the delete, so that the announcement has no effect
+		k.nexthops.remove(id) // first, so that the announcement of the delete finds nothing to forget
 	}
 	// If a delete fails, the next read finds the object.
 	_ = k.sock.send(ctx, len(ids), func(i int, m *message) {

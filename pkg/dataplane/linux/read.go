@@ -50,7 +50,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			return state, err
 		}
 	}
-	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // only then were the routes read that use nexthop objects
+	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // IPv4 routes were read, and only these use nexthop objects
 		k.nexthops.selectUnused()
 	}
 	return state, nil
@@ -133,8 +133,8 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 // creates for addresses.
 const connectedMetric = 256
 
-// readConnected adds the routes that the kernel creates for addresses. It reads the
-// addresses and not the routes.
+// readConnected adds to state the routes that the kernel creates for the addresses of all
+// devices. It reads the addresses and not the routes.
 func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
 	found, err := k.dumpAddrs(ctx, family, 0)
 	if err != nil {
@@ -201,12 +201,12 @@ type neighbour struct {
 	mac      dataplane.MAC
 	dst      netip.Addr
 	override bool
-	aged     bool // the message contains the age of the entry, as all messages from the owner of the entry do
+	aged     bool // the message contains the age of the entry; the second announcement of an FDB write does not
 }
 
-// dumpNeighs calls each for every permanent entry of dev in the neighbour table of
-// family. With unix.AF_BRIDGE it reads the FDB, and only the entries of the device
-// itself.
+// dumpNeighs calls each for every permanent entry of dev in the neighbour table of family.
+// With unix.AF_BRIDGE it reads the FDB, and only the entries of the device itself and not
+// of a bridge. It calls reset before each attempt.
 func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {
@@ -226,7 +226,8 @@ func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset
 	})
 }
 
-// parseNeighbour parses a neighbour or FDB message that contains a struct ndmsg.
+// parseNeighbour parses a neighbour or FDB message, which contains a struct ndmsg.
+// permanent reports whether the entry is permanent.
 func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
 	for a := range attributes(payload[unix.SizeofNdMsg:]) {
 		switch a.typ {
@@ -282,8 +283,8 @@ func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, sta
 // rtaNexthopID is RTA_NH_ID, for which x/sys has no constant.
 const rtaNexthopID = 30
 
-// routeReply is a parsed route message. It contains the index of the device and not its
-// name.
+// routeReply is a parsed route message. It contains the index of the device, and its route
+// does not contain the name. The destination of a default route is invalid.
 type routeReply struct {
 	route dataplane.Route
 	oif   int
@@ -297,8 +298,8 @@ type routeReply struct {
 	cloned bool
 }
 
-// mayConcern reports whether a state of scope s may contain the route. Only the name of the
-// device, which routeReply does not contain, shows whether s contains a detour.
+// mayConcern reports whether a state of scope s may contain the route. It returns true for
+// a detour on any device, because routeReply does not contain the name of the device.
 func (r routeReply) mayConcern(s dataplane.Scope) bool {
 	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() &&
 		(s.InNetworks(r.route.Dst) || r.route.IsDetour())

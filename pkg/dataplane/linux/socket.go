@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// chunk is the number of messages in one datagram. For each message the kernel may
-	// return an error that takes about 830 bytes of the receive buffer. The smallest
+	// chunk is the maximum number of messages in one datagram. For each message the kernel
+	// may return an error that takes about 830 bytes of the receive buffer. The smallest
 	// default buffer has room for 256 such errors.
 	chunk = 200
 	// replyTimeout limits the wait for a reply. The kernel never replies to a message
@@ -110,8 +110,9 @@ func (s *socket) send(ctx context.Context, n int, build func(i int, m *message))
 	return s.sendGroups(ctx, n, 1, build)
 }
 
-// sendGroups is like send for n groups of size messages. The messages of a group are in
-// one datagram, so that the kernel receives all of them or none.
+// sendGroups is like send for n groups of size messages each: build gets i from 0 to
+// n*size-1. The messages of a group are in one datagram, so that the kernel receives all of
+// them or none.
 func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, m *message)) map[int]error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -138,8 +139,10 @@ func failAll(failed map[int]error, from, to int, err error) {
 	}
 }
 
-// sendChunk sends one datagram. Every message has its own sequence number, which the
-// kernel repeats in an error. Only the last message requests an acknowledgement.
+// sendChunk sends the messages start to end-1 in one datagram, and adds the errors of
+// messages to failed. It returns an error if it cannot send or cannot read the answers.
+// Every message has its own sequence number, which the kernel repeats in an error. Only the
+// last message requests an acknowledgement.
 func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed map[int]error) error {
 	m := message{buf: s.out[:0]}
 	first := s.seq + 1
@@ -176,6 +179,7 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 
 // dump sends the request that build appends, and calls each for every message of the
 // answer. It repeats a dump that was interrupted, and calls reset before each attempt.
+// After dumpTries attempts it returns errInterrupted.
 func (s *socket) dump(ctx context.Context, build func(m *message), reset func(), each func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -232,7 +236,8 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 	return nil
 }
 
-// ask sends a request that has a single answer.
+// ask sends a request that has a single answer, and calls answer with it. If the kernel
+// answers with an error, ask returns that error and does not call answer.
 func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -279,8 +284,8 @@ type header struct {
 	Seq   uint32
 }
 
-// receive reads one datagram from the kernel and calls each for every message in it,
-// until each returns an error.
+// receive reads one datagram from the kernel and calls each for every message in it, until
+// each returns an error. receive returns that error.
 func (s *socket) receive(each func(h header, payload []byte) error) error {
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)

@@ -44,7 +44,8 @@ const (
 	encapChecksum = 1
 )
 
-// readFOU returns the UDP header of l, and whether FOU can describe it.
+// readFOU returns the UDP header of l, which is zero if l has none. ok is false if FOU
+// cannot describe the encapsulation of l.
 func readFOU(l *netlink.Iptun) (fou dataplane.FOU, ok bool) {
 	if l.EncapType == encapFOU {
 		fou = dataplane.FOU{Source: l.EncapSport, Destination: l.EncapDport, Checksum: l.EncapFlags&encapChecksum != 0}

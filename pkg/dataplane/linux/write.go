@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// Apply implements dataplane.Kernel. It executes links one by one, and sends consecutive
-// other objects in one batch.
+// Apply implements dataplane.Kernel. It executes operations on links one by one, and sends
+// consecutive operations on other objects in one batch.
 func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
 	var failed []dataplane.OpError
 	for len(ops) > 0 {
@@ -83,19 +83,21 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	return failed
 }
 
-// detour repeats the puts of IPv6 routes that the kernel has refused because another route
-// leads to their gateway through another device. Often this is the route to be replaced. An
-// onlink flag does not help. A detour helps: a temporary route to the gateway alone. detour
-// replaces the errors of these puts in errs.
+// detour repeats those puts of ops that the kernel has refused because another route leads
+// to the gateway of the IPv6 route through another device. Often this is the route to be
+// replaced. An onlink flag does not help. A detour helps: a temporary route to the gateway
+// alone, through the device of the wanted route. In errs, which contains the errors by
+// index in ops, detour replaces the errors of these puts by their new result.
 //
 // Packets must not take the detour. So detour first copies the route that packets to the
-// gateway take, for the gateway alone. When the kernel creates the wanted route, it looks up
-// the gateway on the device of that route, and finds the detour. For packets it takes the
-// older of two routes with the same destination and metric, which is the copy. Only packets
-// that arrive from the device take the detour.
+// gateway take, for the gateway alone. When the kernel creates the wanted route, it looks
+// up the gateway on the device of that route, and finds the detour. For packets it takes
+// the older of two routes with the same destination and metric, which is the copy. Only
+// packets that arrive from the device take the detour.
 //
-// The five steps for a route are in one datagram, so that neither another program nor the
-// end of ctx can interrupt them.
+// The five steps for a route are: create the copy, create the detour, put the route, delete
+// the detour, delete the copy. They are in one datagram, so that neither another program
+// nor the end of ctx can interrupt them.
 func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[string]int, errs map[int]error) {
 	var again []int
 	var copies []routeReply
@@ -132,12 +134,12 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 	}
 }
 
-// beforeDetour returns a copy of the route that packets to the gateway of r take, for the gateway alone.
-// index is the index of r's device. beforeDetour returns the detour itself, so that no copy is made, if
-// the destination of r contains the gateway, because packets to the gateway may then take the device of r.
-// It also returns the detour if the route to copy does not exist, is not in the main table, has several
-// next hops or a nexthop object, or is not unicast. The kernel then refuses to create the detour a second
-// time and to delete it a second time.
+// beforeDetour returns the copy for detour: the route that packets to the gateway of r take, for the
+// gateway alone. index is the index of r's device. beforeDetour returns the detour itself, so that no copy
+// is made, if the destination of r contains the gateway, because packets to the gateway may then take the
+// device of r. It also returns the detour if the route to copy does not exist, is not in the main table,
+// has several next hops or a nexthop object, or is not unicast. The kernel then refuses to create the
+// detour a second time and to delete it a second time.
 func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	before := routeReply{route: dataplane.NewDetour(r.Gateway, r.Dev), oif: index}
 	if r.Dst.Contains(r.Gateway) {
