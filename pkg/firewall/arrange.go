@@ -10,10 +10,11 @@ import (
 )
 
 // Arrangement is the content that a chain should have: the common rules at its head, the
-// rules of other daemons unchanged, and the own rules in their order.
+// rules of other daemons unchanged, and the own rules in their order. The rules of other
+// daemons may be anywhere after the common rules.
 type Arrangement struct {
 	Common, Own []Rule
-	Others      []int // indexes of the rules that belong to other daemons and stay
+	Others      []int // indexes, from 0, of the existing rules that belong to other daemons and stay
 	// Exact is set if the chain has this content already.
 	Exact bool
 }
@@ -21,15 +22,15 @@ type Arrangement struct {
 // Empty reports whether no daemon needs the chain.
 func (a Arrangement) Empty() bool { return len(a.Own)+len(a.Others) == 0 }
 
-// Arrange decides which rules of a chain stay. have contains the existing rules, and nil
-// for a rule that no daemon creates.
+// Arrange decides which rules of chain c stay. have contains the existing rules in their
+// order, with nil for a rule that no daemon creates.
 //
-// Every rule of a daemon contains the daemon's network, so a rule that contains one of
-// t's networks belongs to t. Another daemon's network is recognised by its rules: the
-// chain masquerades packets from the network, accepts both the packets from it and the
-// packets to it, or drops tunnel packets to destinations outside of the network. All rules
-// that contain such a network belong to that daemon. Any other rule must go. The rules of
-// other daemons may be anywhere between the own ones, because they match other packets.
+// Every rule of a daemon contains the daemon's network, so a rule that contains one of t's
+// networks belongs to t. Another daemon's network is recognised by its rules: the chain
+// masquerades packets from the network, accepts both the packets from it and the packets to
+// it, or drops tunnel packets to destinations outside of the network. All rules that
+// contain such a network belong to that daemon. Any other rule must go. The rules of other
+// daemons may be anywhere between the own ones, because they match other packets.
 func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	a := Arrangement{Own: t.rules[c]}
 	networks := map[netip.Prefix]bool{} // true for t's networks, false for networks of other daemons
@@ -40,7 +41,7 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 		networks[n] = true
 	}
 	known := func(n netip.Prefix) bool { _, ok := networks[n]; return ok }
-	// Besides the rules of other daemons the chain should contain own, and contains rest.
+	// Apart from the rules of other daemons, the chain should contain own and now contains rest.
 	var own, rest []Rule
 	for i, r := range have {
 		if r == nil {
@@ -61,7 +62,8 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	return a
 }
 
-// owner returns which of the known networks r belongs to, or the zero prefix if none.
+// owner returns the first known network that r contains, or the zero prefix if it contains
+// none.
 func owner(r Rule, known func(netip.Prefix) bool) netip.Prefix {
 	for _, m := range [2]Match{r.Src, r.Dst} {
 		if m.Prefix.IsValid() && known(m.Prefix) {
@@ -71,7 +73,8 @@ func owner(r Rule, known func(netip.Prefix) bool) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// neighbours returns the networks of daemons that the rules of a chain show. See Arrange.
+// neighbours returns the networks of all daemons that the rules of a chain show, including
+// this daemon. See Arrange.
 func neighbours(c Chain, have []*Rule) []netip.Prefix {
 	var networks []netip.Prefix
 	for _, r := range have {
@@ -95,10 +98,11 @@ func contains(have []*Rule, r Rule) bool {
 	return slices.ContainsFunc(have, func(h *Rule) bool { return h != nil && *h == r })
 }
 
-// Legacy reports whether r, found outside of flanneld's chains, was created there by
-// flannel before v0.20 for one of t's networks. An operator may have written an equal
-// rule by hand. So a rule of the forward chain must have flannel's comment (commented),
-// unless a rule in flanneld's own chain does the same.
+// Legacy reports whether r, found in the parent of chain c, was created there by flannel
+// before v0.20 for one of t's networks. An operator may have written an equal rule by hand.
+// So a rule in the parent of Forward must have flannel's comment (commented), unless t puts
+// an equal rule into flanneld's own chain. Legacy returns false for the guards, which
+// flannel did not have.
 func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 	n := owner(r, func(n netip.Prefix) bool { return slices.Contains(t.Own, n) })
 	if !n.IsValid() || r.Marked {

@@ -54,7 +54,8 @@ type Match struct {
 	Not    bool
 }
 
-// In matches the addresses in p. It matches every address if the length of p is 0.
+// In returns the condition that an address is in p. It matches every address if the length
+// of p is 0.
 func In(p netip.Prefix) Match {
 	if p.Bits() == 0 {
 		return Match{}
@@ -67,8 +68,8 @@ func notIn(p netip.Prefix) Match { return Match{Prefix: p.Masked(), Not: true} }
 // Payload is a condition on the content of a packet. The zero Payload matches every
 // packet.
 type Payload struct {
-	Protocol uint8  // IP protocol number, such as UDP
-	Port     uint16 // UDP destination port; 0 matches every port
+	Protocol uint8  // IP protocol number, such as UDP; 0 matches every protocol
+	Port     uint16 // UDP destination port, if Protocol is UDP; 0 matches every port
 }
 
 // UDP is the IP protocol number of UDP.
@@ -97,8 +98,9 @@ type Network struct {
 type Policy struct {
 	Networks []Network // at most one per family
 	// Masquerade replaces the source address of packets that leave the networks by this
-	// host's address, except to destinations in NonMasquerade. Random chooses source
-	// ports at random.
+	// host's address, except to destinations in NonMasquerade. It also does so for packets
+	// from outside of a network to pods of other hosts. Random makes the kernel choose
+	// source ports at random.
 	Masquerade, Random bool
 	NonMasquerade      []netip.Prefix
 	// Forward accepts forwarded packets from and to the networks.
@@ -107,7 +109,7 @@ type Policy struct {
 	// would take them for packets of the pod's host. Guard has no effect without
 	// Masquerade or Forward.
 	Guard bool
-	// Former contains networks whose rules are removed.
+	// Former contains networks whose rules are removed, unless they are in Networks too.
 	Former []netip.Prefix
 	// Several is set if the daemon has more policies, for other networks. Packets between
 	// its networks are then masqueraded in both directions, or with NonMasquerade in neither.
@@ -117,9 +119,9 @@ type Policy struct {
 // Applier makes the kernel's rules equal to a Policy, with one flavour of firewall.
 type Applier interface {
 	// Apply makes the kernel contain all rules of the policies, and no other rule that
-	// contains one of their present or former networks. It writes only differences and
-	// reports whether it wrote. If it fails because ctx has ended, changed reports whether
-	// it may have written.
+	// contains one of their present or former networks. It writes only differences. changed
+	// reports whether it has written, even if it then fails. If it fails because ctx has
+	// ended, changed reports whether it may have written.
 	Apply(ctx context.Context, policies ...Policy) (changed bool, err error)
 }
 
@@ -141,18 +143,20 @@ func (p Policy) Cleanup() Policy {
 // Table contains the rules of one family.
 type Table struct {
 	Family prefix.Family
-	// Own contains the networks whose rules belong to this daemon.
+	// Own contains the networks, present and former, whose rules belong to this daemon.
 	Own   []netip.Prefix
 	rules map[Chain][]Rule
 }
 
-// Concerns reports whether there may be rules to write or to remove.
+// Concerns reports whether the policies name a network of this family, with rules to write
+// or to remove.
 func (t Table) Concerns() bool { return len(t.Own) > 0 }
 
 // Wanted reports whether the table contains any rules.
 func (t Table) Wanted() bool { return len(t.rules) > 0 }
 
-// Rules returns the content of a chain that no other daemon uses.
+// Rules returns all rules that chain c should contain if no other daemon uses it: the
+// common ones and those of t. It returns nil if t has none for the chain.
 func (t Table) Rules(c Chain) []Rule {
 	if len(t.rules[c]) == 0 {
 		return nil
@@ -225,8 +229,9 @@ func (t *Table) append(c Chain, rules ...Rule) {
 	}
 }
 
-// keepSource returns the rules that keep the source address of packets between pods, and of packets
-// from pods to destinations in NonMasquerade.
+// keepSource returns the rules that keep the source address of some packets: those between pods of this
+// host and pods of any host, those from pods to destinations in NonMasquerade, and, unless p.Several is
+// set, those from outside to pods of this host.
 func (p Policy) keepSource(n Network) []Rule {
 	network, subnet := In(n.Network), In(n.Subnet)
 	rules := []Rule{
@@ -265,8 +270,9 @@ func (p Policy) masqueradePods(n Network) Rule {
 	return Rule{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: p.masqueradeAction()}
 }
 
-// masqueradeOthers returns the rules that masquerade packets from sources outside of the network to
-// pods of other hosts. The answers of these pods must come back through this host.
+// masqueradeOthers returns the rules that masquerade packets from sources outside of the network to pods of
+// other hosts, because the answers of these pods must come back through this host. If p.Several is set, it
+// also returns the rule of toOwnPods, which keepSource then leaves out.
 func (p Policy) masqueradeOthers(n Network) []Rule {
 	var rules []Rule
 	if p.Several {
@@ -276,10 +282,10 @@ func (p Policy) masqueradeOthers(n Network) []Rule {
 }
 
 // guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may
-// have tunnels between each other, unless pods and hosts share addresses (HostsInside).
-// In addition each host drops tunnel packets from any pod to its own addresses in its
-// subnet. No rule drops packets of a host: a host may have an address in the network, but
-// not in a subnet.
+// have tunnels between each other, unless pods and hosts share addresses (HostsInside). For
+// packets to this host, add also drops tunnel packets from any pod to the host's own
+// addresses in its subnet. No rule drops packets of a host: a host may have an address in
+// the network, but not in a subnet.
 func (n Network) guard(tunnel Payload) []Rule {
 	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: tunnel, Action: Drop}}
 	if n.HostsInside {
@@ -288,7 +294,8 @@ func (n Network) guard(tunnel Payload) []Rule {
 	return rules
 }
 
-// common returns the rules at the head of a chain, which all daemons share.
+// common returns the rules at the head of a chain, which all daemons share. Postrouting has
+// one, which leaves packets with Mark to kube-proxy. The other chains have none.
 func common(c Chain) []Rule {
 	if c == Postrouting {
 		return []Rule{{Marked: true, Action: Return}}

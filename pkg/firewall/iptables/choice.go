@@ -15,23 +15,23 @@ import (
 // hintTable is the table that contains the hints.
 const hintTable = "mangle"
 
-// hints returns first the chains that show which variant kubelet uses, and then the chain
-// that shows which variant kube-proxy uses. kube-proxy's chain counts only if kubelet has
-// none. The containers of Kubernetes also follow kubelet's chains, and read nftables first.
+// hints returns two lists of chains. The chains of the first list show which variant
+// kubelet uses. The chain of the second list shows which variant kube-proxy uses, and
+// counts only if kubelet has none. The containers of Kubernetes also follow kubelet's
+// chains, and read nftables first.
 func hints() [][]string {
 	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
 }
 
-// Choose returns the variant of iptables, legacy or nft, that other software on this host uses,
-// and the reason for the choice. It follows the chains of Kubernetes if there are any, and
-// otherwise prefers the variant with more rules. flanneld's own rules do not count, so that an
-// earlier choice does not repeat itself. inNFT reports whether nftables has a table of that
-// name. Choose runs iptables-save of a variant only if the variant has tables, because some
-// variants would create them.
+// Choose returns the variant of iptables, legacy or nft, that other software on this host uses, and the
+// reason for the choice. It follows the chains of Kubernetes if there are any, and otherwise prefers the
+// variant with more rules. flanneld's own rules do not count, so that an earlier choice does not repeat
+// itself. inNFT reports whether nftables has a table of that name. Choose runs iptables-save of a variant
+// only if the variant has tables, because some variants would create them.
 //
-// It returns Default if other software has equally many rules in both variants, such as none, or if
-// the rules cannot be read. It returns Legacy if inNFT fails. It returns Default without a reason
-// unless both variants are installed for every family in families.
+// If a program of one of the variants is missing for a family in families, Choose returns Default without a
+// reason. If inNFT fails, it returns Legacy with the error as the reason. It returns Default if the rules
+// cannot be read, or if other software has equally many rules in both variants, such as none.
 func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Family, string) (bool, error)) (v Variant, because string) {
 	for _, v := range []Variant{NFT, Legacy} {
 		if !v.complete(families) {
@@ -48,15 +48,15 @@ func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Fam
 	return v, because
 }
 
-// complete reports whether all programs of the variant are installed.
+// complete reports whether all programs of the variant are installed for each of families.
 func (v Variant) complete(families []prefix.Family) bool {
 	return !slices.ContainsFunc(families, func(f prefix.Family) bool {
 		return slices.ContainsFunc([]string{"", "-save", "-restore"}, func(suffix string) bool { return !installed(v.Program(f) + suffix) })
 	})
 }
 
-// tablesFunc reports whether a table exists. It does not create the table, which the
-// programs would do.
+// tablesFunc reports whether a table exists. It does not run a program of iptables, which
+// would create the table.
 type tablesFunc func(prefix.Family, string) (bool, error)
 
 func inLegacy(f prefix.Family, name string) (bool, error) {
@@ -108,8 +108,8 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 	}
 }
 
-// each calls take with the rules of one variant, for each family that has one of the
-// named tables.
+// each calls take with the rules of one variant, once for each family that has one of the
+// named tables. A missing program counts as no rules.
 func (c chooser) each(ctx context.Context, v Variant, tables, args []string, take func(dump)) error {
 	for _, f := range families() {
 		for _, name := range tables {

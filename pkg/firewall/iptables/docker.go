@@ -34,12 +34,13 @@ func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCu
 	return cut, nil
 }
 
-// dockerCut follows a packet through the rules of d.
+// dockerCut returns what the rules of d do to packets from another host to the containers
+// behind b. It follows one packet through the rules.
 func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 	verdict, chain := d["filter"].follow("FORWARD", packet{DockerBridge: b, dst: b.Subnet, routed: true}, nil)
 	cut.Forward = verdict == no && strings.HasPrefix(chain, dockerChains) && !acceptsMark(d["filter"])
 	for _, r := range d["raw"]["PREROUTING"] {
-		for _, c := range conditions(r) { // Docker creates a rule for the address of each running container
+		for _, c := range conditions(r) { // Docker creates a rule for the address of each running container, so follow a packet to each
 			if to, ok := match(c.value, c.not); c.option == "-d" && ok && !to.Not && prefix.Contains(b.Subnet, to.Prefix) {
 				verdict, _ := d["raw"].follow("PREROUTING", packet{DockerBridge: b, dst: to.Prefix}, nil)
 				cut.Direct = cut.Direct || verdict == no
@@ -60,7 +61,8 @@ func acceptsMark(filter chains) bool {
 	})
 }
 
-// answer says whether a packet meets a condition or passes a chain.
+// answer says whether a packet meets a condition or passes a chain. It is unknown if the
+// rules do not tell.
 type answer int
 
 const (
@@ -108,10 +110,10 @@ func conditions(r rule) (all []condition) {
 	return all
 }
 
-// follow returns whether the chain called name accepts the packet, and the chain whose rule
-// decides. A rule applies only if the packet certainly meets its conditions. If no rule
-// decides, the verdict is unknown. through contains the chains that led to this one, so
-// that a loop of chains ends.
+// follow returns whether the chain called name accepts the packet (yes) or drops or rejects
+// it (no), and the chain whose rule decides. A rule applies only if the packet certainly
+// meets its conditions. If no rule decides, the verdict is unknown and the chain "".
+// through contains the chains that led to this one, so that a loop of chains ends.
 func (c chains) follow(name string, p packet, through []string) (verdict answer, chain string) {
 	if slices.Contains(through, name) {
 		return unknown, ""
@@ -135,7 +137,9 @@ func (c chains) follow(name string, p packet, through []string) (verdict answer,
 	return unknown, ""
 }
 
-// meets reports whether the packet meets all conditions of a rule.
+// meets reports whether the packet meets all conditions of a rule. The answer is no if it
+// certainly does not meet one of them, and otherwise unknown if that is unknown for one of
+// them.
 func (p packet) meets(r rule) answer {
 	all := yes
 	for _, c := range conditions(r) {
@@ -180,7 +184,8 @@ func (p packet) meetsPositive(c condition) answer {
 	return unknown
 }
 
-// covers reports whether the network in text contains all addresses of p.
+// covers reports whether the network in text contains all addresses of p (yes) or none of
+// them (no). The answer is unknown if it contains some of them or text is not a network.
 func covers(text string, p netip.Prefix) answer {
 	m, ok := match(text, false)
 	switch {

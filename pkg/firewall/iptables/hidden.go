@@ -14,14 +14,16 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// targetsFunc returns the targets of a chain's rules, according to nftables.
+// targetsFunc returns the targets of a chain's rules, according to nftables. exists is
+// false if there is no such chain.
 type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.Target, exists bool, err error)
 
-// correct corrects the output of iptables-save for flanneld's chains and their parents. If
-// other programs have created rules with nft, iptables-save prints some of them without
+// correct corrects d, the output of iptables-save, for flanneld's chains and their parents.
+// If other programs have created rules with nft, iptables-save prints some of them without
 // their conditions. It prints nothing about a table with a rule that it does not
-// understand. correct returns such tables. If it returns an error for a table, d contains
-// nil for it.
+// understand. hidden contains the names of such tables. If the rules of a table cannot be
+// read, correct sets it to nil in d and returns an error. It then goes on with the other
+// tables.
 func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
 	var errs []error
 	for _, c := range firewall.Chains() {
@@ -54,8 +56,9 @@ func likeOurs(r rule) bool {
 	return ok
 }
 
-// list returns the rules of flanneld's chain and its parent in the form of iptables-save.
-// It reads one chain at a time, and ignores a parent that cannot be read.
+// list returns the rules of flanneld's chain and its parent in the form of iptables-save,
+// or "" if neither exists. It reads one chain at a time, and ignores a parent that cannot
+// be read.
 func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
 		_, exists, err := a.targets(f, p.table, chain)
@@ -74,7 +77,8 @@ func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text stri
 	return text, nil
 }
 
-// refused adds the tables that iptables-save hides to err.
+// refused adds the names of hidden, the tables that iptables-save hides, and a remedy to
+// err, if there are any.
 func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 	if len(hidden) == 0 {
 		return err
@@ -83,7 +87,8 @@ func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 		a.programs.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
-// resolver reads the targets of rules, independently of iptables-save.
+// resolver reads the targets of rules from nftables, independently of iptables-save. have
+// contains the chains of the table.
 type resolver struct {
 	place
 	targets targetsFunc
@@ -92,10 +97,12 @@ type resolver struct {
 	seen    map[string]bool
 }
 
-// resolve reads a chain, and the chains that it sends all packets to. If the jumps to
-// flanneld's chain differ from the output of iptables-save, the chain as read counts, and
-// resolve treats the jumps as equal to the jumps that flanneld creates. If they are not
-// equal, their removal fails.
+// resolve replaces the rules of a chain in have by those that nftables shows. It does the
+// same for the chains to which the chain sends all packets. A rule keeps the text that
+// iptables-save has printed, if iptables-save shows the same jumps to flanneld's chain as
+// nftables, in the same places, and prints all conditions of the rule. Otherwise a jump to
+// flanneld's chain gets the text of the jump that flanneld creates, and any other rule has
+// no text. If the jump in the kernel is another one, its removal fails.
 func (s resolver) resolve(chain string) error {
 	if chain == s.chain || s.seen[chain] {
 		return nil

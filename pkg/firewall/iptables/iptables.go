@@ -53,8 +53,7 @@ const (
 	NFT Variant = "-nft"
 )
 
-// Present reports whether the programs of the variant are installed for at least one
-// family.
+// Present reports whether the program of the variant is installed for at least one family.
 func (v Variant) Present() bool {
 	return slices.ContainsFunc(families(), func(f prefix.Family) bool { return installed(v.Program(f)) })
 }
@@ -64,7 +63,8 @@ func installed(program string) bool {
 	return err == nil
 }
 
-// Places returns the chains whose changes Apply must handle, in the variant NFT.
+// Places returns flanneld's chains and their parents in the variant NFT. Apply must run
+// again when they change.
 func Places() []firewall.Place {
 	var places []firewall.Place
 	for _, c := range firewall.Chains() {
@@ -99,7 +99,8 @@ type Programs struct {
 // NewPrograms returns the programs of variant v.
 func NewPrograms(v Variant) *Programs { return &Programs{variant: v, known: map[prefix.Family]kind{}} }
 
-// Variant returns Legacy or NFT: the variant that the programs for family f implement.
+// Variant returns Legacy or NFT: the variant that the programs for family f implement. It
+// returns Legacy with an error if it cannot find out.
 func (p *Programs) Variant(ctx context.Context, f prefix.Family) (Variant, error) {
 	k, err := p.kind(ctx, f)
 	if err != nil || !k.nft {
@@ -108,8 +109,8 @@ func (p *Programs) Variant(ctx context.Context, f prefix.Family) (Variant, error
 	return NFT, nil
 }
 
-// kind probes the programs of a family once. Two calls at the same time may both probe
-// them, so that neither waits for the other.
+// kind returns the result of probe for a family. It probes again only if that has failed
+// before. Two calls at the same time may both probe, so that neither waits for the other.
 func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
 	p.mu.Lock()
 	k, known := p.known[f]
@@ -155,7 +156,8 @@ func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (chang
 	return changed, oneline.Join(errs...)
 }
 
-// apply applies the policies to one family, whose rules are table.
+// apply applies the policies to family f. table contains their rules of this family.
+// changed is as in Apply.
 func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family, table firewall.Table) (changed bool, err error) {
 	// Do not run a program if nothing is wanted and no tables exist, because the program
 	// would create them.
@@ -213,8 +215,8 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	return true, err
 }
 
-// read returns the existing rules, and the tables that iptables-save hides. If it fails,
-// have is nil, or contains nil for the tables that cannot be read.
+// read returns the existing rules, and the names of the tables that iptables-save hides. If
+// it fails, have is nil, or contains nil for the tables that cannot be read.
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
 	have, err = a.save(ctx, f, k)
 	if err == nil && k.nft {
@@ -223,9 +225,9 @@ func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump,
 	return have, hidden, err
 }
 
-// save returns the output of iptables-save. A single rule of nft can make it fail for all
-// tables. In that case save reads the tables one by one, and leaves those that fail to
-// correct.
+// save returns the parsed output of iptables-save. A single rule of nft can make
+// iptables-save fail for all tables. In that case save reads the tables one by one, and
+// leaves out those for which it fails. correct then reads these.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
 	program := a.programs.variant.Program(f) + "-save"
 	text, err := run(ctx, "", program)
@@ -244,7 +246,8 @@ func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, erro
 	return parseSave(text), nil
 }
 
-// legacyTables returns the tables of the kernel's own iptables in this network namespace.
+// legacyTables returns the names of the tables of the kernel's own iptables in the network
+// namespace of this thread. It returns none if the kernel module is not loaded.
 func legacyTables(f prefix.Family) []string {
 	file := "/proc/thread-self/net/ip_tables_names"
 	if f == prefix.IPv6 {
@@ -254,12 +257,13 @@ func legacyTables(f prefix.Family) []string {
 	return strings.Fields(string(names))
 }
 
-// kind describes the capabilities of the programs of one family.
+// kind describes the programs of one family: whether they are of the variant NFT, and
+// whether they have the options --random-fully and --wait.
 type kind struct{ nft, random, wait bool }
 
 // probe reads the version of the programs. The library knows which options a version has,
-// but does not export the variant. run is called first, because it ends a program that
-// hangs, while the library would wait for it.
+// but not the variant. probe calls run first, because run ends a program that hangs, while
+// the library would wait for it.
 func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	text, err := run(ctx, "", v.Program(f), "--version")
 	if err != nil {
@@ -274,7 +278,9 @@ func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	return kind{nft: strings.Contains(text, "(nf_tables)"), random: t.HasRandomFully(), wait: t.HasRandomFully()}, nil
 }
 
-// run runs a program and returns its standard output.
+// run runs a program with stdin as its input and returns its standard output. It returns
+// ErrMissing if the program is not installed. Other errors contain the program's error
+// output.
 func run(ctx context.Context, stdin, name string, args ...string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err != nil {
@@ -295,7 +301,8 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 	return stdout.String(), nil
 }
 
-// shorten returns the part of a program's error output that fits a log line.
+// shorten returns ": " and the beginning of a program's error output, in one line for the
+// log. It returns "" if there is no output.
 func shorten(text string) string {
 	const most = 300
 	text = strings.Join(strings.Fields(text), " ")

@@ -32,11 +32,12 @@ const (
 	rests = 3
 )
 
-// exact is a state in which the kernel has the wanted rules.
+// exact describes a state in which the kernel has the wanted rules. The zero exact
+// describes none.
 type exact struct {
 	known        bool
 	wanted       firewall.Table
-	sizes, rules uint64 // hashes over the state of the kernel
+	sizes, rules uint64 // hashes over the sizes and over the rules in the kernel
 	rested       int    // how often in a row only the sizes were compared
 }
 
@@ -51,9 +52,10 @@ func newLegacy() legacy {
 }
 
 // unchanged reports whether the kernel still has the wanted rules of family f, as far as it
-// has read them (see large). If same is false, the caller reads the rules. If they are right,
-// it passes now to remember. now is the state before the caller reads the rules, so that the
-// next call notices a change in between.
+// has read them (see large). If same is false, the caller reads the rules. If they are
+// right, it passes now to remember. now describes the rules before the caller reads them,
+// so that the next call notices a change in between. If the kernel does not answer, now is
+// zero and same is false.
 func (l *legacy) unchanged(f prefix.Family, wanted firewall.Table) (now exact, same bool) {
 	tables, err := openTables(l.seed, f)
 	if err != nil { // iptables-save returns the reason
@@ -95,8 +97,8 @@ const (
 // layout contains the offsets in a rule of one family, struct ipt_entry or ip6t_entry.
 type layout struct {
 	level    int
-	next     int // u16: offset of the next rule
-	comefrom int // u32 of the kernel's own, followed by two counters of 64 bits
+	next     int // the length of this rule (u16)
+	comefrom int // a value of the kernel's own (u32), followed by two counters of 64 bits
 	elements int
 }
 
@@ -116,8 +118,8 @@ type tables struct {
 	bytes int    // size of all rules
 }
 
-// openTables reads the sizes of the tables that exist. A request for a table that does not exist
-// would create it.
+// openTables reads the sizes of the tables that exist. It does not ask for a table that does not exist,
+// because that would create it. The caller closes the result.
 func openTables(seed maphash.Seed, f prefix.Family) (*tables, error) {
 	domain := unix.AF_INET
 	if f == prefix.IPv6 {

@@ -45,8 +45,10 @@ func (p *planner) add(format string, args ...any) {
 	p.lines = append(p.lines, fmt.Sprintf(format, args...))
 }
 
-// ownChain rewrites all of flanneld's chain, unless it has the right content.
-// Declaring a chain flushes it, in the same commit as the new rules.
+// ownChain rewrites all of flanneld's chain, unless it has the right content. If no daemon
+// needs the chain, ownChain empties and deletes it, but does not delete it while another
+// chain than the parent jumps to it. Declaring a chain flushes it, in the same commit as
+// the new rules.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]
 	rules := make([]*firewall.Rule, len(have))
@@ -87,8 +89,9 @@ func (p *planner) referenced() bool {
 
 func (p *planner) jumpsHere(r rule) bool { return r.target == p.chain }
 
-// parentChain ensures that there is one jump to flanneld's chain, in the right position,
-// and removes rules of old versions.
+// parentChain ensures that there is one jump to flanneld's chain in the right position if
+// the chain is wanted, and none otherwise. It also removes the rules of flannel before
+// v0.20.
 func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	var rest []rule // the remaining rules, without the jump
 	jumps, at, right := 0, 0, false
@@ -122,9 +125,9 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	p.lines = append(p.lines, p.after...)
 }
 
-// room returns the first and last position among the rules of the parent chain where the
-// jump may be: before the first rule that no packet passes, and after the jumps of
-// kube-proxy that precede that rule.
+// room returns the first and the last right position of the jump, as numbers of the rules
+// in rest before it: after the jumps to chains of kube-proxy and before the first rule that
+// no packet passes. Jumps of kube-proxy after that rule do not count.
 func (p *planner) room(rest []rule) (lo, hi int) {
 	hi = slices.IndexFunc(rest, p.have.blocks)
 	if hi < 0 {

@@ -11,7 +11,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
-// place is the location of a chain's rules. Other tools know these names.
+// place is the location of a chain's rules, and the comment that they have. Other tools
+// know these names.
 type place struct {
 	table, parent, chain string
 	comment              string
@@ -144,7 +145,8 @@ func parseProtocol(name string) (number uint8, ok bool) {
 	return 0, false
 }
 
-// parseMatch parses a match that has a single option.
+// parseMatch parses a match that has a single option, and sets it in r or comment. It
+// returns false if render never writes such a match.
 func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
 	switch {
 	case module == "comment" && option == "--comment":
@@ -180,7 +182,8 @@ func parseTarget(name string, options []string) (firewall.Action, bool) {
 	return 0, false
 }
 
-// split splits a line of iptables-save into words, which may be quoted.
+// split splits a line of iptables-save into words, which may be quoted. ok is false if a
+// quote does not end.
 func split(line string) (words []string, ok bool) {
 	for {
 		line = strings.TrimLeft(line, " ")

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// dump contains the rules of each chain of each table.
+// dump contains the chains of each table, with their rules.
 type dump map[string]chains
 
 type chains map[string][]rule
@@ -43,8 +43,9 @@ func parseSave(text string) dump {
 	return d
 }
 
-// leadsTo returns the chain or target of a rule's jump or goto, and whether the rule
-// applies to every packet.
+// leadsTo returns the chain or target of a rule's jump or goto, or "" if it has none.
+// always reports whether the rule applies to every packet. It is false if there is no jump
+// or goto.
 func leadsTo(spec string) (target string, always bool) {
 	words, ok := split(spec)
 	if !ok {

@@ -67,7 +67,9 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 }
 
 // get requests one object, or with netlink.Dump many objects, and calls take with the
-// attributes of each. It returns nil if the object does not exist.
+// attributes of each. If the object does not exist it returns nil and does not call take.
+// It returns errNoKernel if the kernel has no nftables, and errRaced if the ruleset changed
+// during a dump.
 func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
 	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
 	switch {
@@ -127,10 +129,10 @@ func (c *conn) generation() (id uint32, err error) {
 	return id, err
 }
 
-// commit executes all of changes or none. It returns errRaced without a change if the
-// ruleset no longer has the given generation. Only the last change requests an
-// acknowledgement, which follows all errors, because the acknowledgements of many changes
-// would not fit the receive buffer.
+// commit executes all of changes, of which there must be one at least, or none. It returns
+// errRaced without a change if the ruleset no longer has the given generation. Only the
+// last change requests an acknowledgement, which follows all errors, because the
+// acknowledgements of many changes would not fit the receive buffer.
 func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
 		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)

@@ -22,7 +22,8 @@ const (
 )
 
 // Docker returns which rules of a Docker that uses nftables keep the other hosts of the
-// network from the containers behind b.
+// network from the containers behind b. The result is zero if Docker has no rules in
+// nftables.
 func Docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
 	f := prefix.FamilyOf(b.Subnet.Addr())
 	c, err := dial(f)

@@ -28,7 +28,8 @@ type Applier struct{}
 // New returns an Applier.
 func New() *Applier { return &Applier{} }
 
-// Available returns nil if the kernel has nftables.
+// Available returns nil if the kernel has nftables, and otherwise an error that says why
+// not.
 func Available() error {
 	c, err := dial(prefix.IPv4)
 	if err != nil {
@@ -54,7 +55,8 @@ func read(f prefix.Family, name string) (table, error) {
 	return c.table(name)
 }
 
-// Apply implements firewall.Applier. All changes to a family are one transaction.
+// Apply implements firewall.Applier. All changes to a family are one transaction, or two,
+// see once.
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
@@ -89,9 +91,9 @@ func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
 }
 
 // once reads the rules, plans and writes. The write succeeds only if the ruleset has not
-// changed since the read. A dormant table takes two transactions, because the kernel does
-// not accept its activation together with changes of its chains: more reports that the
-// second one is needed.
+// changed since the read; otherwise once returns errRaced. A dormant table takes two
+// transactions, because the kernel does not accept its activation together with changes of
+// its chains: more reports that once must be called again.
 func once(t firewall.Table) (changed, more bool, err error) {
 	c, err := dial(t.Family)
 	if err != nil {
@@ -116,7 +118,7 @@ func once(t firewall.Table) (changed, more bool, err error) {
 	return true, have.dormant, nil
 }
 
-// spec describes a chain of flanneld.
+// spec describes one of flanneld's chains.
 type spec struct {
 	name, comment  string
 	kind           string
@@ -146,7 +148,8 @@ func tableName(f prefix.Family) string {
 
 func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }
 
-// plan returns the changes that turn the existing table into t.
+// plan returns the changes that turn the existing table have into t. It returns none if
+// there is nothing to change.
 func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	left := have.chains
@@ -183,8 +186,9 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	return changes, nil
 }
 
-// planChain plans one chain. It leaves rules of other daemons alone, unless the chain
-// itself must be created again.
+// planChain plans one chain that is wanted and not as it should be. It leaves rules of
+// other daemons alone. If the chain itself must be created again, it writes these rules
+// again unchanged.
 func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	rebuild := there.exists && !there.right

@@ -29,7 +29,7 @@ func headerOf(f prefix.Family) header {
 
 const register = unix.NFT_REG_1
 
-// encode returns a rule as expressions, in the form of an attribute of NFT_MSG_NEWRULE.
+// encode returns a rule as expressions, in the form of the attribute NFTA_RULE_EXPRESSIONS.
 func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 	var exprs []expr.Any
 	if r.Marked {
@@ -101,7 +101,7 @@ func carries(p firewall.Payload) []expr.Any {
 	return exprs
 }
 
-// mask returns a netmask of length bytes.
+// mask returns a netmask of length bytes, whose first ones bits are set.
 func mask(ones, length int) []byte {
 	m := make([]byte, length)
 	for i := range m {
@@ -121,7 +121,8 @@ func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 	return d.rule, err == nil && fits && d.rule.Action != 0 && d.idle()
 }
 
-// eachExpression calls take with the expressions of a rule, until take returns false.
+// eachExpression calls take with the name and the attributes of each expression of a rule,
+// until take returns false. It returns an error if the rule is malformed.
 func eachExpression(raw []byte, take func(name string, data []byte) bool) error {
 	ad, err := decoder(raw)
 	if err != nil {
@@ -162,7 +163,8 @@ type decoding struct {
 // idle reports whether the register contains no value that a comparison should follow.
 func (d *decoding) idle() bool { return d.payload == nil && !d.mark && !d.protocol }
 
-// take parses one expression. It returns false if the expression does not fit.
+// take parses the next expression. It returns false if flannel creates no rule with this
+// expression in this place.
 func (d *decoding) take(name string, data []byte) bool {
 	if d.rule.Action != 0 {
 		return false // the rule has ended already
@@ -210,7 +212,8 @@ func (d *decoding) take(name string, data []byte) bool {
 	return false
 }
 
-// compare parses the comparison of the register.
+// compare parses the comparison of the register with a value, and sets the condition in
+// d.rule. It returns false if flannel creates no rule with this comparison.
 func (d *decoding) compare(e expr.Cmp) bool {
 	if d.mark {
 		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
@@ -260,7 +263,8 @@ func (d *decoding) compare(e expr.Cmp) bool {
 	return ok
 }
 
-// readsPort reports whether e loads the destination port of UDP.
+// readsPort reports whether e loads the destination port of UDP. That is the case only
+// after a comparison of the protocol with UDP.
 func (d *decoding) readsPort(e expr.Payload) bool {
 	return e.Base == expr.PayloadBaseTransportHeader && e.Offset == portOffset && e.Len == portLength && d.rule.Payload.Protocol == firewall.UDP
 }

@@ -31,7 +31,8 @@ type ruleState struct {
 	raw    []byte // expressions
 }
 
-// table reads the named table and flanneld's chains in it.
+// table reads the named table and flanneld's chains in it. exists is false if there is no
+// such table.
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
 	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })

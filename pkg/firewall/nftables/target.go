@@ -24,8 +24,9 @@ type Target struct {
 	Always, Hidden bool
 }
 
-// Targets returns one Target for each rule of a chain, including rules of other programs,
-// and rules that iptables hides or prints without their conditions.
+// Targets returns one Target for each rule of a chain, in their order. It includes rules of
+// other programs, and rules that iptables hides or prints without their conditions. exists
+// is false if there is no such chain.
 func Targets(f prefix.Family, table, chain string) (targets []Target, exists bool, err error) {
 	c, err := dial(f)
 	if err != nil {
@@ -100,7 +101,8 @@ func printed(f prefix.Family, name string, data []byte) bool {
 	return false
 }
 
-// verdictTarget parses the data of an immediate expression.
+// verdictTarget parses the data of an immediate expression. target is the chain of a jump
+// or goto, or the name of the verdict. ok is false if the expression is not such a verdict.
 func verdictTarget(data []byte) (target string, ok bool) {
 	v := attribute(attribute(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
 	code := attribute(v, unix.NFTA_VERDICT_CODE)

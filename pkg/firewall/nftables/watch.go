@@ -40,8 +40,9 @@ func OwnPlaces() []firewall.Place {
 	return places
 }
 
-// Watch calls wake when the rules of one of places may have changed, or the chain or
-// table itself, until ctx ends. It also calls wake each time that it begins to listen.
+// Watch calls wake when the rules of one of places may have changed, or the chain or table
+// itself. It returns when ctx ends. It also calls wake each time that it begins to listen.
+// If it cannot listen, it tries again.
 func Watch(ctx context.Context, places []firewall.Place, wake func()) {
 	failing := false
 	for ctx.Err() == nil {
@@ -85,9 +86,9 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	return nil
 }
 
-// backlog reads the messages that have arrived, and reports whether one of them concerns the
-// places. Without backlog, a program that has written thousands of rules would cause a wake for
-// every few of them, long after it has finished.
+// backlog reads the messages that have arrived during a pause, and reports whether one of them concerns the
+// places. Without backlog, a program that has written thousands of rules would cause a wake for every few
+// of them, long after it has finished.
 func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
 	const none = time.Millisecond // if no message comes for that long, backlog has read all
 	for end := time.Now().Add(quiet); ctx.Err() == nil && time.Now().Before(end); {
