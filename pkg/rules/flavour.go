@@ -19,16 +19,18 @@ const (
 	Auto Flavour = "auto"
 )
 
-// Choice is the flavour that contains the rules, and the reason for it.
+// Choice is the flavour that the rules of a network should use, and the reason for it.
+// Flavour may be Auto.
 type Choice struct {
 	Flavour Flavour
-	Reason  string // for the log; Auto has reasons of its own
-	// Source follows Reason in the log, and says where it is from. A change of Source
-	// alone is not logged.
+	Reason  string // for the log; ignored if Flavour is Auto, which has reasons of its own
+	// Source is text that follows Reason in the log and says where the choice is from. A
+	// change of Source alone is not logged.
 	Source string
 }
 
-// automatic chooses the flavour that suits the other programs of the host.
+// automatic returns the flavour that suits the other programs of the host, which is never
+// Auto, and the reason for the log.
 func automatic() (f Flavour, why string) {
 	if err := nftables.Available(); err != nil {
 		return IPTables, err.Error()

@@ -25,7 +25,7 @@ import (
 type Host struct {
 	automatic func() (f Flavour, why string) // chooses the flavour for Auto
 
-	wanted   chan []prefix.Family // makes Run search the programs; has room for one
+	wanted   chan []prefix.Family // makes Run search for the programs; has room for one request
 	searched chan struct{}        // closed when found is set
 	found    *iptables.Programs
 
@@ -39,17 +39,17 @@ type Host struct {
 	warned   []string                // bridge settings that were warned about
 }
 
-// NewHost returns a Host. Keepers that use iptables wait until its Run has searched the
+// NewHost returns a Host. Keepers that use iptables wait until its Run has found the
 // programs.
 func NewHost() *Host {
 	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*wait.Shared{}}
 }
 
-// Run searches the iptables programs when a Keeper first needs them, and then returns nil.
-// It ends early if ctx ends. ctx must not end before the sessions of all Keepers. A session
-// may end during the search: the session on the last known state ends when the store
-// answers. The next session then uses the result, because on a busy host the programs that
-// the search runs take most of the start.
+// Run waits until a Keeper first needs the iptables programs, searches for them, and
+// returns nil. It also returns nil if ctx ends before. ctx must not end before the sessions
+// of all Keepers. A session may end during the search: the session on the last known state
+// ends when the store answers. The next session then uses the result, because on a busy
+// host the programs that the search runs take most of the start.
 func (h *Host) Run(ctx context.Context) error {
 	select {
 	case families := <-h.wanted:
@@ -60,9 +60,9 @@ func (h *Host) Run(ctx context.Context) error {
 	return nil
 }
 
-// programs returns the iptables programs of this host, or nil if ctx ends first. The
-// first call decides for which families they are searched: all networks of a host use the
-// same variant, because a packet passes the rules of every variant.
+// programs returns the iptables programs of this host, or nil if ctx ends first. The first
+// call decides in which families Run searches for them: all networks of a host use the same
+// variant, because a packet passes the rules of every variant.
 func (h *Host) programs(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	select {
 	case h.wanted <- families:
@@ -88,9 +88,9 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	return found
 }
 
-// writer returns the writer for a firewall and some families. Families are separate, so that a
-// program that is missing for one family does not affect networks without that family. The first
-// call decides which Applier is used.
+// writer returns the writer for a firewall and the families in of. It is the same one for all networks of
+// these families. Families are separate, so that a program that is missing for one family does not affect
+// networks without that family. The first call with these arguments decides which Applier is used.
 func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -120,11 +120,11 @@ func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 // netfilter.
 const bridgeSettings = "/proc/sys/net/bridge"
 
-// warnBridges logs, once for each family of p, if packets between pods on one bridge bypass
-// netfilter. If a pod reaches another one through a Service, the answer then has the address
-// of the other pod and not of the Service. This happens in every mode of kube-proxy, because
-// iptables and nftables translate the answer back only if netfilter sees it. settings is the
-// folder of the kernel's settings.
+// warnBridges logs if packets between pods on one bridge bypass netfilter, for each family
+// of p and at most once for a family in the life of h. If a pod reaches another one through
+// a Service, the answer then has the address of the other pod and not of the Service. This
+// happens in every mode of kube-proxy, because iptables and nftables translate the answer
+// back only if netfilter sees it. settings is the folder of the kernel's settings.
 func (h *Host) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

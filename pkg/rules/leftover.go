@@ -33,16 +33,18 @@ func (k *Keeper) Remove(ctx context.Context, networks []netip.Prefix) error {
 	return k.host.Remove(ctx, networks)
 }
 
-// leftover is a firewall that may contain rules and should contain none.
+// leftover is a firewall that may contain rules which it should not contain. The policy
+// gone removes them.
 type leftover struct {
 	name    string // of the firewall
 	applier firewall.Applier
 	gone    firewall.Policy
 }
 
-// leftovers returns the firewalls that may contain rules of the networks in gone. It omits
-// nftables if inUse is NFTables, and for each family the variant of iptables in variants, because
-// these contain the present rules.
+// leftovers returns the firewalls that may contain rules of the networks in gone.Former. It omits nftables
+// if inUse is NFTables, and for each family the variant of iptables in variants, because these contain the
+// present rules. If the programs of neither variant are installed under their own names, it uses the
+// default ones.
 func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]iptables.Variant) []leftover {
 	var all []leftover
 	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {
@@ -69,8 +71,8 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 	return all
 }
 
-// ifTables applies policies only if nftables contains a table of iptables. Otherwise it
-// runs no program.
+// ifTables is an Applier that applies policies only if nftables contains a table with a
+// name that iptables uses. Otherwise it runs no program.
 type ifTables struct{ firewall.Applier }
 
 // Apply implements firewall.Applier.

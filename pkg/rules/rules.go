@@ -19,8 +19,8 @@ type Config struct {
 	// LegacyResync replaces Resync for the variant of iptables whose changes the kernel
 	// does not announce.
 	LegacyResync time.Duration
-	// Report is called after each attempt to apply the rules. repaired is set if another
-	// program had changed them.
+	// Report is called after each attempt to apply the rules, except for one that the end
+	// of ctx has cut off. repaired is set if another program had changed them.
 	Report func(ctx context.Context, repaired bool, err error)
 	// Cleaned is called once in each session, when no rules of former networks or in other
 	// firewalls are left.
@@ -43,7 +43,7 @@ type Keeper struct {
 // Keeper returns a Keeper that uses what h finds out about the host.
 func (h *Host) Keeper(c Config) *Keeper { return &Keeper{config: c, host: h} }
 
-// Flavour returns the flavour that contains the rules, or "" before the first Keep.
+// Flavour returns the flavour of the last Keep, or "" before the first Keep.
 func (k *Keeper) Flavour() Flavour {
 	f, _ := k.inUse.Load().(Flavour)
 	return f

@@ -28,14 +28,15 @@ const (
 )
 
 // Keep maintains the rules of p until ctx ends. The rules stay after that. Keep calls tried
-// after the first attempt to apply them, even if that fails. A Keeper maintains one policy at
-// a time: the caller calls Keep again only after the last Keep has returned.
+// once, after the first attempt to apply them, even if that fails. It does not call tried
+// if ctx ends before. A Keeper maintains one policy at a time: the caller calls Keep again
+// only after the last Keep has returned.
 func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried func()) {
 	newSession(k, k.choose(ctx, c), p, tried).run(ctx)
 }
 
-// choose returns the flavour for a session. It logs the flavour if the flavour or the reason
-// differs from the last session.
+// choose returns the flavour for a session, which is never Auto. It logs the flavour if the
+// flavour or the reason differs from the last session.
 func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	if c.Flavour == Auto {
 		c.Flavour, c.Reason = k.host.automatic()
@@ -49,7 +50,7 @@ func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	return c.Flavour
 }
 
-// session maintains one policy.
+// session is one call of Keep. It maintains one policy.
 type session struct {
 	keeper  *Keeper
 	flavour Flavour
@@ -97,7 +98,7 @@ func (s *session) run(ctx context.Context) {
 
 // prepare chooses the firewall that applies the rules, and finds the other firewalls that
 // may contain leftovers. It returns the resync period, and the chains whose changes the
-// kernel announces. If ctx ends, it returns early, and the session cannot be used.
+// kernel announces. If ctx ends, it returns early, and run must not use the session.
 func (s *session) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
 	period = s.keeper.config.Resync
 	host, of := s.keeper.host, families(s.policy)
@@ -126,9 +127,9 @@ func (s *session) prepare(ctx context.Context) (period time.Duration, places []f
 	return period, places
 }
 
-// variants returns the variant of the iptables programs for each family. It repeats the
-// detection until it succeeds, because a wrong variant would make the cleanup remove the
-// rules in use.
+// variants returns the variant of the iptables programs for each family of the policy. It
+// repeats the detection until it succeeds or ctx ends, because with a wrong variant the
+// cleanup would remove the rules in use.
 func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
 	found := map[prefix.Family]iptables.Variant{}
 	ctx, enough := context.WithCancel(ctx)
@@ -149,8 +150,8 @@ func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix
 	return found
 }
 
-// step applies the policy. Until this has succeeded once, it also removes the rules in other
-// firewalls.
+// step applies the policy. If that succeeds, it also removes the rules in other firewalls,
+// until this has succeeded once in the session.
 func (s *session) step(ctx context.Context) error {
 	if err := s.pass(ctx); err != nil || s.cleaned || ctx.Err() != nil {
 		return err
@@ -159,7 +160,8 @@ func (s *session) step(ctx context.Context) error {
 	return s.clean(ctx)
 }
 
-// pass applies the policy and reports the result. It returns nil if ctx has ended.
+// pass applies the policy and reports the result. If ctx has ended, it returns nil, and
+// reports only a change that has succeeded.
 func (s *session) pass(ctx context.Context) error {
 	w := s.rules.apply(ctx, s.keeper, s.policy)
 	changed, err := w.changed, w.err
@@ -173,7 +175,8 @@ func (s *session) pass(ctx context.Context) error {
 	return err
 }
 
-// note logs and reports the result of a pass.
+// note logs and reports the result of a pass. If there are too many repairs, it then
+// pauses.
 func (s *session) note(ctx context.Context, w written) {
 	log, err := klog.FromContext(ctx), w.err
 	repaired := w.changed && s.inPlace && !w.joined // a pass with a new policy writes anyway
@@ -195,8 +198,8 @@ func (s *session) note(ctx context.Context, w written) {
 	_ = wait.For(ctx, s.repairs.Pause()) // the loop notices the end of ctx
 }
 
-// clean removes the rules in other firewalls. Failure does not affect readiness, because
-// the session's own rules are applied.
+// clean removes the rules in other firewalls, and stops at the first failure. A failure
+// does not affect readiness, because the session's own rules are applied.
 func (s *session) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range s.leftovers {

@@ -21,7 +21,7 @@ type writer struct {
 
 	mu       sync.Mutex
 	policies []kept // in the order of their networks
-	joined   bool   // a policy was added since the last pass
+	joined   bool   // a policy was added since the last pass that succeeded
 }
 
 // kept is the policy of a Keeper.
@@ -33,12 +33,13 @@ type kept struct {
 // written is the result of one pass.
 type written struct {
 	changed bool
-	joined  bool // a policy was new
+	joined  bool // the pass was the first one with one of the policies
 	err     error
 }
 
-// apply applies the policy of k, together with the policies of other Keepers. Later passes for
-// other Keepers contain the policy of k too, until k leaves.
+// apply applies the policy of k, together with the policies of other Keepers, and returns
+// the result of that pass. Later passes for other Keepers contain the policy of k too,
+// until k leaves.
 func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 	w.mu.Lock()
 	at := slices.IndexFunc(w.policies, func(o kept) bool { return o.keeper == k })
@@ -60,7 +61,7 @@ func comparePolicies(a, b firewall.Policy) int {
 	})
 }
 
-// pass applies all policies.
+// pass applies all policies, when it is its turn.
 func (w *writer) pass(ctx context.Context) written {
 	w.turn.Lock()
 	defer w.turn.Unlock()
