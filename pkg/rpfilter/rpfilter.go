@@ -24,13 +24,15 @@ const (
 // Filter is the reverse path filter on the devices of a network. The zero Filter is usable.
 type Filter struct{ logged bool }
 
-// Loosen makes the filter loose on each device in own, flanneld's devices, where it is strict. shared is
-// another device on which packets from peers arrive, or empty. Loosen does not change the filter of shared,
-// but logs once if it is strict. effect is the part of the log message that names the consequence.
+// Loosen makes the filter loose on each device in own, flanneld's devices, where it is strict. It ignores
+// failures. shared is another device on which packets from peers arrive, or empty. Loosen does not change
+// the filter of shared, but logs, once for f, if it is strict. effect is the part of the log message that
+// names the consequence.
 func (f *Filter) Loosen(ctx context.Context, own []string, shared, effect string) {
 	for _, name := range own {
 		if strict(name) {
-			// If this fails, packets that come the other way are lost, including probes.
+			// If this fails, packets that come by another device than they go are lost,
+			// including probes.
 			_ = os.WriteFile(path(name), []byte(looseFilter), 0)
 		}
 	}
@@ -43,14 +45,14 @@ func (f *Filter) Loosen(ctx context.Context, own []string, shared, effect string
 
 func path(device string) string { return "/proc/sys/net/ipv4/conf/" + device + "/rp_filter" }
 
-// strict reports whether the kernel checks strictly on a device. The higher one of the values
-// for the device and for all devices counts.
+// strict reports whether the filter of a device is strict. The kernel uses the higher one
+// of the values for the device and for all devices.
 func strict(device string) bool {
 	own, all := read(device), read("all")
 	return max(own, all) == strictFilter
 }
 
-// read returns the value for a device, or "" if it cannot be read.
+// read returns the value of rp_filter for a device, or "" if it cannot be read.
 func read(device string) string {
 	text, err := os.ReadFile(path(device))
 	if err != nil {
