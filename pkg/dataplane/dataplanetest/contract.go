@@ -69,8 +69,8 @@ func putIsRead(f *fixture) {
 	}
 }
 
-// rerouted checks that Drain returns rerouted for changes of routes and links outside of
-// the scope, and not for own writes.
+// rerouted checks that Drain returns rerouted for changes of routes and links by other
+// programs outside of the scope, and not for own writes or neighbours.
 func rerouted(f *fixture) {
 	f.put(objectsOf(Base())...)
 	m, err := f.Monitor(Scope())
@@ -89,7 +89,7 @@ func rerouted(f *fixture) {
 		{"a neighbour", func(try int) error { return f.Learn(peer[dataplane.Neigh](100+try, 0)[0]) }, false},
 		{"a link", func(int) error { return f.SetUp("eth0", false) }, true},
 	} {
-		const tries = 5 // the kernel still announces link-local addresses of new devices
+		const tries = 5 // some may fail: the kernel still announces link-local addresses of new devices
 		got := !step.want
 		for try := 0; try < tries && got != step.want; try++ {
 			m.Drain()
@@ -105,7 +105,7 @@ func rerouted(f *fixture) {
 }
 
 // muted checks that Mute suspends announcements until the next Drain, and that this Drain
-// reports lost.
+// reports lost. After that, a Drain must return as many events as there were changes.
 func muted(f *fixture) {
 	f.put(objectsOf(Base())...)
 	m, err := f.Monitor(Scope())
@@ -129,8 +129,8 @@ func muted(f *fixture) {
 	}
 }
 
-// onlyLinks checks that a scope without networks reads only links. That saves a router
-// with a million routes a long read.
+// onlyLinks checks that a read of a scope without networks returns only links. That saves a
+// router with a million routes a long read.
 func onlyLinks(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	f.put(dataplane.NewDetour(netip.MustParseAddr("192.168.77.9"), Scope().Devices[0]))
@@ -141,7 +141,8 @@ func onlyLinks(f *fixture) {
 	}
 }
 
-// onlyConnected checks that a scope with Connected does not read the routing table.
+// onlyConnected checks that a read of a scope with Connected returns no routes but the
+// directly connected ones, and all other objects.
 func onlyConnected(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	f.must(f.Append(bridge()...))
@@ -153,7 +154,7 @@ func onlyConnected(f *fixture) {
 	f.must(err)
 	var routes []dataplane.Route
 	for r := range s.AllRoutes() {
-		if !r.Dst.IsSingleIP() { // such as the addresses of the devices
+		if !r.Dst.IsSingleIP() { // leave out the routes to the addresses of the devices
 			routes = append(routes, r)
 		}
 	}
@@ -170,8 +171,8 @@ func onlyConnected(f *fixture) {
 	}
 }
 
-// readOnce checks the number of reads. While no route is wanted on new devices, no read
-// includes the routes of other programs.
+// readOnce checks that an unchanged kernel is read in full once. While no route is wanted
+// on new devices, there must be only brief reads, without the routing table.
 func readOnce(f *fixture) {
 	reconcile := func(want dataplane.State, sweep bool, brief, reads int) {
 		report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
@@ -189,7 +190,8 @@ func readOnce(f *fixture) {
 }
 
 // refusedAgain checks that routes that the kernel refuses in each pass cause no read, alone
-// and beside routes that succeed, and that each report contains them.
+// and beside routes that succeed. Each report must contain as many refusals as there are
+// such routes.
 func refusedAgain(f *fixture) {
 	f.reconcile(Peers(3), true)
 	f.spy.reads = 0
@@ -223,8 +225,8 @@ func refusedAgain(f *fixture) {
 	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
 }
 
-// applyHook is a kernel that calls after when it has applied more than 1,000 operations at
-// once.
+// applyHook is a kernel that calls after at the end of each Apply with more than 1,000
+// operations.
 type applyHook struct {
 	dataplane.Kernel
 	after func()
@@ -238,9 +240,9 @@ func (h applyHook) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.Op
 	return failed
 }
 
-// disturbedBulk checks that the Reconciler repairs a change by another program, if the
-// change happens during so many writes on new devices that announcements are suspended. A
-// change after these writes must be announced again.
+// disturbedBulk checks that the Reconciler repairs a change that another program makes
+// during a bulk of writes on new devices. There are so many writes that announcements are
+// suspended. A change after these writes must be announced again.
 func disturbedBulk(f *fixture) {
 	report := func(r dataplane.Report, err error) dataplane.Report {
 		f.must(err)
@@ -256,7 +258,7 @@ func disturbedBulk(f *fixture) {
 	if disturbed != 1 {
 		f.Fatalf("%d large batches of writes, want one", disturbed)
 	}
-	for settled := false; !settled; { // announcements of the bulk may remain
+	for settled := false; !settled; { // drain what remains of the announcements of the bulk
 		select {
 		case <-f.reconciler.Changed():
 			report(f.reconciler.Update(f.Context(), nil, nil, true))
@@ -290,7 +292,7 @@ func repeated(f *fixture) {
 	f.expect(dataplane.NewState())
 	f.apply(deletes...)
 	f.put(objectsOf(Base())...)
-	f.apply(deletes...) // this time the devices exist
+	f.apply(deletes...) // the devices exist, but not the objects of peers
 	f.expect(dataplane.NewState())
 }
 
@@ -389,7 +391,8 @@ func (f *fixture) expectOnLink(dst, want string) {
 }
 
 // defaultIsNoNetwork checks that no host counts as on-link because of a default route
-// without a gateway, or because of a part of such a route that is larger than a /8.
+// without a gateway, or because of a part of such a route that is larger than a /8. A /8
+// must count.
 func defaultIsNoNetwork(f *fixture) {
 	for _, dsts := range [][]string{
 		{"0.0.0.0/0", "::/0"}, {"0.0.0.0/1", "::/1"}, {"128.0.0.0/1", "8000::/1"}, {"192.0.0.0/3", "2000::/3"}, {"192.0.0.0/7", "2000::/7"},
@@ -409,7 +412,7 @@ func defaultIsNoNetwork(f *fixture) {
 	f.expectOnLink("2001:db8::1", "eth0")
 }
 
-// unicast returns a route of another program without a gateway.
+// unicast returns a route of another program through a device and without a gateway.
 func unicast(dst, dev string) dataplane.Route {
 	r := dataplane.NewRoute(netip.MustParsePrefix(dst), netip.Addr{}, dev, false)
 	r.Protocol = protoStatic

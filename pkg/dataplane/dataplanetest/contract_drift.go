@@ -8,8 +8,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// driftCases change the objects of a peer, or add duplicates, in one way each. One
-// Reconcile without sweep must repair that.
+// driftCases returns cases that change the objects of a peer, or add duplicates, in one way
+// each. One Reconcile without sweep must repair that.
 func driftCases() []contractCase {
 	var cases []contractCase
 	add := func(name string, change func(*fixture)) {
@@ -126,7 +126,8 @@ func driftCases() []contractCase {
 	return cases
 }
 
-// duplicateCases test deletes that the kernel may apply to a duplicate of the route.
+// duplicateCases returns cases in which the kernel may apply a delete to a duplicate of the
+// route.
 func duplicateCases() []contractCase {
 	return []contractCase{
 		{"an IPv6 route without a gateway, and a blackhole behind it", blackholeBehind},
@@ -190,7 +191,8 @@ func peer[T dataplane.Object](i, variant int) []T {
 }
 
 // duplicates returns functions that change a route so that it can be added beside the
-// original. They return false if the family does not allow that.
+// original, by the name of the change. A function returns false if the family of the route
+// does not allow that.
 func duplicates() map[string]func(*dataplane.Route) bool {
 	blackhole := func(r *dataplane.Route) bool {
 		r.Type, r.Gateway, r.Dev = dataplane.Blackhole, netip.Addr{}, ""

@@ -40,7 +40,7 @@ func changeInPlace(f *fixture) {
 			change(&l)
 			want.Add(l)
 			f.put(l)
-			f.expect(want) // with all objects on it
+			f.expect(want) // all objects on the device are still there
 		}
 	}
 }
@@ -101,7 +101,8 @@ func completeDevice(f *fixture) {
 	}
 }
 
-// checksumOffload checks that the offload changes only if a wanted link asks for it.
+// checksumOffload checks that the checksum offload changes only if a wanted link has
+// another value than OffloadAuto.
 func checksumOffload(f *fixture) {
 	offload := func(want dataplane.Offload) {
 		f.Helper()
@@ -189,7 +190,8 @@ func linkGone(f *fixture) {
 	f.expect(want)
 }
 
-// incompatible returns changes of a device that require its replacement.
+// incompatible returns changes of a device that require its replacement, by the name of the
+// attribute.
 func incompatible() map[string]func(*dataplane.Link) {
 	return map[string]func(*dataplane.Link){
 		"VNI":     func(l *dataplane.Link) { l.VXLAN.VNI = 7 },
@@ -224,7 +226,8 @@ func replaceDevice(f *fixture, change func(*dataplane.Link)) {
 		if diff := diffLinks(want.Links[dev], f.read().Links[dev]); diff != "" {
 			f.Errorf("after a pass (-want +have):\n%s", diff)
 		}
-		// The part after the loop makes the opposite change, with peers on the device.
+		// The loop replaces a changed device by the wanted one. The part after the loop
+		// replaces the wanted device by a changed one, with peers on it.
 		f.must(f.Remove(l))
 	}
 	f.reconcile(want, true)

@@ -19,7 +19,8 @@ func retireCases() []contractCase {
 	}
 }
 
-// retire calls Retire twice. The first call must remove want objects, the second one none.
+// retire calls Retire twice. The first call must report want removed objects, the second
+// one none.
 func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	f.Helper()
 	for _, want := range []int{want, 0} {
@@ -30,8 +31,8 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	}
 }
 
-// otherNetwork returns a scope and a state like those of Peers(n), but with other devices
-// with VNI 7.
+// otherNetwork returns a scope like Scope() and a state like Peers(n), but with two other
+// devices that have VNI 7.
 func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
 	scope, s := Scope(), dataplane.NewState()
 	scope.Devices = []string{"flannel.7", "flannel-v6.7"}
@@ -104,7 +105,8 @@ func retireNetwork(f *fixture) {
 	f.put(kept...)
 	mac := dataplane.MAC{2, 7}
 	f.put(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
-	// FDB entries are not in networks, so they belong to the scope of present.
+	// FDB entries do not depend on networks, so they belong to the scope of present and
+	// stay. Two addresses and four objects of each peer go.
 	f.retire(Scope(), present, 2+3*4)
 	have, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices, Networks: append(Scope().Networks, present.Networks...)})
 	f.must(err)
@@ -139,8 +141,9 @@ func retireDirect(f *fixture) {
 	}
 }
 
-// retireNothing checks that Retire removes nothing in the scope of present, and no device
-// with a fitting name that flanneld did not create.
+// retireNothing checks that Retire removes nothing in the scope of present. It must also
+// keep a device with the name of a former one that flanneld did not create. Covers must
+// tell such scopes apart.
 func retireNothing(f *fixture) {
 	want := Peers(3)
 	f.reconcile(want, true)

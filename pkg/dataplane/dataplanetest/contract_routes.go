@@ -41,7 +41,8 @@ func freshCases() []contractCase {
 	}
 }
 
-// exitCases test devices that routes use and that flanneld does not own.
+// exitCases returns cases about devices that flanneld does not own, but that its routes use
+// or that are in the way of a route.
 func exitCases() []contractCase {
 	nic := dataplane.Link{Name: nic, Kind: "veth", Up: true}
 	return []contractCase{
@@ -75,7 +76,7 @@ func exitCases() []contractCase {
 	}
 }
 
-// nic is a second interface.
+// nic is the name of a second interface.
 const nic = "eth1"
 
 func nicAddrs() []dataplane.Object {
@@ -85,8 +86,8 @@ func nicAddrs() []dataplane.Object {
 	}
 }
 
-// directRoutesOnNIC returns routes of both families to the subnets of host i through host
-// n of nic's networks.
+// directRoutesOnNIC returns an IPv4 and an IPv6 route to the subnets of host i through nic.
+// The gateways are host n of nic's networks, such as 192.168.88.n.
 func directRoutesOnNIC(i, n int) []dataplane.Route {
 	return []dataplane.Route{
 		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 88, byte(n)}), nic, false),
@@ -94,9 +95,9 @@ func directRoutesOnNIC(i, n int) []dataplane.Route {
 	}
 }
 
-// bridgeGoes checks that a route that was refused because of a bridge is created when the
-// bridge is deleted. The kernel deletes the connected route of the bridge without an
-// announcement.
+// bridgeGoes checks that a route that was refused because of a bridge is created when
+// another program has deleted the bridge. The kernel deletes the connected route of the
+// bridge without an announcement.
 func bridgeGoes(f *fixture) {
 	f.must(f.Append(bridge()...))
 	f.restart()
@@ -111,8 +112,8 @@ func bridgeGoes(f *fixture) {
 }
 
 // secondInterface checks that the Reconciler restores the routes to two directly reached
-// peers after each of the functions in change. One peer has plain routes, the other one
-// adopted routes through nexthop objects of another program. secondInterface calls all
+// peers after each of the functions in change. One peer has plain routes. The other one has
+// adopted routes, which use nexthop objects of another program. secondInterface calls all
 // functions twice, because the first time may discard what the monitor knows about the
 // device.
 func secondInterface(f *fixture, change ...func()) {
@@ -155,7 +156,7 @@ const adoptedNexthop = 47
 
 // manyWithoutCarrier checks that the Reconciler restores the routes through an interface
 // that loses its carrier. The interface has so many routes that some use nexthop objects.
-// The kernel deletes these routes, and keeps the plain ones.
+// The kernel deletes the routes that use nexthop objects, and keeps the plain ones.
 func manyWithoutCarrier(f *fixture) {
 	want := Base()
 	for i := range 300 {
@@ -189,8 +190,9 @@ func foreignNexthopGoes(f *fixture) {
 }
 
 // detoursLeft checks that a detour is deleted even without sweep, because it misdirects the
-// packets to a host. Only a route with the protocol, the device, the metric and the kind of
-// destination of a detour, and without a gateway, counts as one.
+// packets to a host. A route counts as a detour only if it has the protocol and the metric
+// of a detour, is on a device of the scope, and has no gateway and a single address as its
+// destination.
 func detoursLeft(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(want, true)
@@ -234,7 +236,8 @@ func bridge() []dataplane.Object {
 	}
 }
 
-// connectedNetwork checks that a lease never makes a bridge of pods unreachable.
+// connectedNetwork checks that the Reconciler refuses a route that would make a bridge of
+// pods unreachable, and deletes its own earlier route.
 func connectedNetwork(f *fixture) {
 	want := Peers(5)
 	f.reconcile(want, true)
@@ -269,7 +272,7 @@ func others() []dataplane.Object {
 	}
 	out4 := dataplane.NewRoute(netip.MustParsePrefix("172.30.1.0/24"), subnet4(2).Addr(), dev4, true)
 	out6 := dataplane.NewRoute(netip.MustParsePrefix("fd00:30::/48"), subnet6(2).Addr(), dev6, true)
-	out4.Protocol, out6.Protocol = protoStatic, dataplane.Protocol // even with our protocol number
+	out4.Protocol, out6.Protocol = protoStatic, dataplane.Protocol // one even has flanneld's protocol number
 	return append(all, out4, out6,
 		dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("172.30.0.1/32")},
 		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev6, IP: netip.MustParseAddr("fd00:30::1")}, MAC: dataplane.MAC{2, 9}},
@@ -279,7 +282,7 @@ func others() []dataplane.Object {
 func othersSurvive(f *fixture) {
 	f.reconcile(Peers(5), true)
 	f.must(f.Append(others()...))
-	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // for unknown MACs
+	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // the entry for unknown MACs
 	f.spy.Take()
 	f.reconcile(Base(), true)
 	for _, op := range f.spy.Take() {
@@ -333,8 +336,8 @@ func takeOver(f *fixture) {
 	}
 }
 
-// moveBetweenDevices checks that the route to a peer moves to the host's own L2 network and
-// back without a gap, as with direct routing.
+// moveBetweenDevices checks that the routes to a peer move to the host's own L2 network and
+// back, as with direct routing. The IPv6 route must do so without a gap.
 func moveBetweenDevices(f *fixture) {
 	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(directRoutes(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
@@ -352,8 +355,8 @@ func moveBetweenDevices(f *fixture) {
 	f.expect(want)
 }
 
-// failedPut checks that a failed put does not remove the existing route to the
-// destination.
+// failedPut checks that, if the put of a route fails, the existing route to the destination
+// stays.
 func failedPut(f *fixture) {
 	f.reconcile(Base(), true)
 	var duplicates []dataplane.Route
@@ -406,8 +409,8 @@ func sweep(f *fixture) {
 	f.expect(state(Base(), Peer(2, 0)...))
 }
 
-// sharedDevices checks that on a shared device only the protocol number or Record makes a
-// route the Reconciler's own.
+// sharedDevices checks that on a shared device a route belongs to the Reconciler only if it
+// has flanneld's protocol number or Record has named it.
 func sharedDevices(f *fixture) {
 	ours, theirs, recorded := directRoutes(2, 9), directRoutes(3, 9), directRoutes(4, 9)
 	for i := range theirs {
@@ -425,8 +428,8 @@ func sharedDevices(f *fixture) {
 	f.expect(state(dataplane.NewState(), objects(theirs)...))
 }
 
-// unreachable checks that a peer whose gateway is not on the host's L2 network affects no
-// other peer.
+// unreachable checks that the Reconciler refuses the routes of a peer whose gateway is not
+// on the host's L2 network, and that this affects no other peer.
 func unreachable(f *fixture) {
 	want := state(Base(), objects(directRoutes(3, 9))...)
 	bad := []dataplane.Route{
@@ -447,7 +450,7 @@ func unreachable(f *fixture) {
 // host, on any device, or the broadcast address.
 func noOtherHost(f *fixture) {
 	var own []dataplane.Object
-	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // such as on the device of an earlier VNI
+	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // the device of an earlier VNI could have such addresses
 		own = append(own, dataplane.Addr{Dev: "eth0", Prefix: prefix.Host(p.Addr())})
 	}
 	f.must(f.Append(own...))
@@ -541,8 +544,9 @@ func routesBeside() []dataplane.Object {
 	return duplicates
 }
 
-// freshDevices checks that the first routes on new devices are created before the routes
-// of other programs are known.
+// freshDevices checks that the first routes on new devices are created before the routes of
+// other programs are known, with exclusive puts. A directly connected network must still be
+// refused.
 func freshDevices(f *fixture) {
 	f.must(f.Append(bridge()...))
 	f.must(f.Append(routesBeside()...))
@@ -578,8 +582,8 @@ func freshDuplicates(f *fixture) {
 	f.expect(Peers(5))
 }
 
-// freshReadFails checks that no route is created before a full read, if the brief read
-// before the first routes on new devices fails.
+// freshReadFails checks that, if the brief read before the first routes on new devices
+// fails, no route is created before a full read.
 func freshReadFails(f *fixture) {
 	_, err := f.reconciler.Reconcile(f.Context(), Base(), false)
 	f.must(err)
@@ -606,8 +610,8 @@ func freshReadFails(f *fixture) {
 }
 
 // ownMTU checks that a route gets a wanted MTU without a gap, and loses it without a gap when no MTU is
-// wanted any more. A wanted MTU replaces the MTU that another program has set. If none is wanted,
-// another program's route keeps its MTU.
+// wanted any more. A wanted MTU must replace the MTU that another program has set on its route. If no MTU
+// is wanted, another program's route must keep its MTU.
 func ownMTU(f *fixture) {
 	narrowed := func(mtu int) dataplane.State {
 		s := Base()

@@ -11,7 +11,7 @@ func TestContract(t *testing.T) {
 	Contract(t, func(testing.TB) World { return New() })
 }
 
-// TestWalkOfTheFake is TestKernelRandomWalk with the fake of the kernel.
+// TestWalkOfTheFake is TestKernelRandomWalk with the kernel in memory.
 //
 //stages:rest it takes seconds of CPU time, and TestKernelRandomWalk takes such steps with the kernel
 func TestWalkOfTheFake(t *testing.T) {

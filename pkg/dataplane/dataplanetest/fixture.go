@@ -20,7 +20,7 @@ import (
 const (
 	dev4, dev6 = "flannel.1", "flannel-v6.1"
 
-	protoBoot   = 3 // protocol number of other flannel daemons and ip(8)
+	protoBoot   = 3 // protocol number of routes of other flannel daemons and of ip(8)
 	protoStatic = 4
 )
 
@@ -32,8 +32,8 @@ func Scope() dataplane.Scope {
 	}
 }
 
-// Base returns the devices of a dual-stack vxlan network with the addresses
-// of subnet 1.
+// Base returns the two devices of a dual-stack vxlan network, with the addresses of subnet
+// 1, which is this host's.
 func Base() dataplane.State {
 	s := dataplane.NewState()
 	for _, d := range []struct {
@@ -148,7 +148,8 @@ func (f *fixture) read() dataplane.State {
 	return s
 }
 
-// readAll reads all routes, including those of other programs.
+// readAll reads the state of the scope's devices in all networks, and all routes, including
+// those of other programs.
 func (f *fixture) readAll() dataplane.State {
 	f.Helper()
 	s, err := f.Read(f.Context(), dataplane.Scope{
@@ -159,8 +160,8 @@ func (f *fixture) readAll() dataplane.State {
 	return s
 }
 
-// expect compares the kernel's state with want, without routes that the kernel has
-// created.
+// expect fails the test unless the kernel's state is want. It ignores routes that the
+// kernel has created, and whether routes of flanneld use nexthop objects.
 func (f *fixture) expect(want dataplane.State) {
 	f.Helper()
 	have := f.read()
@@ -205,8 +206,8 @@ func (f *fixture) put(objects ...dataplane.Object) {
 	f.apply(ops...)
 }
 
-// reconcile calls Reconcile twice. The first call must succeed, and the second one must
-// find nothing to do.
+// reconcile calls Reconcile twice, and returns the report of the first call. The first call
+// must succeed, and the second one must find nothing to do.
 func (f *fixture) reconcile(want dataplane.State, sweep bool) dataplane.Report {
 	f.Helper()
 	report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
@@ -220,8 +221,8 @@ func (f *fixture) reconcile(want dataplane.State, sweep bool) dataplane.Report {
 	return report
 }
 
-// expectForwarded compares the kernel's state with want, without differences that do not
-// matter to packets.
+// expectForwarded fails the test unless the kernel's state has the same effect on packets
+// as want: Plan must find no change.
 func (f *fixture) expectForwarded(want dataplane.State) {
 	f.Helper()
 	if ops := dataplane.Plan(f.read(), want, Scope(), nil, true).Ops; len(ops) > 0 {

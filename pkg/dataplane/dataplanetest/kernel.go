@@ -24,10 +24,11 @@ type Kernel struct {
 	routes  table
 
 	monitors []*monitor
-	foreign  int // number of changes by other programs
+	foreign  int // number of calls that made changes of other programs
 	silent   int // number of times that routes may have been deleted without an announcement
-	// nexthopsGone are the ids of deleted nexthop objects, in order. The deletion of the
-	// objects is announced. The deletion of the IPv4 routes through them is not.
+	// nexthopsGone contains the ids of deleted nexthop objects, in the order of their
+	// deletion. The deletion of the objects is announced. The deletion of the IPv4 routes
+	// through them is not.
 	nexthopsGone []uint32
 }
 
@@ -259,7 +260,8 @@ func (k *Kernel) putRoute(r dataplane.Route) error {
 	return nil
 }
 
-// taken reports whether a route with the key of o exists.
+// taken reports whether o is a route, and a route with its destination, metric and TOS
+// exists.
 func (k *Kernel) taken(o dataplane.Object) bool {
 	r, ok := o.(dataplane.Route)
 	return ok && slices.ContainsFunc(k.routes, func(have dataplane.Route) bool { return sameKey(have, r) })
@@ -289,9 +291,10 @@ func (k *Kernel) usable(r dataplane.Route) error {
 	return nil
 }
 
-// noOtherHost reports whether the gateway of r is not another host: it is the broadcast
-// address of a network or an address of this host, on any device. IPv4 accepts an address
-// of this host, unless onlink skips the lookup of the gateway.
+// noOtherHost reports whether the kernel refuses the gateway of r because it is not another
+// host: it is the broadcast address of a network or an address of this host, on any device.
+// The kernel accepts an address of this host as an IPv4 gateway, unless r is onlink,
+// because it then does not look up the gateway.
 func (k *Kernel) noOtherHost(r dataplane.Route) bool {
 	for _, d := range k.devices {
 		for _, a := range d.addrs {
@@ -303,7 +306,8 @@ func (k *Kernel) noOtherHost(r dataplane.Route) bool {
 	return false
 }
 
-// broadcast returns the broadcast address of an IPv4 network, if it has one.
+// broadcast returns the broadcast address of the IPv4 network p, or the zero Addr if it has
+// none.
 func broadcast(p netip.Prefix) netip.Addr {
 	if p.Addr().Is6() || p.Bits() > 30 {
 		return netip.Addr{}

@@ -35,8 +35,8 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	return m, nil
 }
 
-// disturbed tells the monitors that another program has changed something. The caller
-// holds k.mu.
+// disturbed counts a change of another program and wakes the monitors. The caller holds
+// k.mu.
 func (k *Kernel) disturbed() {
 	k.foreign++
 	k.announce()

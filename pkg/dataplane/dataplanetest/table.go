@@ -47,14 +47,15 @@ func sameHop(a, b dataplane.Route) bool {
 		a.Multipath == b.Multipath && (a.Protocol == b.Protocol && a.MTU == b.MTU || a.Dst.Addr().Is6())
 }
 
-// ecmp reports whether an IPv6 route becomes a next hop of another route with the same
-// metric.
+// ecmp reports whether the kernel makes an IPv6 route a next hop of another such route with
+// the same metric, if there is one.
 func ecmp(r dataplane.Route) bool {
 	return r.Dst.Addr().Is6() && r.Type == dataplane.Unicast && r.Gateway.IsValid() && r.NexthopID == 0
 }
 
-// replace replaces the first of the routes with r's key by r. For IPv6 it prefers a route for
-// which ecmp returns the same as for r. If ecmp is true for the replaced route, replace also
+// replace replaces the first of the routes with r's key by r, or adds r if there is none.
+// For IPv4 it does nothing if an equal route exists. For IPv6 it prefers a route for which
+// ecmp returns the same as for r. If ecmp is true for the replaced route, replace also
 // deletes the other routes with the key for which it is true: they are the next hops of one
 // multipath route.
 func (t *table) replace(r dataplane.Route) {
@@ -123,7 +124,7 @@ func (t *table) removeDev(dev string) {
 	*t = slices.DeleteFunc(*t, func(r dataplane.Route) bool { return r.Dev == dev })
 }
 
-// reaches reports whether the table reaches ip through dev without a gateway.
+// reaches reports whether the table has a route to ip through dev without a gateway.
 func (t table) reaches(dev string, ip netip.Addr) bool {
 	return slices.ContainsFunc(t, func(r dataplane.Route) bool {
 		return r.Dev == dev && !r.Gateway.IsValid() && r.Type == dataplane.Unicast && r.Dst.Contains(ip)

@@ -124,7 +124,7 @@ func (w *walk) update(sweep bool) (dataplane.Report, error) {
 	return w.reconciler.Update(w.Context(), removed, added, sweep)
 }
 
-// recordWanted records the wanted routes and returns whether to sweep.
+// recordWanted adds the wanted routes to w.recorded and returns w.sweep.
 func (w *walk) recordWanted() bool {
 	for r := range w.want.AllRoutes() {
 		w.recorded[canonical(r)] = true
@@ -132,7 +132,8 @@ func (w *walk) recordWanted() bool {
 	return w.sweep
 }
 
-// canonical returns r without the attributes that adopting ignores.
+// canonical returns r without the attributes that the Reconciler may ignore when it adopts
+// a route.
 func canonical(r dataplane.Route) dataplane.Route {
 	r.Protocol, r.OnLink, r.NexthopID, r.MTU = 0, false, 0, 0
 	return r
@@ -184,8 +185,8 @@ func (w *walk) anyDirectRoutes(i, n int) []dataplane.Route {
 	return directRoutes(i, n)
 }
 
-// anyLink returns one of the devices with random parameters. The kernel can change some
-// of them in place.
+// anyLink returns one of the scope's devices with random parameters. Some differ from Base
+// so that the device must be replaced, others so that the kernel can change it in place.
 func (w *walk) anyLink() dataplane.Link {
 	l := Base().Links[Scope().Devices[w.rnd.IntN(2)]]
 	l.MTU -= 10 * w.rnd.IntN(2)
@@ -303,7 +304,8 @@ func (w *walk) addDuplicate(i, n int) {
 	}
 }
 
-// check tests that the Reconciler was allowed to make every change since the last check.
+// check tests that the Reconciler was allowed to make each of the changes that it has made
+// since the last check.
 func (w *walk) check() {
 	w.Helper()
 	for _, op := range w.spy.Take() {
@@ -371,7 +373,7 @@ func (w *walk) inNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(Scope().Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
-// converge tests that a pass without failures reaches the wanted state.
+// converge tests that an update with sweep and without failures reaches the wanted state.
 func (w *walk) converge() {
 	w.Helper()
 	w.failing, w.sweep = false, true
@@ -405,7 +407,8 @@ func (w *walk) converge() {
 	}
 }
 
-// compare compares the kernel's state with the wanted one, without refused routes.
+// compare compares the kernel's state with the wanted one. It ignores refused routes, and
+// routes of other programs that may stay.
 func (w *walk) compare() {
 	w.Helper()
 	have := w.read()
@@ -419,8 +422,8 @@ func (w *walk) compare() {
 		case r.Protocol == protoKernel, w.refused[r.Dst], w.kept[r]:
 			have.Remove(r)
 		case !dsts[r.Dst] && r.Protocol != dataplane.Protocol && !slices.Contains(Scope().Devices, r.Dev):
-			have.Remove(r) // of other programs, to destinations that are not wanted
-		default: // adopted or not
+			have.Remove(r) // a route of another program, to a destination that is not wanted
+		default: // a wanted route, which may be adopted
 			have.Remove(r)
 			have.Add(canonical(r))
 		}

@@ -54,11 +54,11 @@ type Disturber interface {
 
 // Traffic is implemented by a World that has a host behind its tunnels.
 type Traffic interface {
-	// Remote returns the objects that are needed to reach that host. No other peer uses
-	// them.
+	// Remote returns the objects that are needed to reach that host. Peer(i, variant)
+	// returns none of them for the hosts of a walk.
 	Remote() []dataplane.Object
-	// Exchange sends packets to the host and waits for their return. It uses the devices
-	// as they are in state.
+	// Exchange sends packets to the host and waits for their return. It fails if none comes
+	// back. It uses the MACs of the devices in state.
 	Exchange(ctx context.Context, state dataplane.State) error
 }
 
@@ -66,13 +66,14 @@ type Traffic interface {
 // concurrent use as its Kernel.
 type Spy struct {
 	dataplane.Kernel
-	// Fail returns the error of an operation that should fail before it reaches the
-	// kernel. It may be nil.
+	// Fail returns the error with which an operation must fail before it reaches the
+	// kernel, or nil. Fail itself may be nil.
 	Fail func(dataplane.Op) error
-	// ReadError returns the error of a read that should fail. It may be nil.
+	// ReadError is called before each read. It returns the error with which the read must
+	// fail, or nil. ReadError itself may be nil.
 	ReadError func() error
-	// Lose reports whether to drop the announcements and to tell the Reconciler that some
-	// were lost. It may be nil.
+	// Lose reports whether to drop the announcements of a Drain and to tell the Reconciler
+	// that some were lost. Lose itself may be nil.
 	Lose func() bool
 
 	mu    sync.Mutex
@@ -129,7 +130,7 @@ func (s *Spy) Monitor(scope dataplane.Scope) (dataplane.Monitor, error) {
 	return lossyMonitor{m, s}, err
 }
 
-// lossyMonitor is a monitor that sometimes reports lost announcements.
+// lossyMonitor is a monitor that reports lost announcements when Spy.Lose says so.
 type lossyMonitor struct {
 	dataplane.Monitor
 	spy *Spy
@@ -144,7 +145,8 @@ func (f lossyMonitor) Drain() ([]dataplane.Event, bool, bool) {
 	return events, rerouted, lost
 }
 
-// Take returns the operations since the last call, in order.
+// Take returns the operations since the last call of Take, in order, including those that
+// failed.
 func (s *Spy) Take() []dataplane.Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
