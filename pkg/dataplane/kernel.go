@@ -28,9 +28,9 @@ type Kernel interface {
 	Monitor(s Scope) (Monitor, error)
 	// OnLink returns the device whose directly connected network contains dst: the device
 	// of the route to dst, if that route has no gateway. It returns "" if dst is behind a
-	// gateway or unreachable, or if the device is unknown. It also returns "" for two
-	// routes without a gateway: a default route (see IsNetwork), and a route through a
-	// device that does not resolve addresses to neighbours, such as the device of a VPN.
+	// gateway or unreachable, or if the device is unknown. It also returns "" if the route
+	// has no gateway but is a default route (see IsNetwork) or leads through a device that
+	// does not resolve addresses to neighbours, such as the device of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 

@@ -33,9 +33,10 @@ func stateOf(objects ...dataplane.Object) dataplane.State {
 	return s
 }
 
-// TestPlan checks the operations of Plan and their order. Operations on the same kind of
-// object may be in any order, so a case has at most one of each kind, except for routes to
-// one destination.
+// TestPlan checks the operations of Plan in their order, by the beginning of their text,
+// the number of routes that are taken over, and the reason of a refusal. Operations on the
+// same kind of object may be in any order, so a case has at most one of each kind, except
+// for routes to one destination.
 func TestPlan(t *testing.T) {
 	all := []dataplane.Object{link, addr, neigh, fdb, route}
 	hole := dataplane.NewBlackhole(route.Dst)
@@ -46,7 +47,7 @@ func TestPlan(t *testing.T) {
 		name       string
 		have, want []dataplane.Object
 		recorded   []dataplane.Route
-		keep       bool // no sweep
+		keep       bool // Plan gets sweep false
 		ops        []string
 		taken      int
 		refused    string

@@ -109,9 +109,8 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// TestAdopted checks what becomes of a route that another program has made, when the Reconciler
-// no longer wants it. The Reconciler deletes the route if it has adopted it before, and leaves
-// it if it does not remember that.
+// TestAdopted checks what happens to a route of another program that the Reconciler does not want, or no
+// longer wants. The Reconciler must delete the route only if it has adopted it before and remembers that.
 func TestAdopted(t *testing.T) {
 	k := dataplanetest.New()
 	theirs := other
@@ -131,10 +130,10 @@ func TestAdopted(t *testing.T) {
 		want         dataplane.State
 		sweep, there bool
 	}{
-		{stateOf(), true, true}, // not ours
+		{stateOf(), true, true}, // the Reconciler has not wanted it yet
 		{stateOf(other), true, true},
 		{stateOf(), false, true},
-		{stateOf(), true, false}, // adopted
+		{stateOf(), true, false}, // the second step has adopted it
 	} {
 		if _, err := r.Reconcile(silentContext(t), step.want, step.sweep); err != nil {
 			t.Fatal(err)
@@ -181,7 +180,8 @@ func TestTakenIsLoggedOnceAMinute(t *testing.T) {
 	})
 }
 
-// TestCounts checks that a link with a wrong attribute does not count as present.
+// TestCounts checks that Counts and Has do not count a link with a wrong attribute as
+// present.
 func TestCounts(t *testing.T) {
 	k := dataplanetest.New()
 	if err := k.Append(with(link, func(l *dataplane.Link) { l.MTU-- })); err != nil {
