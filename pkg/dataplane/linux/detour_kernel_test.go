@@ -117,9 +117,9 @@ func TestKernelDetourCarriesNoPackets(t *testing.T) {
 	}
 }
 
-// watchGateway returns an error if a lookup returns another device than eth0, or if a packet to the
-// gateway has no route. It looks up the gateway and, for packets that arrive from tunnel, the address
-// after the gateway. eth0 and tunnel are indexes of devices.
+// watchGateway returns an error if a lookup returns another device than eth0, or if a packet to the gateway
+// has no route. It looks up the gateway, and the address after the gateway for packets that arrive from
+// tunnel. eth0 and tunnel are indexes of devices.
 func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunnel int) error {
 	var arrived routeReply
 	next := gateway.Next()
@@ -143,8 +143,8 @@ func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunn
 	return err
 }
 
-// TestKernelDetourWithoutCopy checks that a route is created even if the route that packets to its
-// gateway take cannot be copied, because it has two next hops. All other routes must stay.
+// TestKernelDetourWithoutCopy checks that a route is created even if the route that packets to its gateway
+// take cannot be copied, because it has two next hops. The number of all other routes must not change.
 func TestKernelDetourWithoutCopy(t *testing.T) {
 	w, _ := newDetourWorld(t)
 	routes := func() int {

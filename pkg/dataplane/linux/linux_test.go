@@ -43,9 +43,9 @@ func TestKernelRandomWalk(t *testing.T) {
 	dataplanetest.Walk(t, newWorld(t), 300, 0)
 }
 
-// TestKernelRandomWalkByAnnouncements checks the cache: it must be right when other programs
-// change the kernel, the socket loses announcements and the cache is invalidated.
-// Packets must pass after each part of the walk.
+// TestKernelRandomWalkByAnnouncements checks the cache: it must be right when other
+// programs change the kernel, the socket loses announcements and the cache is invalidated.
+// Each time that the walk has reached the wanted state, packets must pass.
 //
 //stages:rest TestKernelRandomWalk does the same without announcements
 func TestKernelRandomWalkByAnnouncements(t *testing.T) {
@@ -62,8 +62,8 @@ func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	dataplanetest.Walk(t, w, 1000, time.Hour)
 }
 
-// listen returns a function that calls each with the announcements to the multicast groups since
-// its last call.
+// listen returns a function that calls each with the announcements to the multicast groups since its last
+// call, and waits up to 20 ms for more.
 func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []byte)) {
 	t.Helper()
 	s, err := openSocket(&Buffers{})
@@ -89,9 +89,9 @@ func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []by
 	}
 }
 
-// TestKernelTakeOverAnnounced checks that the kernel does not announce the deletion of a route to
-// a wanted destination while the Reconciler replaces that route. The replaced route is one of
-// another program at first, and then one of flanneld.
+// TestKernelTakeOverAnnounced checks that the kernel does not announce the deletion of a route to a wanted
+// destination while the Reconciler replaces that route. At first the replaced route is one of another
+// program, and then one of flanneld.
 func TestKernelTakeOverAnnounced(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -174,7 +174,8 @@ func TestKernelRoutesFromSource(t *testing.T) {
 	}
 }
 
-// TestKernelPortInUse checks that the error names the port that another program uses.
+// TestKernelPortInUse checks that the error of Apply names the UDP port that another
+// program uses.
 func TestKernelPortInUse(t *testing.T) {
 	w := newWorld(t)
 	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4zero, Port: 8472})

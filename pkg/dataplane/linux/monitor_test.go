@@ -14,8 +14,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// TestKernelBusyBridge checks that pods that come and go do not cause a full read, even
-// if there are routes to them in the scope's networks.
+// TestKernelBusyBridge checks that pods that come and go do not cause a full read, even if
+// there are routes to them in the scope's networks. A bridge that goes down, or loses or
+// gets its carrier, must cause one.
 func TestKernelBusyBridge(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -77,7 +78,7 @@ func TestKernelBusyBridge(t *testing.T) {
 	}
 }
 
-// expectLost calls change and checks whether the monitor reports lost.
+// expectLost calls change, and fails the test unless the next Drain returns want as lost.
 func expectLost(t *testing.T, m dataplane.Monitor, what string, want bool, change func() error) {
 	t.Helper()
 	m.Drain()

@@ -15,8 +15,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// hops contains the numbers of plain IPv4 routes in the kernel, of IPv4 routes through nexthop
-// objects, and of nexthop objects with flanneld's protocol number.
+// hops contains the number of plain IPv4 routes in the kernel, the number of IPv4 routes
+// through nexthop objects, and the number of nexthop objects with flanneld's protocol
+// number.
 type hops struct{ plain, through, objects int }
 
 func (w *world) hops(t *testing.T) hops {
@@ -45,7 +46,8 @@ func (w *world) hops(t *testing.T) hops {
 	return n
 }
 
-// expectSettled fails the test unless the kernel's state is want, with the numbers n.
+// expectSettled fails the test unless the kernel's state has the effect of want, and its
+// routes and objects have the numbers n.
 func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n hops) {
 	t.Helper()
 	have, err := w.Read(silentContext(t), dataplanetest.Scope())
@@ -148,8 +150,9 @@ func TestKernelNexthopRefused(t *testing.T) {
 	}
 }
 
-// TestKernelRouteWentWithItsNexthop checks that deleting a route succeeds if another program has already
-// deleted it together with its nexthop object. A pass may learn of that too late.
+// TestKernelRouteWentWithItsNexthop checks that deleting a route succeeds if its nexthop object does not
+// exist. That happens if another program has deleted the object, and with it the route, and the pass does
+// not know that yet.
 func TestKernelRouteWentWithItsNexthop(t *testing.T) {
 	w := newWorld(t)
 	for _, dst := range []string{"10.5.8.0/24", "fd00:5:8::/64"} {
@@ -161,8 +164,8 @@ func TestKernelRouteWentWithItsNexthop(t *testing.T) {
 	}
 }
 
-// nexthopCompat sets whether the kernel shows more than the id of a route's nexthop
-// object.
+// nexthopCompat sets whether the kernel shows gateway and device of a route through a
+// nexthop object, or only the id of the object.
 func (w *world) nexthopCompat(t *testing.T, on bool) {
 	t.Helper()
 	if err := os.WriteFile("/proc/sys/net/ipv4/nexthop_compat_mode", []byte{'0' + boolByte(on)}, 0); err != nil {
@@ -170,8 +173,9 @@ func (w *world) nexthopCompat(t *testing.T, on bool) {
 	}
 }
 
-// TestKernelNexthopDrift checks that the Reconciler restores routes through nexthop objects, with
-// as few reads as possible, if another program deletes a route, or deletes or replaces an object.
+// TestKernelNexthopDrift checks that the Reconciler restores routes through nexthop objects if another
+// program deletes a route, or deletes or replaces an object. It must read the kernel once for an object,
+// and not at all for a route.
 func TestKernelNexthopDrift(t *testing.T) {
 	for _, compat := range []bool{true, false} {
 		t.Run(fmt.Sprintf("compat mode %t", compat), func(t *testing.T) {
@@ -292,8 +296,9 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 	w.expectSettled(t, "after deletions", dataplanetest.Peers(300), hops{plain: 10, through: 290, objects: 290})
 }
 
-// TestKernelWithoutNexthopObjects checks that all routes are plain if nexthop objects are off,
-// because the kernel does not support them or because of Options.NexthopObjects.
+// TestKernelWithoutNexthopObjects checks that all routes are plain if nexthop objects are
+// off, as they are without Options.NexthopObjects or on a kernel that does not support
+// them.
 func TestKernelWithoutNexthopObjects(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.enabled = false

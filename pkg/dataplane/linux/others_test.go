@@ -23,8 +23,9 @@ func (w *world) daemon(t *testing.T) *Kernel {
 	return k
 }
 
-// TestKernelTwoNetworks checks that two daemons on one host, each with so many peers that
-// it uses nexthop objects, do not touch each other's objects.
+// TestKernelTwoNetworks checks that a daemon whose peers come and go does not touch the
+// routes and nexthop objects of a second daemon on the host. Both have so many peers that
+// they use nexthop objects.
 func TestKernelTwoNetworks(t *testing.T) {
 	const peers = nexthopThreshold + 20
 	w := newWorld(t)
@@ -77,7 +78,7 @@ func (n underlayNetwork) scope() dataplane.Scope {
 	}
 }
 
-// routes returns the routes to some peers.
+// routes returns the routes to the peers with these indexes.
 func (n underlayNetwork) routes(peers ...int) (routes []dataplane.Object) {
 	for _, i := range peers {
 		dst := netip.PrefixFrom(netip.AddrFrom4([4]byte{172, n.second, byte(i), 0}), 24)
@@ -103,8 +104,8 @@ func (n underlayNetwork) apply(t *testing.T, ops ...dataplane.Op) {
 	}
 }
 
-// expect fails the test unless a daemon that starts now finds routes to that many peers,
-// all through nexthop objects.
+// expect fails the test unless a daemon that starts now finds routes to as many peers as
+// given, all through nexthop objects.
 func (n underlayNetwork) expect(t *testing.T, w *world, what string, peers int) {
 	t.Helper()
 	have, err := w.daemon(t).Read(silentContext(t), n.scope())

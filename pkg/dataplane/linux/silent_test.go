@@ -16,9 +16,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// secondInterface returns a world with the device eth1, and a reconciler that wants some
-// routes and reads the kernel only after announcements. disturb changes the world step by
-// step, and checks after each step that the routes exist.
+// secondInterface returns a world with the device eth1, and a function for a reconciler
+// that wants these routes and reads the kernel only after announcements. disturb runs all
+// steps twice, and checks after each step that the reconciler restores the routes.
 func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, disturb func(what string, steps ...func() error)) {
 	t.Helper()
 	w = newWorld(t)
@@ -112,12 +112,12 @@ func TestKernelSourceAddressGoes(t *testing.T) {
 	}, func() error { return w.Remove(source) })
 }
 
-// TestVMSourceAddressGoes is the same test on the kernel of the VM.
+// TestVMSourceAddressGoes is TestKernelSourceAddressGoes on the kernel of the VM.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMSourceAddressGoes(t *testing.T) { TestKernelSourceAddressGoes(t) }
 
-// countdown is a context that ends after a number of calls of Err.
+// countdown is a context that ends after a number of calls of its method Err.
 type countdown struct {
 	context.Context
 	left int
@@ -130,8 +130,8 @@ func (c *countdown) Err() error {
 	return nil
 }
 
-// TestKernelDetourCutOff checks that neither a detour nor a copy of a route is left behind, whenever
-// the context ends.
+// TestKernelDetourCutOff checks that neither a detour nor a copy of a route is left behind if the context
+// ends during Apply, at any of the points where Apply looks at it.
 func TestKernelDetourCutOff(t *testing.T) {
 	const peers = 150
 	w := newWorld(t)

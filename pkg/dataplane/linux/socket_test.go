@@ -61,8 +61,8 @@ func TestKernelExplanation(t *testing.T) {
 	}
 }
 
-// TestKernelUnparsable checks that a message that the kernel cannot parse fails after a
-// timeout, and that later requests succeed.
+// TestKernelUnparsable checks that all messages of a datagram fail after a timeout if the
+// kernel cannot parse one of them, and that later requests succeed.
 func TestKernelUnparsable(t *testing.T) {
 	w := newWorld(t)
 	tv := unix.NsecToTimeval(50_000_000)
@@ -101,8 +101,8 @@ func TestKernelSendContext(t *testing.T) {
 	}
 }
 
-// TestKernelClosed checks that calls on a closed Kernel do not hang, and do not touch a
-// file that has the same number.
+// TestKernelClosed checks that calls on a closed Kernel return an error and do not hang. A
+// closed socket must not keep its file number, because another file may get that number.
 func TestKernelClosed(t *testing.T) {
 	w := newWorld(t)
 	s, err := openSocket(&Buffers{})

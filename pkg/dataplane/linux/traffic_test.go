@@ -134,8 +134,9 @@ func (f *farEnd) setUp(t testing.TB) (err error) {
 	return nil
 }
 
-// setCarrier sets the far end's side of the underlay up or down. The kernel deletes the IPv6
-// address of the device when it goes down.
+// setCarrier sets the far end's side of the underlay up or down. The kernel deletes the
+// IPv6 address of the device when it goes down, so setCarrier adds it again when it sets
+// the device up.
 func (f *farEnd) setCarrier(on bool) error {
 	if err := f.world.SetUp("peer0", on); err != nil || !on {
 		return err
@@ -159,7 +160,7 @@ func (w *trafficWorld) SetCarrier(dev string, on bool) error {
 	return w.awaitCarrier(dev, on)
 }
 
-// farAddr returns the far end's address in the network of near.
+// farAddr returns the far end's address on the underlay, of the family of near.
 func farAddr(near netip.Addr) netip.Addr {
 	if near.Is4() {
 		return netip.MustParseAddr("192.168.77.200")
@@ -167,7 +168,8 @@ func farAddr(near netip.Addr) netip.Addr {
 	return netip.MustParseAddr("fd00:77::200")
 }
 
-// nearAddr returns the address of the near host's device dev.
+// nearAddr returns this host's address on the tunnel device dev, or the zero Addr if there
+// is no such device.
 func nearAddr(dev string) netip.Addr {
 	for a := range dataplanetest.Base().Addrs {
 		if a.Dev == dev {
@@ -228,8 +230,8 @@ func (w *trafficWorld) ReplaceNexthop(n int) error {
 	})
 }
 
-// changeNexthop sends the message that build builds for the n-th nexthop object of flanneld,
-// modulo their number. It does nothing if there is none.
+// changeNexthop sends the message that build builds for the n-th nexthop object of
+// flanneld, from 0 and modulo their number. It does nothing if there is none.
 func (w *trafficWorld) changeNexthop(n int, build func(*message, object)) error {
 	w.nexthops.mu.Lock()
 	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
@@ -285,7 +287,8 @@ func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
 	return nil
 }
 
-// echo sends a packet and waits until it comes back.
+// echo sends packets until one comes back, and returns an error if none does within 10
+// seconds.
 func echo(near netip.Addr, far string) error {
 	to, err := net.ResolveUDPAddr("udp", far)
 	if err != nil {

@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// TestVMTunnels checks that the devices of the ipip backend are created and changed in place as
-// wanted, and that a second tunnel and a change of the UDP header are refused.
+// TestVMTunnels checks that the devices of the ipip backend are created and changed in place as wanted. A
+// second tunnel with the same local address, and for IPv4 a change of the UDP header, must be refused.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMTunnels(t *testing.T) {

@@ -127,7 +127,8 @@ func await(missing func(context.Context) (string, error)) error {
 	}
 }
 
-// request sends one message and returns the kernel's answer.
+// request sends one message as another program, and returns the error in the kernel's
+// answer.
 func (w *world) request(build func(m *message)) error {
 	return w.other.send(context.Background(), 1, func(_ int, m *message) { build(m) })[0]
 }
@@ -237,7 +238,7 @@ func (w *world) appendLink(l dataplane.Link) error {
 // vethInfoPeer is VETH_INFO_PEER, for which x/sys has no constant.
 const vethInfoPeer = 1
 
-// peerOf returns the name of the other end of a veth pair.
+// peerOf returns the name of the other end of the veth pair of dev.
 func peerOf(dev string) string { return "peer" + strings.TrimPrefix(dev, "eth") }
 
 func vxlanData(m *message, v dataplane.VXLAN, under int) {
@@ -317,7 +318,8 @@ func (w *world) appendRoute(r dataplane.Route) error {
 	})
 }
 
-// multipath adds two next hops (struct rtnexthop).
+// multipath adds two next hops (struct rtnexthop) through the device with the given index,
+// .8 and .9 of eth0's networks.
 func multipath(m *message, is6 bool, index int) {
 	gateways := []string{"192.168.77.8", "192.168.77.9"}
 	if is6 {
@@ -400,9 +402,9 @@ func (w *world) SetCarrier(dev string, on bool) error {
 	return w.awaitCarrier(dev, on)
 }
 
-// awaitCarrier waits until a device that is up has a carrier, or has none, and the kernel
-// has handled that. A kernel worker does so and changes the running flag in the same
-// step.
+// awaitCarrier waits until a device has a carrier, or has none, and the kernel has handled
+// that. A kernel worker does so and changes the running flag in the same step. awaitCarrier
+// returns at once for a device that is down.
 func (w *world) awaitCarrier(dev string, on bool) error {
 	index, err := w.index(dev)
 	if err != nil {
