@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// text returns a readable form of a rule.
+// text returns a readable form of a rule, which ends with the number of its Action.
 func text(r firewall.Rule) string {
 	var words []string
 	if r.Marked {
@@ -64,8 +64,8 @@ func TestRules(t *testing.T) {
 	}
 }
 
-// TestGuard checks that rules keep pods from the tunnels of hosts, unless there is no
-// tunnel or no other rules are wanted.
+// TestGuard checks the rules that keep pods from the tunnels of hosts. There must be none
+// without a tunnel, without Guard, or if no other rules are wanted.
 func TestGuard(t *testing.T) {
 	guarded := firewalltest.Guarded()
 	guarded.Networks[1].Tunnels = []firewall.Payload{{Protocol: 41}}
@@ -109,8 +109,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// TestSeveralPolicies checks the rules of two networks of one daemon. After a restart, a daemon that
-// applies only one of the networks so far must find the rules of both exact.
+// TestSeveralPolicies checks the rules of two networks of one daemon. After a restart the daemon may apply
+// one network before the other. It must then find that the chain with the rules of both needs no change.
 func TestSeveralPolicies(t *testing.T) {
 	of := func(network, subnet, other string) firewall.Policy {
 		return firewall.Policy{
@@ -146,8 +146,8 @@ func TestSeveralPolicies(t *testing.T) {
 	}
 }
 
-// TestArrange checks whether Arrange finds a chain exact, and which of its rules belong to other
-// daemons.
+// TestArrange checks whether Arrange finds a chain exact, and how many of its rules belong to other
+// daemons. Each of these must contain the network of the other daemon.
 func TestArrange(t *testing.T) {
 	one := firewalltest.Policy().Table(prefix.IPv4)
 	p := firewalltest.Policy()

@@ -15,8 +15,8 @@ import (
 )
 
 // Enter moves the calling test, its goroutine and the programs that it runs into a new
-// network namespace and a new mount namespace. The latter is needed because iptables
-// locks a file. Both disappear when the test ends.
+// network namespace and a new mount namespace. The mount namespace has its own /run,
+// because iptables locks a file there. Both namespaces disappear when the test ends.
 func Enter(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() != 0 {

@@ -13,18 +13,21 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
-// Flavour describes a flavour of the firewall to the suite.
+// Flavour describes a flavour of the firewall to the suite. New returns an Applier for the
+// tests.
 type Flavour struct {
 	New func() firewall.Applier
 	// List returns all rules of both families. Lines that begin with # do not count.
 	List func(testing.TB) string
-	// Damage contains scripts, by name, whose effect Apply must undo.
+	// Damage contains scripts, by name, that change rules. Apply must undo each of these
+	// changes.
 	Damage map[string]string
 	// Foreign is a script that adds rules of other programs.
 	Foreign string
 }
 
-// Policy returns the policy of the golden files.
+// Policy returns a policy that masquerades and forwards the packets of a dual-stack
+// network, without a guard.
 func Policy() firewall.Policy {
 	return firewall.Policy{
 		Networks: []firewall.Network{
@@ -41,7 +44,8 @@ func tunnel() firewall.Payload { return firewall.Payload{Protocol: firewall.UDP,
 // Guarded returns Policy with a guard.
 func Guarded() firewall.Policy { return guard(Policy(), tunnel(), tunnel()) }
 
-// guard returns p with a guard for the tunnels of its networks.
+// guard returns p with a guard. tunnels contains the tunnel packets of each of its
+// networks, in their order.
 func guard(p firewall.Policy, tunnels ...firewall.Payload) firewall.Policy {
 	p.Guard, p.Networks = true, slices.Clone(p.Networks)
 	for i := range p.Networks {
@@ -54,7 +58,7 @@ func network(n, s string) firewall.Network {
 	return firewall.Network{Network: netip.MustParsePrefix(n), Subnet: netip.MustParsePrefix(s)}
 }
 
-// other returns the policy of a second daemon on the same host.
+// other returns the policy of a second daemon on the same host, with another network.
 func other() firewall.Policy {
 	p := Policy()
 	p.Networks = []firewall.Network{network("10.6.0.0/16", "10.6.1.0/24"), network("fd00:10:6::/48", "fd00:10:6:1::/64")}
@@ -62,7 +66,7 @@ func other() firewall.Policy {
 	return guard(p, tunnel(), tunnel())
 }
 
-// expect applies p and fails the test unless Apply returns changed.
+// expect applies p, and fails the test unless Apply succeeds and returns changed.
 func expect(t *testing.T, a firewall.Applier, p firewall.Policy, changed bool) {
 	t.Helper()
 	got, err := a.Apply(t.Context(), p)
@@ -82,7 +86,7 @@ func (f Flavour) Run(t *testing.T) {
 	t.Run("no residue", f.residue)
 }
 
-// listed returns the output of List without comments.
+// listed returns the output of List without the lines that begin with #.
 func (f Flavour) listed(t *testing.T) string {
 	t.Helper()
 	var lines []string
@@ -126,8 +130,9 @@ func (f Flavour) damage(t *testing.T) {
 	}
 }
 
-// transitions changes from each policy to each other one. The result must be the same as
-// after a start with the second one.
+// transitions changes from each policy to each other one. The rules must be the same as
+// those of the second policy on a host without rules, and an equal policy must change
+// nothing.
 func (f Flavour) transitions(t *testing.T) {
 	Enter(t)
 	plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single := Policy(), Policy(), Policy(), Policy(), Policy(), Policy(), Policy()
@@ -161,6 +166,7 @@ func (f Flavour) transitions(t *testing.T) {
 }
 
 // twoDaemons checks that two daemons share the chains and leave each other's rules alone.
+// When both have removed their rules, nothing of flannel may remain.
 func (f Flavour) twoDaemons(t *testing.T) {
 	Enter(t)
 	one, two := f.New(), f.New()
@@ -188,7 +194,8 @@ func (f Flavour) twoDaemons(t *testing.T) {
 	}
 }
 
-// residue checks that no rule remains when everything is disabled.
+// residue checks that no rule of flannel remains, and other rules stay, when everything is
+// disabled or the network is a former one.
 func (f Flavour) residue(t *testing.T) {
 	Enter(t)
 	a := f.New()

@@ -35,8 +35,8 @@ func others(rules int) string {
 
 func chain(name string) string { return "*mangle\n:" + name + " - [0:0]\nCOMMIT\n" }
 
-// TestChoose checks the choice on hosts with given outputs of iptables-save, by the names
-// of the programs.
+// TestChoose checks the choice on hosts on which iptables-save prints the given texts. host
+// contains the text of each program, by its name without -save.
 func TestChoose(t *testing.T) {
 	for name, tt := range map[string]struct {
 		host    map[string]string
@@ -95,8 +95,8 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// TestNoChoice checks that Choose returns Default without a reason if a program of a variant is
-// missing for one of the families.
+// TestNoChoice checks that Choose returns Default without a reason if a program of a variant is missing for
+// one of the families. If none is missing and the kernel has no nftables, it must return Legacy.
 func TestNoChoice(t *testing.T) {
 	noNFT := func(prefix.Family, string) (bool, error) { return false, errors.New("no nftables here") }
 	for missing, want := range map[string]Variant{"": Legacy, "iptables-legacy": Default, "ip6tables-nft-restore": Default} {

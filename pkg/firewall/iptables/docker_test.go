@@ -46,7 +46,7 @@ func TestDockerCut(t *testing.T) {
 	const rawDrop, user, mark = "-A PREROUTING -d 10.5.49.2/32 ! -i docker0 -j DROP\n", "-A FORWARD -j DOCKER-USER\n", "-A DOCKER-FORWARD -j DOCKER-CT\n"
 	accept := func(rule string) []string { return []string{user, user + "-A DOCKER-USER " + rule + "\n"} }
 	for name, tt := range map[string]struct {
-		change []string // pairs of old and new text
+		change []string // pairs of old and new text, which change docker29
 		bridge string
 		want   firewall.DockerCut
 	}{

@@ -16,8 +16,8 @@ import (
 // noChains is a targetsFunc of a kernel without tables.
 func noChains(prefix.Family, string, string) ([]nftables.Target, bool, error) { return nil, false, nil }
 
-// TestResolve checks that the rules in the kernel count if the output of iptables-save
-// differs from them.
+// TestResolve checks that plan follows the rules in the kernel if the output of
+// iptables-save differs from them.
 func TestResolve(t *testing.T) {
 	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	ours, conditional := nftables.Target{Name: "FLANNEL-FWD", Always: true}, nftables.Target{Name: "FLANNEL-FWD"}
@@ -44,8 +44,8 @@ func TestResolve(t *testing.T) {
 		"not listed, too late": {"", map[string][]nftables.Target{"FORWARD": {set, drop, ours}}, "-I FORWARD 2 " + jump},
 		"jump on a condition":  {"", map[string][]nftables.Target{"FORWARD": {conditional}}, "-A FORWARD " + jump},
 		"changed in our own":   {"-A FORWARD " + jump, map[string][]nftables.Target{"FORWARD": {ours}, "FLANNEL-FWD": {set}}, ""},
-		// A removal contains the whole rule, so it must not match a rule of another
-		// program.
+		// iptables-restore removes a rule by its whole text. So a removal must not match a
+		// rule of another program.
 		"changed meanwhile": {
 			"-A FORWARD -s 192.0.2.1 -j ACCEPT\n-A FORWARD " + jump + "\n-A FORWARD -p udp -j ACCEPT",
 			map[string][]nftables.Target{"FORWARD": {ours, {Name: "ACCEPT"}, ours}}, "-A FORWARD " + jump,
@@ -124,8 +124,8 @@ func expectJumps(t *testing.T) {
 	}
 }
 
-// expectRefused fails the test unless Apply fails with an error that names the unreadable
-// table and a remedy.
+// expectRefused fails the test unless Apply changes nothing and returns an error that names
+// the table filter, which cannot be read, and a remedy.
 func expectRefused(t *testing.T, a *Applier, p firewall.Policy) {
 	t.Helper()
 	before := listed(t)
@@ -140,8 +140,9 @@ func expectRefused(t *testing.T, a *Applier, p firewall.Policy) {
 
 const surplus = `for i in 1 2 3; do IPT -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD; done` + "\n"
 
-// TestKernelHidden checks that flanneld's rules are written to tables that iptables-save does
-// not print because of one rule.
+// TestKernelHidden checks that flanneld's rules are written, repaired and removed in tables
+// that iptables-save does not print because of one rule. Beside some such rules, iptables
+// cannot remove a jump: Apply must then fail.
 //
 //stages:rest TestKernelSaveFails has one such table, and TestKernelHiddenChain such a chain
 func TestKernelHidden(t *testing.T) {
@@ -149,7 +150,7 @@ func TestKernelHidden(t *testing.T) {
 		"ct state { new, established } accept", "log prefix \"x\" accept", "quota over 10 bytes accept", "fib saddr type local accept",
 		"meta priority 5 accept", // iptables-save fails for this rule
 	} {
-		stuck := strings.HasPrefix(r, "fib") || strings.HasPrefix(r, "meta") // iptables finds no jump to remove beside these rules
+		stuck := strings.HasPrefix(r, "fib") || strings.HasPrefix(r, "meta") // beside these rules, iptables finds no jump to remove
 		t.Run(r, func(t *testing.T) {
 			host(t)
 			native(t, "filter FORWARD "+r, "nat POSTROUTING "+r)
@@ -202,8 +203,8 @@ func TestKernelHidden(t *testing.T) {
 	}
 }
 
-// TestKernelSaveFails tests a rule in one table that makes iptables-save fail for all
-// tables. The other tables must still be read, and reading must not create tables.
+// TestKernelSaveFails checks that Apply reads and writes the other tables if a rule in the
+// table filter makes iptables-save fail for all tables. Reading must not create tables.
 func TestKernelSaveFails(t *testing.T) {
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, both(NFT, "IPT -P FORWARD ACCEPT\n"))
@@ -253,8 +254,9 @@ func TestKernelHiddenChain(t *testing.T) {
 	expectRefused(t, a, firewalltest.Policy().Cleanup())
 }
 
-// TestKernelBlocking checks that the jump precedes rules that drop all packets, and no others.
-// iptables-save prints rules of both kinds as "-j DROP".
+// TestKernelBlocking checks that flanneld's jump is put before a rule that drops all
+// packets, and not before a rule that drops some. iptables-save prints rules of both kinds
+// as "-j DROP".
 func TestKernelBlocking(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks = p.Networks[:1]
@@ -287,8 +289,8 @@ func TestKernelBlocking(t *testing.T) {
 	}
 }
 
-// TestKernelConditionOfLegacy checks that an operator's rules stay even if they look like rules
-// of flannel before v0.20, because iptables-save does not print one of their conditions.
+// TestKernelConditionOfLegacy checks that an operator's rules stay, although iptables-save does not print
+// one of their conditions and so shows them like rules of flannel before v0.20.
 func TestKernelConditionOfLegacy(t *testing.T) {
 	host(t)
 	rules := []string{

@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// both returns script with each line twice. It replaces IPT by the iptables of variant v in
-// one of them, and by the ip6tables in the other.
+// both returns script with each line twice: first for IPv4, with IPT replaced by the
+// iptables of variant v, and then for IPv6, with IPT replaced by its ip6tables.
 func both(v Variant, script string) string {
 	var b strings.Builder
 	for line := range strings.Lines(script) {
@@ -95,7 +95,8 @@ func ofNetworks(v Variant, script string) string {
 func TestKernelNFT(t *testing.T)    { flavour(NFT).Run(t) }
 func TestKernelLegacy(t *testing.T) { flavour(Legacy).Run(t) }
 
-// TestKernelGolden checks that the rules equal the recorded text in golden.
+// TestKernelGolden checks that the rules of both variants equal the text that golden
+// returns.
 func TestKernelGolden(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {

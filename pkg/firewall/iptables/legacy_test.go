@@ -17,8 +17,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// countRuns puts wrappers of the programs into PATH. runs returns the names of the programs
-// that were run since then, in order.
+// countRuns puts wrappers of the programs of Legacy into PATH. runs returns the names of
+// the programs that were run since the call of countRuns, in order.
 func countRuns(t *testing.T) (runs func() []string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -43,8 +43,9 @@ func countRuns(t *testing.T) (runs func() []string) {
 	}
 }
 
-// TestKernelLegacyAtRest checks that no program is run while rules stay as they are, and that
-// every kind of change is noticed.
+// TestKernelLegacyAtRest checks that no program is run while rules stay as they are, even
+// if counters change. Apply must notice a replaced rule of the same size, a changed policy
+// of a chain, and a new subnet.
 func TestKernelLegacyAtRest(t *testing.T) {
 	firewalltest.Enter(t)
 	policy := firewalltest.Guarded()
@@ -94,8 +95,8 @@ func TestKernelLegacyAtRest(t *testing.T) {
 	}
 }
 
-// TestKernelLegacyLarge checks that a change that keeps all sizes is noticed within a few
-// checks even if there are thousands of rules, and a change of a size at once.
+// TestKernelLegacyLarge checks that, if there are thousands of rules, Apply notices a
+// change that keeps all sizes within rests+1 calls, and a change of a size at once.
 func TestKernelLegacyLarge(t *testing.T) {
 	firewalltest.Enter(t)
 	var rules strings.Builder

@@ -60,7 +60,7 @@ func TestJump(t *testing.T) {
 func TestLegacyRules(t *testing.T) {
 	off, on := firewalltest.Policy(), firewalltest.Policy()
 	off.Forward, off.Masquerade = false, false
-	for spec, removed := range map[string][2]bool{ // whether it is removed with everything disabled, and enabled
+	for spec, removed := range map[string][2]bool{ // whether it is removed if everything is disabled, and if everything is enabled
 		"-A FORWARD -s 10.5.0.0/16 -j ACCEPT":                                            {false, true},
 		`-A FORWARD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT`:    {true, true},
 		"-A FORWARD -s 10.5.0.0/16 -j DROP":                                              {false, false},
@@ -86,8 +86,8 @@ func TestLegacyRules(t *testing.T) {
 	}
 }
 
-// TestProbe checks what probe returns for programs that print the versions of several
-// releases.
+// TestProbe checks what probe returns for programs that print versions of iptables, or
+// another text.
 func TestProbe(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	const program = Variant("-of-a-test")
@@ -118,7 +118,8 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// FuzzParse compares parse with render, and checks that plan accepts any rule.
+// FuzzParse checks that a rule that parse understands is the same after render and another
+// parse. It also checks that plan returns a complete script if the chains contain any rule.
 func FuzzParse(f *testing.F) {
 	for _, c := range firewall.Chains() {
 		for _, r := range firewalltest.Guarded().Table(prefix.IPv6).Rules(c) {
@@ -142,7 +143,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// TestMissing checks that one line names the missing programs.
+// TestMissing checks that the error of Apply names the missing programs of both families in
+// one line.
 func TestMissing(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := New(Default).Apply(t.Context(), firewalltest.Policy())

@@ -31,8 +31,8 @@ func families(script string) string {
 
 const list = "nft list ruleset"
 
-// listSorted returns tables and chains by name, because nft lists them in the order of their
-// creation.
+// listSorted returns the rules of all tables and chains, ordered by name, because nft lists
+// tables and chains in the order of their creation.
 func listSorted(t testing.TB) string {
 	var b strings.Builder
 	ruleset := firewalltest.Ruleset(t)
@@ -146,8 +146,8 @@ func TestKernelManyRules(t *testing.T) {
 	}
 }
 
-// TestKernelWatchOfManyRules writes a thousand rules at once while Watch listens. They must cause a few
-// wakes, however slow the machine is, and not one for each of the messages that announce them.
+// TestKernelWatchOfManyRules checks that a thousand rules that are written at once cause a few wakes of
+// Watch, however slow the machine is, and not one for each of the messages that announce them.
 func TestKernelWatchOfManyRules(t *testing.T) {
 	firewalltest.Enter(t)
 	var script strings.Builder
@@ -161,7 +161,7 @@ func TestKernelWatchOfManyRules(t *testing.T) {
 	const over = 4 * quiet // Watch ends after this time without a wake
 	end := time.AfterFunc(time.Minute, cancel)
 	wakes := 0
-	Watch(ctx, OwnPlaces(), func() { // on the thread that is in the namespace
+	Watch(ctx, OwnPlaces(), func() { // Watch calls it on the thread that is in the namespace
 		if wakes++; wakes == 1 {
 			firewalltest.Shell(t, script.String())
 		}
@@ -172,8 +172,8 @@ func TestKernelWatchOfManyRules(t *testing.T) {
 	}
 }
 
-// TestKernelRefused checks that Apply returns EPERM and reports no change if the kernel
-// reserves the table for another program.
+// TestKernelRefused checks that Apply returns EPERM and reports no change if another
+// program has reserved flanneld's table for itself.
 func TestKernelRefused(t *testing.T) {
 	firewalltest.Enter(t)
 	owner, err := dial(prefix.IPv4)

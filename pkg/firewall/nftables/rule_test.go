@@ -26,7 +26,8 @@ func TestEncodeAndDecode(t *testing.T) {
 	}
 }
 
-// FuzzDecode compares decode with encode.
+// FuzzDecode checks that a rule that decode understands is the same after encode and
+// another decode.
 func FuzzDecode(f *testing.F) {
 	for _, c := range firewall.Chains() {
 		for _, r := range firewalltest.Guarded().Table(prefix.IPv4).Rules(c) {

@@ -11,7 +11,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestKernelTargets checks the targets of rules that nft and iptables have created.
+// TestKernelTargets checks what Targets returns for rules that nft and iptables have
+// created.
 func TestKernelTargets(t *testing.T) {
 	always, some, hidden := Target{Name: "DROP", Always: true}, Target{Name: "DROP"}, Target{Name: "DROP", Hidden: true}
 	for rule, want := range map[string]Target{
@@ -26,7 +27,7 @@ func TestKernelTargets(t *testing.T) {
 		"nft meta mark and 0x4000 == 0x4000 drop":   some,
 		"nft iifname eth0 oif lo drop":              some,
 		"nft IP saddr ADDR tcp dport 80 drop":       hidden,
-		"nft IP saddr ADDR @th,96,32 5 drop":        hidden, // offset of the source address in an IPv4 header
+		"nft IP saddr ADDR @th,96,32 5 drop":        hidden, // has the offset of the source address in an IPv4 header, but is in the transport header
 		"nft IP saddr ADDR IP dscp 5 drop":          hidden,
 		"nft IP saddr ADDR IP TTL 5 drop":           hidden,
 		"nft IP saddr ADDR meta priority 5 drop":    hidden,
