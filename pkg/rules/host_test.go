@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestUnfilteredBridges checks that there is a warning for each family without a bridge filter.
-// Sessions after the first one must not repeat the warning.
+// TestUnfilteredBridges checks that there is a warning for each family whose bridged packets bypass
+// netfilter. Sessions after the first one must not repeat the warning.
 func TestUnfilteredBridges(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files map[string]string
@@ -52,8 +52,9 @@ func TestUnfilteredBridges(t *testing.T) {
 	}
 }
 
-// TestProgramsAreSearchedOnce checks that, if a session ends while the programs are searched,
-// the next session uses the result of the search and does not run the programs again.
+// TestProgramsAreSearchedOnce checks that, if a session ends during the search for the
+// programs, the next session uses the result of that search and does not run the programs
+// again.
 func TestProgramsAreSearchedOnce(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
@@ -67,7 +68,7 @@ func TestProgramsAreSearchedOnce(t *testing.T) {
 	first, end := context.WithCancel(t.Context())
 	ended := make(chan *iptables.Programs)
 	go func() { ended <- h.programs(first, families) }()
-	running, err := os.OpenFile(fifo, os.O_WRONLY, 0) // returns when the program runs
+	running, err := os.OpenFile(fifo, os.O_WRONLY, 0) // returns when the program has opened the other end
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,10 +14,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
 )
 
-// TestKernelSessions checks which firewall contains the rules of two networks of one host after
-// a session has changed its firewall, after another program has deleted rules, and after the
-// removal of each network. The test needs the thread that is in the network namespace, so it
-// calls prepare and step, and not Keep.
+// TestKernelSessions checks which firewall contains the rules of two networks of one host after a session
+// has changed its firewall, after another program has deleted rules, and after the removal of each network.
+// It also checks how often the sessions report a repair and a cleanup. Only the test's thread is in the
+// network namespace, so the test calls prepare and step, and not Keep.
 func TestKernelSessions(t *testing.T) {
 	firewalltest.Enter(t)
 	h := NewHost()
@@ -96,8 +96,8 @@ func (p *pausedApplier) Apply(context.Context, ...firewall.Policy) (bool, error)
 	return true, nil
 }
 
-// TestKernelRemoveWaitsForPass checks that the removal of a network's rules waits for a pass that has
-// read the rules and not yet written. Otherwise the pass would write the removed rules again.
+// TestKernelRemoveWaitsForPass checks that the removal of a network's rules waits for a pass that has read
+// the rules and has not written yet. Otherwise the pass would write the removed rules again.
 func TestKernelRemoveWaitsForPass(t *testing.T) {
 	firewalltest.Enter(t)
 	h := NewHost()
@@ -105,7 +105,7 @@ func TestKernelRemoveWaitsForPass(t *testing.T) {
 	w := &writer{applier: pass, turn: &h.writing}
 	go w.pass(t.Context())
 	<-pass.hasRead
-	// A removal that does not wait for the pass takes much less than this time.
+	// If Remove did not wait for the pass, it would return long before this time.
 	time.AfterFunc(time.Second, func() { close(pass.write) })
 	if err := h.Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {
 		t.Fatal(err)

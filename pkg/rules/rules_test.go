@@ -52,8 +52,8 @@ func newKeeper(h *Host, report func(repaired bool, err error)) *Keeper {
 }
 
 // TestChoiceIsLogged checks that a session logs its firewall only if the last session had
-// another choice. The first session may be on the last known state, and the next one on the
-// configuration from the store.
+// another flavour or reason. The first session may be on the last known state, and the next
+// one on the configuration from the store.
 func TestChoiceIsLogged(t *testing.T) {
 	const last = " in the last known configuration"
 	off, on, flag := Choice{Flavour: IPTables, Reason: "off"}, Choice{Flavour: NFTables, Reason: "on"}, Choice{Flavour: IPTables, Reason: "flag"}
@@ -85,7 +85,8 @@ func TestChoiceIsLogged(t *testing.T) {
 	}
 }
 
-// TestAutoChoice checks that the host is examined once for all networks.
+// TestAutoChoice checks that the host is examined once for all networks, and that each
+// network logs the choice.
 func TestAutoChoice(t *testing.T) {
 	ctx, log := logging(t)
 	h := NewHost()
@@ -102,7 +103,8 @@ func TestAutoChoice(t *testing.T) {
 	}
 }
 
-// scripted is an Applier with prepared answers.
+// scripted is an Applier that records the policies. Each Apply returns the next of answers
+// and no change. When there are none left, it returns changed and no error.
 type scripted struct {
 	answers []error
 	changed bool
@@ -119,8 +121,8 @@ func (s *scripted) Apply(_ context.Context, policies ...firewall.Policy) (bool, 
 	return false, err
 }
 
-// TestSession checks what a session reports, cleans up and repairs after failures, after success
-// and after damage.
+// TestSession checks what a session reports, and when it cleans up, after failures and after success. If
+// another program changes the rules before each step, the session must report each repair and slow down.
 func TestSession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		broken := errors.New("broken")
@@ -137,7 +139,7 @@ func TestSession(t *testing.T) {
 		k.config.Cleaned = func() { cleaned++ }
 		s := newSession(k, NFTables, firewall.Policy{Former: former}, func() {})
 		s.rules, s.leftovers = &writer{applier: active, turn: &k.host.writing}, []leftover{{"old", old, firewall.Policy{Former: former}}}
-		for i, fails := range []bool{true, true, true, false, false} { // two passes fail themselves, one fails to clean
+		for i, fails := range []bool{true, true, true, false, false} { // two passes fail, then the first cleanup fails
 			if err := s.step(t.Context()); (err != nil) != fails {
 				t.Errorf("step %d: %v", i, err)
 			}
@@ -165,8 +167,8 @@ func TestSession(t *testing.T) {
 	})
 }
 
-// TestSharedPasses checks that a Keeper that joins a writer does not count as damage to the rules of
-// another Keeper, and that the writer orders policies by their networks.
+// TestSharedPasses checks that a pass with the new policy of one Keeper does not count as a repair of the
+// rules of another one, and that the writer orders policies by their networks.
 func TestSharedPasses(t *testing.T) {
 	h, active := newHost(t), &scripted{changed: true}
 	w := &writer{applier: active, turn: &h.writing}
@@ -206,7 +208,8 @@ func TestSharedPasses(t *testing.T) {
 	}
 }
 
-// interrupted ends the session while it writes the rules.
+// interrupted is an Applier that ends the session while it writes the rules. changed says
+// whether it may have written.
 type interrupted struct {
 	end     context.CancelFunc
 	changed bool
@@ -218,8 +221,8 @@ func (e interrupted) Apply(ctx context.Context, _ ...firewall.Policy) (bool, err
 	return e.changed, ctx.Err()
 }
 
-// TestRulesOfAnEndedSession checks that a session reports the rules that the last one
-// wrote and could not report.
+// TestRulesOfAnEndedSession checks that a session logs rules as written if the last session
+// has written them and could not log that.
 func TestRulesOfAnEndedSession(t *testing.T) {
 	for _, wrote := range []bool{true, false} {
 		ctx, log := logging(t)
@@ -236,7 +239,7 @@ func TestRulesOfAnEndedSession(t *testing.T) {
 		if log.Len() > 0 {
 			t.Errorf("log of the ended session: %s", log)
 		}
-		for _, reported := range []bool{wrote, false} { // only once
+		for _, reported := range []bool{wrote, false} { // only the next session logs it as written
 			log.Reset()
 			session(ctx, &scripted{})
 			if want := fmt.Sprintf("written=%v", reported); !strings.Contains(log.String(), want) {
@@ -246,7 +249,7 @@ func TestRulesOfAnEndedSession(t *testing.T) {
 	}
 }
 
-// program writes a shell script as a program of that name.
+// program writes a shell script into dir as a program with that name.
 func program(t *testing.T, dir, name, script string) {
 	if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil { //nolint:gosec // a program
 		t.Fatal(err)
@@ -254,7 +257,7 @@ func program(t *testing.T, dir, name, script string) {
 }
 
 // TestRulesOfTheOtherFamily checks that the rules of IPv4 are applied if there is no
-// program for IPv6, and that this counts as an attempt.
+// program for IPv6, and that Keep then calls tried once.
 func TestRulesOfTheOtherFamily(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
