@@ -152,13 +152,13 @@ func (c *cache) applyRouteWrite(r Route, deleted bool) {
 		// contain all attributes: an IPv6 one matches any route through a nexthop object,
 		// an IPv4 one without a gateway matches any route on the device, and a request
 		// for a multipath route does not contain the next hops.
-		if r.Multipath || len(c.candidates(r)) > 0 { // the kernel has chosen the route to delete
+		if r.Multipath || len(c.candidates(r)) > 0 { // the cache cannot tell which one the kernel has deleted
 			c.invalidate()
 		}
 		return
 	}
 	candidates := c.candidates(r)
-	if len(candidates) > 1 { // the kernel has chosen the route to replace
+	if len(candidates) > 1 { // the cache cannot tell which one the kernel has replaced
 		c.invalidate()
 	}
 	for _, old := range candidates {

@@ -10,7 +10,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-// OpError is an operation that failed, with the error of the kernel.
+// OpError is an operation that failed, and the cause.
 type OpError struct {
 	Op  Op
 	Err error

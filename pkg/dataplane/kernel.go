@@ -42,8 +42,8 @@ type Event struct {
 	// does not announce which one.
 	Replaced bool
 	// Nexthop is the id of a nexthop object that has been deleted or has another gateway
-	// now, or 0. Object is nil if it is not 0. The kernel may not announce what happened to
-	// the routes that use the nexthop object.
+	// now; 0 for any other change. If it is set, Object is nil. The kernel may not announce
+	// what happened to the routes that use the nexthop object.
 	Nexthop uint32
 }
 

@@ -247,9 +247,10 @@ func (r Route) Standby() Route {
 
 // AsPlain returns r with Plain set, so that a Kernel creates it without a nexthop object. If r has no IPv4
 // gateway, AsPlain returns r unchanged, because a Kernel never uses a nexthop object for such a route.
-// During a migration this lets a probe take a standby route. If the sender of a packet has chosen a device
-// that the best IPv4 route does not use, the kernel looks at the other routes to the destination only if
-// the best route has no nexthop object.
+// During a migration the route that carries the packets is plain, so that a probe through the other device
+// finds the standby route. If the sender of a packet has chosen a device that the best IPv4 route does not
+// use, the kernel looks at the other routes to the destination only if the best route has no nexthop
+// object.
 func (r Route) AsPlain() Route {
 	r.Plain = r.Gateway.Is4()
 	return r

@@ -110,7 +110,7 @@ func (r *Reconciler) Close() error {
 	return r.cache.monitor.Close()
 }
 
-// Changed returns a channel that receives after the kernel may have announced a change. The
+// Changed returns a channel that receives when the kernel may have announced a change. The
 // caller should then call Reconcile or Update. Changed returns nil if Config.Resync is
 // zero.
 func (r *Reconciler) Changed() <-chan struct{} {
