@@ -39,7 +39,7 @@ type monitor struct {
 	file   *os.File // the socket
 	raw    syscall.RawConn
 	ready  wait.Signal
-	resume wait.Signal // from Drain to watch: wait for the next announcement
+	resume wait.Signal // Drain sends it, so that watch waits for the next announcement
 	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
@@ -350,7 +350,7 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 // Scope.Devices and Scope.Shared, it does if the device is new or deleted, or if an
 // attribute in linkDetails or an offload has changed. For other devices that routes use, it
 // does only if the flags have changed, because the kernel may then delete routes. For all
-// these devices it also does if it shows no carrier, see lacksCarrier.
+// these devices, every announcement that shows no carrier also does, see lacksCarrier.
 func (m *monitor) link(deleted bool, payload []byte) bool {
 	if len(payload) < unix.SizeofIfInfomsg {
 		return false

@@ -109,8 +109,8 @@ func (t *nexthops) remove(id uint32) {
 	}
 }
 
-// forget is remove for an object that another program has deleted or replaced. It locks
-// t.mu.
+// forget removes an object that another program has deleted or replaced, if this process
+// knows it. Unlike remove, it locks t.mu.
 func (t *nexthops) forget(id uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -118,8 +118,9 @@ func (t *nexthops) forget(id uint32) {
 }
 
 // readNexthops replaces what this process knows about nexthop objects by those that exist.
-// Read calls it before it reads routes, which then counts the users of each object. If
-// Options.NexthopObjects is off or the kernel has no nexthop objects, none are known.
+// Read calls it before it reads the routes, and counts the users of each object while it
+// reads them. If Options.NexthopObjects is off or the kernel has no nexthop objects, none
+// are known.
 func (k *Kernel) readNexthops(ctx context.Context) error {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -186,8 +187,8 @@ func (t *nexthops) complete(r *routeReply) {
 	}
 }
 
-// markUsedByOthers counts the routes outside of the scope, which use the objects with these
-// ids, and marks the objects. Read must call it before addRoute.
+// markUsedByOthers marks the objects with these ids, because routes outside of the scope
+// use them, and counts each id as one user. Read must call it before addRoute.
 func (t *nexthops) markUsedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -349,10 +350,11 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 	return again
 }
 
-// releaseNexthops counts the routes that done, the operations that have succeeded, have
-// deleted. It deletes the objects that no route uses any more, and the objects in t.idle.
-// Their routes must be gone already: the kernel would delete remaining routes together with
-// the object, slowly and without an announcement.
+// releaseNexthops takes the routes that were deleted off the number of users or of plain
+// routes. done contains the operations that have succeeded. It then deletes the objects
+// that no route uses any more, and those in t.idle. Their routes must be gone already: the
+// kernel would delete remaining routes together with the object, slowly and without an
+// announcement.
 func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()

@@ -23,9 +23,9 @@ func (w *world) daemon(t *testing.T) *Kernel {
 	return k
 }
 
-// TestKernelTwoNetworks checks that a daemon whose peers come and go does not touch the
-// routes and nexthop objects of a second daemon on the host. Both have so many peers that
-// they use nexthop objects.
+// TestKernelTwoNetworks checks that a daemon whose peers come and go does not delete the
+// routes of a second daemon on the host. Both have so many peers that they use nexthop
+// objects, and some routes of the second one must still use them.
 func TestKernelTwoNetworks(t *testing.T) {
 	const peers = nexthopThreshold + 20
 	w := newWorld(t)
