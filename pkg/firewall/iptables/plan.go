@@ -125,9 +125,10 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	p.lines = append(p.lines, p.after...)
 }
 
-// room returns the first and the last right position of the jump, as numbers of the rules
-// in rest before it: after the jumps to chains of kube-proxy and before the first rule that
-// no packet passes. Jumps of kube-proxy after that rule do not count.
+// room returns the first and the last right position of the jump. A position is the number
+// of rules in rest that precede the jump. The jump must precede the first rule that no
+// packet passes, and follow the jumps to chains of kube-proxy, except for those after that
+// rule.
 func (p *planner) room(rest []rule) (lo, hi int) {
 	hi = slices.IndexFunc(rest, p.have.blocks)
 	if hi < 0 {

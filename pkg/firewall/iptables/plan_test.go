@@ -118,8 +118,9 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// FuzzParse checks that a rule that parse understands is the same after render and another
-// parse. It also checks that plan returns a complete script if the chains contain any rule.
+// FuzzParse checks that a rule with flanneld's comment that parse understands is the same
+// after render and another parse. It also checks that plan returns a complete script if the
+// chains contain any rule.
 func FuzzParse(f *testing.F) {
 	for _, c := range firewall.Chains() {
 		for _, r := range firewalltest.Guarded().Table(prefix.IPv6).Rules(c) {

@@ -129,7 +129,7 @@ func (c *conn) generation() (id uint32, err error) {
 	return id, err
 }
 
-// commit executes all of changes, of which there must be one at least, or none. It returns
+// commit executes either all of changes or none. changes must not be empty. commit returns
 // errRaced without a change if the ruleset no longer has the given generation. Only the
 // last change requests an acknowledgement, which follows all errors, because the
 // acknowledgements of many changes would not fit the receive buffer.
