@@ -25,30 +25,56 @@ type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.
 // read, correct sets it to nil in d and returns an error. It then goes on with the other
 // tables.
 func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
-	var errs []error
+	hidden, errs := a.readMissing(ctx, f, d)
 	for _, c := range firewall.Chains() {
 		p := placeOf(c)
-		if d[p.table] == nil {
-			text, err := a.list(ctx, f, p)
-			if err != nil {
-				d[p.table] = nil
-				errs = append(errs, a.refused(f, []string{p.table}, err))
-				continue
-			}
-			if text != "" {
-				hidden = append(hidden, p.table)
-			}
-			d[p.table] = parseSave("*" + p.table + "\n" + text)[p.table]
-		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], func(r rule) bool { return have.blocks(r) || likeOurs(r) }) {
-			continue // no rule blocks all packets or looks like one of flanneld
+		have := d[p.table]
+		suspicious := func(r rule) bool { return have.blocks(r) || likeOurs(r) }
+		if have == nil || !slices.Contains(hidden, p.table) && !slices.ContainsFunc(have[p.parent], suspicious) {
+			continue // it cannot be read, or no rule blocks all packets or looks like one of flanneld
 		}
-		s := resolver{place: p, targets: a.targets, family: f, have: d[p.table], seen: map[string]bool{}}
+		s := resolver{place: p, targets: a.targets, family: f, have: have, seen: map[string]bool{}}
 		if err := s.resolve(p.parent); err != nil {
 			d[p.table] = nil
 			errs = append(errs, err)
 		}
 	}
 	return hidden, oneline.Join(errs...)
+}
+
+// readMissing reads the chains of the tables that d lacks, and adds these tables to d. It returns those
+// that have such a chain, which iptables-save hides. d contains nil for a table for which readMissing
+// returns an error.
+func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
+	texts := map[string]string{}
+	for _, c := range firewall.Chains() {
+		if p := placeOf(c); d[p.table] == nil {
+			texts[p.table] = ""
+		}
+	}
+	for _, c := range firewall.Chains() {
+		p := placeOf(c)
+		before, missing := texts[p.table]
+		if !missing {
+			continue
+		}
+		text, err := a.list(ctx, f, p)
+		if err != nil {
+			delete(texts, p.table) // also for its other chains
+			d[p.table] = nil
+			errs = append(errs, a.refused(f, []string{p.table}, err))
+			continue
+		}
+		texts[p.table] = before + text
+	}
+	for table, text := range texts {
+		d[table] = parseSave("*" + table + "\n" + text)[table]
+		if text != "" {
+			hidden = append(hidden, table)
+		}
+	}
+	slices.Sort(hidden)
+	return hidden, errs
 }
 
 func likeOurs(r rule) bool {

@@ -203,6 +203,35 @@ func TestKernelHidden(t *testing.T) {
 	}
 }
 
+// TestKernelHiddenGuard checks that the rules of the guard, which has two chains in the table mangle, are
+// written once, repaired and removed if iptables-save does not print that table.
+func TestKernelHiddenGuard(t *testing.T) {
+	host(t)
+	firewalltest.Shell(t, both(NFT, "IPT -t mangle -A FORWARD -p tcp --dport 25 -j ACCEPT\nIPT -t mangle -A INPUT -p tcp --dport 25 -j ACCEPT\n"))
+	native(t, `mangle FORWARD log prefix "x" accept`)
+	before, a := listed(t), New(NFT)
+	expect := func(what string, p firewall.Policy, want bool) {
+		t.Helper()
+		if changed, err := a.Apply(t.Context(), p); err != nil || changed != want {
+			t.Errorf("%s: changed %v, %v, want changed %v", what, changed, err, want)
+		}
+	}
+	expect("first", firewalltest.Guarded(), true)
+	rules := listed(t)
+	expect("second", firewalltest.Guarded(), false)
+	for _, chain := range []string{"FLANNEL-GUARD-FWD", "FLANNEL-GUARD-IN"} {
+		firewalltest.Shell(t, both(NFT, "IPT -t mangle -F "+chain+"\n"))
+		expect(chain+" is empty", firewalltest.Guarded(), true)
+		if after := listed(t); after != rules {
+			t.Errorf("rules are\n%s\nwant\n%s", after, rules)
+		}
+	}
+	expect("cleanup", firewalltest.Guarded().Cleanup(), true)
+	if after := listed(t); after != before {
+		t.Errorf("rules after cleanup are\n%s\nwant\n%s", after, before)
+	}
+}
+
 // TestKernelSaveFails checks that Apply reads and writes the other tables if a rule in the
 // table filter makes iptables-save fail for all tables. Reading must not create tables.
 func TestKernelSaveFails(t *testing.T) {
