@@ -110,7 +110,7 @@ func classify(action string, params url.Values, status int, text []byte) error {
 	case "RequestLimitExceeded", "Throttling", "ThrottlingException", "RequestThrottled", "RequestThrottledException", "EC2ThrottledException", "SlowDown":
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
 	case "AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "ExpiredToken", "RequestExpired", "IncompleteSignature", "MissingAuthenticationToken":
-		return fmt.Errorf("EC2 refuses the credentials (%s): check the instance's role, and this host's clock", e.Code)
+		return access.Refused("EC2", e.Code)
 	}
 	switch {
 	case status == http.StatusTooManyRequests:

@@ -931,3 +931,15 @@ func TestConfig(t *testing.T) {
 		`{"AccessToken":"very-secret"}`: {Warning: `key "AccessToken" may contain a secret`},
 	})
 }
+
+// TestRefusedToken checks that a refused token counts as refused keys, so that a leader gives up.
+func TestRefusedToken(t *testing.T) {
+	openBehind(t, func(http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, `{"error":{"message":"No.","errors":[{"reason":"authError"}]}}`, http.StatusUnauthorized)
+		})
+	})
+	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); !cloud.Hopeless(err) {
+		t.Errorf("Check = %v, want an error because of the keys", err)
+	}
+}

@@ -70,7 +70,7 @@ func (c *client) call(ctx context.Context, r request, answer any) error {
 			err = c.once(ctx, r, answer)
 		}
 		if isStatus(err, http.StatusUnauthorized) {
-			err = fmt.Errorf("Google refuses the token of the service account: %w", err)
+			err = fmt.Errorf("Google %w of the service account: %w", cloud.ErrKeys, err)
 		}
 		return err
 	})
