@@ -40,17 +40,19 @@ type Env struct {
 	Underlay underlay.Interface // the external interface
 	Config   subnet.Config
 	Kernel   dataplane.Kernel
-	// Resync is the interval at which the whole kernel state is read again.
+	// Resync is the interval at which the network reads its whole part of the kernel's state again.
+	// It varies by up to a fifth.
 	Resync time.Duration
 	// StateDir is the folder for files that must survive a reboot. If it is empty,
 	// nothing is stored.
 	StateDir string
 	// Blackhole requests a blackhole route to the own subnet.
 	Blackhole bool
-	// Used contains the types of the backends whose data this host has published until now. It
-	// is empty if that is not known.
+	// Used contains the types of the backends whose data this host has published until now. It is
+	// empty if they are unknown.
 	Used []string
-	// Connected returns the time since which the store is connected; zero if it is not.
+	// Connected returns the time since which the store has been connected. It returns zero if the
+	// store is not connected.
 	Connected func() time.Time
 	// FreePorts is Catalog.FreePorts. It may be nil.
 	FreePorts func(ports []int) error
@@ -75,7 +77,8 @@ type Env struct {
 	NewReconciler func(dataplane.Scope) (Reconciler, error)
 }
 
-// Locals returns the addresses of the external interface, one for each family.
+// Locals returns the local addresses of the external interface: one for each enabled family, IPv4
+// first.
 func (e Env) Locals() []netip.Addr {
 	var all []netip.Addr
 	for _, a := range e.Underlay.Addrs {
@@ -116,8 +119,8 @@ func (e Env) Scope(devices ...string) dataplane.Scope {
 	return s
 }
 
-// Links returns those of the given devices that exist, by name. It reads nothing else,
-// because a router may have a million routes.
+// Links returns the given devices that exist, by name. It reads nothing else, because a router may
+// have a million routes.
 func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane.Link, error) {
 	have, err := e.Kernel.Read(ctx, dataplane.Scope{Devices: devices})
 	if err != nil {
@@ -126,9 +129,8 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
-// TryDevice creates and deletes a device like l. It returns an error if l cannot be created.
-// Looking for the module is not sufficient, because the kernel loads it only when a device is
-// created.
+// TryDevice creates and deletes a device like l. It returns an error if one of that fails. Looking
+// for the module is not sufficient, because the kernel loads it only when a device is created.
 func (e Env) TryDevice(ctx context.Context, l dataplane.Link) error {
 	for _, failed := range e.Kernel.Apply(ctx, []dataplane.Op{{Object: l}, {Object: l, Delete: true}}) {
 		return fmt.Errorf("create a device of type %s: %w", l.Kind, failed.Err)
@@ -144,8 +146,9 @@ func DeviceConflict(l dataplane.Link, want string) error {
 		l.Name, l.Kind, want, l.Name)
 }
 
-// Claim returns a claim with the public address of every enabled family and the subnets
-// of prev. It contains no backend data.
+// Claim returns a claim of the backend type, with one endpoint for each enabled family: the public
+// address of this host, and the subnet that prev has in that family, if any. The claim contains no
+// backend data.
 func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {
 	c := subnet.Claim{BackendType: backendType}
 	for _, n := range e.Config.Networks {
@@ -164,16 +167,18 @@ type Backend interface {
 	Scope() dataplane.Scope
 	// Claim returns the claim that this node publishes. prev is its last published claim, or zero
 	// if none is known. Data that peers have learned from prev, such as a VTEP MAC, should stay the
-	// same. Claim changes nothing, except that it may run a configured command whose output is part
-	// of the claim. It does not wait for a cloud: it returns an error for which cloud.Transient is
+	// same. Claim changes nothing, with two exceptions: it may run a configured command whose
+	// output is part of the claim, and it may store a new private key. It does not wait until a
+	// cloud answers: if a later try may succeed, it returns an error for which cloud.Transient is
 	// true.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
-	// Start prepares the backend's devices for the own lease and returns the network. It
-	// removes only objects that it replaces.
+	// Start prepares the backend's devices for the own lease and returns the network. It removes
+	// only objects that it replaces. The caller closes the network.
 	Start(ctx context.Context, own subnet.Lease) (Network, error)
 }
 
-// Network is a started backend. Its methods are called from one goroutine.
+// Network is a started backend. Check and Changed may be called while another method runs. All
+// other methods are called one at a time.
 type Network interface {
 	// MTU returns the maximum packet size in bytes that every path allows, for all
 	// enabled families.
@@ -182,9 +187,9 @@ type Network interface {
 	// the identities that the lease claims and that no other lease may have, such as VTEP
 	// MACs or public keys. It is pure, and safe for concurrent use.
 	Check(l subnet.Lease) (identities []string, err error)
-	// Sync makes the kernel carry packets to exactly these peers. It may be repeated with an equal
-	// set. It returns refusals for peers that cannot be served. Unless it returns an error, all
-	// other peers are configured.
+	// Sync makes the kernel carry packets to exactly these peers. It may be called again with an
+	// equal set. The Outcome contains the peers that cannot be served. If there is no error, all
+	// other peers are served.
 	Sync(ctx context.Context, peers Set) (Outcome, error)
 	// Changed returns a channel that receives when the kernel may have drifted, or nil if
 	// the network cannot find out.
@@ -198,9 +203,10 @@ type Set struct {
 	// Leases contains the leases that have passed all checks. The map and the leases are
 	// read-only, and the map is valid until Sync returns.
 	Leases map[string]*subnet.Lease
-	// Changed contains the keys of the leases that differ from the previous set, even if
-	// Sync failed for that set. If All is set, any lease may differ. A network may ignore
-	// the hint.
+	// Changed contains the keys of the leases that were added, changed or removed since the
+	// previous set, or that the network must examine for another reason. The next set does not
+	// repeat them if Sync fails. If All is set, any lease may differ. A network may ignore the
+	// hint.
 	Changed []string
 	All     bool
 	// Complete is set when the store has answered. Before that, Sync must not remove an
@@ -217,8 +223,8 @@ type Set struct {
 	Refused func() []*subnet.Lease
 }
 
-// KeysToSync returns the keys of the leases that may differ from the previous set. If All is set,
-// these are the keys of all leases in s, and the keys in known that have no lease in s.
+// KeysToSync returns the keys of the leases that may differ from the previous set: Changed, or if
+// All is set, the keys of all leases in s and the keys in known that have no lease in s.
 func KeysToSync[V any](s Set, known map[string]V) []string {
 	if !s.All {
 		return s.Changed
@@ -238,8 +244,8 @@ type Outcome struct {
 	Refused []subnet.Refusal
 	// Retry is set if the cause of a refusal may disappear by itself.
 	Retry bool
-	// Again is the time after which Sync should be called again, although nothing is
-	// wrong. Zero means that there is no such need.
+	// Again is the time after which Sync must be called again at the latest, although nothing is
+	// wrong. Zero means that there is no such time.
 	Again time.Duration
 	// Repaired is the number of repaired changes by other programs.
 	Repaired int

@@ -44,7 +44,7 @@ func (o *Overflow) UnmarshalJSON(raw []byte) (err error) {
 	return err
 }
 
-// errOverflow is the error about a value without a type.
+// errOverflow is the error about a value of Overflow that contains no type.
 var errOverflow = errors.New(`Overflow: want "vxlan", or an object with this Type and its keys`)
 
 // CheckCluster returns an error unless name can be the value of the key Cluster of a cloud's
@@ -93,8 +93,10 @@ func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, er
 	return n, nil
 }
 
-// StartKeeper starts a goroutine that keeps the routes of the cloud to this host right until n is
-// closed. It notifies n after each comparison of the routes.
+// StartKeeper starts a goroutine that keeps routes in the cloud right, until n is closed. With
+// WriterHost it compares the routes to this host and repairs them. With WriterLeader it takes part
+// in the election: the leader keeps the routes to all hosts right, and the other hosts learn the
+// state of their routes from its announcement. The goroutine notifies n when it has a result.
 func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
@@ -112,7 +114,7 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	return r
 }
 
-// RouteKeeper is the part of a network that keeps the routes of a cloud to this host right, and
+// RouteKeeper is the part of a network that keeps routes in a cloud right (see StartKeeper). It
 // implements CloudRouter. It compares the routes on a goroutine of its own, because a call of the
 // cloud may take long.
 type RouteKeeper struct {
@@ -122,7 +124,8 @@ type RouteKeeper struct {
 	unreadable bool // Set.Unreadable of the last set
 }
 
-// SetPeers tells the keeper which other hosts have a lease, if that may have changed.
+// SetPeers tells the keeper the leases of the other hosts. It does nothing if peers is the same set
+// as in the last call.
 func (r *RouteKeeper) SetPeers(peers Set) {
 	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
 		r.complete, r.unreadable = peers.Complete, peers.Unreadable
@@ -130,7 +133,7 @@ func (r *RouteKeeper) SetPeers(peers Set) {
 	}
 }
 
-// Last returns the result of the last comparison. See cloud.Keeper.Last.
+// Last returns the result of the last comparison without waiting. See cloud.Keeper.Last.
 func (r *RouteKeeper) Last() (repaired int, compared bool, err error) { return r.routes.Last() }
 
 // CloudRoutes implements CloudRouter.
@@ -140,7 +143,7 @@ func (r *RouteKeeper) CloudRoutes() cloud.Report {
 	return report
 }
 
-// cloudRoutes keeps routes of a cloud right. It is a cloud.Keeper or a cloud.Elected.
+// cloudRoutes compares and repairs routes in a cloud. It is a cloud.Keeper or a cloud.Elected.
 type cloudRoutes interface {
 	Run(ctx context.Context)
 	SetPeers(p cloud.Peers)
@@ -190,7 +193,9 @@ func (*cloudNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }
 // firstComparison limits how long a pass waits for the first comparison with the cloud.
 const firstComparison = 15 * time.Second
 
-// Sync implements Network. The keeper causes a further pass after each comparison.
+// Sync implements Network. It waits up to firstComparison for the first comparison with the cloud,
+// and returns an error if the routes to this host are not in order. The keeper causes a further
+// pass after each comparison.
 func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	o, failed := n.Programmer.Sync(ctx, peers)
 	n.SetPeers(peers)
@@ -204,8 +209,9 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(failed, err)
 }
 
-// cloudHosts returns all hosts that have a lease. Hosts whose lease is refused are included,
-// because the routes to them must stay.
+// cloudHosts returns all other hosts that have a lease. Hosts whose lease is refused are included
+// and marked, because the routes to them must stay. A host of whose lease only one family is
+// refused occurs twice: once with the families that are served, and once marked.
 func cloudHosts(peers Set) []cloud.Host {
 	var all []cloud.Host
 	for _, l := range peers.Leases {

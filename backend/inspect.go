@@ -17,8 +17,8 @@ import (
 // Inspector is a Network that can report the kernel objects that it maintains. Its
 // methods are called from the goroutine that calls Sync.
 type Inspector interface {
-	// Objects returns the objects that the kernel should have for the peer with that
-	// key.
+	// Objects returns the objects that the kernel should have for the peer with the lease key. It
+	// returns nil if there are none.
 	Objects(key string) []ObjectReport
 	// Counts returns the numbers of wanted and existing objects, by kind.
 	Counts() map[string]dataplane.Count
@@ -29,8 +29,8 @@ type Inspector interface {
 type DataPath interface {
 	// Mode returns the data path in use, with the name that the configuration uses.
 	Mode() string
-	// Dropped returns the number of packets that flanneld or its own firewall rules have
-	// dropped, by reason. It is nil if the network does not count drops.
+	// Dropped returns the number of packets that flanneld or its own firewall rules have dropped,
+	// by reason. It returns nil if the network does not count them.
 	Dropped() map[string]uint64
 }
 
@@ -38,7 +38,7 @@ type DataPath interface {
 // in a migration, the cloud with Overflow, and the backend of SameLocation for peers at the
 // location of this host. Its methods are called from the goroutine that calls Sync.
 type Chooser interface {
-	// Choice returns how the peer with that key is served.
+	// Choice returns how the peer with the lease key is served.
 	Choice(key string) Choice
 }
 
@@ -82,9 +82,9 @@ type PathSizer interface {
 // RelayUser is a Network that reaches some peers by a relay: another host that carries the packets, and sees
 // their plaintext. Its method is called from the goroutine that calls Sync.
 type RelayUser interface {
-	// Relay returns the key of the lease of the relay that carries the packets to the peer with
-	// that key, or "" if no relay does. If IPv4 and IPv6 have different relays, it returns both
-	// keys, with a comma and a space between them.
+	// Relay returns the lease key of the relay that carries the packets to the peer whose lease has
+	// the key. It returns "" if no relay does. If IPv4 and IPv6 have different relays, it returns
+	// both keys, with a comma and a space between them.
 	Relay(key string) string
 }
 
@@ -120,13 +120,13 @@ type Inspection struct {
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
 	Overflow *OverflowReport            // nil if the network is not an Overflower
-	Location *LocationReport            // nil if the network has no locations
+	Location *LocationReport            // dropped packets by reason; nil if the network does not count them
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 
 // Inspect returns the state between two passes. objects selects whether the result includes the
-// kernel objects of each peer, which costs more than counting them. Inspect returns the error of
-// ctx if ctx ends before the present pass does.
+// kernel objects of each peer, which costs more than counting them. Inspect waits for the present
+// pass. If ctx ends before, it returns the error of ctx.
 func (s *Syncer) Inspect(ctx context.Context, objects bool) (in Inspection, err error) {
 	err = s.loop.Do(ctx, func() { in = s.inspect(objects) })
 	return in, err
@@ -177,7 +177,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	return in
 }
 
-// pathMTUs returns the value of PeerReport.PathMTUs.
+// pathMTUs returns the value of PeerReport.PathMTUs for the lease l.
 func pathMTUs(s PathSizer, l *subnet.Lease) map[netip.Prefix]int {
 	var mtus map[netip.Prefix]int
 	for _, e := range l.Endpoints {

@@ -10,9 +10,9 @@ import "fmt"
 // object.
 type Leftover interface {
 	fmt.Stringer
-	// Present reports whether the kernel has it.
+	// Present reports whether the object exists in the kernel.
 	Present() (bool, error)
-	// Remove removes it. It returns nil if the object does not exist.
+	// Remove removes the object from the kernel. It returns nil if the object does not exist.
 	Remove() error
 }
 

@@ -11,7 +11,7 @@ import (
 
 // Listener is implemented by backends that carry packets in UDP.
 type Listener interface {
-	// Ports returns the ports of this host that peers send to. It is pure.
+	// Ports returns the UDP ports of this host that peers send to. It is pure.
 	Ports() []int
 }
 
@@ -61,8 +61,8 @@ type EndpointNamer interface {
 	CheckPublicEndpoint(e endpoint.Named) error
 }
 
-// CheckPublicEndpoint returns an error if e is not zero and peers cannot send to e by backend b.
-// configured is the type of b in the configuration.
+// CheckPublicEndpoint returns an error if e is not zero, and peers of this host cannot send to e by
+// backend b. configured is the type of b in the configuration.
 func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
 	if e.IsZero() {
 		return nil
@@ -76,12 +76,13 @@ func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
 
 // Relayer is a Backend whose hosts can carry the packets of other hosts that do not reach each other.
 type Relayer interface {
-	// CheckRelay returns an error if no host can use a relay. It is pure.
+	// CheckRelay returns an error if the configuration does not let hosts use a relay. It is pure.
 	CheckRelay() error
 }
 
-// CheckRelay returns an error if relay is set and hosts with backend b cannot use a relay. relay
-// tells whether this host should be one. configured is the type of b in the configuration.
+// CheckRelay returns an error if relay is set and the configuration of b does not let hosts use a
+// relay. relay is set if this host should be a relay. configured is the type of b in the
+// configuration.
 func CheckRelay(b Backend, configured string, relay bool) error {
 	if !relay {
 		return nil

@@ -10,7 +10,7 @@ import (
 )
 
 // Notifier implements Network.Changed for networks with several sources of changes.
-// Changes that the loop has not seen yet count as one.
+// Several changes that the loop has not seen yet are one value in the channel.
 type Notifier struct {
 	changed wait.Signal
 	ctx     context.Context // ends at Close
@@ -18,8 +18,8 @@ type Notifier struct {
 	running sync.WaitGroup
 }
 
-// NewNotifier returns a Notifier with the logger of ctx. It continues after the end of
-// ctx: the caller closes it.
+// NewNotifier returns a Notifier whose functions run with the logger of ctx. They
+// continue after the end of ctx, until the caller closes the Notifier.
 func NewNotifier(ctx context.Context) *Notifier {
 	n := &Notifier{changed: wait.NewSignal()}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
@@ -32,8 +32,8 @@ func (n *Notifier) Changed() <-chan struct{} { return n.changed }
 // Notify makes the loop call Sync soon. It never blocks, and may be called at any time.
 func (n *Notifier) Notify() { n.changed.Send() }
 
-// Forward calls Notify whenever changed receives, until Close. A nil channel never
-// receives.
+// Forward starts a goroutine that calls Notify whenever changed receives, until Close.
+// changed may be nil, which never receives.
 func (n *Notifier) Forward(changed <-chan struct{}) {
 	n.Go(func(ctx context.Context) {
 		for {
@@ -47,7 +47,8 @@ func (n *Notifier) Forward(changed <-chan struct{}) {
 	})
 }
 
-// Go runs watch in a goroutine. watch must return soon after the end of its context.
+// Go runs watch in a goroutine, with a context that ends at Close. watch must return
+// soon after that.
 func (n *Notifier) Go(watch func(context.Context)) {
 	n.running.Go(func() { watch(n.ctx) })
 }

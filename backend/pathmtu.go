@@ -29,8 +29,8 @@ type narrowing struct {
 	prober   *pathmtu.Prober
 }
 
-// Reconciler returns a Reconciler for scope. The caller closes it. With ProbesMTU it also finds the MTUs
-// of paths, for a Programmer.
+// Reconciler returns a Reconciler for scope. The caller closes it. With ProbesMTU it also finds the
+// MTUs of the paths to peers, which a Programmer writes into their routes.
 func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconciler, err error) {
 	if e.NewReconciler != nil {
 		r, err = e.NewReconciler(scope)
@@ -43,8 +43,9 @@ func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconcile
 	return e.narrowing(ctx, r, scope)
 }
 
-// narrowing returns a Reconciler that wraps r, and closes r when it is closed or cannot be created.
-// The path MTUs begin with the MTUs that flanneld's routes have in the kernel.
+// narrowing returns a Reconciler that wraps r. Closing it closes r. If narrowing returns an error,
+// it has closed r. The first MTU of each path is the one that flanneld's route has in the kernel,
+// if any.
 func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope) (Reconciler, error) {
 	have, err := e.Kernel.Read(ctx, scope)
 	if err != nil {
@@ -81,8 +82,8 @@ func (n *narrowing) Close() error {
 	return n.Reconciler.Close()
 }
 
-// changed returns keys, and the keys of the peers with a path whose MTU has changed since the last
-// call.
+// changed returns keys with the keys of further peers: those with a path whose MTU has changed
+// since the last call. It does not change keys.
 func (n *narrowing) changed(keys []string) []string {
 	all := slices.Clone(keys)
 	for _, key := range n.prober.Take() {
@@ -93,17 +94,19 @@ func (n *narrowing) changed(keys []string) []string {
 	return all
 }
 
-// size returns the result of PathSizer.PathMTU.
+// size returns the result of PathSizer.PathMTU for subnet.
 func (n *narrowing) size(subnet netip.Prefix) int { return n.prober.Size(subnet) }
 
-// retain forgets the peers without a lease.
+// retain stops the search for the MTUs of peers that have no lease in leases.
 func (n *narrowing) retain(leases map[string]*subnet.Lease) {
 	n.prober.Retain(func(key string) bool { return leases[key] != nil })
 }
 
-// narrow returns the objects of a peer, with the MTU of the path in each route with a narrow path.
-// If there is only one route to the whole network, a subnet with a narrow path gets a route of its
-// own. narrow owns objects, and is safe for concurrent use.
+// narrow returns the objects of the peer with lease l. Each route whose path is narrow gets the MTU
+// of that path. If there is only one route to the whole network, a subnet with a narrow path gets a
+// route of its own. narrow also makes the prober search for the MTUs of exactly these paths. It may
+// change the array of objects, so the caller must not use objects any more. It is safe for
+// concurrent use.
 func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object {
 	var paths []pathmtu.Path
 	var routes []dataplane.Route
@@ -130,7 +133,7 @@ func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base data
 	return objects
 }
 
-// routeTo returns the route to dst in objects.
+// routeTo returns the route to dst in objects, and whether there is one.
 func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, bool) {
 	for _, o := range objects {
 		if r, ok := o.(dataplane.Route); ok && r.Dst == dst {
@@ -140,8 +143,8 @@ func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, boo
 	return dataplane.Route{}, false
 }
 
-// wide returns a route to dst through the device of base's route to the network of dst. ok is false
-// if there is no such route.
+// wide returns a route to dst alone. It uses the device of base's route to the network that
+// contains dst. ok is false if base has no such route.
 func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Route, bool) {
 	for _, network := range n.scope.Networks {
 		if !prefix.Contains(network, dst) {
@@ -154,8 +157,8 @@ func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Rout
 	return dataplane.Route{}, false
 }
 
-// pathBy returns the path of route r to endpoint e. ok is false if base does not have the device of
-// r, with an address of the endpoint's family.
+// pathBy returns the path that packets of route r take to endpoint e. ok is false unless base
+// contains the device of r and an address on it of the same family as e.
 func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathmtu.Path, ok bool) {
 	link, ok := base.Links[r.Dev]
 	if !ok {

@@ -21,7 +21,8 @@ import (
 )
 
 // mtuRegistry returns a registry of two backends: tunnel finds MTUs, and plain does not. Their
-// factories set got to the configuration that they get, and probes to Env.ProbesMTU.
+// factories store the configuration that they get in got, and Env.ProbesMTU in probes. They return
+// a nil Backend.
 func mtuRegistry(t testing.TB, got *string, probes *bool) backend.Registry {
 	t.Helper()
 	factory := func(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
@@ -70,7 +71,8 @@ func TestMTUProbe(t *testing.T) {
 	}
 }
 
-// FuzzMTUProbe expects one line of error, or a configuration that the backend can read.
+// FuzzMTUProbe checks that an error has one line, that a configuration from which the key MTU was
+// removed is valid JSON, and that any other configuration reaches the backend unchanged.
 func FuzzMTUProbe(f *testing.F) {
 	for _, raw := range []string{`{"MTU":"probe"}`, `{"MTU":"x"}`, `{"mtu":"probe","MTU":7}`, `{"MTU":"\n"}`, `null`, `""`, `{`} {
 		f.Add([]byte(raw))

@@ -37,17 +37,17 @@ type Programmer struct {
 	// Desired returns the objects that the kernel should have for one peer's lease. It
 	// must be safe for concurrent use. Desired is nil if peers need no objects.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
-	// Volatile is set if the result of Desired also depends on routes of the host.
-	// Desired is then called again for all peers after the kernel has announced a change,
-	// at most once in this time. Zero means that the result depends on the lease only.
+	// Volatile is not zero if the result of Desired also depends on routes of the host. After the
+	// kernel has announced a change, Desired is then called again for all peers, with at least this
+	// time between two such rounds. Zero means that the result depends on the lease only.
 	Volatile time.Duration
 
 	Reconciler
 
 	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
-	keys     map[netip.Prefix]string       // lease keys by destination of a route; nil until a key is needed
-	lastCall time.Time                     // time of the last calls of Desired for all peers
-	stale    bool                          // the results of Desired may be out of date
+	keys     map[netip.Prefix]string       // by lease key; nil if Desired must be called for all peers
+	lastCall time.Time                     // lease keys by destination of a route; nil until key is called
+	stale    bool                          // when Desired was last called for all peers
 }
 
 // SetUp makes the kernel contain Base. It removes only objects that conflict with Base. It returns
@@ -61,8 +61,9 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 	return oneline.Join(err, refused)
 }
 
-// Sync implements Network. Its cost depends on the number of changes, unless everything
-// may have changed.
+// Sync implements Network. It calls Desired only for the changed leases, unless any lease or any
+// result of Desired may have changed. If Desired fails, Sync writes nothing, and the next call of
+// Sync calls Desired for all peers.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	peers = p.WithResized(peers)
 	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
@@ -91,9 +92,9 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(err, refused)
 }
 
-// WithResized returns peers, and adds to Changed the keys of the peers with a path whose MTU has
-// changed since the last call. Sync calls it. A network that reads Changed itself before it calls
-// Sync must call WithResized first.
+// WithResized returns peers with further keys in Changed: those of the peers with a path whose MTU
+// has changed since the last call. Sync calls it. A network that reads Changed itself before it
+// calls Sync must call WithResized first, and pass the result to Sync.
 func (p *Programmer) WithResized(peers Set) Set {
 	if n := p.narrower(); n != nil {
 		peers.Changed = n.changed(peers.Changed)
@@ -110,7 +111,8 @@ func (p *Programmer) Objects(key string) []ObjectReport {
 	return hs
 }
 
-// all calls Desired for all peers, and makes the kernel match the results.
+// all calls Desired for all peers, and makes the kernel match Base and the results. If Desired
+// fails, all writes nothing.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.lastCall, p.stale = nil, nil, time.Now(), false
 	if n := p.narrower(); n != nil {
@@ -155,7 +157,8 @@ func (p *Programmer) everything(yield func(dataplane.Object) bool) {
 	}
 }
 
-// desired returns the objects of the peer with that key, or none if the peer was removed.
+// desired returns the wanted objects of the peer with the lease key, with the MTUs of narrow paths.
+// It returns none if the peer has no lease in peers.
 func (p *Programmer) desired(ctx context.Context, key string, peers Set) (objects []dataplane.Object, err error) {
 	l, ok := peers.Leases[key]
 	n := p.narrower()
@@ -182,7 +185,7 @@ type narrower interface {
 	size(subnet netip.Prefix) int // see PathMTU
 }
 
-// narrower returns the Reconciler if it finds the MTUs of paths, and otherwise nil.
+// narrower returns the Reconciler if that finds the MTUs of paths, and otherwise nil.
 func (p *Programmer) narrower() narrower {
 	n, _ := p.Reconciler.(narrower)
 	return n

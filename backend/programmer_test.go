@@ -176,7 +176,7 @@ func (p programmed) Changed() <-chan struct{} { return p.Programmer.Changed() }
 func (p programmed) Close() error             { return p.Programmer.Close() }
 
 // programmer returns a Programmer with one plain route through eth0 for each peer. resync is the
-// interval of full reads.
+// interval at which it reads the whole kernel.
 func programmer(t *testing.T, k dataplane.Kernel, resync time.Duration) *backend.Programmer {
 	t.Helper()
 	scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}

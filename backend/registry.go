@@ -19,8 +19,9 @@ import (
 // warnings, for example about unknown keys.
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
-// Migrate creates the backend for a configuration with a next backend. create creates one of
-// the two backends, for the configuration in its argument.
+// Migrate creates the backend for a configuration with a next backend. It calls create for each of
+// the two backends, with an Env whose Config names that backend. Like a Factory, both return
+// warnings.
 type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
 
 // Combine returns the backend that uses the routers of a cloud, and a tunnel to hosts that they do not reach.
@@ -49,7 +50,7 @@ type Entry struct {
 	Inside bool
 }
 
-// NewRegistry returns a Registry of entries. It returns an error for a name that is empty,
+// NewRegistry returns a Registry of entries. It returns an error for a type that is empty,
 // duplicate or not in lower case, and for a missing factory.
 func NewRegistry(entries ...Entry) (Registry, error) {
 	r := Registry{entries: map[string]Entry{}, migrate: noMigration}
@@ -94,8 +95,9 @@ func noMigration(Env, func(Env) (Backend, []string, error)) (Backend, []string, 
 // ErrUnknownType means that no backend has the configured type.
 var ErrUnknownType = errors.New("unknown backend type")
 
-// New returns the backend that the configuration in env names, and warnings about the
-// configuration. It returns ErrUnknownType, wrapped, or the error of the factory.
+// New creates the backend for the configuration in env, and returns it with warnings about the
+// configuration. The error wraps ErrUnknownType if no backend has the configured type. Other errors
+// say what is wrong with the configuration.
 func (r Registry) New(env Env) (Backend, []string, error) {
 	if env.Config.Migrates() {
 		return r.migrate(env, r.one)
@@ -103,7 +105,8 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 	return r.one(env)
 }
 
-// one returns the present backend of the configuration in env.
+// one creates the backend for Config.BackendType and Config.Backend in env. It ignores a next
+// backend.
 func (r Registry) one(env Env) (Backend, []string, error) {
 	cfg := env.Config
 	entry, ok := r.entries[cfg.BackendType]
@@ -153,7 +156,7 @@ func (r Registry) tunnels() []string {
 	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Overflows })
 }
 
-// Types returns the names of all backends in alphabetical order.
+// Types returns the types of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 
 // Catalog is a registry, with the state that its backends keep in the process while networks begin
@@ -184,8 +187,9 @@ type Catalog struct {
 const probe = "probe"
 
 // probesMTU reports whether Backend.MTU in raw is "probe". If so, it returns raw without the key
-// MTU, because no backend knows that value: devices then have the default MTU. It returns an error
-// if backend e does not find MTUs, or if it does and MTU is another text.
+// MTU, because no backend knows that value: devices then have the default MTU. Otherwise it returns
+// raw. It returns an error in two cases: MTU is "probe" and backend e does not find MTUs, or MTU is
+// another text and backend e does find MTUs.
 func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
 	var keys map[string]json.RawMessage
 	if json.Unmarshal(raw, &keys) != nil { // the factory says what is wrong

@@ -14,8 +14,9 @@ import (
 // announces many changes that do not matter to flanneld.
 const quiet = 50 * time.Millisecond
 
-// A burst of repairs is made at once. If another program keeps changing the same entries,
-// repairs are limited to repairRate, so that they cost little.
+// After a pass that repairs something, the next one must wait. The first repairBurst
+// such passes wait only for quiet. If another program keeps changing the same entries,
+// later ones are limited to repairRate, so that they cost little.
 const (
 	repairRate  = 2 // passes per second
 	repairBurst = 20
@@ -25,7 +26,9 @@ func newRepairs() *repair.Limiter {
 	return repair.New(repairRate, repairBurst, "repaired what another program had changed", "entries")
 }
 
-// forward calls wake when changed receives, within the limits of repairs, until ctx ends.
+// forward calls wake when changed receives, until ctx ends. After each call it waits for
+// quiet, or for as long as repairs requires if that is longer. A nil channel never
+// receives.
 func forward(ctx context.Context, changed <-chan struct{}, repairs *repair.Limiter, wake func()) {
 	for {
 		select {

@@ -12,9 +12,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// TestForwardChanges checks how often forward wakes the loop while changes are announced each
-// millisecond. As long as each pass repairs an entry, it must wake once in every quiet at first,
-// and then repairRate times a second. When passes repair nothing, it must wake once in every quiet
+// TestForwardChanges checks how often forward wakes the loop while a change is announced each
+// millisecond. If each pass repairs an entry, forward must wake once per quiet at first, and then
+// repairRate times per second. When passes repair nothing any more, it must wake once per quiet
 // again.
 func TestForwardChanges(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -25,12 +25,12 @@ func (s *SameLocation) UnmarshalJSON(raw []byte) (err error) {
 	return err
 }
 
-// errSameLocation is the error about a value without a type.
+// errSameLocation is the error about a value of SameLocation that contains no type.
 var errSameLocation = errors.New(`SameLocation: want "vxlan" or "host-gw", or an object with this Type and its keys`)
 
 // decodeInner decodes the value of a key that names another backend: its type, or an object with
-// its type and keys. If there is no type, it returns the error wrong. For null it returns zero
-// values.
+// its type and keys. It returns the type in lower case. object is nil if the value is only a type.
+// If there is no type, the error is wrong. For null all results are zero, without an error.
 func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, err error) {
 	if string(raw) == "null" {
 		return "", nil, nil
@@ -50,13 +50,14 @@ func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, 
 
 // Surrounding is a Backend that may leave the packets between hosts of one location to another backend.
 type Surrounding interface {
-	// SameLocation returns the key SameLocation of the configuration. It is pure.
+	// SameLocation returns the key SameLocation of the configuration. Its Type is empty if the key
+	// is missing. It is pure.
 	SameLocation() SameLocation
 }
 
-// Locate creates the backend of a network with locations. between creates the backend between
-// locations for an Env, and inside the one inside of a location. same is the configuration of the
-// backend inside.
+// Locate creates the backend of a network with locations. between(env) creates the backend for
+// packets between locations, and inside(env) the one for packets inside of a location. same is the
+// configuration of the latter.
 type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend, []string, error)) (Backend, []string, error)
 
 // located returns the backend for a configuration with SameLocation. It refuses MTU "probe": the
@@ -93,7 +94,8 @@ type Placer interface {
 	Inside() []string
 }
 
-// Inside returns the types of the backends that b has between hosts of one location.
+// Inside returns the types of the backends that b has between hosts of one location. It returns nil
+// if b is not a Placer.
 func Inside(b Backend) []string {
 	if p, ok := b.(Placer); ok {
 		return p.Inside()

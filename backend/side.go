@@ -14,9 +14,10 @@ type LeaseTyper interface {
 // Matcher is implemented by backends that can be both the present and the next backend of a
 // migration, such as vxlan with two VNIs.
 type Matcher interface {
-	// Matches reports whether the data of l comes from a host whose configuration has the same
-	// value, such as the same VNI. The type of l must be that of the backend. Matches is pure, and
-	// safe for concurrent use.
+	// Matches reports whether the data of l fits this backend, and not one of the same type with
+	// another configuration: for vxlan, whether the VNI is the same. It returns true if the data
+	// does not tell. The type of l must be that of the backend. Matches is pure, and safe for
+	// concurrent use.
 	Matches(l subnet.Lease) bool
 }
 
@@ -31,7 +32,9 @@ type Side struct {
 	Strict bool
 }
 
-// NewSide returns the side of b. configured is the type of b in the configuration.
+// NewSide returns the side of b: its types, and its method Matches if b is a Matcher. The caller
+// sets Strict. configured is the type of b in the configuration. It is also the type in leases,
+// unless b is a LeaseTyper.
 func NewSide(b Backend, configured string) Side {
 	s := Side{Type: configured, LeaseType: configured}
 	if t, ok := b.(LeaseTyper); ok {
@@ -43,8 +46,8 @@ func NewSide(b Backend, configured string) Side {
 	return s
 }
 
-// Of returns l as a host that has only this backend would publish it. ok is false if l has no data
-// for this backend. The result may be l itself.
+// Of returns l as a host that has only this backend would publish it. The result may be l itself.
+// ok is false if l has no data for this backend; the result then has no meaning.
 func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 	hasNext := l.NextType != "" && l.NextType == s.Type
 	if l.BackendType == s.LeaseType && (!s.Strict && !hasNext || s.matches(*l)) {
@@ -65,19 +68,19 @@ type Sized interface {
 	MTU() int
 }
 
-// Reclaimer is a Network that can find out that its host may now publish more data than the own
-// lease has.
+// Reclaimer is a Network that can find out that Claim of its backend may now return more data than
+// the own lease has.
 type Reclaimer interface {
-	// Reclaim returns a channel that receives when Claim of the backend may return more data than
-	// before the start of the network. The owner of the network then publishes the new claim, and
-	// replaces the network by one with the new lease.
+	// Reclaim returns a channel that receives when that happens. The owner of the network then
+	// publishes the new claim, and replaces the network by one with the new lease.
 	Reclaim() <-chan struct{}
 }
 
 // Publisher is a Network whose data in the own lease changes while it runs.
 type Publisher interface {
-	// Republish returns a channel that receives when Claim of the backend returns other data than the
-	// own lease has. The owner of the network then publishes the new claim, and the network goes on.
+	// Republish returns a channel that receives when Claim of the backend returns other data than
+	// the own lease has. The owner of the network then publishes the new claim, and does not
+	// restart the network.
 	Republish() <-chan struct{}
 	// Published tells the network that the store now has the claim c. It may be called at any time.
 	Published(c subnet.Claim)

@@ -27,7 +27,7 @@ const (
 	errorBurst = 5
 )
 
-// SyncerConfig configures a Syncer. All fields except the functions are required.
+// SyncerConfig configures a Syncer. OnSync and OnRefused may be nil.
 type SyncerConfig struct {
 	Config  subnet.Config
 	Own     subnet.Lease
@@ -48,7 +48,7 @@ type SyncerConfig struct {
 // Pass is the result of a pass.
 type Pass struct {
 	Complete bool // the store has answered
-	News     bool // Complete is set, and Peers may return another result than at the last pass
+	News     bool // Complete is set, and Peers may return another result than after the last pass
 	Err      error
 	// Settled is set if Complete is set and no known lease has data for another backend than that
 	// of this host. All hosts have then finished the migration, or have all gone back to the former
@@ -68,7 +68,7 @@ type Syncer struct {
 	arbiter  *subnet.Arbiter
 	unusable map[string]string // reasons why leases were not passed to the arbiter, by key
 	kernel   map[string]string // reasons why the network refused peers, by key
-	refused  map[string]string // all logged reasons, by key
+	refused  map[string]string // reasons why the network refused peers, by lease key
 	err      error             // error of the last pass
 	logged   string            // last logged error
 	limit    *rate.Limiter     // limit of logged errors without a success between them
@@ -106,7 +106,8 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	return s
 }
 
-// Publish applies an update of a manager's Watch.
+// Publish applies an update of a manager's Watch to the ledger, and wakes the loop. It does not
+// wake the loop if only the revision of the store has changed.
 func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -145,8 +146,8 @@ func (s *Syncer) Run(ctx context.Context) error {
 	return s.loop.Run(ctx)
 }
 
-// step makes one pass. It logs and reports the result. The error that it returns only
-// makes the loop run it again.
+// step makes one pass. It logs the result and passes it to OnSync. An error only makes the loop run
+// step again.
 func (s *Syncer) step(ctx context.Context) error {
 	begin := time.Now()
 	set, news := s.advance(ctx)
@@ -172,9 +173,10 @@ func (s *Syncer) step(ctx context.Context) error {
 	return s.again(outcome)
 }
 
-// again returns when to run again after a pass without an error. Refusals have a backoff
-// of their own, because a peer may be refused forever. The backoff of the loop is for
-// passes that fail.
+// again returns the error loop.After, with the time after which the loop must make another pass
+// although this one had no error. It returns nil if no such pass is needed. Refusals have a backoff
+// of their own, because a peer may be refused forever. The backoff of the loop is for passes that
+// fail.
 func (s *Syncer) again(o Outcome) error {
 	after := o.Again
 	if !o.Retry {
@@ -188,10 +190,10 @@ func (s *Syncer) again(o Outcome) error {
 	return loop.After(after)
 }
 
-// advance applies the published updates. It returns the peers that can be served, and
-// whether there was news. It refuses leases of another backend, leases with unusable
-// data, and leases that conflict with an older one. A refusal does not affect other
-// leases.
+// advance passes the published changes to the arbiter. It returns the set of peers that can be
+// served, and the value of Pass.News. It refuses leases of another backend, leases with unusable
+// data, and leases that conflict with the own lease or an older one. A refusal does not affect
+// other leases.
 func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -227,7 +229,8 @@ func compareBool(a, b bool) int {
 	return 1
 }
 
-// validate validates one lease. It reports false if all leases must be validated.
+// validate validates the lease with the key again, which may be gone. It returns false if the
+// caller must validate all leases.
 func (s *Syncer) validate(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
@@ -274,7 +277,7 @@ func (s *Syncer) validateAll() {
 }
 
 // refusedLeases returns the leases that the network does not get, and those of which it gets only
-// some endpoints.
+// some endpoints. A lease may occur more than once.
 func (s *Syncer) refusedLeases() []*subnet.Lease {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -302,8 +305,9 @@ func (s *Syncer) noteMoving(l *subnet.Lease) {
 	}
 }
 
-// check validates a lease without regard to others. It returns the lease as the network
-// uses it, and the reason if it is unusable.
+// check validates a lease without regard to others. It returns the lease as the network uses it,
+// its identities, and the reason if it is unusable; otherwise the reason is "". It does not refuse
+// a lease without an endpoint of an enabled family: the arbiter does.
 func (s *Syncer) check(l *subnet.Lease) (used *subnet.Lease, identities []string, unusable string) {
 	used, ok := s.choose(l)
 	if !ok {
@@ -320,7 +324,7 @@ func (s *Syncer) check(l *subnet.Lease) (used *subnet.Lease, identities []string
 	return used, identities, ""
 }
 
-// choose returns the part of l that the network can use.
+// choose returns the part of l that the network can use. ok is false if it can use nothing of l.
 func (s *Syncer) choose(l *subnet.Lease) (used *subnet.Lease, ok bool) {
 	if n, ok := s.Network.(Selector); ok {
 		return l, n.Selects(l)

@@ -28,7 +28,7 @@ import (
 
 // network records the calls of Sync. A lease's data is its identity.
 type network struct {
-	fail    int     // number of the next Syncs that fail
+	fail    int     // how many of the next Syncs fail
 	errs    []error // errors of the next Syncs that fail; further ones return "kernel says no"
 	outcome backend.Outcome
 
@@ -38,7 +38,7 @@ type network struct {
 	refused []string // keys of the refused leases at the last Sync
 }
 
-// hint returns the changed keys of the last set, or nil if any lease may have changed.
+// hint returns the sorted changed keys of the last set, or nil if any lease may have changed.
 func (n *network) hint() []string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -89,7 +89,8 @@ func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, e
 	return n.outcome, nil
 }
 
-// err returns the error of the next Sync that fails.
+// err returns the error of the next Sync that fails, and removes it from errs. The caller holds
+// n.mu.
 func (n *network) err() error {
 	if len(n.errs) == 0 {
 		return errors.New("kernel says no")
@@ -99,8 +100,8 @@ func (n *network) err() error {
 	return err
 }
 
-// lease returns the lease of host i, with subnet 10.5.i.0/24 and public address 192.168.77.i. id is
-// its identity.
+// lease returns the lease of host i, with the key "host<i>", the subnet 10.5.i.0/24 and the public
+// address 192.168.77.i. id is its identity.
 func lease(i int, id string) subnet.Lease {
 	return subnet.Lease{
 		Key: fmt.Sprintf("host%d", i), Order: uint64(i), BackendType: "test",
@@ -135,7 +136,7 @@ func deltaUpdate(revision int64, leases []subnet.Lease, gone ...string) subnet.U
 }
 
 // run starts a Syncer of host 1 in the synctest bubble. known contains the peers in the state on
-// disk. The returned function returns the text that was logged until now.
+// disk, if there is one. The returned function returns the text that was logged until now.
 func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	return runOnSync(t, n, nil, known...)
@@ -295,8 +296,9 @@ func TestSharedAddressIsLoggedOnce(t *testing.T) {
 	})
 }
 
-// TestUpdateChecksOnlyChangedLeases checks that the hint to the network contains only the
-// changed leases, and that a refusal ends when the lease in conflict is removed.
+// TestUpdateChecksOnlyChangedLeases checks that the hint to the network contains only the changed
+// leases, and that a refusal ends when the lease in conflict is removed. It does not check which
+// leases the Syncer validates.
 func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -320,8 +322,9 @@ func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	})
 }
 
-// TestRefusedLeasesArePassedOn checks that a network can find the leases that it does not serve: one
-// without an identity, and one that another lease contradicts.
+// TestRefusedLeasesArePassedOn checks that a network can find the leases that it does not serve:
+// one without an identity, and one that another lease contradicts. It also checks that the network
+// learns when the store has an unreadable lease, and when it no longer has one.
 func TestRefusedLeasesArePassedOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -377,7 +380,8 @@ func TestRefusalAfterChange(t *testing.T) {
 	})
 }
 
-// TestPassReportsNews checks which passes report news. News is what must be stored on disk.
+// TestPassReportsNews checks which passes report news. News means that the state on disk must be
+// written again.
 func TestPassReportsNews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var passes, news atomic.Int32
@@ -497,8 +501,8 @@ func TestRefusalDelaysNothingElse(t *testing.T) {
 	}
 }
 
-// TestRefusalOfTheKernelEnds checks that a peer that the network no longer refuses is
-// reported as served.
+// TestRefusalOfTheKernelEnds checks that a refusal by the network stays during a failed pass, and
+// ends when the network no longer refuses the peer.
 func TestRefusalOfTheKernelEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{outcome: backend.Outcome{Refused: []subnet.Refusal{{Key: "host2", Reason: "directly connected"}}}}
@@ -563,9 +567,9 @@ func TestPeersAreHeldWhenStoreIsWiped(t *testing.T) {
 	})
 }
 
-// TestHeldPeersReturnOneByOne checks that only changed leases are checked while peers are
-// held, that a held peer ends when another lease has its subnet, and that the number of
-// held peers is not logged each time that it falls.
+// TestHeldPeersReturnOneByOne checks three things while peers are held: the hint to the network
+// contains only the changed leases, a held peer ends when another lease has its subnet, and the log
+// has no line when the number of held peers falls, unless it falls to zero.
 func TestHeldPeersReturnOneByOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}

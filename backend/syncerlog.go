@@ -77,8 +77,8 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 	}
 }
 
-// logShared logs once when leases begin to share a public address, and once when they no longer do.
-// All of these leases are served, but one of them may be that of a host that is gone.
+// logShared logs once when several leases begin to share a public address, and once when they no
+// longer do. All of these leases are served, but one of them may be that of a host that is gone.
 func (s *Syncer) logShared(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	for _, shared := range s.arbiter.SharedChanges() {

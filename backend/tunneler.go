@@ -10,7 +10,8 @@ import (
 // SeveralTunneler is implemented by backends that consist of others, and so may have several kinds
 // of tunnel packets.
 type SeveralTunneler interface {
-	// Tunnels returns the results of Tunnel of these other backends. It is pure.
+	// Tunnels returns the result of Tunnel for each of these other backends that is a Tunneler. It
+	// is pure.
 	Tunnels(f prefix.Family) []firewall.Payload
 }
 
@@ -22,21 +23,22 @@ type Tunneler interface {
 	Tunnel(f prefix.Family) firewall.Payload
 }
 
-// IPIPHolder is implemented by backends that may have an ipip device from the host's address to any
+// IPIPHolder is implemented by backends that may need an ipip device from the host's address to any
 // other address. The kernel allows one such device for each address of the host.
 type IPIPHolder interface {
-	// HoldsIPIP reports whether the backend has the device. It is pure.
+	// HoldsIPIP reports whether the backend cannot work without the device. It is pure.
 	HoldsIPIP() bool
 }
 
-// HoldsIPIP reports whether b has an ipip device from the host's address to any other address.
+// HoldsIPIP reports whether b cannot work without an ipip device from the host's address to any
+// other address.
 func HoldsIPIP(b Backend) bool {
 	h, ok := b.(IPIPHolder)
 	return ok && h.HoldsIPIP()
 }
 
-// Tunnels returns the tunnel packets of b that hosts accept without authenticating the
-// sender.
+// Tunnels returns the tunnel packets of b that hosts accept without authenticating the sender. It
+// returns nil if there are none.
 func Tunnels(b Backend, f prefix.Family) []firewall.Payload {
 	switch t := b.(type) {
 	case SeveralTunneler:
