@@ -21,8 +21,8 @@ const (
 	maxOutput = 64 << 10
 	// maxLines limits how many lines of a command's output are logged.
 	maxLines = 100
-	// outputWait is the time for which the output of a finished command stays open, for
-	// processes that the command left in the background.
+	// outputWait is the time for which processes that a finished command has left in the
+	// background may still write output. Then the output is closed.
 	outputWait = time.Second
 )
 
@@ -30,7 +30,7 @@ const (
 // They are secrets, or belong to the daemon's own systemd unit.
 var privateVariables = []string{"FLANNELD_ETCD_PASSWORD=", "NOTIFY_SOCKET=", "WATCHDOG_USEC=", "WATCHDOG_PID="}
 
-// input is what a command gets.
+// input contains the variables and the standard input of a command.
 type input struct {
 	Env   []string `json:"env,omitempty"`   // "NAME=value", added to the daemon's environment
 	Stdin string   `json:"stdin,omitempty"` // without the newline at its end
@@ -39,9 +39,10 @@ type input struct {
 // errTimeout is the error when a command is killed because it takes too long.
 var errTimeout = errors.New("killed together with all its children: it took longer than CommandTimeout")
 
-// run runs the command and returns its standard output and error as one trimmed text, even if
+// run runs the command and returns its standard output and error as one trimmed text, also if
 // it fails. It kills the command's process group after the timeout, with an error that wraps
-// errTimeout, or when ctx ends. It does nothing if c is not configured.
+// errTimeout, and when ctx ends, with an error that wraps that of ctx. It does nothing if c
+// is not configured.
 func (c command) run(ctx context.Context, in input, timeout time.Duration) (output string, err error) {
 	if !c.configured() {
 		return "", nil
@@ -75,8 +76,8 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	return output, nil
 }
 
-// failure returns an error of one line about the command: the cause and the last line of
-// its output.
+// failure returns an error of one line about the command: err, which it wraps, and the last
+// line of output.
 func (c command) failure(err error, output string) error {
 	last := output[strings.LastIndexByte(output, '\n')+1:]
 	if last = shorten(strings.TrimSpace(last)); last != "" {
@@ -85,8 +86,9 @@ func (c command) failure(err error, output string) error {
 	return fmt.Errorf("%s: %w", c.Name, err)
 }
 
-// words splits the line at white space and then replaces variables by their values. A
-// value is therefore never split or interpreted as shell syntax.
+// words splits the line at white space and then replaces variables by their values in env. A
+// value is therefore never split or interpreted as shell syntax. A variable that env does not
+// contain becomes empty.
 func (c command) words(env []string) []string {
 	value := map[string]string{}
 	for _, v := range env {
@@ -100,7 +102,8 @@ func (c command) words(env []string) []string {
 	return words
 }
 
-// environment returns the daemon's environment without privateVariables, followed by extra.
+// environment returns the daemon's environment without privateVariables, followed by extra. A
+// variable in extra replaces one with the same name.
 func environment(extra []string) []string {
 	var env []string
 	for _, v := range os.Environ() {
@@ -115,7 +118,7 @@ func environment(extra []string) []string {
 	return append(env, extra...)
 }
 
-// buffer stores the first maxOutput bytes that are written to it.
+// buffer stores the first maxOutput bytes that are written to it, and discards the rest.
 type buffer struct{ b bytes.Buffer }
 
 // Write implements io.Writer. It never fails, so that the command does not block.
@@ -128,7 +131,7 @@ func (b *buffer) text() string {
 	return strings.TrimSpace(strings.ToValidUTF8(b.b.String(), "\uFFFD"))
 }
 
-// logOutput logs the output of a command, line by line.
+// logOutput logs the output of a command, line by line, up to maxLines lines.
 func logOutput(log klog.Logger, c command, output string) {
 	if output == "" {
 		return

@@ -34,8 +34,8 @@ import (
 const Type = "extension"
 
 const (
-	// setupTries is how often a command at the start is tried. The pause is setupPause
-	// before the second try and twice that before the third.
+	// setupTries is how often a command at the start is tried until it succeeds. The pause is
+	// setupPause before the second try and twice that before the third.
 	setupTries = 3
 	setupPause = time.Second
 	// maxPublished limits the size of the data in the lease, in bytes of JSON, because
@@ -60,7 +60,7 @@ type Settings struct {
 type Host struct {
 	settings Settings
 	store    *stateStore
-	timeout  atomic.Int64 // of commands, in nanoseconds; zero before the first network is started
+	timeout  atomic.Int64 // CommandTimeout in nanoseconds; zero before the first network is started
 }
 
 // NewHost returns the Host of a process that has not run any command yet.
@@ -81,9 +81,9 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return &Backend{env: env, config: c, host: h}, warnings, nil
 }
 
-// Shutdown runs ShutdownCommand if it is configured and this process has started a
-// network. The network must be closed before. Shutdown returns after CommandTimeout at
-// the latest.
+// Shutdown runs the ShutdownCommand of the last start, if it is configured and this process has
+// started a network. A second call does nothing. The caller must close the network first. Shutdown
+// returns soon after CommandTimeout at the latest.
 func (h *Host) Shutdown(ctx context.Context) {
 	if timeout := h.timeout.Load(); timeout > 0 {
 		h.undo(ctx, time.Duration(timeout))
@@ -92,9 +92,10 @@ func (h *Host) Shutdown(ctx context.Context) {
 
 // Retire undoes what commands have done since the boot, because the network was deleted: it runs
 // SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file. It does
-// nothing if no command has run since the boot. It logs a command that fails, and does not repeat it.
-// The network must be closed before. If ctx ends, Retire returns its error. The next call repeats the
-// command that was killed, and continues.
+// nothing if the state file was not written since the boot. It logs a command that fails, and does
+// not repeat it. The caller must close the network first. If ctx ends, Retire returns the error of
+// ctx. The next call then repeats the command that was killed, and continues. Retire also returns
+// an error if it cannot delete the state file.
 func (h *Host) Retire(ctx context.Context) error {
 	if !h.store.exists() {
 		return nil
@@ -102,7 +103,7 @@ func (h *Host) Retire(ctx context.Context) error {
 	h.store.load(ctx)
 	timeout := time.Duration(cmp.Or(h.timeout.Load(), int64(defaultTimeout*time.Second)))
 	err := h.removeSubnets(ctx, timeout)
-	h.store.invalidateSetup() // a network that is put again begins with ShutdownCommand
+	h.store.invalidateSetup() // if the network is created again, its start runs ShutdownCommand first
 	h.store.flush(context.WithoutCancel(ctx))
 	if err != nil {
 		return err
@@ -114,8 +115,9 @@ func (h *Host) Retire(ctx context.Context) error {
 	return h.store.remove()
 }
 
-// removeSubnets runs SubnetRemoveCommand for each subnet that was added. It returns an error only if
-// ctx ends. Then the state still contains the remaining subnets.
+// removeSubnets runs SubnetRemoveCommand for each subnet in the state, and then removes the subnet
+// from the state, even if the command fails. It returns an error only if ctx ends. Then the state
+// still contains the remaining subnets.
 func (h *Host) removeSubnets(ctx context.Context, timeout time.Duration) error {
 	log := klog.FromContext(ctx)
 	entries := h.store.entries()
@@ -134,8 +136,9 @@ func (h *Host) removeSubnets(ctx context.Context, timeout time.Duration) error {
 	return ctx.Err()
 }
 
-// undo runs the ShutdownCommand of the setup that was made last, which may differ from the
-// configured one. The setup counts as undone before that, so that the command never runs twice.
+// undo runs the ShutdownCommand of the last start, which may differ from the configured one. It
+// records the setup as undone before it runs the command, so that no later undo runs the command
+// again.
 func (h *Host) undo(ctx context.Context, timeout time.Duration) {
 	s := h.store.setup()
 	if !s.Undo.configured() {
@@ -146,7 +149,8 @@ func (h *Host) undo(ctx context.Context, timeout time.Duration) {
 	s.runUndo(ctx, timeout)
 }
 
-// runUndo runs the ShutdownCommand of s, if it has one, and logs its output and failure.
+// runUndo runs the ShutdownCommand of s, if it has one. It logs the output, and an error if the
+// command fails.
 func (s setup) runUndo(ctx context.Context, timeout time.Duration) {
 	log := klog.FromContext(ctx)
 	output, err := s.Undo.run(ctx, s.Input, timeout)
@@ -167,8 +171,8 @@ type Backend struct {
 // belong to the commands.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
-// Claim implements backend.Backend. The host publishes the output of PreStartupCommand, so
-// Claim runs that command unless the state file says that it has run.
+// Claim implements backend.Backend. The claim contains the output of PreStartupCommand, so Claim
+// runs that command unless the state file says that it has run.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim(Type, prev)
 	b.host.store.load(ctx)
@@ -190,9 +194,9 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// outdated reports whether the commands that have run since the boot no longer match this
-// host. prev is its last published claim. It shows whether another backend was used since, or
-// the host has another subnet now.
+// outdated reports whether the commands of the last start no longer match this host. prev, the last
+// published claim, shows that: either it is of another backend, so that this one was not in use
+// since, or its subnet is not the one for which the commands have run.
 func (b *Backend) outdated(prev subnet.Claim) bool {
 	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some backends publish no type
 		return true
@@ -234,8 +238,10 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return newNetwork(ctx, b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
 }
 
-// prepare runs PreStartupCommand, unless the same command has run for the same external
-// interface and addresses since the boot. Before that it undoes what the last start has done.
+// prepare runs PreStartupCommand and records its output. If another setup has run since the boot,
+// prepare first undoes that. It does nothing if the recorded command is the same, and has run for
+// the same external interface and addresses. It returns an error if the command fails, or if its
+// output is too large for the lease.
 func (b *Backend) prepare(ctx context.Context) error {
 	store, iface := b.host.store, b.env.Underlay
 	store.load(ctx)
@@ -264,8 +270,8 @@ func (b *Backend) prepare(ctx context.Context) error {
 	return nil
 }
 
-// publication returns the output of PreStartupCommand in the form in which the lease
-// contains it.
+// publication returns the output of PreStartupCommand in the form in which the lease contains it.
+// It returns an error if that is larger than maxPublished.
 func publication(output string) (json.RawMessage, error) {
 	data, err := json.Marshal(output)
 	if err != nil {
@@ -277,7 +283,8 @@ func publication(output string) (json.RawMessage, error) {
 	return data, nil
 }
 
-// attempt runs a command of the start, up to setupTries times.
+// attempt runs a command of the start until it succeeds, up to setupTries times. It returns the
+// output and the error of the last try.
 func (b *Backend) attempt(ctx context.Context, c command, in input) (output string, err error) {
 	log := klog.FromContext(ctx)
 	for try := 1; ; try++ {

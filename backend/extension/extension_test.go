@@ -70,7 +70,8 @@ func (n *node) v6() {
 	n.env.Config.Networks, n.env.Underlay.Addrs = n.env.Config.Networks[1:], n.env.Underlay.Addrs[1:]
 }
 
-// own returns the node's own lease for a claim.
+// own returns the node's own lease for a claim: with n.subnet over IPv4, and fd00:5:0:1::/64 over
+// IPv6.
 func (n *node) own(c subnet.Claim) subnet.Lease {
 	l := subnet.Lease{BackendType: c.BackendType, Endpoints: slices.Clone(c.Endpoints)}
 	for i, e := range l.Endpoints {
@@ -82,7 +83,8 @@ func (n *node) own(c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// start creates a Host like a new process, and starts its network.
+// start creates a Host as a new process does, and starts its network. It returns the claim, and the
+// error of Claim or Start.
 func (n *node) start() (subnet.Claim, error) {
 	n.t.Helper()
 	n.host = NewHost(Settings{Allow: true, StateDir: filepath.Join(n.dir, "state"), Name: "test"})
@@ -90,8 +92,8 @@ func (n *node) start() (subnet.Claim, error) {
 	return n.again()
 }
 
-// again starts another network of the same process, as after a change of the external
-// interface.
+// again starts another network on the same Host, as after a change of the external interface. It
+// returns the claim, and the error of Claim or Start.
 func (n *node) again() (subnet.Claim, error) {
 	n.t.Helper()
 	raw, err := json.Marshal(n.config)
@@ -128,8 +130,9 @@ func (n *node) stop() {
 	}
 }
 
-// sync passes the peers to the network. It returns the reasons of refused peers, by lease
-// key.
+// sync passes the peers to the network. It returns the reasons of refused peers, by lease key. The
+// test fails if Sync returns an error, or if peers are refused and neither a retry is scheduled nor
+// the command still runs.
 func (n *node) sync(peers ...subnet.Lease) map[string]string {
 	n.t.Helper()
 	o, err := n.net.Sync(n.ctx, set(true, peers...))
@@ -305,7 +308,8 @@ func TestRestart(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
 }
 
-// TestAnotherBackendMeanwhile checks that all commands run again after another backend was used.
+// TestAnotherBackendMeanwhile checks that all commands run again after another backend was used,
+// and none if the last claim was of this backend.
 func TestAnotherBackendMeanwhile(t *testing.T) {
 	n := newNode(t, logging())
 	const post = "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []"
@@ -435,8 +439,8 @@ func TestRetire(t *testing.T) {
 	}
 }
 
-// TestRetireWhileShutdownHangs checks that a network whose ShutdownCommand was killed, because the context
-// has ended, runs that command again at the next Retire, also in another process.
+// TestRetireWhileShutdownHangs checks that Retire runs ShutdownCommand again if the last Retire has
+// killed that command because its context has ended, also in another process.
 func TestRetireWhileShutdownHangs(t *testing.T) {
 	for _, restarted := range []bool{false, true} {
 		config := logging()

@@ -19,12 +19,12 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Commands run one after another, because scripts rely on that. A command that takes
-// longer than commandWait continues in parallel to the following ones, until
-// CommandTimeout.
+// Jobs run one after another, because scripts rely on that. A job that takes longer than
+// commandWait continues in parallel to the following ones. CommandTimeout limits each of its
+// commands.
 const commandWait = time.Second
 
-// passLimit limits how long one Sync starts commands. The rest waits for the next Sync.
+// passLimit limits how long one Sync starts jobs. The remaining jobs wait for the next Sync.
 const passLimit = time.Minute
 
 // The pause before a failed command runs again doubles from minPause to maxPause.
@@ -33,31 +33,31 @@ const (
 	maxPause = 5 * time.Minute
 )
 
-// removeTries limits how often SubnetRemoveCommand runs for a subnet: it usually fails
-// because there is nothing left to remove.
+// removeTries limits how often SubnetRemoveCommand runs for a subnet if it fails: the usual
+// cause is that there is nothing left to remove.
 const removeTries = 5
 
 // network implements backend.Network.
 //
-// Each Sync compares the wanted subnets with those in the state file, and runs a job for
-// each difference: dueJobs finds the jobs, runJobs starts them one after another, runJob
-// runs the commands of one, and finish records its result. The state file says "unsure"
-// from the begin of a job to its success, so that an interrupted job runs again.
+// Each Sync compares the wanted subnets with those in the state file, and runs a job for each
+// difference: dueJobs finds the jobs, runJobs starts them one after another, runJob runs the
+// commands of one, and finish records its result. From the begin of a job to its success,
+// entry.Sure is false in the state file, so that an interrupted job runs again.
 type network struct {
 	*Backend
 	*backend.Notifier
-	setup   int                 // number of the setup to which this network adds subnets
+	setup   int                 // setup.Number of the setup to which this network adds subnets
 	kernel  *backend.Programmer // for kernel objects that do not depend on commands
-	workers sync.WaitGroup      // commands that run
+	workers sync.WaitGroup      // goroutines that run jobs
 
 	mu       sync.Mutex
 	running  map[string]bool    // whether a job runs, by subnet
-	failures map[string]failure // by subnet
+	failures map[string]failure // failures of the last jobs, by subnet
 }
 
-// failure is the failure of the last command for a subnet.
+// failure is the failure of the last job for a subnet.
 type failure struct {
-	hash  string // of the wanted state; empty if the command was to remove the subnet
+	hash  string // target.hash of the job; empty if the job was to remove the subnet
 	err   error
 	tries int
 	next  time.Time // time of the next try
@@ -70,11 +70,12 @@ type target struct {
 	input input
 }
 
-// job replaces the present state of a subnet by the wanted one.
+// job describes the commands to run for one subnet: first the one that removes old, then the
+// one that adds want.
 type job struct {
 	subnet string
-	old    *entry  // nil: not added yet
-	want   *target // nil: to be removed
+	old    *entry  // nil if the subnet was not added yet
+	want   *target // nil if the subnet must only be removed
 }
 
 func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Programmer) *network {
@@ -89,8 +90,8 @@ func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Prog
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
-// Close implements backend.Network. It waits for commands that run. The context of Sync must
-// have ended, because its end kills them.
+// Close implements backend.Network. It waits for commands that run. The caller must first end
+// the context of Sync, which kills these commands.
 func (n *network) Close() error {
 	n.workers.Wait()
 	n.Notifier.Close()
@@ -103,8 +104,8 @@ func (*network) Check(l subnet.Lease) ([]string, error) {
 	return nil, err
 }
 
-// data returns the text that a peer has published. It is the same for both families and
-// is in the first endpoint that has data.
+// data returns the text that a peer has published, or "" if there is none. The text is the same
+// for both families. It is in the first endpoint that has data.
 func data(l subnet.Lease) (text string, err error) {
 	for _, e := range l.Endpoints {
 		if e.Data == nil {
@@ -126,8 +127,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	return o, oneline.Join(failed, err)
 }
 
-// runCommands runs the commands that change the present state of the subnets to the state for
-// these peers.
+// runCommands runs the commands that lead from the present state of the subnets to the state
+// for these peers. It returns an error if there was no time for all of them.
 func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
@@ -151,8 +152,9 @@ func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.O
 	return n.outcome(want), nil
 }
 
-// dueJobs returns the jobs to do now: first removals, then additions and changes, then jobs
-// that failed before and whose pause is over. Unless complete is set, there are no removals.
+// dueJobs returns the jobs to do now, except those for a subnet whose last job still runs:
+// first removals, then additions and changes, then jobs that failed before and whose pause is
+// over. Unless complete is set, no job only removes a subnet.
 func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -184,8 +186,8 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	return slices.Concat(gone, fresh, again)
 }
 
-// markUnsure stores that the state of a subnet is unknown until the job has succeeded. If this
-// process is killed before, the next one does not rely on the state.
+// markUnsure records that the state of a subnet is unknown until the job has succeeded. If this
+// process is killed before, the next one does not rely on the state. The caller calls flush.
 func (n *network) markUnsure(j job) {
 	switch {
 	case j.old != nil:
@@ -201,8 +203,9 @@ func (n *network) entry(t *target) entry {
 	return entry{Hash: t.hash, Undo: n.config.remove, Input: t.input}
 }
 
-// runJobs does the jobs and returns how many are left when the time is up. It does not
-// wait for commands that take longer than commandWait.
+// runJobs runs the jobs one after another. It waits for each of them, but not longer than
+// commandWait. It returns the number of jobs that it has not started, because passLimit is over
+// or ctx has ended.
 func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 	end := time.Now().Add(passLimit)
 	for i, j := range jobs {
@@ -234,7 +237,8 @@ func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 
 // runJob runs the commands of a job: it removes what was added before, and adds what is wanted.
 // It removes even if the next command adds the same again, because most commands, like ip(8),
-// fail to add a thing twice.
+// fail to add a thing twice. If the removal fails, runJob still adds what is wanted, unless ctx
+// has ended. It returns the error of the last command.
 func (n *network) runJob(ctx context.Context, j job) error {
 	log := klog.LoggerWithValues(klog.FromContext(ctx), "subnet", j.subnet)
 	if n.failed(j.subnet) { // the first failure has been logged
@@ -278,7 +282,9 @@ func (n *network) failed(subnet string) bool {
 	return failed
 }
 
-// finish records the result of a job.
+// finish records the result of a job, and the time of the next try after a failure. After
+// removeTries failed removals it forgets the subnet. It records no failure if ctx has ended,
+// because that may be the cause.
 func (n *network) finish(ctx context.Context, j job, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -310,8 +316,8 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 	}
 }
 
-// nextRetry returns the time until the first failed command is due; minPause if one is overdue,
-// and zero if none has failed. The caller holds n.mu.
+// nextRetry returns the time until the first failed job is due, or minPause if one is overdue.
+// It returns zero if no job has failed. The caller holds n.mu.
 func (n *network) nextRetry() (after time.Duration) {
 	now := time.Now()
 	for s, t := range n.failures {
@@ -331,7 +337,8 @@ func (n *network) nextRetry() (after time.Duration) {
 
 var errRunning = errors.New("the command is still running")
 
-// outcome returns which peers are not served, and when to try again.
+// outcome returns which peers are not served, with the reasons, and when to try again. want
+// contains the wanted state of each subnet.
 func (n *network) outcome(want map[string]target) backend.Outcome {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/state"
 )
 
-// bootIDFile contains a value that differs after every boot (random(4)). By that value, load
+// bootIDFile contains a value that is new after each boot (random(4)). By that value, load
 // finds out whether the commands in the state file ran since the boot.
 const bootIDFile = "/proc/sys/kernel/random/boot_id"
 
@@ -33,13 +33,13 @@ type appliedState struct {
 	Subnets map[string]entry `json:"subnets"`
 }
 
-// setup records what the last start has run, which is PreStartupCommand and
-// PostStartupCommand, and the ShutdownCommand that undoes it.
+// setup records what the last start has run: PreStartupCommand and PostStartupCommand. It also
+// contains the ShutdownCommand that undoes both.
 type setup struct {
-	Number int     `json:"number"`         // counts the setups; the hash of a subnet depends on it
-	Key    string  `json:"key"`            // hash of PreStartupCommand and the external interface; empty: run all again
+	Number int     `json:"number"`         // number of this setup; the hash of each subnet depends on it
+	Key    string  `json:"key"`            // hash of PreStartupCommand and the external interface; empty: the next start runs all again
 	Output string  `json:"output"`         // of PreStartupCommand
-	Post   string  `json:"post,omitempty"` // hash of PostStartupCommand and its input; empty: not run
+	Post   string  `json:"post,omitempty"` // hash of Number, PostStartupCommand and its input; empty: not run
 	Undo   command `json:"undo"`           // ShutdownCommand
 	Input  input   `json:"input"`          // for Undo
 }
@@ -47,22 +47,23 @@ type setup struct {
 // entry is a subnet whose SubnetAddCommand has run, or may have run.
 type entry struct {
 	Hash string `json:"hash"` // of the setup, SubnetAddCommand and its input
-	// Sure is true once all commands have succeeded. Otherwise any part of their effect
-	// may exist.
+	// Sure is true once all commands of the last job for the subnet have succeeded. Otherwise
+	// any part of their effect may exist.
 	Sure  bool    `json:"sure"`
 	Undo  command `json:"undo"`  // SubnetRemoveCommand
 	Input input   `json:"input"` // for Undo
 }
 
-// hash identifies a command with its input, to compare what has run with what is wanted.
+// hash returns a short text that identifies a command with its input, to compare what has run
+// with what is wanted.
 func hash(of ...any) string {
 	text, _ := json.Marshal(of) // the values are strings and numbers, which always encode
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:12])
 }
 
-// stateStore contains the state in memory, and writes it to disk. Its methods may be
-// called concurrently.
+// stateStore contains the state in memory, and writes it to disk. load must be called before
+// the state is used. Methods may be called concurrently.
 type stateStore struct {
 	dir, name, boot string // directory and name of the file, and the present boot
 
@@ -82,7 +83,7 @@ func bootID() string {
 }
 
 // load reads the state that an earlier process has written since the boot. Only its first call
-// does so. If the file cannot be read, load logs that, and no command counts as run.
+// does so. If it cannot read the file, it logs that, and no command counts as run.
 func (s *stateStore) load(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -108,7 +109,8 @@ func (s *stateStore) load(ctx context.Context) {
 	}
 }
 
-// exists reports whether a process has written the state file since the boot.
+// exists reports whether a process has written the state file since the boot. It returns false
+// if the file cannot be read.
 func (s *stateStore) exists() bool {
 	last, err := state.Read[appliedState](s.dir, s.name)
 	return err == nil && last.Boot == s.boot && s.boot != ""
@@ -126,7 +128,7 @@ func (s *stateStore) setSetup(next setup) {
 	s.now.Setup, s.changed = next, true
 }
 
-// entries returns a copy of the added subnets.
+// entries returns a copy of the subnets whose SubnetAddCommand has run, or may have run.
 func (s *stateStore) entries() map[string]entry {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -159,15 +161,16 @@ func (s *stateStore) markUndone() {
 }
 
 // invalidateSetup makes the next start run all commands again. The recorded ShutdownCommand
-// stays, because it must run before them.
+// stays, because the start must run it first.
 func (s *stateStore) invalidateSetup() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.now.Setup.Key, s.changed = "", true
 }
 
-// flush writes the state if it has changed. If that fails, the next process runs the commands a
-// second time. flush logs only the first of several failures.
+// flush writes the state to disk if it has changed. If that fails, the next call tries again;
+// without it the next process runs the commands a second time. flush logs only the first of
+// several failures in a row.
 func (s *stateStore) flush(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
