@@ -20,7 +20,9 @@ const Type = "host-gw"
 // Backend implements backend.Backend.
 type Backend struct{ env backend.Env }
 
-// New is the backend's factory. The configuration has no keys of its own.
+// New is the backend's factory. The configuration has no keys of its own. New returns an
+// error if the public address of this host is not on the external interface, because peers
+// could then not use it as a gateway.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 	warnings, err := subnet.DecodeBackend(raw, &struct{}{})
 	if err != nil {
@@ -65,7 +67,7 @@ func (b *Backend) MTU() int { return b.env.Underlay.MTU }
 // Check implements backend.Network. Leases contain no backend data.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// desired returns the routes to a peer.
+// desired returns the routes to a peer, one for each endpoint.
 func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
@@ -74,7 +76,7 @@ func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object
 	return objects, nil
 }
 
-// desired returns the route to one endpoint of a peer.
+// desired returns the route to one endpoint of a peer, through device dev.
 func desired(e subnet.Endpoint, dev string) dataplane.Route {
 	return dataplane.NewRoute(e.Subnet, e.PublicIP, dev, false)
 }

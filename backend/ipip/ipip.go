@@ -140,11 +140,13 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// onLinkInterval is the minimum time between two checks of which peers are on-link.
+// onLinkInterval is the minimum time between two checks of which peers are in a directly
+// connected network.
 const onLinkInterval = time.Second
 
 // checkDeviceNames returns an error if a device of another type has the name of one of the
 // backend's devices. Such a name is no accident, so flanneld does not delete the device.
+// checkDeviceNames also returns an error if it cannot read the devices.
 func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
@@ -178,8 +180,8 @@ func (b *Backend) MTU() int {
 // Check implements backend.Network.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// base returns the objects that do not depend on peers: a device for each family with the
-// base address of this host's subnet.
+// base returns the wanted state without any peers: that of Env.Base, and for each family a
+// device with the base address of the own subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.Base(own)
 	for _, e := range own.Endpoints {
@@ -197,7 +199,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	return want, nil
 }
 
-// desired returns the routes to a peer.
+// desired returns the routes to a peer, one for each endpoint.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {

@@ -94,7 +94,8 @@ func TestBase(t *testing.T) {
 	}
 }
 
-// TestForeignDevice checks that a bridge with the name of the device is refused.
+// TestForeignDevice checks that Start refuses a bridge with the name of the
+// device.
 func TestForeignDevice(t *testing.T) {
 	k := dataplanetest.New()
 	if err := k.Append(dataplane.Link{Name: "flannel.ipip", Kind: "bridge"}); err != nil {

@@ -97,8 +97,8 @@ func overhead(f prefix.Family) int {
 	return 20 + 8 + 8 + 14
 }
 
-// deviceMTU returns the MTU of the device for family f on an underlay link with the given
-// MTU. The kernel limits it to the same value.
+// deviceMTU returns the MTU of the device for family f on an underlay link with the given MTU.
+// Unless Backend.MTU is smaller, it is the largest MTU that the kernel accepts for the device.
 func (c config) deviceMTU(link int, f prefix.Family) int {
 	if c.MTU != 0 {
 		link = min(link, c.MTU)
@@ -106,8 +106,7 @@ func (c config) deviceMTU(link int, f prefix.Family) int {
 	return link - overhead(f)
 }
 
-// deviceName returns the name of the device for a family. Other flannel daemons use the
-// same name.
+// deviceName returns the name of the device for family f. Other flannel daemons use the same name.
 func (c config) deviceName(f prefix.Family) string {
 	if f == prefix.IPv6 {
 		return fmt.Sprintf("flannel-v6.%d", c.VNI)

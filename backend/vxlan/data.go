@@ -13,7 +13,8 @@ import (
 )
 
 // leaseData is a lease's backend data for one family: the JSON object of flannel's
-// vxlanLeaseAttrs (pkg/backend/vxlan). Older peers leave out VNI. Only Matches uses it.
+// vxlanLeaseAttrs (pkg/backend/vxlan). Older peers leave out VNI, which is then 0. Only
+// Matches uses VNI.
 type leaseData struct {
 	VNI     int
 	VtepMAC string
@@ -27,9 +28,9 @@ func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeData decodes a lease's backend data. For the plain form, which nearly all data has, it
-// allocates memory only for the text of the MAC. That is why the other form has its own
-// variable, which encoding/json makes escape to the heap.
+// decodeData decodes a lease's backend data. Nearly all data has the plain form, for which
+// decodeData allocates memory only for the text of the MAC. The other form has a variable of
+// its own, because encoding/json moves its variable to the heap.
 func decodeData(raw json.RawMessage) (leaseData, error) {
 	if d, plain := decodePlain(raw); plain {
 		return d, nil
@@ -64,7 +65,8 @@ func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 	return d, ok
 }
 
-// vtepMAC returns the MAC in a lease's backend data.
+// vtepMAC returns the MAC in a lease's backend data. It returns an error if there is none, or
+// if it is not a unicast address.
 func vtepMAC(raw json.RawMessage) (dataplane.MAC, error) {
 	if len(raw) == 0 {
 		return dataplane.MAC{}, errors.New("no backend data, want a VtepMAC")

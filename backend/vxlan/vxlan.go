@@ -58,8 +58,9 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
-// Matches implements backend.Matcher: during a migration from one VNI to another, a lease
-// may have data for both. Data without a VNI comes from an older daemon and matches.
+// Matches implements backend.Matcher: during a migration from one VNI to another, a lease may
+// have data for both. Data without a VNI comes from an older daemon and matches. Data that
+// cannot be decoded matches too, and Check refuses it.
 func (b *Backend) Matches(l subnet.Lease) bool {
 	for _, e := range l.Endpoints {
 		if d, err := decodeData(e.Data); err == nil && d.VNI != 0 && d.VNI != b.config.VNI {
@@ -136,7 +137,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// onLinkInterval is the minimum time between two checks of which peers are on-link.
+// onLinkInterval is the minimum time between two checks of which peers are in a directly
+// connected network.
 const onLinkInterval = time.Second
 
 // network implements backend.Network.
@@ -155,8 +157,8 @@ func (b *Backend) MTU() int {
 	return mtu
 }
 
-// Check implements backend.Network. A peer may use the same MAC for both families,
-// because each has its own device.
+// Check implements backend.Network. The identities are the VTEP MACs. A peer may use the same
+// MAC for both families, because each has its own device.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	var macs []string
 	for _, e := range l.Endpoints {
@@ -169,7 +171,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return macs, nil
 }
 
-// desired returns the objects for a peer.
+// desired returns the objects for a peer, for all families of its lease.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	objects := make([]dataplane.Object, 0, objectsOfPeer*len(l.Endpoints))
 	for _, e := range l.Endpoints {
@@ -193,8 +195,8 @@ func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error)
 	return b.env.Kernel.OnLink(ctx, e.PublicIP)
 }
 
-// base returns the wanted state without any peers: a device for each family with the own
-// subnet's base address.
+// base returns the wanted state without any peers: that of Env.Base, and for each family a
+// device with the MAC in the own lease and the base address of the own subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.Base(own)
 	offload, _ := b.config.txChecksum()
@@ -226,7 +228,7 @@ const objectsOfPeer = 3
 
 // desired appends the objects for one endpoint of a peer to objects. direct is the device whose
 // directly connected network contains the peer. If direct is empty, the vxlan device
-// encapsulates the packets.
+// encapsulates the packets; the error is then that of a missing or invalid MAC.
 func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct string) ([]dataplane.Object, error) {
 	if direct != "" {
 		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil

@@ -115,8 +115,8 @@ func TestVtepMAC(t *testing.T) {
 	}
 }
 
-// TestRandomMAC checks that a random MAC is a local unicast address. Most random values are
-// not.
+// TestRandomMAC checks that each random MAC is a new local unicast address. Most random
+// values are not local unicast addresses.
 func TestRandomMAC(t *testing.T) {
 	seen := map[dataplane.MAC]bool{}
 	for range 100 {
@@ -151,7 +151,7 @@ func FuzzData(f *testing.F) {
 	})
 }
 
-// TestEncodeData checks that the encoded bytes are the ones that other flannel daemons write
+// TestEncodeData checks that encodeData returns the bytes that other flannel daemons write
 // and read.
 func TestEncodeData(t *testing.T) {
 	raw, err := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})
@@ -211,8 +211,9 @@ func TestDesired(t *testing.T) {
 	}
 }
 
-// TestThousandsOfPeers checks the objects and the refusals of so many peers that several CPUs
-// compute the objects. The race detector then finds data races between them.
+// TestThousandsOfPeers checks the numbers of objects and of refusals for so many peers that
+// several CPUs compute the objects. With the race detector it also finds data races between
+// these CPUs.
 func TestThousandsOfPeers(t *testing.T) {
 	env := backendtest.Env(1500, prefix.IPv4)
 	env.Kernel, env.Config.BackendType, env.Resync = dataplanetest.New(), Type, time.Hour
