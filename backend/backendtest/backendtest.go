@@ -12,8 +12,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Env returns the environment of a backend on a host with the given families and a link
-// with the given MTU.
+// Env returns the environment of a backend on a host with the given families, each with
+// a network and an address, and a link with the given MTU in bytes. All other fields
+// are zero.
 func Env(mtu int, families ...prefix.Family) backend.Env {
 	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
 	for _, f := range families {

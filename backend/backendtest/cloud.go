@@ -23,7 +23,8 @@ import (
 )
 
 // Cloud returns the backend that factory creates from the Backend object raw, on a host with
-// the given families. The test fails on an error, or on warnings unless raw contains keys.
+// the given families. The test fails on an error, and on a warning unless raw contains an
+// access key.
 func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix.Family) *backend.CloudBackend {
 	t.Helper()
 	b, warnings, err := factory([]byte(raw), Env(1500, families...))
@@ -50,8 +51,9 @@ func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.Clo
 // Backend object. An empty part means that none are expected.
 type Complaint struct{ Err, Warning string }
 
-// Config checks the error and the warnings of factory for each Backend object, which is the key
-// in tests. Neither of them may contain the text very-secret.
+// Config checks the error and the warnings of factory for each Backend object. The objects are
+// the keys of tests. Objects with a secret contain the text very-secret, which neither the
+// error nor a warning may contain.
 func Config(t *testing.T, factory backend.Factory, tests map[string]Complaint) {
 	t.Helper()
 	for raw, want := range tests {
@@ -64,10 +66,10 @@ func Config(t *testing.T, factory backend.Factory, tests map[string]Complaint) {
 	}
 }
 
-// Redirect checks that calls fail with status 307 instead of following a redirect. variable is
-// the environment variable with the address of the API. Redirect replaces it by the address of
-// a server that redirects to the API. calls returns the number of calls that have reached the
-// API.
+// Redirect checks that a call fails with an error that contains the status 307, instead of
+// following a redirect. variable is the environment variable with the address of the API.
+// Redirect replaces it by the address of a server that redirects to the API. calls returns the
+// number of calls that have reached the API.
 func Redirect(t *testing.T, factory backend.Factory, variable string, calls func() int) {
 	t.Helper()
 	t.Setenv(variable, cloudtest.Serve(t, http.RedirectHandler(os.Getenv(variable), http.StatusTemporaryRedirect)))
@@ -93,7 +95,8 @@ type Fault[S any] struct {
 	Set func(S) // makes the calls fail
 }
 
-// Run makes calls with each fault, logs their results, and searches the log for the secrets.
+// Run calls Claim and Join with each fault, logs their results, and searches the log for the
+// secrets.
 func (l Leaks[S]) Run(t *testing.T) {
 	t.Helper()
 	var out bytes.Buffer

@@ -132,7 +132,8 @@ func (v VPC) OldAnswers(t *testing.T) {
 }
 
 // RoutesOfOthers checks that routes of operators and gateways stay, even if they lead to this
-// instance. Upstream flannel deleted such routes.
+// instance. Upstream flannel deleted such routes. It also checks that the backend adopts a route to
+// this instance whose destination is in the network.
 func (v VPC) RoutesOfOthers(t *testing.T) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -303,9 +304,8 @@ func (v VPC) RefusedHosts(t *testing.T, tests map[string]Refused) {
 	}
 }
 
-// ReplaceMetadata replaces values of the metadata service of i-1. The keys of values are the
-// ends of the paths of these values. For an empty value, the service answers that there is
-// none.
+// ReplaceMetadata replaces values of the metadata service of i-1. The keys of values are the ends
+// of the paths of these values. For a key with an empty value, the service answers with status 404.
 func (v VPC) ReplaceMetadata(t *testing.T, s *vpctest.State, values map[string]string) {
 	t.Helper()
 	h := v.Metadata(s.Instance("i-1"))
@@ -470,8 +470,8 @@ func (v VPC) KeyLeaks(t *testing.T, right string) {
 	)
 }
 
-// Leader checks that a leader finds 1,000 hosts with at most that many calls, and that a host
-// of a network with a leader takes its lease without a call.
+// Leader checks that Find, with which a leader finds the hosts, makes at most most calls for 1,000
+// hosts. It also checks that a host of a network with a leader takes its lease without a call.
 func (v VPC) Leader(t *testing.T, most int) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -504,9 +504,10 @@ func (v VPC) Leader(t *testing.T, most int) {
 	}
 }
 
-// Followers checks that Find returns the table of each host, for hosts in subnets with
-// different tables. With a tunnel, a leader must know which table the packets of each host
-// follow. own is the subnet of the cloud that contains this host.
+// Followers checks that Find returns the route table of each host: of two hosts in subnets of the
+// cloud with tables of their own, and of one in a subnet that follows the main table. With a
+// tunnel, a leader must know which table the packets of each host follow. own is the subnet of the
+// cloud that contains this host.
 func (v VPC) Followers(t *testing.T, own string) {
 	t.Helper()
 	s, _ := v.Open(t)
