@@ -21,8 +21,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// VPC is a backend for a cloud with a route table for each subnet, and the server of that cloud. Its
-// methods test what all these backends must do.
+// VPC is a backend for a cloud in which each subnet of the cloud can have its own route table, and
+// the server of that cloud. Its methods test what all these backends must do.
 type VPC struct {
 	New      backend.Factory
 	Type     string // name of the backend

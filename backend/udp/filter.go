@@ -65,7 +65,7 @@ func newSenderFilter(local netip.AddrPort, anySender bool) *senderFilter {
 // start creates a table that admits no peer, unless the kernel already has an active table.
 // That table stays until the first update, so that a restart does not interrupt its peers.
 // existed reports whether there was such a table. With anySender, start always creates the
-// table.
+// table, and existed is false.
 func (f *senderFilter) start() (existed bool, err error) {
 	if f.anySender {
 		return false, f.build()
@@ -80,8 +80,10 @@ func (f *senderFilter) start() (existed bool, err error) {
 	return false, f.build()
 }
 
-// update admits the addresses in added and no longer those in removed. An address that
-// was added several times must be removed as often. The change is one transaction.
+// update admits the addresses in added and no longer those in removed. An address that was
+// added several times must be removed as often. If this process has not created the table yet,
+// or if the change fails, update creates the table with all admitted peers. Otherwise the
+// change is one transaction.
 func (f *senderFilter) update(removed, added []netip.Addr) error {
 	if f.anySender {
 		removed, added = nil, nil
@@ -125,8 +127,8 @@ func (f *senderFilter) update(removed, added []netip.Addr) error {
 	return nil
 }
 
-// repair creates the table again if the kernel does not have it as it was created, and
-// reports whether it did.
+// repair creates the table again if the kernel does not have it as it was created, and reports
+// whether it did. It does nothing before this process has created the table.
 func (f *senderFilter) repair() (repaired bool, err error) {
 	if f.rules == nil {
 		return false, nil
@@ -138,8 +140,8 @@ func (f *senderFilter) repair() (repaired bool, err error) {
 	return true, f.build()
 }
 
-// intact reports whether the kernel has the table unchanged. Comparing handles is
-// sufficient, because a rule with the same handle never changes.
+// intact reports whether the kernel has the table as this process created it. Comparing the
+// handles of rules is sufficient, because a rule with the same handle never changes.
 func (f *senderFilter) intact() (bool, error) {
 	exists, active, err := filterState()
 	if err != nil || !exists || !active {
@@ -171,8 +173,9 @@ func (f *senderFilter) intact() (bool, error) {
 	return true, nil
 }
 
-// dropped returns the number of dropped packets by reason. It includes those that the
-// table of an earlier process has dropped.
+// dropped returns the number of dropped packets by reason, with a zero for each reason without
+// any. It includes those that earlier tables have dropped. It leaves out those of the present
+// table if that cannot be read.
 func (f *senderFilter) dropped() map[string]uint64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -186,7 +189,7 @@ func (f *senderFilter) dropped() map[string]uint64 {
 	return all
 }
 
-// build creates the table, and replaces any table with its name.
+// build creates the table with the admitted peers, and replaces any table with its name.
 func (f *senderFilter) build() error {
 	f.rules = nil
 	c, err := nftables.New()
@@ -201,7 +204,8 @@ func (f *senderFilter) build() error {
 	return err
 }
 
-// keepCounts saves the counts of the table in the kernel before it is replaced.
+// keepCounts adds the counts of the table in the kernel to f.lost, before the table is
+// replaced.
 func (f *senderFilter) keepCounts(c *nftables.Conn) {
 	counts := map[string]uint64{}
 	if addCounts(c, counts) != nil {
@@ -218,10 +222,10 @@ func (f *senderFilter) set() *nftables.Set {
 	return &nftables.Set{Table: tableRef(), Name: peerSet, KeyType: nftables.TypeIPAddr}
 }
 
-// filterState reports whether the kernel has the table, and whether it is active. A table
-// with the flag dormant is not: it admits every sender. write sets no flags, and the
-// library decodes them in the wrong byte order, so any flag counts as dormant. A kernel without
-// nftables has no table.
+// filterState reports whether the kernel has the table, and whether it is active. A table with
+// the flag dormant is not active: it admits every sender. write sets no flags, and the library
+// decodes flags in the wrong byte order, so any flag counts as dormant. A kernel without
+// nftables has no table, which is no error.
 func filterState() (exists, active bool, err error) {
 	c, err := nftables.New()
 	if err != nil {
@@ -237,7 +241,7 @@ func filterState() (exists, active bool, err error) {
 	return true, t.Flags == 0, nil
 }
 
-// removeFilter removes the table from the kernel. It returns nil if there is none.
+// removeFilter removes the table from the kernel. It returns nil if there is no table.
 func removeFilter() error {
 	exists, _, err := filterState()
 	if err != nil || !exists {
@@ -259,7 +263,7 @@ func ignoreMissing(err error) error {
 // too small for the addresses of several thousand peers.
 const transactionBuffer = 16 << 20
 
-// changeFilter executes the changes that fill adds: all of them or none.
+// changeFilter executes the changes that fill adds to the connection: all of them or none.
 func changeFilter(fill func(*nftables.Conn) error) error {
 	c, err := nftables.New(nftables.WithSockOptions(func(nl *netlink.Conn) error { return nl.SetWriteBuffer(transactionBuffer) }))
 	if err != nil {
@@ -279,7 +283,7 @@ func tableRef() *nftables.Table {
 	return &nftables.Table{Name: filterTable, Family: nftables.TableFamilyIPv4}
 }
 
-// rulesOf reads the rules of one of the table's chains.
+// rulesOf reads the rules of one chain of the table.
 func rulesOf(c *nftables.Conn, chain string) ([]*nftables.Rule, error) {
 	rules, err := c.GetRules(tableRef(), &nftables.Chain{Name: chain, Table: tableRef()})
 	if err != nil {
@@ -303,7 +307,8 @@ func handles(c *nftables.Conn) (map[string][]uint64, error) {
 	return all, nil
 }
 
-// addCounts adds the packets that the table in the kernel has dropped to counts.
+// addCounts adds the number of packets that the table in the kernel has dropped to counts, by
+// reason.
 func addCounts(c *nftables.Conn, counts map[string]uint64) error {
 	for _, chain := range filterChains {
 		rules, err := rulesOf(c, chain)

@@ -32,8 +32,8 @@ func admitted(t *testing.T) int {
 	return strings.Count(firewalltest.Shell(t, "nft list set ip flannel-udp peers"), "10.200.")
 }
 
-// TestKernelSenderFilter checks that a filter admits the right peers, and that repair
-// undoes changes by other programs.
+// TestKernelSenderFilter checks the number of admitted peers and the listing of the table, that
+// repair undoes changes by other programs, and when the filter of a next process keeps the table.
 func TestKernelSenderFilter(t *testing.T) {
 	firewalltest.Enter(t)
 	f := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)
@@ -273,8 +273,8 @@ func receiveUDP(t *testing.T, conn *net.UDPConn) string {
 	return from.String()
 }
 
-// TestKernelSenderFilterOfManyPeers checks that one update can add as many peers as a /8 of /24
-// subnets can have.
+// TestKernelSenderFilterOfManyPeers checks that one update can add 65,000 peers, nearly as many as
+// a /8 has /24 subnets, and that repair restores them.
 func TestKernelSenderFilterOfManyPeers(t *testing.T) {
 	firewalltest.Enter(t)
 	f := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)

@@ -36,7 +36,8 @@ const (
 	destinationPort    = 2
 )
 
-// write adds the table, with the set of peers and all rules, to c's transaction.
+// write adds the table, with the set of peers and all rules, to c's transaction. The transaction
+// first deletes a table with the same name.
 func (f *senderFilter) write(c *nftables.Conn) error {
 	c.AddTable(tableRef()) // because DelTable fails if there is no table
 	c.DelTable(tableRef())
@@ -88,9 +89,9 @@ func (r filterRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
 	}
 }
 
-// inputRules returns the rules for datagrams. These must come from a peer, and from the
-// port that peers send from. A pod on a peer's host has the same address because of
-// masquerading, but another port.
+// inputRules returns the rules for datagrams to the port; none with anySender. The datagrams must
+// come from a peer, and from the port that peers send from. A pod on a peer's host has the same
+// address because of masquerading, but another port.
 func (f *senderFilter) inputRules(peers *nftables.Set) []filterRule {
 	if f.anySender {
 		return nil
@@ -111,8 +112,8 @@ func (f *senderFilter) inputRules(peers *nftables.Set) []filterRule {
 	}
 }
 
-// deviceRules returns the rules for packets that come out of the device. Their datagrams
-// must have passed the input chain, and their addresses must be those of hosts.
+// deviceRules returns the rules for packets that come out of the device. Unless anySender is set,
+// their datagrams must have passed the input chain. Their addresses must be those of hosts:
 // noSource and noDestination contain the addresses that no host can have.
 func (f *senderFilter) deviceRules(noSource, noDestination *nftables.Set) []filterRule {
 	device := []expr.Any{
@@ -147,7 +148,7 @@ func noHostAddresses() []nftables.SetElement {
 	}
 }
 
-// datagram matches datagrams to the tunnel's port.
+// datagram matches datagrams to the address and port in f.local.
 func (f *senderFilter) datagram() []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, equal([]byte{unix.IPPROTO_UDP}),
@@ -156,12 +157,12 @@ func (f *senderFilter) datagram() []expr.Any {
 	}
 }
 
-// loadAddress loads the address at offset in the IPv4 header.
+// loadAddress loads the address at offset in the IPv4 header into register 1.
 func loadAddress(offset uint32) expr.Any {
 	return &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4}
 }
 
-// loadPort loads the port at offset in the UDP header.
+// loadPort loads the port at offset in the UDP header into register 1.
 func loadPort(offset uint32) expr.Any {
 	return &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2}
 }

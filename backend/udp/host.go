@@ -121,9 +121,10 @@ func (h *Host) closeTunnel() error {
 	return err
 }
 
-// openTunnel returns a tunnel between the device with that name and the peers. It adds the
-// fields of c that the Host knows. The tunnel may run already, because an earlier network has
-// left it. openTunnel replaces a tunnel that has ended or has other ends.
+// openTunnel returns a tunnel between the device with that name and the peers, and marks it as
+// used. It sets the device, the source check, the table of peers and the counters in c. The
+// tunnel may run already, because an earlier network has left it. openTunnel replaces a tunnel
+// that has ended or has other ends.
 func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -159,9 +160,9 @@ func (h *Host) leaveTunnel() {
 	h.used = false
 }
 
-// freePort closes the tunnel, because the kernel path needs its port. It does nothing if there
-// is no tunnel. It first calls try, which checks whether the kernel path works. If try returns
-// an error, freePort returns that error, and the tunnel continues to carry packets.
+// freePort closes the tunnel, because the kernel path needs its port. If there is no tunnel, it
+// does nothing. Otherwise it first calls try, which checks whether the kernel path works. If
+// try returns an error, freePort returns that error, and the tunnel continues to carry packets.
 func (h *Host) freePort(try func() error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -183,8 +184,8 @@ func (h *Host) useKernelPath(r receiver) error {
 	return h.closeDevice()
 }
 
-// removeKernelPath removes all objects of the kernel path, of this process or an earlier
-// one.
+// removeKernelPath removes all objects of the kernel path with receiver r, whether this process
+// or an earlier one has created them.
 func (h *Host) removeKernelPath(r receiver) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -192,7 +193,9 @@ func (h *Host) removeKernelPath(r receiver) error {
 	return r.removeAll()
 }
 
-// openDevice makes h.device the device with that name, ready to carry packets.
+// openDevice makes h.device the device with that name, ready to carry packets. It also passes a
+// device that it has opened to systemd. If systemd does not take the device, or the kernel does
+// not accept ICMP errors from it, openDevice only logs that.
 func (h *Host) openDevice(ctx context.Context, name string) error {
 	added, err := h.attachDevice(ctx, name)
 	if err != nil {
@@ -213,7 +216,8 @@ func (h *Host) openDevice(ctx context.Context, name string) error {
 	return nil
 }
 
-// claimDevice opens the TUN device. It returns an error if another process has it open.
+// claimDevice opens the TUN device for this Host, which keeps it open. It returns an error if
+// another process has it open.
 func (h *Host) claimDevice(ctx context.Context, name string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -221,9 +225,9 @@ func (h *Host) claimDevice(ctx context.Context, name string) error {
 	return err
 }
 
-// attachDevice makes h.device an open device: the present one, the one that systemd has
-// kept, a persistent one, or a new one. added is true if systemd does not keep that device
-// yet.
+// attachDevice makes h.device an open device with that name: the present one, the one that
+// systemd has kept, a persistent one, or a new one. added is true if systemd does not keep that
+// device yet.
 func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err error) {
 	if h.device != nil && h.device.Name() == name && h.device.Alive() {
 		return false, nil
@@ -236,9 +240,9 @@ func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err e
 	return err == nil, addRemedy(err)
 }
 
-// keptDevice returns the device that systemd has kept for the last process, or nil if
-// there is no usable one. systemd passes the descriptor as for socket activation
-// (sd_listen_fds(3)).
+// keptDevice returns the device that systemd has kept for the last process. It returns nil if
+// there is no usable one, and from the second call on. systemd passes the descriptor as for
+// socket activation (sd_listen_fds(3)).
 func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 	if h.askedSystemd {
 		return nil
@@ -280,7 +284,7 @@ func keepDevice(d *tunnel.Device) error {
 	return oneline.Join(err, cerr)
 }
 
-// addRemedy adds a remedy to an error about opening the device, if there is one. It returns nil
+// addRemedy adds a remedy to an error about opening the device, if it knows one. It returns nil
 // if err is nil.
 func addRemedy(err error) error {
 	switch {

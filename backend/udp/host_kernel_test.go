@@ -19,7 +19,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// childEnv makes the test binary act as the next start of a daemon: it opens the device
+// childEnv makes the test binary act as the next start of a daemon: it opens the device twice
 // and prints the result.
 const childEnv = "UDP_TEST_NEXT_START"
 
@@ -42,7 +42,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// oneHost creates a host in a network namespace. ctx limits the duration of the test.
+// oneHost creates a host in a network namespace. ctx ends after 30 s, which limits the
+// duration of the test.
 func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 	t.Helper()
 	if os.Geteuid() != 0 {

@@ -31,7 +31,8 @@ func (b *Backend) ipv4Only() bool {
 	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
 }
 
-// kernelSupported returns an error if the configuration does not allow the kernel path.
+// kernelSupported returns an error if the kernel path cannot do what the configuration or the
+// options of this host require.
 func (b *Backend) kernelSupported() error {
 	switch {
 	case b.env.Network != "":
@@ -44,7 +45,7 @@ func (b *Backend) kernelSupported() error {
 	return nil
 }
 
-// kernelPreferred returns an error if mode auto must not use the kernel path.
+// kernelPreferred returns an error if mode auto must use user space.
 func (b *Backend) kernelPreferred() error {
 	if err := b.kernelSupported(); err != nil {
 		return err
@@ -55,7 +56,7 @@ func (b *Backend) kernelPreferred() error {
 	return nftables.Available()
 }
 
-// local returns the address at which datagrams from peers arrive.
+// local returns the IPv4 address and port at which datagrams from peers arrive.
 func (b *Backend) local() netip.AddrPort {
 	addr, _ := b.env.Underlay.Family(prefix.IPv4)
 	return netip.AddrPortFrom(addr.Local, uint16(b.config.Port))
@@ -63,10 +64,10 @@ func (b *Backend) local() netip.AddrPort {
 
 func (b *Backend) receiver() receiver { return receiver{b.local()} }
 
-// kernelBase returns the wanted state without any peers. The device does not leave
-// checksums to the hardware. Between virtual machines of one host there is no hardware,
-// and the packets would arrive without checksums. A peer that unpacks them in user space
-// could not know that.
+// kernelBase returns the wanted state without any peers: that of Env.Base, and the device with the
+// base address of the own subnet. The device does not leave checksums to the hardware. Between
+// virtual machines of one host there is no hardware, and the packets would arrive without
+// checksums. A peer that unpacks them in user space could not know that.
 func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	want.Add(b.kernelDevice(deviceName))
@@ -76,7 +77,7 @@ func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	return want
 }
 
-// kernelDevice returns the device that packs packets into datagrams.
+// kernelDevice returns the ipip device with that name, which packs packets into datagrams.
 func (b *Backend) kernelDevice(name string) dataplane.Link {
 	local := b.local()
 	return dataplane.Link{
@@ -88,7 +89,8 @@ func (b *Backend) kernelDevice(name string) dataplane.Link {
 // probeDevice is the name of the device that tryDevice creates and deletes again.
 const probeDevice = "flannel-udp-try"
 
-// tryDevice returns an error if the kernel cannot have the device, for example because it has no ipip.
+// tryDevice returns an error if the kernel cannot create the device, for example because it has no
+// ipip.
 func (b *Backend) tryDevice(ctx context.Context) error {
 	l := b.kernelDevice(probeDevice)
 	l.Up = false // otherwise it would receive packets
@@ -111,7 +113,7 @@ func (b *Backend) Usable(ctx context.Context) error {
 	return b.tryDevice(ctx)
 }
 
-// routes returns the objects of one peer.
+// routes returns the routes to one peer, which are all its objects.
 func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
@@ -134,7 +136,9 @@ type kernelNetwork struct {
 	routesStale   bool          // routes are out of date, because updating the filter has failed
 }
 
-// startKernel starts a network whose packets the kernel carries.
+// startKernel starts a network whose packets the kernel carries. If that succeeds, it closes the
+// tunnel and the TUN device of user space. If it fails after its checks, it removes all objects of
+// the kernel path.
 func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	if err := fouMissing(); err != nil {
 		return nil, err
@@ -166,8 +170,9 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	return n, nil
 }
 
-// checkDeviceName returns an error if another program owns the device with this backend's
-// name: a device of another kind, or a TUN device that it has open.
+// checkDeviceName returns an error if another program owns the device with this backend's name: a
+// device of another kind, or a TUN device that the program has open. If no other program has the
+// TUN device open, the Host opens it.
 func (b *Backend) checkDeviceName(ctx context.Context) error {
 	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
@@ -183,8 +188,8 @@ func (b *Backend) checkDeviceName(ctx context.Context) error {
 	return backend.DeviceConflict(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }
 
-// start prepares port, filter and device. The filter precedes the device, so that no
-// packet arrives unchecked. It admits no peer yet, or those of an earlier network.
+// start prepares port, filter and device. The filter precedes the device, so that no packet arrives
+// unchecked. It admits no peer yet, or still those of an earlier network.
 func (n *kernelNetwork) start(ctx context.Context) error {
 	if _, err := n.receiver.ensure(); err != nil {
 		return err
@@ -204,7 +209,8 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	return nil
 }
 
-// startFilter creates the filter in front of the device, if the kernel has nftables.
+// startFilter creates the filter in front of the device. If the kernel has no nftables, it only
+// logs that senders are not checked.
 func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	if err := nftables.Available(); err != nil {
 		n.host.warnUnchecked(ctx, err)
@@ -224,7 +230,8 @@ func (h *Host) warnUnchecked(ctx context.Context, err error) {
 	}
 }
 
-// watchPort notifies the loop when the port is missing.
+// watchPort checks the port every portCheckInterval until ctx ends, and notifies the loop when the
+// port is missing.
 func (n *kernelNetwork) watchPort(ctx context.Context) {
 	ticker := time.NewTicker(portCheckInterval)
 	defer ticker.Stop()
@@ -240,9 +247,9 @@ func (n *kernelNetwork) watchPort(ctx context.Context) {
 	}
 }
 
-// Sync implements backend.Network. It gets each change only once, so a failed step does not
-// prevent the later steps. The exception is the filter: if it fails, Sync ends, so that it
-// does not create the device without the filter. The next Sync then writes all routes.
+// Sync implements backend.Network. A set names each change only once, so a failed step does not
+// prevent the later steps. The exception is the filter: if it fails, Sync ends, so that it does not
+// create the device without the filter. The next Sync then writes all routes.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	removed, added := n.host.peers.apply(peers)
 	if n.unfilled {
@@ -266,9 +273,9 @@ func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Ou
 	return outcome, oneline.Join(portErr, err)
 }
 
-// admit updates the filter, and repairs it if another program may have changed it. repaired
-// reports whether there was something to repair. An inherited filter stays unchanged until
-// the set of peers is complete.
+// admit updates the filter. If another program may have changed the filter, or peers.All is set, it
+// also repairs the filter. repaired reports whether there was something to repair. An inherited
+// filter stays unchanged until the set of peers is complete.
 func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
 	if n.filter == nil || n.inherited && !peers.Complete {
 		return false, nil

@@ -23,9 +23,9 @@ func newPeers() peers {
 	return peers{table: tunnel.NewTable(), byLease: map[string][]tunnel.Peer{}}
 }
 
-// apply makes the table contain the peers of set, and returns the changes. If set is not
-// complete, no peer is removed because its lease is missing. The cost depends on the number of
-// changed leases, unless set.All is set.
+// apply makes the table contain the peers of set, and returns the changes. A changed peer is
+// in both results. If set is not complete, no peer is removed because its lease is missing.
+// The cost depends on the number of changed leases, unless set.All is set.
 func (p *peers) apply(set backend.Set) (removed, added []tunnel.Peer) {
 	visit := func(key string) {
 		lease := set.Leases[key]
@@ -73,7 +73,7 @@ func publicAddrs(peers []tunnel.Peer) []netip.Addr {
 	return addrs
 }
 
-// peersOf returns one peer for each family that l has; none if l is nil.
+// peersOf returns one peer for each endpoint of l, or nil if l is nil.
 func peersOf(l *subnet.Lease) []tunnel.Peer {
 	if l == nil {
 		return nil
@@ -85,7 +85,8 @@ func peersOf(l *subnet.Lease) []tunnel.Peer {
 	return all
 }
 
-// objects returns the objects of a lease. All of them exist, because they are in memory.
+// objects describes the peers of a lease for the report. All of them are present, because they
+// are in memory.
 func (p *peers) objects(key string, port int) []backend.ObjectReport {
 	var hs []backend.ObjectReport
 	for _, peer := range p.byLease[key] {

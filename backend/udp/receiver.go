@@ -32,7 +32,7 @@ func fouMissing() error {
 	return nil
 }
 
-// list returns the FOU ports with r's number that unpack IPv4 packets.
+// list returns the FOU ports with the number of r, on any address, that unpack IPv4 packets.
 func (r receiver) list() (ports []netlink.Fou, err error) {
 	all, err := netlink.FouList(unix.AF_INET)
 	if err != nil {
@@ -46,7 +46,8 @@ func (r receiver) list() (ports []netlink.Fou, err error) {
 	return ports, nil
 }
 
-// address returns the address on which f receives. Kernels before 5.2 receive on all addresses.
+// address returns the address on which f receives, or 0.0.0.0 if f receives on all addresses,
+// as before Linux 5.2.
 func address(f netlink.Fou) netip.Addr {
 	if a, ok := netip.AddrFromSlice(f.Local.To4()); ok {
 		return a
@@ -59,14 +60,16 @@ func (r receiver) is(f netlink.Fou) bool {
 	return a == r.local.Addr() || a.IsUnspecified()
 }
 
-// present reports whether the kernel has r.
+// present reports whether the kernel has r, or a FOU port with the same number on all
+// addresses.
 func (r receiver) present() (bool, error) {
 	ports, err := r.list()
 	return slices.ContainsFunc(ports, r.is), err
 }
 
-// ensure creates r if it is missing, and deletes other FOU ports with its number, which
-// belong to a former address of this host. It reports whether r was missing.
+// ensure creates r if present would report false, and deletes the other FOU ports with its
+// number, which belong to a former address of this host. missing reports whether r had to be
+// created, also if that has failed.
 func (r receiver) ensure() (missing bool, err error) {
 	ports, err := r.list()
 	if err != nil {
@@ -90,8 +93,8 @@ func (r receiver) ensure() (missing bool, err error) {
 	return true, err
 }
 
-// command adds or deletes a FOU port, with the attributes of linux/fou.h. The library's
-// own functions do not support a port with an address.
+// command adds or deletes the FOU port at; cmd is FOU_CMD_ADD or FOU_CMD_DEL. The attributes
+// are those of linux/fou.h. The library's own functions do not support a port with an address.
 func command(cmd uint8, at netip.AddrPort) error {
 	family, err := netlink.FouFamilyId()
 	if err != nil {
@@ -121,7 +124,8 @@ func command(cmd uint8, at netip.AddrPort) error {
 	return nil
 }
 
-// remove removes the FOU ports with r's number.
+// remove removes the FOU ports with the number of r, on any address. It returns nil if there
+// are none.
 func (r receiver) remove() error {
 	if fouMissing() != nil {
 		return nil // without FOU there are no ports
@@ -140,7 +144,8 @@ func (r receiver) removeAll() error {
 	return oneline.Join(removeDevice(), r.remove(), removeFilter())
 }
 
-// removeDevice removes the device if it belongs to the kernel path.
+// removeDevice removes the device if it belongs to the kernel path. It returns nil if there is
+// no such device.
 func removeDevice() error {
 	link, err := netlink.LinkByName(deviceName)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {

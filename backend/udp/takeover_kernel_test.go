@@ -36,7 +36,7 @@ func (refusing) Apply(_ context.Context, ops []dataplane.Op) (failed []dataplane
 
 // TestKernelTakeover starts networks one after the other, and checks which of them take over
 // the tunnel of the network before. A failed attempt to use the kernel path must not close the
-// tunnel.
+// tunnel. CloseUnused and FreePorts must close it only when no network uses it.
 func TestKernelTakeover(t *testing.T) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {

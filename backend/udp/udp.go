@@ -93,8 +93,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return b.startUserspace(ctx, own)
 }
 
-// startUserspace starts a network whose packets this process carries. Packets wait in the
-// device until the first Sync has set the peers.
+// startUserspace starts a network whose packets this process carries. It first removes the objects
+// of the kernel path. Packets wait in the device until the first Sync has set the peers.
 func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	if b.env.Network == "" { // otherwise there is no kernel path, and its objects belong to another daemon
 		if err := b.host.removeKernelPath(b.receiver()); err != nil {
@@ -116,8 +116,8 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 	return n, nil
 }
 
-// base returns the wanted state: the device with the own subnets' base addresses, and a
-// route to each network through the device.
+// base returns the wanted state: that of Env.Base, the device with the base addresses of the own
+// subnets, and a route to each network through the device.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
@@ -152,7 +152,8 @@ func (n *network) start(ctx context.Context) error {
 	return nil
 }
 
-// openTunnel makes the Host open the device, and a tunnel between the device and the peers.
+// openTunnel makes the Host open the device, and a tunnel between the device and the peers. The
+// network uses that tunnel from then on.
 func (n *network) openTunnel(ctx context.Context) (err error) {
 	var c tunnel.Config
 	for _, net := range n.env.Config.Networks {
@@ -199,8 +200,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	return outcome, err
 }
 
-// reopen opens a new device and tunnel if another program has deleted the device, or the
-// tunnel has ended.
+// reopen opens a new device or tunnel if another program has deleted the device, the tunnel has
+// ended, or the last attempt has failed.
 func (n *network) reopen(ctx context.Context) error {
 	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
 		return nil

@@ -124,8 +124,8 @@ func TestBaseOfTheKernelPath(t *testing.T) {
 	}
 }
 
-// TestKernelPathRefused checks that mode kernel is refused if the kernel path cannot
-// do what the configuration requires.
+// TestKernelPathRefused checks that New refuses mode kernel, and no other mode, if the
+// kernel path cannot do what the configuration requires.
 func TestKernelPathRefused(t *testing.T) {
 	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {
@@ -202,7 +202,8 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// TestClaim checks that a lease has neither a type nor data, like those of other daemons.
+// TestClaim checks that a claim has neither a type nor data, like the leases of other
+// daemons.
 func TestClaim(t *testing.T) {
 	b := &Backend{env: backendtest.Env(1500, prefix.IPv4)}
 	prev := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{
