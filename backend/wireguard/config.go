@@ -134,7 +134,8 @@ func families(env backend.Env) []prefix.Family {
 	return fs
 }
 
-// psk returns the preshared key of all peers, or zero if there is none.
+// psk returns the preshared key of all peers, or zero if none is configured. It returns an error if
+// the file cannot be read or contains no key.
 func (c config) psk() (wgtypes.Key, error) {
 	text := c.PSK
 	if c.PSKFile != "" {

@@ -74,8 +74,9 @@ func decodeNamed(raw json.RawMessage) endpoint.Named {
 // namedField is the JSON key of leaseData.PublicEndpoint.
 const namedField = "PublicEndpoint"
 
-// decodeData returns the public key and the port in a lease's backend data. Port 0 means that
-// the data contains no port.
+// decodeData returns the public key and the port in a lease's backend data. Port 0 means that the
+// data contains no port. It returns an error if the data contains no valid public key or an invalid
+// port.
 func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
 	if len(raw) == 0 {
 		return key, 0, errors.New("no backend data, want a PublicKey")

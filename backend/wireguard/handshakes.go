@@ -23,10 +23,10 @@ func currentInstant() instant {
 	return instant{wall: time.Now().Round(0), steady: time.Duration(boot.Nano())}
 }
 
-// handshakes tracks the ages of the sessions with a device's peers. A device records
-// handshakes by the wall clock. After a step forward all sessions would seem to have
-// ended long ago, although they continue. So handshakes takes the age from the wall clock
-// once per handshake, and from then on from a clock that cannot be stepped.
+// handshakes finds the ages of a device's sessions, which begin with a handshake. A device
+// records handshakes by the wall clock. After a step forward all sessions would seem to have
+// ended long ago, although they continue. So handshakes takes the age from the wall clock once
+// per handshake, and from then on from a clock that cannot be stepped.
 type handshakes struct {
 	lastCall instant // time of the last call of ages; zero before the first
 	seen     map[wgtypes.Key]handshake
@@ -40,8 +40,8 @@ type handshake struct {
 // never is the age of a handshake that has not happened.
 const never = time.Duration(math.MaxInt64)
 
-// ages returns the age of the last handshake with each peer, or never if there was none. peers
-// must be the present state of the device.
+// ages returns the time since the last handshake with each peer, or never if there was none.
+// peers must be the present state of the device.
 func (h *handshakes) ages(now instant, peers []wgtypes.Peer) map[wgtypes.Key]time.Duration {
 	ages := make(map[wgtypes.Key]time.Duration, len(peers))
 	seen := make(map[wgtypes.Key]handshake, len(peers))
@@ -60,11 +60,12 @@ func (h *handshakes) ages(now instant, peers []wgtypes.Peer) map[wgtypes.Key]tim
 	return ages
 }
 
-// newAge returns the age of a handshake that is new since the last call of ages. So the
-// handshake is not older than that call. The device reports it by the present wall clock, or
-// by the wall clock before a step in the meantime. If both are possible the younger age
-// counts, because a session in use must not be taken for an ended one. Before the first
-// call of ages no steps are known.
+// newAge returns the age of a handshake that ages sees for the first time. The handshake has
+// happened since the last call of ages. The device has recorded it by the present wall clock,
+// or by the wall clock before a step since that call. If both are possible the younger age
+// counts, because a session in use must not be taken for an ended one. If neither is possible,
+// newAge returns the time since that call. Before the first call of ages no steps are known,
+// so the age is that by the present wall clock.
 func (h *handshakes) newAge(now instant, reported time.Time) time.Duration {
 	age := now.wall.Sub(reported)
 	if h.lastCall == (instant{}) {

@@ -11,7 +11,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// steppedClock contains a wall clock that can be stepped, and a clock that cannot.
+// steppedClock contains a wall clock that a test can step, and a steady clock.
 type steppedClock struct {
 	passed time.Duration
 	step   time.Duration

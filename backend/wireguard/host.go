@@ -42,11 +42,11 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return &Backend{env: env, config: c, host: h}, warnings, nil
 }
 
-// take returns the device for t, and marks it as used. An earlier network may have left the
-// device running. If the external interface or its addresses have changed since, take closes
-// that device and returns a new one, because WireGuard remembers for each peer the address from
-// which it sends. take also closes unused devices with other names that listen on the port of
-// t.
+// take returns the device for t, and marks it as used. The caller starts it. An earlier network
+// may have left the device running. If the external interface or the addresses that the device
+// sends from have changed since, take closes that device and returns a new one, because
+// WireGuard remembers for each peer the address from which it sends. take also closes unused
+// devices with other names that listen on the port of t.
 func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -84,7 +84,8 @@ func (h *Host) leave(u *userspaceDevice) {
 	}
 }
 
-// closeNamed closes the devices with these names, because devices of the kernel replace them.
+// closeNamed closes the devices with these names, used or not, because devices of the kernel
+// replace them.
 func (h *Host) closeNamed(names []string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -15,10 +15,11 @@ import (
 )
 
 const (
-	// handshakePause is the minimum time between two handshakes that a peer starts with
-	// another. WireGuard drops a handshake less than 20 ms after the last one
-	// (HandshakeInitationRate of wireguard-go), and then sends none for 5 s
-	// (REKEY_TIMEOUT of the protocol).
+	// handshakePause is the minimum time between the last handshake that a device starts with a
+	// peer and the first one that the next device of this host starts with it. A peer drops a
+	// handshake that arrives less than 20 ms after the last one (HandshakeInitationRate of
+	// wireguard-go). The sender would then repeat it only after 5 s (REKEY_TIMEOUT of the
+	// protocol).
 	handshakePause = 60 * time.Millisecond
 	// The initiator starts up to handshakeAttempts handshakes with a peer that has no
 	// session, with retryPause between them.
@@ -26,20 +27,20 @@ const (
 	// turnPause is the time for which the host with the larger public key lets the other host start.
 	turnPause         = retryPause / 2
 	handshakeAttempts = 3
-	// stateReads limits how often retry reads the device's state in one round, because each time the
-	// device describes all of its peers.
+	// stateReads limits how often retry reads the device's state in one round, because each reading
+	// describes all peers of the device.
 	stateReads = 32
 )
 
-// initiator starts handshakes with the peers of a device in this process. WireGuard itself
-// starts one when it has a packet to send. But a peer may still have a session with an
-// earlier device, and the packets that this peer sends would be lost until then.
+// initiator starts handshakes with the peers of a device in this process. WireGuard itself starts
+// one when it has a packet to send. But a peer may still have a session with an earlier device of
+// this host. Without a handshake the packets that this peer sends would be lost.
 //
-// Two handshakes that cross do harm: both may fail, and WireGuard starts none for 5 s. Or
-// one fails, and when WireGuard repeats it after 5 s, packets of the session that has begun
-// are lost. Two hosts learn of each other at nearly the same time. So the host with the
-// smaller public key starts, and repeats it if there is no session. The other one starts
-// later. Handshakes can still cross if the hosts learn of each other at different times.
+// Two handshakes that cross do harm: both may fail, and WireGuard starts none for 5 s. Or one
+// fails, and when WireGuard repeats it after 5 s, packets of the session that has begun are lost.
+// Two hosts learn of each other at nearly the same time. So the host with the smaller public key
+// starts, and starts again while there is no session. The other host starts later, if there is
+// still no session. Handshakes can still cross if the hosts learn of each other at different times.
 type initiator struct {
 	dev   *wgdevice.Device
 	stop  chan struct{}
@@ -53,10 +54,10 @@ func newInitiator(dev *wgdevice.Device) *initiator {
 	return &initiator{dev: dev, stop: make(chan struct{})}
 }
 
-// initiate starts handshakes with new peers. It must be called after every change of the
-// device's peers. own is the device's public key. fresh is set if the peers may have sessions
-// with an earlier device. Then initiate starts all handshakes at once, even if own is the
-// larger key.
+// initiate starts handshakes with the peers that were added. It must be called after every change
+// of the device's peers, with the changes in peers. own is the device's public key. fresh is set if
+// the peers may have sessions with an earlier device. Then initiate starts all handshakes at once,
+// even if own is the larger key. initiate does not wait for answers.
 func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh bool) {
 	var first, second []wgdevice.NoisePublicKey
 	for _, p := range peers {
@@ -80,7 +81,7 @@ func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh 
 	}
 }
 
-// startSecond waits for turnPause, and then starts handshakes with the peers that have no
+// startSecond waits for turnPause, and then starts handshakes with those of peers that have no
 // session by then.
 func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 	select {
@@ -98,7 +99,8 @@ func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 	}
 }
 
-// retry starts further handshakes with the peers that still have no session.
+// retry starts handshakes again with those of peers that have no session, up to handshakeAttempts-1
+// times.
 func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 	for range handshakeAttempts - 1 {
 		select {
@@ -163,8 +165,8 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return had[hex.EncodeToString(k[:])] })
 }
 
-// close stops the initiator, and waits until another device may start handshakes with the same
-// peers.
+// close stops the initiator, waits for its goroutines, and then until another device may start
+// handshakes with the same peers.
 func (i *initiator) close() {
 	close(i.stop)
 	i.tasks.Wait()

@@ -31,14 +31,15 @@ func (b delayedBind) Send(packets [][]byte, to conn.Endpoint) error {
 	return nil
 }
 
-// end is one of two hosts whose packets to each other arrive with a delay.
+// end is one of two hosts whose packets to each other arrive after latency.
 type end struct {
 	dev       *wgdevice.Device
 	initiator *initiator
 	key       wgtypes.Key
 }
 
-// newEnds returns two ends with these private keys.
+// newEnds returns two running ends with these private keys. They do not have each other as
+// peers.
 func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 	t.Helper()
 	for i, bind := range bindtest.NewChannelBinds() {
@@ -57,8 +58,8 @@ func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 	return ends
 }
 
-// addPeer adds other as a peer of e. port is 1 if e is the first of the two ends, and 2 if it
-// is the second. keepalive is in seconds.
+// addPeer adds other as a peer of e, and calls initiate. port is 1 if e is the first of the
+// two ends, and 2 if it is the second. keepalive is in seconds.
 func (e end) addPeer(t *testing.T, other end, port, keepalive int, fresh bool) {
 	t.Helper()
 	public := other.key.PublicKey()

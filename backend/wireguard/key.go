@@ -25,7 +25,7 @@ const keyFile = "wgkey"
 const flannelKeyFile = "/run/flannel/wgkey"
 
 // writtenFile is the name of a file in the state directory. It lists the private key files
-// outside of the state directory that flanneld has written. It is a JSON object that maps the
+// that flanneld has written because of WIREGUARD_KEY_FILE. It is a JSON object that maps the
 // path of each file to the public key.
 const writtenFile = "wgkey-written"
 
@@ -60,9 +60,11 @@ func newKeyStore(stateDir, network string) keyStore {
 	return keyStore{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
 }
 
-// key returns the stored private key. If there is none, it returns device, the key of the
-// existing device. If device is zero, it makes a new key. When key returns without an error,
-// the key is on disk, unless s.path is empty.
+// key returns the private key that is stored in s.path or else in s.fallback. If there is
+// none, it returns device, the key of the existing device. If device is zero, it makes a new
+// key. When key returns without an error, the key is in s.path, unless s.path is empty. It
+// returns an error if a file cannot be read or contains no key, or if the key cannot be
+// stored.
 func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 	for _, path := range []string{s.path, s.fallback} {
 		if path == "" {
@@ -158,9 +160,9 @@ func readWritten(path string) (list map[string]string, err error) {
 	return list, nil
 }
 
-// WrittenKeys returns the paths of the private key files outside of stateDir that
-// flanneld has written because of WIREGUARD_KEY_FILE, and that still contain the written
-// key.
+// WrittenKeys returns the paths of the private key files that flanneld has written because of
+// WIREGUARD_KEY_FILE, and that still contain the written key. The list of these files is in
+// stateDir. It returns none if the list does not exist.
 func WrittenKeys(stateDir string) ([]string, error) {
 	list, err := readWritten(filepath.Join(stateDir, writtenFile))
 	if err != nil {

@@ -29,7 +29,7 @@ const (
 	maxAddresses = 4
 )
 
-// resolver finds the addresses of names in the background. It never makes a pass wait.
+// resolver finds the addresses of names in the background, so that no pass waits for a lookup.
 type resolver struct {
 	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
 	found  func() // called when names have other addresses than before
@@ -39,7 +39,7 @@ type resolver struct {
 	mu    sync.Mutex
 	names map[string]*name
 	queue []string  // names to resolve
-	told  time.Time // when found was called, or will be
+	told  time.Time // when found was called last, or will be called next
 }
 
 // name is a name with its addresses.
@@ -54,9 +54,9 @@ func newResolver(lookup func(ctx context.Context, host string) ([]netip.Addr, er
 	return &resolver{lookup: lookup, found: found, wake: wait.NewSignal(), limit: rate.NewLimiter(lookupRate, lookups), names: map[string]*name{}}
 }
 
-// addrs returns the known addresses of host; nil if there are none yet. They may be out of
-// date, because the caller has no session with the host. So addrs also makes run resolve host
-// again, unless host was resolved a short time ago.
+// addrs returns the known addresses of host, sorted; nil if there are none yet. The caller has no
+// session with the host, so the known addresses may be out of date. That is why addrs also makes
+// run resolve host again, unless host is in the queue or was resolved a short time ago.
 func (r *resolver) addrs(host string) []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -129,8 +129,8 @@ func (r *resolver) pop() (host string, ok bool) {
 	return host, true
 }
 
-// resolve resolves one name and stores its addresses. If the lookup fails or has no result, the
-// former addresses stay.
+// resolve resolves one name, stores its addresses, and calls tell if they have changed. If the
+// lookup fails or has no result, the former addresses stay.
 func (r *resolver) resolve(ctx context.Context, host string) {
 	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
 	defer cancel()
@@ -161,8 +161,8 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	}
 }
 
-// tell calls found now or, if the last call was less than foundPause ago, as soon as foundPause
-// is over. The caller holds r.mu.
+// tell makes found run: now, or at the end of foundPause if that has not passed since the last
+// call. The caller holds r.mu.
 func (r *resolver) tell() {
 	now := time.Now()
 	if r.told.After(now) { // a call is planned already

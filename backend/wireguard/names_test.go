@@ -205,9 +205,10 @@ func withName(t *testing.T, i byte, name string) *subnet.Lease {
 	return l
 }
 
-// TestTryTheNameOfAPeer checks that a host sends to the addresses of a peer's name while it has
-// no session with the peer, and only to the address in the lease if the name has no usable
-// address.
+// TestTryTheNameOfAPeer collects the endpoints that a host tries for a peer without a session.
+// Besides the endpoint of the lease, these must be the usable IPv4 addresses of the peer's name,
+// and no others. Then a session begins: the endpoint must stay, and at most one more lookup may
+// follow.
 func TestTryTheNameOfAPeer(t *testing.T) {
 	for name, want := range map[string][]string{
 		"node2.example.org":      {"203.0.113.2:7", "203.0.113.3:7"},

@@ -22,16 +22,17 @@ const (
 	// leastReadPause is the shortest planned time between two readings of a device. The trials of many
 	// peers end at different times, and each reading returns all peers.
 	leastReadPause = time.Second
-	// mostReadPause is the longest time between two readings of a device while there are peers behind
-	// NAT. The kernel announces neither sessions nor endpoints.
+	// mostReadPause is the longest time between two readings of a device while there are peers
+	// behind NAT, peers with names, or notes about relays. The kernel announces neither sessions
+	// nor endpoints.
 	mostReadPause = time.Minute
 	// newsPause is the time until the devices are read after another host has changed the endpoints that it
 	// shares, or its data about relays. Many hosts may change these at once, and one reading serves all.
 	newsPause = 10 * time.Second
 )
 
-// nat finds the endpoints of peers that are behind NAT. A host shares the endpoints at which it
-// sees such peers, and tries the endpoints that other hosts share.
+// nat finds the endpoints of peers that are behind NAT. A host shares in its lease the endpoints at
+// which it sees such peers, and tries the endpoints that other hosts share.
 type nat struct {
 	shared    sharedIndex
 	sharer    sharer
@@ -40,8 +41,9 @@ type nat struct {
 	readBy    time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 }
 
-// newNAT returns the state at the start of the network. It begins with the shared endpoints and
-// the relay lists in the own lease, so that a restart does not withdraw them.
+// newNAT returns the state at the start of the network. It begins with the shared endpoints and the
+// relay lists in the own lease, so that a restart does not withdraw them. It also stores these in
+// the devices and in Backend.published.
 func (n *network) newNAT(own subnet.Lease) nat {
 	now := n.now().steady
 	before := n.publishes(own.Claim())
@@ -60,8 +62,9 @@ func (n *network) newNAT(own subnet.Lease) nat {
 	return nat{sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal()}
 }
 
-// publishes returns what this host publishes about other hosts at present. Before the network
-// has started, that is the content of prev, the last claim of this host.
+// publishes returns what this host publishes about other hosts at present. Before the network has
+// started, that is the content of prev, the last claim of this host. The result is empty if
+// EndpointSharingInterval is 0.
 func (b *Backend) publishes(prev subnet.Claim) published {
 	if b.config.EndpointSharingInterval == 0 {
 		return published{}
@@ -90,8 +93,8 @@ func (n *network) Republish() <-chan struct{} { return n.nat.republish }
 // Published implements backend.Publisher. There is nothing to do after a write.
 func (*network) Published(subnet.Claim) {}
 
-// noteShared stores what the leases of set share, and what they say about relays. It visits
-// only the changed leases, unless any lease may differ.
+// noteShared stores what the leases of set share, and what they say about relays. It visits only
+// the changed leases, unless any lease may differ or the last pass has failed.
 func (n *network) noteShared(set backend.Set) {
 	if n.nat.sharer.interval == 0 {
 		return
@@ -128,14 +131,16 @@ func (n *network) noteShared(set backend.Set) {
 	}
 }
 
-// readingDue reports whether the devices have to be read because of peers behind NAT.
+// readingDue reports whether the time nat.readBy has come. The devices must then be read because of
+// peers behind NAT, names or relays. now is the time on the steady clock.
 func (n *network) readingDue(now time.Duration) bool { return n.nat.readBy != 0 && now >= n.nat.readBy }
 
 // serves reports whether the device sends to addresses of family f.
 func (d *device) serves(f prefix.Family) bool { return slices.Contains(d.outer, f) }
 
 // candidates returns the endpoints to try for p, a peer of d that has no session: first the
-// addresses of its name, then the endpoints that other hosts share.
+// addresses of its name, then the endpoints that other hosts share. It also makes the resolver look
+// up the name again.
 func (n *network) candidates(d *device, p peer) []netip.AddrPort {
 	var all []netip.AddrPort
 	if !p.named.IsZero() {
@@ -153,7 +158,7 @@ func (n *network) candidates(d *device, p peer) []netip.AddrPort {
 	return all
 }
 
-// noteNames stores the names of the wanted peers in c. It also makes the resolver look up the
+// noteNames stores the names of the wanted peers in d.named. It also makes the resolver look up the
 // names of peers that are not on the device yet, because there is no session with them.
 func (n *network) noteNames(d *device, c diff) {
 	fresh := map[string]bool{} // names of peers that are not on the device yet
@@ -173,20 +178,21 @@ func (n *network) noteNames(d *device, c diff) {
 	}
 }
 
-// resolve looks up the addresses of host. If host is an address, it returns that address.
+// resolve looks up the addresses of host, of both families. If host is an address, it returns that
+// address.
 func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
 	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
 
-// worthSharing reports whether other hosts may reach a peer at endpoint.
+// worthSharing reports whether other hosts may reach the peer that this host sees at endpoint.
 func (n *network) worthSharing(endpoint netip.AddrPort) bool {
 	own, _ := n.env.Underlay.Family(prefix.FamilyOf(endpoint.Addr()))
 	return n.env.Reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
-// offer decides whether this host should change what it publishes. It must be called after a
-// pass that has read all devices. It returns the time after which another pass must read the
-// devices and call offer again; zero if there is nothing to change.
+// offer decides whether this host should change what it publishes. It must be called after a pass
+// that has read all devices. It returns the time after which another pass must read the devices and
+// call offer again; zero if there is nothing to change or the set is not complete.
 func (n *network) offer(p pass) (again time.Duration) {
 	s := &n.nat.sharer
 	if s.interval == 0 || !p.set.Complete {
@@ -204,7 +210,7 @@ func (n *network) offer(p pass) (again time.Duration) {
 	return s.offer(p.now.steady, len(p.set.Leases), want)
 }
 
-// share publishes the change that offer has planned, unless other hosts have made it
+// share publishes the change in sharer.offered, if there is one, unless other hosts have made it
 // unnecessary since by what they share. It reports whether the lists about relays have changed,
 // because then the relays must be chosen again.
 func (n *network) share(ctx context.Context, p pass) (relays bool) {
@@ -231,7 +237,7 @@ func (n *network) share(ctx context.Context, p pass) (relays bool) {
 }
 
 // followPeers runs after a pass without an error. If the pass has read all devices, followPeers
-// calls offer. In any case it decides when to read the devices again because of peers behind
+// calls offer. In any case it sets nat.readBy, the time of the next reading because of peers behind
 // NAT, names and relays. wrote is set if the pass has changed a peer.
 func (n *network) followPeers(p pass, wrote bool) {
 	by, now := n.nat.readBy, p.now.steady

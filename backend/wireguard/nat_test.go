@@ -20,7 +20,7 @@ type natHost struct {
 	clock  instant
 }
 
-// newNATHost returns host 1 with its last lease, own.
+// newNATHost returns host 1 at its start, with own as its last lease.
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)
@@ -31,8 +31,9 @@ func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	return h
 }
 
-// sync lets the time d pass. It makes one pass at once, and then a pass whenever the network
-// asks for one. leases are those of the other hosts. It returns the number of passes.
+// sync lets the time d pass on the clock of the test. It makes one pass at once, and then a pass
+// whenever the network asks for one. leases are those of the other hosts. It returns the number of
+// passes.
 func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (passes int) {
 	t.Helper()
 	s, end := set(nil, leases...), h.clock.steady+d
@@ -57,8 +58,8 @@ func (h *natHost) pass(d time.Duration) {
 	h.clock.wall = h.clock.wall.Add(d)
 }
 
-// session gives host i a new session at endpoint, on the IPv4 device. It also counts one more
-// byte sent to each peer of the device.
+// session gives host i a new session with host 1 at endpoint, on the IPv4 device, and one received
+// byte. It also counts one more byte sent to each peer of the device.
 func (h *natHost) session(i byte, endpoint string) {
 	for k, p := range h.device.peers["flannel-wg"] {
 		if p.TransmitBytes++; k == key(i) {
@@ -69,7 +70,7 @@ func (h *natHost) session(i byte, endpoint string) {
 	}
 }
 
-// endpoint returns the endpoint of host i on the IPv4 device.
+// endpoint returns the endpoint of host i on the IPv4 device of host 1.
 func (h *natHost) endpoint(i byte) string {
 	return endpointOf(h.device.peers["flannel-wg"][key(i)]).String()
 }
@@ -115,9 +116,9 @@ func netUDP(endpoint string) *net.UDPAddr {
 	return net.UDPAddrFromAddrPort(netip.MustParseAddrPort(endpoint))
 }
 
-// TestShareTheEndpointOfAPeer checks that a host writes its lease once to share the endpoint of
-// a peer behind NAT that keeps a session, and that the endpoint stays in the lease after a
-// restart.
+// TestShareTheEndpointOfAPeer checks that a host writes its lease once to share the endpoint of a
+// peer behind NAT that keeps a session, that the endpoint stays in the lease after a restart, and
+// that it leaves the lease long after the last session.
 func TestShareTheEndpointOfAPeer(t *testing.T) {
 	const seen = "192.168.78.7:40002"
 	h := newNATHost(t, host(t, 1, 1))
@@ -149,9 +150,9 @@ func TestShareTheEndpointOfAPeer(t *testing.T) {
 	}
 }
 
-// TestSharingIsDecidedAgain checks that a host does not share the endpoint of a peer if three
-// other hosts begin to share it after the host has decided to do so, and before it writes its
-// lease.
+// TestSharingIsDecidedAgain checks that a host does not share the endpoint of a peer if three other
+// hosts begin to share it after the host has decided to do so, and before it writes its lease.
+// Otherwise the host must share the endpoint.
 func TestSharingIsDecidedAgain(t *testing.T) {
 	const seen = "192.168.78.7:40002"
 	for _, others := range []bool{false, true} {
@@ -274,8 +275,8 @@ func TestSharedEndpointsAreTriedSoon(t *testing.T) {
 	}
 }
 
-// TestNothingSharedIsLost checks that a pass after a failed one visits all leases, because the
-// failed pass may not have visited its changes.
+// TestNothingSharedIsLost checks that noteShared visits all leases after a failed pass, because
+// that pass may not have visited its changes.
 func TestNothingSharedIsLost(t *testing.T) {
 	h := newNATHost(t, host(t, 1, 1))
 	h.failed = true

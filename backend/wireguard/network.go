@@ -33,7 +33,7 @@ type network struct {
 	secret         secret
 	nat            nat
 	names          *resolver
-	failed         bool // the last pass failed, and its changes are not announced again
+	failed         bool // the last pass failed, and the next set does not repeat its changes
 	now            func() instant
 }
 
@@ -58,13 +58,13 @@ func (hostControl) Index(device string) (int, error) {
 	return link.Index, nil
 }
 
-// device is a tunnel with its last known state.
+// device is a tunnel with the state that the passes have written to it and read from it.
 type device struct {
 	tunnel
 	userspace       *userspaceDevice // nil if the kernel implements it
 	index           int              // index of the interface; another one means a new device, without any peers
 	peers           map[string]peer  // wanted peers, by lease key
-	unwantedRemoved bool             // peers without a lease were removed
+	unwantedRemoved bool             // peers without a lease were removed from this device
 	waiting         int              // number of peers that do not have the present preshared key yet
 
 	handshakes handshakes
@@ -72,14 +72,14 @@ type device struct {
 	trials     trials          // searches for endpoints of peers without a session
 	relaying   relaying        // the use of relays
 	named      map[string]bool // names of peers
-	read       time.Duration   // when it was read, on the steady clock
+	read       time.Duration   // when the device was read, on the steady clock
 }
 
 func newDevice(t tunnel) *device {
 	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, relaying: newRelaying(), named: map[string]bool{}}
 }
 
-// pass contains the input of one pass.
+// pass contains the input of one pass over the devices.
 type pass struct {
 	set  backend.Set
 	now  instant
@@ -101,7 +101,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	return o, oneline.Join(failed, err)
 }
 
-// again returns the time after which the network needs another pass, or 0.
+// again returns the time after which the network needs another pass, because peers wait for the
+// preshared key or devices must be read; 0 if neither.
 func (n *network) again() (again time.Duration) {
 	if n.secret.waiting {
 		again = pskCheck
@@ -115,7 +116,7 @@ func (n *network) again() (again time.Duration) {
 	return again
 }
 
-// ensureUserspace starts the devices of this process that do not run.
+// ensureUserspace starts the devices of this process that do not run, and marks them as new.
 func (n *network) ensureUserspace(ctx context.Context) error {
 	for _, d := range n.devices {
 		if d.userspace == nil {
@@ -132,8 +133,8 @@ func (n *network) ensureUserspace(ctx context.Context) error {
 	return nil
 }
 
-// syncPeers sets the settings and peers of the devices, and returns the number of peers
-// that another program had changed.
+// syncPeers writes the settings and peers of all devices. It returns the number of repaired peers,
+// see countRepairs. An error of one device does not prevent the others.
 func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int, err error) {
 	psk, err := n.secret.read(ctx, n.config)
 	if err != nil {
@@ -166,10 +167,10 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	return repaired, nil
 }
 
-// syncDevice makes the settings and peers of a device match the set of the pass. It reports whether
-// it has changed a peer, and the number of peers that another program had changed. It reads the
-// device if any of its peers may differ from the last pass. Otherwise it trusts what it wrote then,
-// because reading thousands of peers costs far more than changing one.
+// syncDevice makes the settings and peers of a device match the set of the pass. wrote reports
+// whether it has changed a peer, and repaired is the result of countRepairs. If only the changed
+// leases can need a write, syncDevice does not read the device: it trusts what it wrote in the last
+// pass, because reading thousands of peers costs far more than changing one.
 func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass) (wrote bool, repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
@@ -207,8 +208,9 @@ func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass)
 	return len(cfg.Peers) > 0, repaired, nil
 }
 
-// diffOfAll reads the device and compares it with all leases. same reports whether it is the
-// device of the last pass. The returned map contains the wanted peers by lease key.
+// diffOfAll reads the device and compares it with all leases. same reports whether it is the device
+// of the last pass. The returned map contains the wanted peers by lease key. diffOfAll also updates
+// what d knows of its sessions, endpoints, trials and relays.
 func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map[string]peer, error) {
 	have, err := n.control.Device(d.name)
 	if err != nil {
@@ -273,7 +275,8 @@ func asWritten(p peer, s settings) wgtypes.Peer {
 	}
 }
 
-// setPeers stores the state of the device after a pass.
+// setPeers stores what a pass has written. full is set if next contains the wanted peers of all
+// leases, and not only those of the changed ones.
 func (d *device) setPeers(index int, full bool, set backend.Set, next map[string]peer) {
 	d.index = index
 	if full {
@@ -290,7 +293,8 @@ func (d *device) setPeers(index int, full bool, set backend.Set, next map[string
 
 // countRepairs counts the changes in c that undo a change by another program: removals of peers
 // that were not wanted before, and changes to peers whose wanted state is the same as before.
-// Changes to a new preshared key or to another endpoint do not count.
+// Changes to a new preshared key or to another endpoint do not count. Nor does a peer that another
+// program has removed, because adding it again sets its endpoint.
 func countRepairs(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
@@ -318,7 +322,7 @@ func explainPortInUse(err error, port int) error {
 	return err
 }
 
-// Objects implements backend.Inspector.
+// Objects implements backend.Inspector. It reports what was written, and does not read the devices.
 func (n *network) Objects(key string) []backend.ObjectReport {
 	var hs []backend.ObjectReport
 	for _, d := range n.devices {

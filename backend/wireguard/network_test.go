@@ -25,7 +25,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// fakeControl implements control in memory, with the kernel's rules.
+// fakeControl implements control in memory. It changes peers by the rules of the kernel: a subnet
+// belongs to one peer, and a change with UpdateOnly adds no peer.
 type fakeControl struct {
 	peers map[string]map[wgtypes.Key]wgtypes.Peer // peers by device
 	fail  string                                  // name of a device that cannot be written
@@ -95,7 +96,8 @@ func (f *fakeControl) handshake(device string, of wgtypes.Key) {
 	f.peers[device][of] = p
 }
 
-// expect fails the test unless the device has these peers, each with its endpoint and subnets.
+// expect fails the test unless the device has exactly these peers, each with its endpoint and
+// subnets. want is sorted.
 func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	t.Helper()
 	var got []string
@@ -112,8 +114,8 @@ func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	}
 }
 
-// host returns the lease of host i, whose key is "host<i>". Its public addresses, one for each
-// family, end in at.
+// host returns the lease of host i, with the lease key "host<i>" and the public key key(i). Its
+// public addresses, one for each family, end in at.
 func host(t *testing.T, i byte, at int) *subnet.Lease {
 	t.Helper()
 	l := &subnet.Lease{Key: fmt.Sprintf("host%d", i), BackendType: Type}
@@ -130,7 +132,8 @@ func host(t *testing.T, i byte, at int) *subnet.Lease {
 }
 
 // start returns the network of host 1, dual-stack with a device for each family. The Spy is its
-// kernel, and the fakeControl has the peers of its devices.
+// kernel, which has the links already. The fakeControl contains the peers of the devices; there are
+// none yet.
 func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	t.Helper()
 	k := dataplanetest.New()
@@ -178,8 +181,8 @@ func set(changed []string, leases ...*subnet.Lease) backend.Set {
 	return s
 }
 
-// TestOneFamilyFails checks that a failure of one family does not affect the peers of the
-// other family.
+// TestOneFamilyFails checks that a failure of one family does not affect the peers of the other
+// family, and that Sync returns the error.
 func TestOneFamilyFails(t *testing.T) {
 	const four, six = "192.168.77.2:51820 10.5.2.0/24", "[fd00:77::2]:51820 fd00:10:5:2::/64"
 	t.Run("IPv6 is switched off", func(t *testing.T) {

@@ -32,7 +32,8 @@ func (p peer) String() string {
 }
 
 // peer returns the peer of t for lease l, whose backend data must be valid. ok is false if t
-// does not serve l.
+// does not serve l: l has no subnet of a family inside the tunnel, or no address that t can
+// send to.
 func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 	for _, f := range t.families {
 		e, has := l.Endpoint(f)
@@ -60,9 +61,9 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 	return p, true
 }
 
-// outer returns the family of the outer packets that t sends to the host with lease l. If both
-// families are possible, this is IPv4, unless the IPv4 address of that host is private and the
-// IPv6 addresses of both hosts are not.
+// outer returns the family of the outer packets that t sends to the host with lease l. If only
+// one family is possible, it is that one. If both are possible, it is IPv4, unless the IPv4
+// address of that host is private and the IPv6 addresses of both hosts are not.
 func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	if len(t.outer) == 1 {
 		return t.outer[0]
@@ -83,9 +84,9 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	return prefix.IPv4
 }
 
-// port returns the UDP port that the host with lease l listens on for the packets of t.
-// Upstream flannel publishes ListenPortV6 for IPv6, even if its only device listens on
-// ListenPort.
+// port returns the UDP port that the host with lease l listens on for the packets of t. outer
+// is the endpoint of l that t sends to. If the data contains no port, it is that of t. Upstream
+// flannel publishes ListenPortV6 for IPv6, even if its only device listens on ListenPort.
 func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
 	_, port, _ := decodeData(outer.Data)
 	if b.config.Mode != modeSeparate {
@@ -131,18 +132,18 @@ type diff struct {
 	known map[wgtypes.Key]peer
 	try   map[wgtypes.Key]netip.AddrPort // endpoints to try instead of the wanted ones
 	settings
-	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
+	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes; nil if have was not read
 	removeUnwanted bool
 	fromMemory     bool
 	by             map[string]string // relays in use: see relaying.by
 }
 
-// newDiff returns a diff from have to settings, without any wanted peers.
+// newDiff returns a diff from have to settings. The caller adds the wanted peers.
 func newDiff(s settings, have *wgtypes.Device) diff {
 	return diff{have: have, settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
 }
 
-// config returns the changes. changed is false if there are none.
+// config returns the changes to write. changed is false if there are none.
 func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.PrivateKey != d.key {
 		c.PrivateKey = &d.key
@@ -190,8 +191,8 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 	}
 }
 
-// change returns the change that turns the peer h into w. differs is false if no change is
-// necessary. allowed returns the subnets of all wanted peers.
+// change returns the change that turns h, the peer in the device, into w. differs is false if
+// no change is necessary. allowed returns the subnets of all wanted peers.
 func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
@@ -222,7 +223,8 @@ func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]boo
 	return p, differs
 }
 
-// waiting returns the number of peers whose preshared key config does not change yet.
+// waiting returns the number of wanted peers in the device whose preshared key must change
+// later, and not now.
 func (d diff) waiting() (count int) {
 	for _, h := range d.have.Peers {
 		if _, wanted := d.want[h.PublicKey]; wanted && h.PresharedKey != d.psk && !takesPSK(d.ages[h.PublicKey]) {
@@ -248,8 +250,8 @@ func ipNets(ps []netip.Prefix) []net.IPNet {
 	return nets
 }
 
-// networkChanges returns the subnets that a peer lacks, and the subnets that it should not
-// have.
+// networkChanges returns the subnets in want that have lacks, and the subnets in have that want
+// lacks.
 func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []netip.Prefix) {
 	missing = slices.Clone(want)
 	for _, n := range have {

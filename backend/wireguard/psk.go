@@ -12,11 +12,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// A preshared key matters only in handshakes: a session continues with any new key of its
-// peer. Hosts learn a new key at different times, and no handshake between two hosts
-// succeeds until both have it. So a host gives the new key to a peer at one of two times.
-// Either the session is young, and lasts long enough for the other host to learn the key.
-// Or the session is so old that the other host seems to have the key already.
+// A preshared key matters only in handshakes: a session continues with any new key. Hosts
+// learn a new key at different times, and no handshake between two hosts succeeds until
+// both have it. So a host sets the new key of a peer at one of two times. Either the
+// session is young, and lasts long enough for the other host to learn the key. Or the
+// session is so old that the other host seems to have the key already, because it has not
+// replaced the session.
 const (
 	youngSession = 10 * time.Second
 	// A session is replaced after 120 s (REKEY_AFTER_TIME of the protocol), or up to 10 s
@@ -29,7 +30,7 @@ const (
 // is missed.
 const pskCheck = 3 * time.Second
 
-// takesPSK reports whether a peer should get a new preshared key now. age is the age of
+// takesPSK reports whether a peer should get a new preshared key now. age is the time since
 // the last handshake with it.
 func takesPSK(age time.Duration) bool {
 	return age < youngSession || age > oldSession
@@ -40,12 +41,13 @@ type secret struct {
 	key           wgtypes.Key
 	known         bool
 	failureLogged bool // the log says that the key cannot be read
-	rotating      bool // the key is new, so a peer with another key may have the previous one
+	rotating      bool // the key is new, so a peer with another key may still have the previous one
 	waiting       bool // some peers do not have the key yet
 }
 
-// read returns the preshared key. If the file can no longer be read, it returns the last
-// key, because sessions use it.
+// read returns the preshared key. If the file can no longer be read, it logs that and
+// returns the last key, because sessions use it. It returns an error only if it has never
+// read a key.
 func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	key, err := c.psk()
 	if err != nil && !s.known {
@@ -67,8 +69,8 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	return key, nil
 }
 
-// setWaiting records the number of peers that wait for the key after a pass. all reports
-// whether the pass included all peers.
+// setWaiting records that waiting peers do not have the key yet, after a pass. all reports
+// whether the pass included all peers. When all peers have the key, it is no longer new.
 func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 	was := s.waiting
 	s.waiting = waiting > 0

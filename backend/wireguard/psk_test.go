@@ -58,8 +58,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestForeign checks which changes of a peer count as repairs of what another program has done.
-// A preshared key does not count while flanneld's own key is new.
+// TestForeign checks which changes of a peer countRepairs counts. A new preshared key does not
+// count while flanneld's own key is new.
 func TestForeign(t *testing.T) {
 	psk, p := key(5), peer{key: key(2)}
 	peers := map[wgtypes.Key]peer{p.key: p}

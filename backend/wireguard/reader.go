@@ -20,8 +20,9 @@ type reader struct {
 }
 
 // Read implements tun.Device. The kernel leaves UDP checksums to the program that reads the
-// device. For one packet in 65,536 the checksum is 0, and wireguard-go does not replace that 0.
-// Over IPv4 it means that there is no checksum, but over IPv6 the receiver drops the packet.
+// device. For one packet in 65,536 the computed checksum is 0, and wireguard-go leaves that 0
+// in the packet. Over IPv4 it means that there is no checksum, but over IPv6 the receiver drops
+// the packet.
 func (r *reader) Read(bufs [][]byte, sizes []int, offset int) (n int, err error) {
 	n, err = r.Device.Read(bufs, sizes, offset)
 	for i := range n {
@@ -33,7 +34,7 @@ func (r *reader) Read(bufs [][]byte, sizes []int, offset int) (n int, err error)
 	return n, err
 }
 
-// ended returns why wireguard-go has ended the device.
+// ended returns why wireguard-go has ended the device. The result is never nil.
 func (r *reader) ended() error {
 	switch err := r.failure.Load(); {
 	case err == nil:
@@ -52,8 +53,8 @@ const (
 )
 
 // completeUDP6 writes a computed UDP checksum of 0 as 0xffff, as RFC 8200, section 8.1,
-// requires. It does not change a packet whose sender has left out the checksum: the field is 0
-// too, but the computed checksum is not.
+// requires. b is an IP packet. completeUDP6 does not change other packets. If a sender has left
+// out the checksum, the field is 0 too, but the computed checksum is not.
 func completeUDP6(b []byte) {
 	const protocol, length, checksum = 6, ipv6Header + 4, ipv6Header + 6
 	if len(b) < ipv6Header+udpHeader || b[checksum]|b[checksum+1] != 0 || b[0]>>4 != 6 || b[protocol] != unix.IPPROTO_UDP {

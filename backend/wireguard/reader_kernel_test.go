@@ -15,9 +15,9 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 )
 
-// TestKernelReaderCompletesChecksums checks the checksum of a UDP packet over IPv6 that is sent
-// into a real TUN device. The kernel leaves the checksum to the program that reads the device,
-// and the payload is chosen so that the computed checksum is 0.
+// TestKernelReaderCompletesChecksums sends a UDP packet over IPv6 into a real TUN device, and
+// checks that its checksum is 0xffff when it is read. The kernel leaves the checksum to the
+// program that reads the device, and the payload is chosen so that the computed checksum is 0.
 func TestKernelReaderCompletesChecksums(t *testing.T) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {

@@ -38,7 +38,7 @@ func (r relayLists) equal(to relayLists) bool {
 
 func compareKeys(a, b wgtypes.Key) int { return bytes.Compare(a[:], b[:]) }
 
-// hasKey reports whether sorted keys contain key.
+// hasKey reports whether keys contain key. keys must be sorted.
 func hasKey(keys []wgtypes.Key, key wgtypes.Key) bool {
 	_, found := slices.BinarySearchFunc(keys, key, compareKeys)
 	return found
@@ -81,7 +81,8 @@ func decodeKeys(raw json.RawMessage) []wgtypes.Key {
 // relayField is the begin of the JSON keys of leaseData.Relay and leaseData.Relays.
 const relayField = `"Relay`
 
-// decodeRelays decodes the backend data of a host: whether the host is a relay, and its lists.
+// decodeRelays decodes what the backend data of a host says about relays: whether the host is a
+// relay, and its lists. Both are zero if the data is invalid or says nothing.
 func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
 	if !bytes.Contains(raw, []byte(relayField)) { // as in nearly all leases
 		return false, relayLists{}
@@ -96,9 +97,9 @@ func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
 	return bool(d.Relay), relayLists{decodeKeys(d.Unreachable), decodeKeys(d.Relays)}
 }
 
-// relaysIn returns what lease l says about relays to hosts with t: whether its host is a relay,
-// and its lists. key is the public key of that host; it is zero if the lease says nothing about
-// relays.
+// relaysIn returns what lease l says about relays to hosts with t: whether its host is a relay, and
+// its lists. key is the public key of that host; it is zero if the lease says nothing about relays.
+// relaysIn reads the data of the first family of t that l has.
 func relaysIn(t tunnel, l subnet.Lease) (key wgtypes.Key, relay bool, lists relayLists) {
 	for _, f := range t.families {
 		if e, ok := l.Endpoint(f); ok {
@@ -155,7 +156,8 @@ func (ns relayNotes) set(lease string, now relayNote) (changed bool) {
 	return true
 }
 
-// retain removes the notes about leases for which keep returns false.
+// retain removes the notes about leases for which keep returns false. It reports whether there were
+// any.
 func (ns relayNotes) retain(keep func(lease string) bool) (changed bool) {
 	for lease := range ns {
 		if !keep(lease) {
@@ -175,12 +177,12 @@ func (ns relayNotes) byPeer() map[wgtypes.Key]relayNote {
 	return all
 }
 
-// agreedRelay returns the relay for the packets between this host and a peer. own is the public
-// key of this host, lists is what this host publishes, and usable reports whether a host
-// publishes that it is a relay. ok is false if there is no relay. Both hosts find the same
-// relay, because both use the same data: a relay can be chosen only if each host publishes that
-// it does not reach the other host, and that it reaches the relay. relayRank gives each pair of
-// hosts an order of its own, so that different pairs use different relays.
+// agreedRelay returns the relay for the packets between this host and a peer. own is the public key
+// of this host, lists is what this host publishes, and peer is the note about the lease of the
+// peer. usable reports whether a host can be a relay. ok is false if there is no relay. Both hosts
+// find the same relay, because both use the same data: a relay can be chosen only if each host
+// publishes that it does not reach the other host, and that it reaches the relay. relayRank gives
+// each pair of hosts an order of its own, so that different pairs use different relays.
 func agreedRelay(own wgtypes.Key, lists relayLists, peer relayNote, usable func(wgtypes.Key) bool) (relay wgtypes.Key, ok bool) {
 	if !peer.misses || !slices.Contains(lists.unreachable, peer.peer) {
 		return relay, false
@@ -219,5 +221,5 @@ func (b *Backend) CheckRelay() error {
 	return nil
 }
 
-// usesRelays reports whether this host may have peers that it reaches by a relay.
+// usesRelays reports whether the configuration lets this host reach peers by a relay.
 func (b *Backend) usesRelays() bool { return b.CheckRelay() == nil }

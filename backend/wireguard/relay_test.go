@@ -22,7 +22,7 @@ func keys(numbers ...byte) (ks []wgtypes.Key) {
 	return ks
 }
 
-// array returns the JSON array of the keys with these numbers.
+// array returns the JSON array of the keys with these numbers, as for key.
 func array(t *testing.T, numbers ...byte) json.RawMessage {
 	t.Helper()
 	raw, err := encodeKeys(keys(numbers...))
@@ -116,7 +116,7 @@ func TestAgreedRelay(t *testing.T) {
 	}
 	for name, tt := range map[string]struct {
 		change func(own *relayLists, other *relayNote)
-		hidden wgtypes.Key // this host does not publish that it is a relay
+		hidden wgtypes.Key // a relay that does not publish that it is one
 		want   wgtypes.Key // zero for none
 	}{
 		"both reach both relays":                {change: func(*relayLists, *relayNote) {}, want: first},

@@ -28,7 +28,7 @@ const (
 	keepaliveSize = 32
 )
 
-// contact is what a device knows of a peer while there are relays.
+// contact is what the last reading of a device has shown about one peer, while there are relays.
 type contact struct {
 	session bool
 	since   time.Duration // begin of the session, or of the time without one, on the steady clock
@@ -38,15 +38,16 @@ type contact struct {
 	unanswered time.Duration // first reading that showed data without an answer; zero if the peer answers
 }
 
-// answers reports whether, at the time now, the peer has not left data unanswered for
-// relayPatience or longer.
+// answers reports whether the peer answers: it is false if, at the time now, the peer has left data
+// unanswered for relayPatience or longer.
 func (c contact) answers(now time.Duration) bool {
 	return c.unanswered == 0 || now-c.unanswered < relayPatience
 }
 
 // next returns the contact after a reading at the time now. h is the state of the peer in the
 // device, and age the age of its last handshake. keepalive is the interval of keepalives, which
-// need no answer. Before the first reading, the contact is zero.
+// need no answer: only more bytes than those of keepalives count as data. Before the first reading,
+// the contact is zero.
 func (c contact) next(now time.Duration, h wgtypes.Peer, age, keepalive time.Duration) contact {
 	n := contact{session: age <= sessionLife, since: c.since, read: now, rx: h.ReceiveBytes, tx: h.TransmitBytes}
 	first := c.read == 0
@@ -83,7 +84,8 @@ func newRelaying() relaying {
 // active reports whether the device has to be read because of relays.
 func (r *relaying) active() bool { return len(r.notes) > 0 || !r.published.empty() }
 
-// note replaces the note about a lease. Most leases have the zero note.
+// note replaces the note about a lease, and sets news and decisive if it differs from the one
+// before. Most leases have the zero note.
 func (r *relaying) note(lease string, now relayNote) {
 	before := r.notes[lease]
 	if !r.notes.set(lease, now) {
@@ -110,8 +112,8 @@ func (r *relaying) agreed() bool {
 	return false
 }
 
-// concerns reports whether a relay carries the packets to the host of one of these leases, or
-// one of these hosts is a relay in use.
+// concerns reports whether one of these leases is that of a peer with a relay, or that of a relay
+// in use.
 func (r *relaying) concerns(leases []string) bool {
 	if len(r.by) == 0 {
 		return false
@@ -121,6 +123,7 @@ func (r *relaying) concerns(leases []string) bool {
 }
 
 // observe updates the contacts with the state of the device, which was read at the time now.
+// Without a need to read, it removes all contacts.
 func (r *relaying) observe(now time.Duration, d diff) {
 	r.news, r.decisive = false, false
 	if !r.active() {
@@ -149,18 +152,19 @@ func relayPause(interval time.Duration) time.Duration {
 	return min(max(interval/2, leastReadPause), mostRelayPause)
 }
 
-// returns reports whether packets to the peer of c go directly again, and no longer by a relay.
-// Both hosts must change at the same moment, because each drops packets that arrive by the
-// other way. Both know when their session began, and by the time that returns waits for, both
-// have read their devices.
+// returns reports whether packets to the peer of c go directly, and no longer by a relay: a session
+// has lasted for twice relayPause. Both hosts must change at the same moment, because each drops
+// packets that arrive by the other way. Both know when their session began, and after that time
+// both have read their devices.
 func (c contact) returns(now, interval time.Duration) bool {
 	return c.session && now-c.since >= 2*relayPause(interval)
 }
 
 // wanted returns the lists that this host should publish at the time now. Both are empty unless
-// there are an unreachable peer and a relay. A peer counts as unreachable if it has had no
-// session for interval, or at once if it publishes that it does not reach this host. It stays
-// unreachable until packets to it go directly again (see returns).
+// there are an unreachable peer and a relay. A peer counts as unreachable if it has had no session
+// for interval, or at once if it publishes that it does not reach this host. It stays unreachable
+// until packets to it go directly again (see returns). A relay is listed if it answers and has had
+// a session for interval, and stays listed for relayGrace without one.
 func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	var want relayLists
 	notes := r.notes.byPeer()
@@ -201,8 +205,9 @@ func trueFirst(a, b bool) int {
 	return 1
 }
 
-// choose returns the relays to use at the time now, by the public key of the peer. own is the public
-// key of this host.
+// choose returns the relays to use at the time now: the public key of the relay by that of the
+// peer. It returns none if this host publishes no unreachable peers. own is the public key of this
+// host, and want contains the wanted peers.
 func (r *relaying) choose(now, interval time.Duration, own wgtypes.Key, want map[wgtypes.Key]peer) map[wgtypes.Key]wgtypes.Key {
 	if r.published.empty() {
 		return nil
@@ -263,7 +268,8 @@ func useRelays(relays map[wgtypes.Key]wgtypes.Key, next map[string]peer, c diff)
 	return by
 }
 
-// setBy records which relays are in use since the last write, and logs the differences.
+// setBy records the relays in use after a write, by lease key of the peer, and logs the differences
+// from the last write.
 func (r *relaying) setBy(ctx context.Context, device string, now map[string]string) {
 	log := klog.FromContext(ctx).WithValues("device", device)
 	for _, lease := range slices.Sorted(maps.Keys(now)) {

@@ -18,10 +18,11 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// relayedHost is the network of host 1, which has sessions with some hosts.
+// relayedHost is the network of host 1 with keepalives, so that it can use relays. Some of the
+// other hosts answer its handshakes.
 type relayedHost struct {
 	*natHost
-	sessions []byte // numbers of the hosts that answer
+	sessions []byte // numbers of the hosts that answer its handshakes
 }
 
 func newRelayedHost(t *testing.T, own *subnet.Lease) *relayedHost {
@@ -33,8 +34,8 @@ func newRelayedHost(t *testing.T, own *subnet.Lease) *relayedHost {
 	return &relayedHost{natHost: h}
 }
 
-// run lets the time d pass. About every 5 s, host 1 gets a new session with each host in
-// sessions, and makes passes. leases are those of the other hosts.
+// run lets the time d pass on the clock of the test. About every 5 s, host 1 gets a new session
+// with each host in sessions, and makes passes. leases are those of the other hosts.
 func (h *relayedHost) run(t *testing.T, d time.Duration, leases ...*subnet.Lease) {
 	t.Helper()
 	for end := h.clock.steady + d; h.clock.steady < end; {
@@ -75,8 +76,8 @@ func (h *relayedHost) networks(i byte) (all []string) {
 	return all
 }
 
-// expectBy fails the test unless packets to host 2 over IPv4 go by host by, which is a relay,
-// or host 2 if there must be none.
+// expectBy fails the test unless the packets of host 1 to host 2 over IPv4 go by the relay with the
+// number by. If by is 2, they must go to host 2 directly.
 func (h *relayedHost) expectBy(t *testing.T, when string, by byte) {
 	t.Helper()
 	want, relay := map[byte][]string{2: nil, 5: {"10.5.5.0/24"}, 6: {"10.5.6.0/24"}}, ""
@@ -173,8 +174,8 @@ func TestReachAPeerByARelay(t *testing.T) {
 	h.expectBy(t, "host 2 has not withdrawn yet", 2)
 }
 
-// TestAPeerLeavesTheRelay checks that a host stops using a relay at once if the lease of the
-// peer or of the relay does not allow it any more.
+// TestAPeerLeavesTheRelay checks that a host stops using a relay at once if the lease of the peer
+// or of the relay does not allow it any more, or if the relay has no lease any more.
 func TestAPeerLeavesTheRelay(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	five := withRelays(t, 5, leaseData{Relay: true})
@@ -257,8 +258,8 @@ func TestTheEndOfAMigrationKeepsTheRelay(t *testing.T) {
 	}
 }
 
-// TestNoNetworkIsEverWithoutAPeer checks that a subnet moves to another peer in one write,
-// which removes no subnet.
+// TestNoNetworkIsEverWithoutAPeer checks that a subnet moves to the relay, and back to the peer, in
+// one write, which removes no subnet.
 func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	five, six := withRelays(t, 5, leaseData{Relay: true}), host(t, 6, 6)
@@ -281,7 +282,8 @@ func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
 	}
 }
 
-// TestARelayThatDoesNotAnswer expects that a relay counts as dead soon after it gets data and sends nothing.
+// TestARelayThatDoesNotAnswer checks that a contact does not answer after data without an answer,
+// that it answers in all other cases, and that it answers again after one received byte.
 func TestARelayThatDoesNotAnswer(t *testing.T) {
 	const step = 10 * time.Second
 	for name, tt := range map[string]struct {

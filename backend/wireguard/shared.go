@@ -91,7 +91,7 @@ func decodeShared(raw json.RawMessage, f prefix.Family, usable func(netip.Addr) 
 	}
 }
 
-// sharedBy returns the shared endpoints in a lease.
+// sharedBy returns the shared endpoints in a lease, except those that this host cannot use.
 func (b *Backend) sharedBy(l subnet.Lease) sharedEndpoints {
 	shared := sharedEndpoints{}
 	for _, e := range l.Endpoints {
@@ -106,7 +106,7 @@ type sharedIndex struct {
 	byPeer  map[sharedEndpoint]map[netip.AddrPort]int // number of leases with each endpoint
 }
 
-// set replaces the endpoints of a lease, and reports whether they have changed.
+// set replaces the endpoints that a lease shares, and reports whether they have changed.
 func (x *sharedIndex) set(lease string, now sharedEndpoints) (changed bool) {
 	before := x.byLease[lease]
 	if maps.Equal(before, now) {
@@ -148,13 +148,14 @@ func (x *sharedIndex) retain(keep func(lease string) bool) (changed bool) {
 	return changed
 }
 
-// hosts returns the number of hosts that share an endpoint.
+// hosts returns the number of other hosts that share endpoint for the peer and family in of.
 func (x *sharedIndex) hosts(of sharedEndpoint, endpoint netip.AddrPort) int {
 	return x.byPeer[of][endpoint]
 }
 
-// candidates returns at most maxCandidates endpoints to try for a peer. Endpoints that more
-// hosts share come first. The order does not depend on time.
+// candidates returns at most maxCandidates shared endpoints to try for a peer. Endpoints that
+// more hosts share come first, then those with the lower address. So the order does not change
+// from call to call.
 func (x *sharedIndex) candidates(peer wgtypes.Key, families []prefix.Family) []netip.AddrPort {
 	var all []netip.AddrPort
 	hosts := map[netip.AddrPort]int{}

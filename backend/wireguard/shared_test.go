@@ -41,7 +41,8 @@ func dataWith(peers string) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"PublicKey":%q,"Port":51820,"PeerEndpoints":%s}`, text(key(9)), peers))
 }
 
-// backendFor returns the backend of a host with both families.
+// backendFor returns the backend that the Backend object raw describes, on a host with both
+// families.
 func backendFor(t *testing.T, raw string) *Backend {
 	t.Helper()
 	b, _, err := NewHost().New(json.RawMessage(raw), backendtest.Env(1500, both...))
@@ -131,7 +132,8 @@ func TestHostileSharedEndpoints(t *testing.T) {
 	}
 }
 
-// TestSharedIndex checks that endpoints that more hosts share come first.
+// TestSharedIndex checks that endpoints that more hosts share come first, and that set and
+// retain report exactly the changes.
 func TestSharedIndex(t *testing.T) {
 	var x sharedIndex
 	expect := func(want ...string) {

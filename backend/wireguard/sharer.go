@@ -37,8 +37,9 @@ type observation struct {
 // observations contains the peers behind NAT that a device sees.
 type observations map[wgtypes.Key]observation
 
-// note updates o with the state of a device at the time now. d contains that state and the
-// wanted peers. worth reports whether other hosts can use an endpoint.
+// note updates o with the state of a device at the time now. d contains that state and the wanted
+// peers. A peer is behind NAT if the device sees it at another endpoint than those in its lease.
+// worth reports whether other hosts can use an endpoint; others are left out.
 func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort) bool) {
 	for _, h := range d.have.Peers {
 		w, wanted := d.want[h.PublicKey]
@@ -85,8 +86,9 @@ func (s *sharer) pause(hosts int) time.Duration {
 	return max(s.interval, time.Duration(hosts)*shareTurn)
 }
 
-// wanted returns the endpoints that this host should share at the time now. seen contains the
-// observations of each device, and others the endpoints that other hosts share.
+// wanted returns the endpoints that this host should share at the time now, up to maxShared of each
+// family. seen contains the observations of each device, and others the endpoints that other hosts
+// share.
 func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIndex) sharedEndpoints {
 	type choice struct {
 		sharedEndpoint
@@ -158,10 +160,10 @@ func (s *sharer) offer(now time.Duration, hosts int, want published) (again time
 	return leastReadPause
 }
 
-// due reports whether the lease must be written at the time now. If so, s.published is the new
-// content. Reading devices with thousands of peers takes time, in which other hosts may have
-// shared the endpoints that offer has offered. So due drops each endpoint that is new in the
-// lease and that enough other hosts share by now.
+// due reports whether the lease must be written at the time now, because offer has offered new
+// content. If so, due stores that in s.published. Reading devices with thousands of peers takes
+// time, in which other hosts may have shared the endpoints that offer has offered. So due drops
+// each endpoint that is new in the lease and that enough other hosts share by now.
 func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	if s.offered == nil {
 		return false
@@ -178,10 +180,9 @@ func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	return true
 }
 
-// worthSharing reports whether other hosts may reach a peer at endpoint. own is the public
-// address of this host in that family. If own is private and this host sees the peer at a
-// global address, this host is behind NAT itself, and another host may see the peer at another
-// endpoint.
+// worthSharing reports whether other hosts may reach the peer that this host sees at endpoint. own
+// is the public address of this host in that family. If own is private and endpoint is global, this
+// host is behind NAT itself, and another host may see the peer at another endpoint.
 func worthSharing(own netip.Addr, endpoint netip.AddrPort) bool {
 	return !isGlobal(endpoint.Addr()) || isGlobal(own)
 }

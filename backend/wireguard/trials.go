@@ -45,9 +45,9 @@ type trial struct {
 // trials contains the searches of a device, by the public key of the peer.
 type trials map[wgtypes.Key]*trial
 
-// next returns the endpoint to try, for each peer that has no session and at least one
-// candidate. It ends the searches for all other peers. candidates returns the candidates of a
-// peer.
+// next returns the endpoint to try at the time now, for each peer that has no session and at least
+// one candidate besides the endpoint of its lease. It ends the searches for all other peers.
+// candidates returns the candidates of a peer.
 func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.AddrPort) map[wgtypes.Key]netip.AddrPort {
 	try := map[wgtypes.Key]netip.AddrPort{}
 	had := make(map[wgtypes.Key]bool, len(ts))
@@ -130,7 +130,7 @@ func (t *trial) advance(now time.Duration, sent int64) {
 	}
 }
 
-// pause returns the time until the next trial begins; zero if there is none.
+// pause returns the time until the first of the present trials ends; zero if there are none.
 func (ts trials) pause(now time.Duration) (pause time.Duration) {
 	for _, t := range ts {
 		left := max(t.until-now, 1)

@@ -42,9 +42,8 @@ func checkAccess(path string) error {
 	return f.Close()
 }
 
-// userspaceDevice is a WireGuard device in this process. Its TUN device, with addresses
-// and routes, stays when the process ends. It is configured through a socket, which wg(8)
-// also finds.
+// userspaceDevice is a WireGuard device in this process. Its TUN device, with addresses and routes,
+// stays when the process ends. The device is configured through a socket, which wg(8) also finds.
 type userspaceDevice struct {
 	name string
 	mtu  int
@@ -57,8 +56,8 @@ type userspaceDevice struct {
 	clients    sync.WaitGroup     // goroutines that serve the clients
 }
 
-// ensureRunning starts the device unless it runs already. fresh reports whether ensureRunning
-// has started it.
+// ensureRunning starts the device unless it runs already. fresh reports whether ensureRunning has
+// started it. After an error the device does not run.
 func (u *userspaceDevice) ensureRunning(ctx context.Context) (fresh bool, err error) {
 	if u.dev != nil {
 		select {
@@ -138,7 +137,8 @@ func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	return l, nil
 }
 
-// serve serves clients that read and change the device's configuration, until close.
+// serve starts goroutines that serve clients of the socket, until close. The clients read and
+// change the device's configuration. The end of ctx does not end them.
 func (u *userspaceDevice) serve(ctx context.Context) {
 	ctx, u.disconnect = context.WithCancel(context.WithoutCancel(ctx))
 	u.clients.Go(func() {
@@ -155,7 +155,7 @@ func (u *userspaceDevice) serve(ctx context.Context) {
 	})
 }
 
-// close ends the device. The TUN device stays.
+// close ends the device if it runs. The TUN device stays.
 func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {

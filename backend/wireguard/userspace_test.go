@@ -16,7 +16,8 @@ import (
 	"golang.zx2c4.com/wireguard/tun/tuntest"
 )
 
-// TestLacking checks that the error names the file that cannot be used, and a remedy.
+// TestLacking checks that the errors of checkAccess and listen name the file that cannot be
+// used, and a remedy.
 func TestLacking(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {

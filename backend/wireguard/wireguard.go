@@ -5,10 +5,13 @@
 // address and its route, as for other backends. It does not see the peers in the device, so
 // this package compares these with the wanted peers itself, in the same passes.
 //
+// In this package a session is one of WireGuard: the keys that two hosts agree on in a
+// handshake and use for at most 3 minutes.
+//
 //   - wireguard.go is the Backend. config.go is the Backend object of the configuration,
 //     and data.go the backend data of leases.
-//   - network.go is the Network: in each pass it reads the peers of a device and writes
-//     the difference, which peer.go computes with a pure function.
+//   - network.go is the Network: in each pass it writes the difference between the peers of
+//     a device and the wanted ones. peer.go computes that with a pure function.
 //   - handshakes.go finds out which sessions are in use, and psk.go when a peer gets a new
 //     preshared key.
 //   - nat.go finds endpoints of peers behind NAT. sharer.go decides which endpoints this host
@@ -127,8 +130,8 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return nil
 }
 
-// key returns the private key of this host: the stored one, or the key of an existing device,
-// or a new one. It stores the key if there is a file for it.
+// key returns the private key of this host: the stored one, or else the key of an existing
+// device, or else a new one. It stores the key if there is a file for it.
 func (b *Backend) key() (wgtypes.Key, error) {
 	var have wgtypes.Key
 	client, err := wgctrl.New()
@@ -174,8 +177,9 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// start sets up the devices: devices in this process if Implementation is userspace, or if it
-// is auto and the kernel has no WireGuard, and otherwise devices of the kernel.
+// start sets up the devices, and gives them their keys and ports. The devices run in this
+// process if Implementation is userspace, or if it is auto and the kernel has no WireGuard.
+// Otherwise they are devices of the kernel.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	links, err := n.env.Links(ctx, n.Scope().Devices...)
 	if err != nil {
@@ -242,7 +246,8 @@ func (b *Backend) Usable(ctx context.Context) error {
 const probeDevice = "flannel-wg-try"
 
 // kernelSupported returns an error if the kernel cannot create a WireGuard device. The error
-// wraps EOPNOTSUPP if the kernel has no WireGuard. links contains the existing devices.
+// wraps EOPNOTSUPP if the kernel has no WireGuard. links contains the existing devices. If one
+// of them is a WireGuard device, kernelSupported returns nil without a try.
 func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
@@ -288,9 +293,9 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 	return nil
 }
 
-// base returns the wanted state without peers: the devices with the own subnets' base
-// addresses, and one route for each network. Without that route, packets to unused or
-// unknown subnets could leave unencrypted by another route.
+// base returns the wanted state without peers: that of Env.Base, the devices with the base
+// addresses of the own subnets, and one route for each network. Without that route, packets to
+// unused or unknown subnets could leave unencrypted by another route.
 func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
 	want := b.env.Base(own)
 	for _, t := range b.tunnels() {
@@ -317,7 +322,9 @@ func (b *Backend) MTU() int {
 	return mtu
 }
 
-// Check implements backend.Network.
+// Check implements backend.Network. The identities are the public keys. Unless each family has
+// its own device, a lease with two keys is unusable, and so is one without an address that the
+// device can send to.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	var ids []string
 	for _, e := range l.Endpoints {

@@ -27,7 +27,7 @@ import (
 
 func text(k wgtypes.Key) string { return k.String() }
 
-// key returns a key that contains the number n.
+// key returns a key whose first byte is n, and all others 0.
 func key(n byte) (k wgtypes.Key) {
 	k[0] = n
 	return k
@@ -184,8 +184,8 @@ func TestKey(t *testing.T) {
 	}
 }
 
-// TestWrittenKeys checks that a cleanup finds the files that flanneld has written, and no
-// file of another program.
+// TestWrittenKeys checks that a cleanup finds the files that flanneld has written, and no file
+// of another program. A damaged list must be an error of the cleanup, and not of the start.
 func TestWrittenKeys(t *testing.T) {
 	dir := t.TempDir()
 	state := filepath.Join(dir, "state")
@@ -429,7 +429,9 @@ func TestDiff(t *testing.T) {
 	}
 }
 
-// describe returns a word for each change of a peer.
+// describe returns a word for each peer that c changes, in the order of c. If c changes
+// several settings of a peer, the word names the first of endpoint, allowed IPs and preshared
+// key.
 func describe(c wgtypes.Config) string {
 	var words []string
 	for _, p := range c.Peers {
