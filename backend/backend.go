@@ -129,8 +129,9 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
-// TryDevice creates and deletes a device like l. It returns an error if one of that fails. Looking
-// for the module is not sufficient, because the kernel loads it only when a device is created.
+// TryDevice creates and deletes a device like l. It returns an error if the creation or the
+// deletion fails. Looking for the module is not sufficient, because the kernel loads it only when a
+// device is created.
 func (e Env) TryDevice(ctx context.Context, l dataplane.Link) error {
 	for _, failed := range e.Kernel.Apply(ctx, []dataplane.Op{{Object: l}, {Object: l, Delete: true}}) {
 		return fmt.Errorf("create a device of type %s: %w", l.Kind, failed.Err)

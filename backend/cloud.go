@@ -124,8 +124,8 @@ type RouteKeeper struct {
 	unreadable bool // Set.Unreadable of the last set
 }
 
-// SetPeers tells the keeper the leases of the other hosts. It does nothing if peers is the same set
-// as in the last call.
+// SetPeers tells the keeper the leases of the other hosts. It does nothing if peers names no change
+// since the last call.
 func (r *RouteKeeper) SetPeers(peers Set) {
 	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
 		r.complete, r.unreadable = peers.Complete, peers.Unreadable

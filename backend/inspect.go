@@ -117,10 +117,10 @@ type Inspection struct {
 	LastSync time.Time                  // time of the last successful sync; zero if there was none
 	Err      error                      // error of the last sync
 	Mode     string                     // data path in use; empty if the network is not a DataPath
-	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
+	Dropped  map[string]uint64          // dropped packets by reason; nil if the network does not count them
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
 	Overflow *OverflowReport            // nil if the network is not an Overflower
-	Location *LocationReport            // dropped packets by reason; nil if the network does not count them
+	Location *LocationReport            // nil if the network has no locations
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 

@@ -44,10 +44,10 @@ type Programmer struct {
 
 	Reconciler
 
-	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
-	keys     map[netip.Prefix]string       // by lease key; nil if Desired must be called for all peers
-	lastCall time.Time                     // lease keys by destination of a route; nil until key is called
-	stale    bool                          // when Desired was last called for all peers
+	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all peers
+	keys     map[netip.Prefix]string       // lease keys by destination of a route; nil until key is called
+	lastCall time.Time                     // when Desired was last called for all peers
+	stale    bool                          // the results of Desired may be out of date
 }
 
 // SetUp makes the kernel contain Base. It removes only objects that conflict with Base. It returns

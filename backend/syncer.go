@@ -67,8 +67,8 @@ type Syncer struct {
 	loop     *loop.Loop
 	arbiter  *subnet.Arbiter
 	unusable map[string]string // reasons why leases were not passed to the arbiter, by key
-	kernel   map[string]string // reasons why the network refused peers, by key
-	refused  map[string]string // reasons why the network refused peers, by lease key
+	kernel   map[string]string // reasons why the network refused peers, by lease key
+	refused  map[string]string // all logged reasons, by lease key
 	err      error             // error of the last pass
 	logged   string            // last logged error
 	limit    *rate.Limiter     // limit of logged errors without a success between them

@@ -470,8 +470,9 @@ func (v VPC) KeyLeaks(t *testing.T, right string) {
 	)
 }
 
-// Leader checks that Find, with which a leader finds the hosts, makes at most most calls for 1,000
-// hosts. It also checks that a host of a network with a leader takes its lease without a call.
+// Leader checks that Find, with which a leader finds the hosts, needs no more than most calls for
+// 1,000 hosts. It also checks that a host of a network with a leader takes its lease without a
+// call.
 func (v VPC) Leader(t *testing.T, most int) {
 	t.Helper()
 	s, _ := v.Open(t)

@@ -19,9 +19,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Jobs run one after another, because scripts rely on that. A job that takes longer than
-// commandWait continues in parallel to the following ones. CommandTimeout limits each of its
-// commands.
+// commandWait is the time for which a job holds up the next ones. Jobs run one after another,
+// because scripts rely on that. A job that takes longer than commandWait continues in parallel
+// to the following ones. CommandTimeout limits each of its commands.
 const commandWait = time.Second
 
 // passLimit limits how long one Sync starts jobs. The remaining jobs wait for the next Sync.
@@ -154,7 +154,7 @@ func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.O
 
 // dueJobs returns the jobs to do now, except those for a subnet whose last job still runs:
 // first removals, then additions and changes, then jobs that failed before and whose pause is
-// over. Unless complete is set, no job only removes a subnet.
+// over. Unless complete is set, it returns no job that only removes a subnet.
 func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -47,8 +47,8 @@ type setup struct {
 // entry is a subnet whose SubnetAddCommand has run, or may have run.
 type entry struct {
 	Hash string `json:"hash"` // of the setup, SubnetAddCommand and its input
-	// Sure is true once all commands of the last job for the subnet have succeeded. Otherwise
-	// any part of their effect may exist.
+	// Sure is true once the last job for the subnet has succeeded. Otherwise any part of the
+	// effect of its commands may exist.
 	Sure  bool    `json:"sure"`
 	Undo  command `json:"undo"`  // SubnetRemoveCommand
 	Input input   `json:"input"` // for Undo

@@ -94,7 +94,7 @@ func TestBase(t *testing.T) {
 	}
 }
 
-// TestForeignDevice checks that Start refuses a bridge with the name of the
+// TestForeignDevice checks that Start refuses a bridge that has the name of the
 // device.
 func TestForeignDevice(t *testing.T) {
 	k := dataplanetest.New()

@@ -212,8 +212,7 @@ func TestDesired(t *testing.T) {
 }
 
 // TestThousandsOfPeers checks the numbers of objects and of refusals for so many peers that
-// several CPUs compute the objects. With the race detector it also finds data races between
-// these CPUs.
+// several CPUs compute the objects. The race detector then finds data races between them.
 func TestThousandsOfPeers(t *testing.T) {
 	env := backendtest.Env(1500, prefix.IPv4)
 	env.Kernel, env.Config.BackendType, env.Resync = dataplanetest.New(), Type, time.Hour

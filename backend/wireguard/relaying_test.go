@@ -282,8 +282,8 @@ func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
 	}
 }
 
-// TestARelayThatDoesNotAnswer checks that a contact does not answer after data without an answer,
-// that it answers in all other cases, and that it answers again after one received byte.
+// TestARelayThatDoesNotAnswer checks that a relay counts as dead after data without an answer, that
+// it counts as alive in all other cases, and that one received byte makes it alive again.
 func TestARelayThatDoesNotAnswer(t *testing.T) {
 	const step = 10 * time.Second
 	for name, tt := range map[string]struct {
