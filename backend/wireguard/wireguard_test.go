@@ -429,9 +429,8 @@ func TestDiff(t *testing.T) {
 	}
 }
 
-// describe returns a word for each peer that c changes, in the order of c. If c changes
-// several settings of a peer, the word names the first of endpoint, allowed IPs and preshared
-// key.
+// describe returns a word for each peer that c changes, in the order of c: remove, add, or the
+// first of endpoint, allowed (allowed IPs) and psk that the change sets.
 func describe(c wgtypes.Config) string {
 	var words []string
 	for _, p := range c.Peers {
