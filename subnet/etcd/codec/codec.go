@@ -16,13 +16,15 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// noIPv4 is the IPv4 part of the key of a node without IPv4.
+// noIPv4 stands for the IPv4 subnet in the key of a node that has only an IPv6 subnet.
 const noIPv4 = "0.0.0.0-0"
 
-// maxValue is the length of the longest value that is read, in bytes. A lease has some hundred bytes.
+// maxValue is the length of the longest value that is read, in bytes. The value of a lease has some
+// hundred bytes.
 const maxValue = 64 << 10
 
-// FormatKey returns the last component of the key for subnets, IPv4 first.
+// FormatKey returns the last component of the key of a lease. subnets has at most one subnet of
+// each family, the IPv4 subnet first.
 func FormatKey(subnets []netip.Prefix) string {
 	var parts []string
 	for _, s := range subnets {
@@ -34,7 +36,8 @@ func FormatKey(subnets []netip.Prefix) string {
 	return strings.Join(parts, "&")
 }
 
-// ParseKey returns the subnets in the last component of a key, IPv4 first and masked.
+// ParseKey returns the subnets that the last component of a key names, the IPv4 subnet first. It
+// masks them. It returns an error if the text is not the key of a lease.
 func ParseKey(key string) ([]netip.Prefix, error) {
 	v4, v6, dual := strings.Cut(key, "&")
 	var subnets []netip.Prefix
@@ -74,8 +77,8 @@ func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
 	return netip.PrefixFrom(a, int(bits)).Masked(), nil
 }
 
-// wireLease is the value of a key. Addresses stay raw for reading, because
-// null, absent and empty mean different things.
+// wireLease is the value of a key. Addresses stay raw when a value is read, because a null, an
+// absent and an empty address mean different things.
 type wireLease struct {
 	PublicIP      json.RawMessage
 	PublicIPv6    json.RawMessage
@@ -89,7 +92,8 @@ type wireLease struct {
 	NextBackendV6Data json.RawMessage `json:",omitempty"`
 }
 
-// Encode returns the value of the key of a node that publishes c.
+// Encode returns the value of the key of a node that publishes c. The subnets of c are not part of
+// it.
 func Encode(c subnet.Claim) ([]byte, error) {
 	w := wireLease{
 		PublicIP:    json.RawMessage(`"0.0.0.0"`),
@@ -111,8 +115,9 @@ func Encode(c subnet.Claim) ([]byte, error) {
 
 func quote(a netip.Addr) json.RawMessage { return json.RawMessage(strconv.Quote(a.String())) }
 
-// Decode returns the claim in a lease, given the subnets that the key names, and the value of the key.
-// It reads only the address families of subnets.
+// Decode returns the claim in a lease, given the subnets that the key names, and the value of the
+// key. It reads only the address families of subnets. An address that the value lacks is the
+// unspecified address of its family.
 func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	if len(value) > maxValue {
 		return subnet.Claim{}, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
@@ -139,8 +144,8 @@ func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	return c, nil
 }
 
-// detached returns a copy of backend data, or nil if there is none. The value that contains
-// raw is larger, and does not stay in memory.
+// detached returns a copy of raw, the backend data in a value. It returns nil if raw is absent or
+// null. Without the copy, raw would keep the whole value in memory.
 func detached(raw json.RawMessage) json.RawMessage {
 	if string(raw) == "null" {
 		return nil
@@ -160,8 +165,9 @@ func decodeAny(value []byte) (w wireLease, err error) {
 }
 
 // decodePlain reads a value in the form that flannel writes, at a fraction of the cost of
-// decodeAny: a start reads thousands. The result is that of decodeAny, or ok is false. Raw fields
-// of the result are parts of value.
+// decodeAny: a start reads thousands of values. If ok is true, the result is that of decodeAny. ok
+// is false for every other form, and the caller must use decodeAny. Raw fields of the result are
+// parts of value.
 func decodePlain(value []byte) (w wireLease, ok bool) {
 	ok = plainjson.Object(value, func(key, value []byte) bool {
 		into, word := &w.BackendData, &w.BackendType
@@ -199,7 +205,8 @@ func decodePlain(value []byte) (w wireLease, ok bool) {
 	return w, ok
 }
 
-// decodeAddr returns the unspecified address if there is none.
+// decodeAddr returns the address of family f that raw contains. It returns the unspecified address
+// if raw is absent or, with IPv6, null.
 func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	switch {
 	case raw == nil && f == prefix.IPv4:
@@ -214,8 +221,9 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	return subnet.ParseAddr(f, text)
 }
 
-// decodeText returns the string that raw contains. The variable for encoding/json is declared
-// after the plain case, so that it is allocated only if it is needed.
+// decodeText returns the string that raw contains, and false if raw is no JSON string. It declares
+// the variable for encoding/json after the plain case, so that the variable is allocated only if it
+// is needed.
 func decodeText(raw json.RawMessage) (string, bool) {
 	if plain, ok := plainjson.Text(raw); ok {
 		return string(plain), true
