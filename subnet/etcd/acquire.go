@@ -17,29 +17,30 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// ownLease is the own key as it was last written, or found to be current.
+// ownLease is the own lease, as this manager last wrote it or found it in the store. The zero
+// ownLease means that there is none.
 type ownLease struct {
 	key      string
 	claim    subnet.Claim // as published
 	value    []byte
 	create   int64 // revision at which the key was created
 	revision int64 // revision of the last write of the key
-	grant    grant // zero: a reservation
+	grant    grant // the etcd lease of the key; zero: the key is a reservation
 }
 
-// plan is the decision of Acquire about the leases that it has found.
+// plan is the decision of Acquire, made from the leases in the store.
 type plan struct {
 	keep      *entry         // the own lease to continue with; nil: take subnets
 	subnets   []netip.Prefix // the subnets to take; only if keep is nil
-	stale     []entry        // own leases that the same transaction deletes
-	duplicate string         // key of another lease that has the own address and stays
+	stale     []entry        // other own leases and reservations, which the transaction that writes the lease deletes
+	duplicate string         // key of the first other lease that has the own address and stays; empty: none
 	other     bool           // the node takes subnets although a usable lease has its address
 }
 
-// choose decides which lease the node uses. It is pure. wanted are the subnets that the node
-// had before, best first. running is the own lease of the manager: if there is one, no reservation
-// moves the node to another subnet. It is zero at the start of the daemon. ours reports whether an
-// entry belongs to the node. choose returns subnet.ErrNoSubnets, wrapped, if no subnet is free.
+// choose decides which lease the node uses. It is pure. wanted are the subnets that the node had
+// before, best first. running is the own lease of the manager, and zero at the start of the daemon:
+// if there is one, no reservation moves the node to another subnet. ours reports whether an entry
+// belongs to the node. choose returns subnet.ErrNoSubnets, wrapped, if no subnet is free.
 func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
@@ -58,7 +59,8 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
 	if p.keep == nil {
 		p.other = len(mine) > 0
-		// A reservation may be unusable merely because it lacks a family. So its subnet comes first.
+		// A reservation may be unusable only because it lacks a subnet of one family. So the
+		// subnets of unusable reservations are tried first.
 		var before, after []netip.Prefix
 		for _, e := range p.stale {
 			if running.exists() || e.leased() {
@@ -88,8 +90,9 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 	return p, nil
 }
 
-// leaseToKeep returns the lease among mine with which the node continues. It returns nil if the node
-// takes subnets instead. running means that the manager has an own lease.
+// leaseToKeep returns the lease among mine, the usable own entries, with which the node continues.
+// It returns nil if the node takes subnets instead. running means that the manager has an own
+// lease.
 func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
 	// At a start a reservation is preferred to the subnet that the node had.
 	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })
@@ -108,14 +111,14 @@ func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken
 	return mine[0]
 }
 
-// outdated reports whether e, which has the own address, has to be deleted in the transaction that
-// writes the lease of the plan. If two leases have the same identity, such as a VTEP MAC, peers
-// accept the older one. So an older lease would disconnect this node until it expires. A restored
-// backup brings such leases back.
+// outdated reports whether e has to be deleted in the transaction that writes the lease of the
+// plan. e has the own address and is not the lease of the plan. If two leases have the same
+// identity, such as a VTEP MAC, peers accept the older one. So an older lease would disconnect this
+// node until it expires. A restored backup brings such leases back.
 //
-// While the node runs, it keeps leases that are newer than its own lease was, because they may
-// belong to another host with the same address: two hosts must not delete each other's lease again
-// and again. It also keeps a reservation, because only the operator deletes those.
+// A reservation is never outdated, because only the operator deletes those. While the node runs, it
+// also keeps leases that are newer than its own lease was, because they may belong to another host
+// with the same address: two hosts must not delete each other's lease again and again.
 func (p plan) outdated(e entry, running ownLease) bool {
 	switch {
 	case !e.leased():
@@ -128,8 +131,9 @@ func (p plan) outdated(e entry, running ownLease) bool {
 	return e.createRevision < p.keep.createRevision
 }
 
-// isNewerThan reports whether e was created before the own lease. That also holds if the store was
-// restored from a backup since: leases of the backup have lower revisions than a later own lease.
+// isNewerThan reports whether e was created before the own lease. The result is also right for an
+// entry of a restored backup, because it has a lower revision than an own lease that was created
+// after the backup.
 func (o ownLease) isNewerThan(e entry) bool { return e.createRevision < o.create }
 
 // exists reports whether there is an own lease.
@@ -138,9 +142,9 @@ func (o ownLease) exists() bool { return o.key != "" }
 // leased reports whether e is a lease that expires, not a reservation.
 func (e *entry) leased() bool { return e.leaseID != 0 }
 
-// overlapsOlder reports whether one of e's subnets belongs to an older lease of another node. A key names
-// the subnets of both families, so two nodes that choose the same IPv4 subnet and different IPv6
-// subnets write different keys.
+// overlapsOlder reports whether an older lease or reservation of another node has one of e's
+// subnets. A key names the subnets of both families, so two nodes that choose the same IPv4 subnet
+// and different IPv6 subnets write different keys.
 func overlapsOlder(e entry, ours func(entry) bool, entries []entry) bool {
 	return slices.ContainsFunc(entries, func(other entry) bool {
 		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
@@ -210,8 +214,8 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	case err == nil:
 		m.forWatch.put(l)
 	case passes(err) && !errors.Is(err, errConflict) && m.writes == writes && len(m.unanswered) == 0:
-		// Only small requests failed, so the next try uses l again. When all hosts start at once, a list
-		// for each try would make the store slower.
+		// The list succeeded and only later, small requests failed, so the next try uses l again.
+		// When all hosts start at once, a list for each try would make the store slower.
 		m.forAcquire.put(l)
 	default:
 		m.known.Store(nil) // the last known state may be the cause, or the store has a key that l lacks
@@ -219,7 +223,8 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	return err
 }
 
-// acquireFrom takes or renews the own lease, given a listing that may be some time old.
+// acquireFrom takes or renews the own lease, given a listing that may be up to stashTime old. spare
+// is the etcd lease for all tries of one Acquire: see ensureGrant.
 func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
@@ -259,9 +264,10 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	return m.create(ctx, own, l.store.Revision, p.stale, spare)
 }
 
-// update writes c to the own lease if the manager and the store have one with the subnets of c, and
-// these fit the pools. Otherwise done is false, and update changes nothing. It does not list other
-// leases, because after a change of the network configuration all hosts call it at once.
+// update makes the own lease publish c, if the manager has a lease with the subnets of c, these fit
+// the pools, and the store has that lease as the manager wrote it. Otherwise done is false, and
+// update changes nothing. It does not list other leases, because after a change of the network
+// configuration all hosts call it at once.
 func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
 	var have, want []netip.Prefix
 	for _, e := range m.own.claim.Endpoints {
@@ -300,10 +306,11 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 	return own, err
 }
 
-// create writes a lease whose key does not exist. It deletes stale keys in the same
-// transaction. If one of them is a reservation of the same subnets, the new key becomes a
-// reservation too. Otherwise it gets the etcd lease spare. since is the revision of the listing in
-// which the subnets were free. create returns errConflict if another client was faster.
+// create writes own, whose key does not exist, and makes it the own lease of the manager. It
+// deletes stale keys in the same transaction. If one of them is a reservation of the same subnets,
+// the new key becomes a reservation too. Otherwise it gets the etcd lease spare. since is the
+// revision of the listing in which the subnets were free. create returns errConflict if another
+// client was faster.
 func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		if err := m.ensureGrant(ctx, spare); err != nil {
@@ -338,7 +345,7 @@ func logDeleted(ctx context.Context, stale []entry, own ownLease) {
 }
 
 // reservedBy reports whether e is a reservation of the subnets of o. It ignores a family that only
-// one of the two has, because IPv6 may have been enabled or disabled since.
+// one of the two has, because IPv6 may have been enabled or disabled after the reservation.
 func (o ownLease) reservedBy(e entry) bool {
 	same := 0
 	for _, own := range o.claim.Endpoints {
@@ -349,13 +356,14 @@ func (o ownLease) reservedBy(e entry) bool {
 	return e.leaseID == 0 && same > 0 && same == min(len(e.subnets), len(o.claim.Endpoints))
 }
 
-// yieldToOlder deletes the own key, which was just created, and returns errConflict, if another host
-// was first: it has created a lease with one of the subnets in the meantime. It also returns
-// errConflict if the own key has changed. The keys of the two hosts can differ although they have a
-// subnet in common, because a key names the subnets of both families. While a network gets its second
-// family, some hosts still write keys of one family. since is the revision of the listing in which
-// the subnets were free. If yieldToOlder cannot read the store, the next attempt finds the key and
-// decides again.
+// yieldToOlder deletes the own key, which was just created, and returns errConflict, if another
+// host was first: it has created a lease with one of the subnets after revision since. It also
+// returns errConflict if the own key has changed or is gone. The keys of the two hosts can differ
+// although they have a subnet in common, because a key names the subnets of both families. While a
+// network gets its second family, some hosts still write keys of one family.
+//
+// since is the revision of the listing in which the subnets were free, or zero to compare with all
+// leases. If yieldToOlder cannot read the store, the next attempt finds the key and decides again.
 func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) error {
 	l, err := m.createdSince(ctx, own, since)
 	if err != nil {
@@ -375,12 +383,14 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) e
 	return errConflict
 }
 
-// createdSince returns own and the leases that were created after revision since and may share a
-// subnet with own.
+// createdSince returns the leases that were created after revision since and may share a subnet
+// with own, with the own one as the store has it now. These are all leases created since then,
+// unless own has only an IPv4 subnet.
 func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
 	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
 	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
-		// Keys of the same IPv4 subnet are the own key, alone or with "&" and an IPv6 subnet.
+		// The key of a lease with the same IPv4 subnet is the own key, or the own key with "&" and
+		// an IPv6 subnet behind it.
 		from, end = m.dir+own.key, m.dir+own.key+string(rune('&'+1))
 	}
 	var found []entry
@@ -401,9 +411,11 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 	return found, nil
 }
 
-// refresh makes the key that was found as e equal to own. It writes nothing if only the etcd lease
-// has to be kept alive. A key without an etcd lease is a reservation and stays one. The same
-// transaction deletes stale keys.
+// refresh makes the key that was found as e equal to own, and own the own lease of the manager. It
+// keeps the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL.
+// It writes the key only if its value or its etcd lease changes, or if there are stale keys, which
+// the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
+// returns errConflict if one of the keys has changed.
 func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
@@ -411,8 +423,8 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 		if err != nil && !errors.Is(err, errNoGrant) {
 			return err
 		}
-		// The store may grant a longer TTL than requested. A grant of this manager is not replaced
-		// for that, because a new one would have the same TTL.
+		// The store may grant a longer TTL than requested. An etcd lease that this manager got is
+		// not replaced because of that: a new one would have the same TTL.
 		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
 			if err := m.ensureGrant(ctx, spare); err != nil {
 				return err
@@ -435,14 +447,14 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 	return nil
 }
 
-// isOwn reports whether e is the last write of this manager to its key. A comparison of the
-// revision alone is not sufficient, because revisions start again in a store that was emptied.
+// isOwn reports whether e is what this manager last wrote to its key. A comparison of the revision
+// alone is not sufficient, because revisions start again in a store that was emptied.
 func (m *Manager) isOwn(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
-// attempt returns the index of the unanswered write that has created e, or -1. A write of another
-// node has another etcd lease or, if it is a reservation, another value.
+// attempt returns the index in m.unanswered of the write that has created e, or -1 if there is
+// none. A write of another node has another etcd lease or, if it is a reservation, another value.
 func (m *Manager) attempt(e entry) int {
 	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
 	return slices.IndexFunc(m.unanswered, found.sameAs)
@@ -457,13 +469,15 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 	}
 }
 
-// sameAs reports whether writes of o and of other leave the same key, value and etcd lease.
+// sameAs reports whether a write of o and a write of other leave the same key, value and etcd
+// lease.
 func (o ownLease) sameAs(other ownLease) bool {
 	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
 }
 
-// remember makes own, which was written, the own lease. It revokes the etcd leases of the former own
-// lease and of the keys in replaced, unless own or another key uses them.
+// remember makes own, which the store has, the own lease of the manager, calls OnLease, and forgets
+// the unanswered writes. Then it revokes the etcd leases of the former own lease and of the keys in
+// replaced, unless own or a key in the store uses them.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
 	unused := []clientv3.LeaseID{m.own.grant.id}
 	for _, e := range replaced {
@@ -494,6 +508,7 @@ func (o ownLease) lease() subnet.Lease {
 }
 
 // lock waits until no other goroutine reads or writes the own lease. The caller must call unlock.
+// lock returns the error of ctx if ctx ends first.
 func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
 	select {
 	case m.writing <- struct{}{}:

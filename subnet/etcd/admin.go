@@ -22,12 +22,12 @@ import (
 var (
 	// ErrChanged means that another client changed the store in the meantime.
 	ErrChanged = errors.New("changed by another client in the meantime")
-	// ErrNotFound means that there is no such key.
+	// ErrNotFound means that the store has no key of that name below subnets/.
 	ErrNotFound = errors.New("no such lease")
 )
 
-// Admin contains the actions of operators. Every write is a compare-and-swap. Unlike a Manager,
-// an Admin does not wait for a store that does not answer, except in Watch.
+// Admin does what operators request. Every write is a compare-and-swap. Unlike a Manager, an Admin
+// returns an error if the store does not answer, except in Watch, which waits.
 type Admin struct{ m *Manager }
 
 // NewAdmin returns an Admin. It does not connect. The caller must Close it.
@@ -42,11 +42,11 @@ func NewAdmin(cfg Config) (*Admin, error) {
 // Close ends the connection.
 func (a *Admin) Close() error { return a.m.Close() }
 
-// Entry is one key below subnets/.
+// Entry is one lease or reservation in the store.
 type Entry struct {
 	Lease subnet.Lease  // its Key is always set
 	Err   error         // why the rest of Lease cannot be read; nil if it can
-	TTL   time.Duration // the time that is left; zero for a reservation, or if it was not requested
+	TTL   time.Duration // the time that is left; zero for a reservation, for an expired lease, or if it was not requested
 }
 
 // Config returns the text of the network configuration in the store, and its revision. The revision
@@ -130,9 +130,11 @@ func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 }
 
 // Reserve reserves the subnets in c, at most one of each family, for the node with the public
-// addresses in c: the key never expires. It returns an error if another node has the key, if another
-// key overlaps the subnets, or if the node has another reservation, because the node would prefer the
-// other one. A lease of the node with this key becomes a reservation with the same value.
+// addresses in c: the key never expires. It returns the last component of the key. A lease of the
+// node with this key becomes a reservation with the same value, and a reservation stays as it is.
+// Reserve returns an error if another node has the key, if another key overlaps the subnets, or if
+// the node has another reservation, because the node would prefer the other one. It returns
+// ErrChanged, wrapped, if another client has changed the key.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {
@@ -179,7 +181,8 @@ func overlaps(l subnet.Lease, subnets []netip.Prefix) bool {
 	})
 }
 
-// named returns the address of the owner of a lease.
+// named returns the public address of the owner of a lease, for messages. If the lease has none,
+// named returns a text that says so.
 func named(l subnet.Lease) string {
 	if a := identity(subnet.Claim{Endpoints: l.Endpoints}); a.IsValid() {
 		return a.String()
@@ -207,8 +210,8 @@ func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 }
 
 // Revoke deletes the lease with this key, or the reservation if reservation is true. It returns an
-// error if the key is not of that kind, and ErrNotFound, wrapped, if there is none. If the owner is
-// running, it takes the subnet again.
+// error if the key is not of that kind, and ErrNotFound, wrapped, if there is no such key. If the
+// owner is running, it takes the subnet again.
 func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error {
 	e, err := a.get(ctx, key)
 	switch {

@@ -20,9 +20,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// audit compares a cache that was restored from an earlier run with a full list, once and at a
-// random time. The list is of the revision that the cache has then, so a difference is an error
-// of the last known state, and not a change whose event has not come yet.
+// audit compares a cache that was restored from the last known state with a full list, once and at
+// a random time. It lists the leases at the revision that the cache has then. So a difference is an
+// error of the last known state, and not a change whose event has not come yet.
 type audit struct {
 	m *Manager
 
@@ -33,28 +33,30 @@ type audit struct {
 	wg    sync.WaitGroup
 }
 
-// findings contains the entries that differ, by key: was has the entries of the cache, and is has the
-// entries of the store. If the cache or the store lacks a key, its entry there is nil or missing.
+// findings contains the entries that differ, by key: was has the entries of the cache, and is those
+// of the store. was has all keys that differ, with nil for a key that the cache lacks. A key that
+// the store lacks is missing in is.
 type findings struct {
 	was, is map[string]*entry
 }
 
-// errDiffers ends a watch: the cache has to be repaired.
+// errDiffers ends a watch because the cache has to be repaired.
 var errDiffers = errors.New("the cache differs from the store")
 
 func (m *Manager) newAudit(cache *leaseCache) *audit { return &audit{m: m, cache: cache} }
 
-// begin starts a goroutine that makes the audit at its time while a watch runs, if the cache needs
-// an audit. The watch must use the returned context, which ends with errDiffers as its cause if the
-// audit finds a difference. The caller must call end when the watch has ended.
+// begin starts a goroutine that makes the audit when its time comes while a watch runs. If the
+// cache needs no audit, begin only returns ctx. The watch must use the returned context, which ends
+// with errDiffers as its cause if the audit finds a difference. The caller must call end when the
+// watch has ended.
 func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 	if a.cache.restored == 0 {
 		a.due = time.Time{}
 		return ctx, func() {}
 	}
 	if a.due.IsZero() {
-		// All hosts may have started at once. No audit begins in the first ten minutes, so that the
-		// store has time for those starts.
+		// All hosts may have started at once. No audit begins in the first sixth of the time, which
+		// is ten minutes, so that the store has time for those starts.
 		first := a.m.timing.audit / 6
 		a.due = time.Now().Add(first + rand.N(a.m.timing.audit-first))
 	}
@@ -77,8 +79,9 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 
 func (a *audit) stop() { a.wg.Wait() }
 
-// run makes the comparison. done is false if the comparison must be repeated, because the store did
-// not answer or has compacted the revision.
+// run compares the cache with a list, and stores the differences in a.found. differs means that
+// there are some. done is false if the comparison must be repeated, because the list failed, the
+// revision was compacted, or the store is another one.
 func (a *audit) run(ctx context.Context) (done, differs bool) {
 	a.mu.Lock()
 	entries, revision, store := maps.Clone(a.cache.entries), a.cache.next-1, a.cache.store.ID
@@ -103,7 +106,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 		case was == nil || !alike(was, is):
 			f.was[is.key], f.is[is.key] = was, is
 		case a.cache.entries[is.key] == was && was.modRevision == 0:
-			a.cache.replace(is) // it has the revision, and was lacks it
+			a.cache.replace(is) // is has the revision of the last write, which was lacks
 		}
 	}
 	maps.Copy(f.was, entries)
@@ -115,8 +118,8 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 	return true, true
 }
 
-// alike reports whether two entries of one key have the same content. The content of was may come from
-// the state file, which has JSON in another form.
+// alike reports whether two entries of one key have the same content. was may come from the state
+// file, which has no revision of the last write, and has JSON in another form.
 func alike(was, is *entry) bool {
 	if was.modRevision != 0 {
 		return was.is(is.modRevision, is.leaseID)
@@ -137,8 +140,8 @@ func sameJSON(x, y json.RawMessage) bool {
 }
 
 // repair corrects the cache by the findings of the audit, publishes the corrections, and reports
-// whether there were any. It must not be called while a watch runs. Entries that have changed
-// since stay as they are.
+// whether there were findings. It must not be called while a watch runs. Entries that have changed
+// since the audit stay as they are.
 func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
 	if a.found == nil {
 		return false

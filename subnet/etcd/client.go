@@ -30,7 +30,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// client owns the connection. It chooses the endpoint of the connection and the token of its
+// client owns the connection to etcd. It chooses the endpoint to connect to and the token of
 // requests, and decides when to replace them. It connects with the first request.
 type client struct {
 	cfg    clientv3.Config
@@ -40,7 +40,7 @@ type client struct {
 	ctx context.Context //nolint:containedctx // close ends it, and so connections and a login in progress
 	end context.CancelFunc
 
-	hosts atomic.Int64 // number of hosts in the network, by the leases that were read last; see turn
+	hosts atomic.Int64 // number of leases that were read last, as the number of hosts in the network; see turn
 
 	preferred string // the endpoint that this host uses while its member works
 
@@ -51,16 +51,16 @@ type client struct {
 	done      bool
 }
 
-// connection leads to one member: the first in the order of endpoints that accepts it.
+// connection leads to one member: the first one in the order of endpoints that accepts it.
 type connection struct {
 	*clientv3.Client
-	answered atomic.Int64 // when a request was answered last, in nanoseconds since the epoch
+	answered atomic.Int64 // when a request was answered last, in nanoseconds since 1970; zero: never
 }
 
 var errClosed = errors.New("manager is closed")
 
-// The client sends a ping over a connection that is silent for pingAfter, and closes it if there is no
-// answer in pingTimeout. A server permits pings every 5 s.
+// The client sends a ping over a connection that is silent for pingAfter, and closes the connection
+// if there is no answer within pingTimeout. A server permits a ping every 5 s.
 const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
 
 // window is the number of bytes that a server may send before the client has read them. It is large
@@ -97,11 +97,12 @@ func newClient(cfg Config, t *timing) (*client, error) {
 				Backoff:           grpcbackoff.Config{BaseDelay: 200 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 5 * time.Second},
 				MinConnectTimeout: t.request,
 			}),
-			// Otherwise gRPC answers every message with a ping, to find out how
+			// A fixed window. Otherwise gRPC answers every message with a ping, to find out how
 			// large a window it needs: for one small event that is most of the work.
 			grpc.WithStaticStreamWindowSize(window),
 			grpc.WithStaticConnWindowSize(window),
-			// The library would wait for a connection, and so hide why there is none.
+			// Without these interceptors the library would wait for a connection, and so hide the
+			// reason why there is none.
 			grpc.WithChainUnaryInterceptor(failFastUnary),
 			grpc.WithChainStreamInterceptor(failFastStream),
 			// The library's policy is round robin. It sends requests in turn to all members
@@ -130,7 +131,8 @@ func failFastStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientC
 	return open(ctx, desc, cc, method, append(opts, grpc.WaitForReady(false))...)
 }
 
-// checkEndpoint accepts what the library understands: a URL, or host:port.
+// checkEndpoint returns an error unless endpoint has a form that the library understands: a URL, or
+// host:port.
 func checkEndpoint(endpoint string) error {
 	scheme, host, isURL := strings.Cut(endpoint, "://")
 	if !isURL {
@@ -148,8 +150,8 @@ func checkEndpoint(endpoint string) error {
 }
 
 // oneScheme returns the endpoints with the scheme of the first one, because that scheme decides
-// whether TLS is used. It removes the scheme if the first endpoint has none or is a unix socket.
-// Unix sockets keep their scheme.
+// whether TLS is used. If the first one has no scheme or is a unix socket, oneScheme removes the
+// scheme of the others. Unix sockets keep their scheme.
 func oneScheme(endpoints []string) []string {
 	scheme, _, isURL := strings.Cut(endpoints[0], "://")
 	same := slices.Clone(endpoints)
@@ -164,8 +166,8 @@ func oneScheme(endpoints []string) []string {
 	return same
 }
 
-// tls returns nil if no file is given. The client certificate is read again for each connection, so
-// that it may be replaced at any time.
+// tls returns the TLS configuration, or nil if no file is given. The client certificate is read
+// again for each connection, so that it may be replaced at any time. The CA file is read only once.
 func (c Config) tls() (*tls.Config, error) {
 	if c.CertFile == "" && c.KeyFile == "" && c.CAFile == "" {
 		return nil, nil //nolint:nilnil // no TLS configuration is a valid one
@@ -200,8 +202,8 @@ func (c Config) tls() (*tls.Config, error) {
 	return cfg, nil
 }
 
-// connect returns the connection, and makes it if there is none. It does not block: gRPC
-// connects with the first request.
+// connect returns the connection, and makes it if there is none. It does not block: gRPC connects
+// with the first request. It returns errClosed after close.
 func (c *client) connect() (*connection, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -227,8 +229,9 @@ func (c *client) turn(ctx context.Context) error {
 }
 
 // observe records the result of a request on conn that began at the time made. It closes conn if
-// its member does not work. The next connection tries another endpoint first. If ctx, the context
-// of the caller, has ended, observe ignores the result, because err may come from that.
+// err shows that the member does not work. The next connection then tries another endpoint first.
+// If ctx, the context of the caller, has ended, observe ignores the result, because the end of ctx
+// may be the cause of err.
 func (c *client) observe(ctx context.Context, conn *connection, made time.Time, err error) {
 	switch code := codeOf(err); {
 	case ctx.Err() != nil:
@@ -242,7 +245,7 @@ func (c *client) observe(ctx context.Context, conn *connection, made time.Time, 
 	}
 }
 
-// isAnswer reports whether code is the answer of a member that works.
+// isAnswer reports whether code, the gRPC code of a result, shows that the member works.
 func isAnswer(code codes.Code) bool {
 	switch code {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Internal, codes.DataLoss, codes.Unknown:
@@ -295,7 +298,8 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 	c.renew()
 }
 
-// works reports whether the member at endpoint answers request, over a connection made for that.
+// works reports whether the member at endpoint answers request within timing.request, over a
+// connection made for that.
 func (c *client) works(ctx context.Context, endpoint string, request func(context.Context, *clientv3.Client) error) bool {
 	cfg := c.cfg
 	cfg.Endpoints = []string{endpoint}
@@ -309,9 +313,9 @@ func (c *client) works(ctx context.Context, endpoint string, request func(contex
 	return isAnswer(codeOf(request(ctx, conn)))
 }
 
-// get returns the connection, and the token that its requests will have. If there is no valid token,
-// get first waits for a login, but no longer than timing.request: see login.get for the errors. token
-// is empty if etcd does not require a login.
+// get returns the connection, and the token that its requests will have. token is empty if etcd
+// does not require a login. If there is no valid token, get first waits for a login, but no longer
+// than timing.request: see login.get for the errors.
 func (c *client) get(ctx context.Context) (conn *connection, token string, err error) {
 	if c.login != nil {
 		ctx, cancel := context.WithTimeout(ctx, c.timing.request)
@@ -324,7 +328,7 @@ func (c *client) get(ctx context.Context) (conn *connection, token string, err e
 	return conn, token, err
 }
 
-// authenticate requests a token. The token is empty if etcd does not require one.
+// authenticate logs in and returns the token. The token is empty if etcd does not require one.
 func (c *client) authenticate() (token string, err error) {
 	conn, err := c.connect()
 	if err != nil {
@@ -345,9 +349,10 @@ func (c *client) authenticate() (token string, err error) {
 }
 
 // do makes one request. If etcd refuses the token, do logs in and tries the request once more: etcd
-// forgets a token when it is restarted, or when the token was not used for some minutes. deadline is
-// the time for each try. A login before a try has timing.request in addition. If the login is still in
-// progress then, do returns errLoggingIn or the error of an earlier login: see login.get.
+// forgets a token when it is restarted, or when the token was not used for some minutes. deadline
+// is the time for each try. A login before a try has timing.request in addition. If the login is
+// still in progress after that time, do returns errLoggingIn or the error of an earlier login: see
+// login.get.
 func (c *client) do(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) error {
 	token, err := c.try(ctx, deadline, request)
 	if c.login == nil || !c.login.observe(token, err) {
@@ -363,7 +368,7 @@ func (c *client) try(ctx context.Context, deadline time.Duration, request func(c
 	if err != nil {
 		return token, err
 	}
-	// Because of this option a member without a leader returns an error at once.
+	// With this option a member without a leader returns an error at once.
 	inner, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), deadline)
 	defer cancel()
 	made := time.Now()
@@ -405,15 +410,16 @@ func (c *client) close() error {
 	return nil
 }
 
-// callOptions returns the options of calls that do not use the library's functions. Without these
-// options gRPC would refuse answers of more than 4 MB.
+// callOptions returns the options of gRPC calls that are not made by the functions of etcd's
+// library. Without these options gRPC would refuse answers of more than 4 MB.
 func callOptions() []grpc.CallOption {
 	return []grpc.CallOption{grpc.MaxCallRecvMsgSize(math.MaxInt32)}
 }
 
-// grantLease creates an etcd lease with that id, and returns its TTL. If the lease exists, because the
-// answer to an earlier request was lost, grantLease renews it. With the library's own function the server
-// chooses the id, so each request without an answer would leave an etcd lease in the store.
+// grantLease creates an etcd lease with that id, and returns the TTL that the store has granted. If
+// the lease exists, because the answer to an earlier request was lost, grantLease renews it. With
+// the library's own function the server chooses the id, so each request without an answer would
+// leave an etcd lease in the store.
 func grantLease(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID, ttl time.Duration) (time.Duration, error) {
 	r := &pb.LeaseGrantRequest{ID: int64(id), TTL: int64(ttl.Seconds())}
 	resp, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseGrant(ctx, r, callOptions()...)

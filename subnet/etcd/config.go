@@ -13,7 +13,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// reportConfig reads the configuration, reports it, and returns the state of the store.
+// reportConfig reads the configuration, passes it to OnConfig, and records its revision in cache.
+// It returns the id of the store and the present revision.
 func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
 	var id subnet.StoreID
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
@@ -39,9 +40,9 @@ func (m *Manager) onConfig(text []byte) {
 	}
 }
 
-// applyConfigEvents removes the events of the configuration from a response and reports the new
-// ones. A watch starts at the revision of the leases, and the configuration was read later. So a
-// response can contain configurations that were reported already.
+// applyConfigEvents removes the events of the configuration from a response, and passes new
+// configurations to OnConfig. A watch starts at the revision of the leases, and the configuration
+// was read later. So a response can contain configurations that were reported already.
 func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
@@ -61,8 +62,8 @@ func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	})
 }
 
-// given returns the value of a key that exists. The result is never nil, because nil means that there
-// is no such key.
+// given returns the value of a key that exists, in a form that is never nil, because nil means that
+// there is no such key.
 func given(value []byte) []byte {
 	if value == nil {
 		return []byte{}

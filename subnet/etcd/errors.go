@@ -18,7 +18,7 @@ import (
 
 // storeError is a failure of the store, or of the connection to it. It can pass.
 type storeError struct {
-	kind string // of failure; the log has a line when the kind changes
+	kind string // the kind of failure; outage.Tracker logs a line when it changes
 	text string
 	err  error
 }
@@ -37,8 +37,9 @@ var (
 )
 
 // explain converts an error of the client library to a storeError, whose text is one line with the
-// endpoints and the cause. waited is the deadline of the request. It returns errRenewed if the client
-// has closed the connection. Other errors that are not failures of the store stay as they are.
+// endpoints and the cause, and which wraps err. waited is the deadline of the request. explain
+// returns nil, errConflict, errClosed and context.Canceled as they are, and errRenewed if renew has
+// closed the connection.
 func explain(endpoints []string, waited time.Duration, err error) error {
 	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
 		return err
@@ -71,8 +72,8 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), cause), err}
 }
 
-// codeOf returns the gRPC code of an error of the client library. Other errors are about the content
-// of an answer, so their code is OK.
+// codeOf returns the gRPC code of an error of the client library. The code of nil is OK. So is that
+// of an error from elsewhere, because it is about the content of an answer.
 func codeOf(err error) codes.Code {
 	var e rpctypes.EtcdError
 	switch {
@@ -91,7 +92,8 @@ func codeOf(err error) codes.Code {
 	return codes.OK
 }
 
-// dialCause removes gRPC's prefixes from the cause of a failed connection.
+// dialCause returns the cause of a failed connection without gRPC's prefixes. It adds a hint if the
+// server may expect TLS.
 func dialCause(msg string) string {
 	if i := strings.LastIndex(msg, "desc = "); i >= 0 {
 		msg = msg[i+len("desc = "):]

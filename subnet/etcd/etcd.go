@@ -50,9 +50,12 @@ type Config struct {
 	CAFile, CertFile, KeyFile string
 	// Username and Password are used if both are given.
 	Username, Password string
-	// RenewMargin is how long before its end the lease is renewed at the latest. Zero means one hour.
+	// RenewMargin is the time before the end of the lease at which the lease is renewed at the
+	// latest. With a TTL that is not much longer it is shortened: see Manager.margin. Zero means
+	// one hour.
 	RenewMargin time.Duration
-	// Previous contains the subnets of any family that this node had, and wants again.
+	// Previous contains the subnets that this node had and wants again, of one or both families,
+	// best first.
 	Previous []netip.Prefix
 	// Own and Known are the last known state of an earlier run, with the own lease as the store
 	// had it. If the store is the same, the manager does not list its leases at the start, but
@@ -68,22 +71,23 @@ type Config struct {
 	// OnStatus is called with the reason when the store becomes unusable, and with nil when it
 	// becomes usable again. It must not block, and must not call the manager.
 	OnStatus func(error)
-	// OnLease is called with the own lease whenever it was acquired or renewed, with its new
-	// end. It must not block, and must not call the manager.
+	// OnLease is called with the own lease whenever it was acquired, written again or renewed. It
+	// must not block, and must not call the manager.
 	OnLease func(subnet.Lease)
-	// OnConfig is called with the text of the configuration whenever Watch reads that it may have
-	// changed, and with nil if there is none. It must not block, and must not call the manager.
+	// OnConfig is called with the text of the configuration, or nil if there is none, when Watch
+	// begins, when it resumes after a failure, and when the configuration has changed. So the text
+	// may be the same as before. OnConfig must not block, and must not call the manager.
 	OnConfig func(text []byte)
-	// Interner saves memory in programs with many managers. It may be nil.
+	// Interner saves memory in a program with many managers. It may be nil.
 	Interner *Interner
 }
 
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
 type Manager struct {
 	cfg    Config
-	dir    string // prefix of the keys of leases
+	dir    string // prefix of the keys of leases, with a slash at its end
 	timing timing
-	wall   func() time.Time // returns the present time by the wall clock alone
+	wall   func() time.Time // returns the present time without the reading of the monotonic clock
 	client *client
 	guest  bool // the connection belongs to another manager
 	outage *outage.Tracker
@@ -91,18 +95,19 @@ type Manager struct {
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease // later writes without an answer: the store may have executed one, or may do so later
+	unanswered []ownLease // writes after own that the store has not answered: it may have executed one, or may do so later
 	writes     int        // number of writes of the own key, with or without an answer
 	ownKey     atomic.Pointer[string]
-	// forAcquire contains the listing that Acquire uses next, and forWatch the one that Watch uses.
+	// forAcquire contains the listing that the next Acquire uses, and forWatch the one that the
+	// next Watch uses.
 	forAcquire, forWatch stash
-	cache                atomic.Pointer[leaseCache]    // of a Watch that has ended, for the next one
+	cache                atomic.Pointer[leaseCache]    // the cache of a Watch that has ended, for the next Watch
 	known                atomic.Pointer[lastKnown]     // see restore
 	replaced             atomic.Bool                   // the store is not the one of the earlier run, and Watch has not published that yet
 	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
 	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
 	slow                 atomic.Bool                   // the last request took longer than timing.slow
-	late                 atomic.Int32                  // how often the deadline of requests is doubled, at most maxLate
+	late                 atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -117,7 +122,7 @@ var (
 
 // timing contains the intervals that tests shorten.
 type timing struct {
-	request, page            time.Duration // deadline of a request, and of one for a page of a list
+	request, page            time.Duration // deadlines: of a request, and of a request for a page of a list
 	login                    time.Duration // deadline of a login: the server may have to process the logins of all hosts
 	spread                   time.Duration // multiplied by the number of hosts, the longest wait of client.turn
 	slow                     time.Duration // a request that takes longer shows that the store cannot keep up
@@ -127,15 +132,15 @@ type timing struct {
 	dead                     time.Duration // the time in which pings detect a dead connection
 	backoffMin, backoff      time.Duration
 	restoreMin, restored     time.Duration // shortest and longest pause after the own key had to be written again
-	gracePeriod              time.Duration // see the type
+	gracePeriod              time.Duration // see the type gracePeriod
 	catchUp, catchUpLate     time.Duration // limits of replay; the second if the store is slow or does not say when all events have come
 	audit, auditPage         time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
-	trustListing             time.Duration // how long a host without a subnet trusts the listing that it follows
+	trustListing             time.Duration // how long a host without a subnet uses the listing that it follows; see awaitFreeSubnet
 	leader                   time.Duration // time after which the store deletes the key of a leader that does not renew it
 }
 
-// New returns a manager. It reads the TLS files but does not connect: an error
-// is a mistake in cfg. The caller must Close the manager.
+// New returns a manager. It reads the TLS files but does not connect, so an error is a mistake in
+// cfg. The caller must Close the manager.
 func New(cfg Config) (*Manager, error) {
 	m := newManager(cfg)
 	var err error
@@ -180,8 +185,8 @@ func newManager(cfg Config) *Manager {
 
 func wall() time.Time { return time.Now().Round(0) }
 
-// Close ends the connection. Methods that are still running fail. Close of a manager that Network
-// returned does nothing.
+// Close ends the connection. Methods that are still running return an error. Close does nothing for
+// a manager that Network returned.
 func (m *Manager) Close() error {
 	if m.guest {
 		return nil
@@ -189,14 +194,15 @@ func (m *Manager) Close() error {
 	return m.client.close()
 }
 
-// Reconnect closes the connection. The next request makes a new one. A connection from an address
-// that this host has lost would be silent for a long time.
+// Reconnect closes the connection. The next request makes a new one. The caller uses it when this
+// host has lost an address, because a connection from that address would be silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
 // Resumed implements subnet.Resumer.
 func (m *Manager) Resumed(own subnet.Lease) { m.resumed.Store(&own) }
 
-// isResumed reports whether e is the lease that was passed to Resumed, unchanged.
+// isResumed reports whether e is the lease that was passed to Resumed: it has the same key,
+// creation revision and public address. Its other data may have changed.
 func (m *Manager) isResumed(e entry) bool {
 	l := m.resumed.Load()
 	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order &&
@@ -216,8 +222,9 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	return cfg, err
 }
 
-// config also returns the pools, so that a configuration without usable pools is refused as early
-// as one that cannot be read.
+// config reads the configuration once. It returns subnet.ErrNoConfig, wrapped, if there is none. It
+// also returns the pools, so that a configuration without usable pools is refused as early as one
+// that cannot be read.
 func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, error) {
 	var resp *clientv3.GetResponse
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
@@ -250,10 +257,10 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 // maxLate is the maximum of Manager.late: the deadline of requests is at most four times the usual one.
 const maxLate = 2
 
-// call makes one request with the usual deadline and explains its error. After a request that
-// came to its deadline the next one has twice as much time, until the store is fast again: if
-// thousands of hosts use the store at once and each of them gave up early and repeated its request,
-// the store would never finish.
+// call makes one request with the usual deadline and explains its error. It returns the error of
+// ctx if ctx has ended. After a request that came to its deadline the next one has twice as much
+// time, until the store is fast again: if thousands of hosts use the store at once and each of them
+// gave up early and repeated its request, the store would never finish.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
 	late := m.late.Load()
 	deadline := m.timing.request << late
@@ -278,8 +285,8 @@ func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func
 	return explain(m.cfg.Endpoints, deadline, err)
 }
 
-// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It reports
-// each result as the outcome of activity s.
+// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
+// the last error of f, or the error of ctx. It reports each result as the outcome of activity s.
 func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	b := m.backoff()
 	for {

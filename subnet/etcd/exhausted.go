@@ -23,12 +23,13 @@ type exhaustedPool struct {
 	who   netip.Addr // see identity
 }
 
-// errMaybeFree ends the watch of an exhausted pool: a subnet may be free now.
+// errMaybeFree ends the watch of an exhausted pool because a subnet may be free now.
 var errMaybeFree = errors.New("a lease has gone or changed")
 
-// awaitFreeSubnet waits until a change may have made a subnet free, if the last attempt to acquire the
-// same lease has found none free. Then it puts the updated listing into forAcquire. It returns nil
-// without a listing if the old one cannot be used any more. Without this method every host that waits
+// awaitFreeSubnet waits until a change may have made a subnet free, if the last attempt to acquire
+// a lease for the same pools and address has found none free. Then it puts the updated listing into
+// forAcquire. It returns nil without a listing if there was no such attempt, or if the old listing
+// cannot be used any more: the caller then lists again. Without this method every host that waits
 // would read all leases every second.
 func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
 	full := m.exhausted.Swap(nil)
@@ -62,17 +63,18 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 	return nil
 }
 
-// changesConfig reports whether the configuration has changed after the given revision. The caller
-// of Acquire then compares it with the one that it uses. A stream orders the events of each key,
-// but not those of two keys, so a later change of a lease may come first.
+// changesConfig reports whether resp contains a change of the configuration after the given
+// revision. A change ends the wait, so that the caller of Acquire can use the new configuration. A
+// stream orders the events of each key, but not those of two keys, so a later change of a lease may
+// come before it.
 func (m *Manager) changesConfig(resp *pb.WatchResponse, after int64) bool {
 	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool {
 		return string(ev.Kv.Key) == m.configKey() && ev.Kv.ModRevision > after
 	})
 }
 
-// applyToExhausted applies a response to the listing. It reports whether the host should try
-// again, because a lease is gone or one has the own address.
+// applyToExhausted applies a response to the listing. It reports whether the host should try again,
+// because a lease was deleted, or was written with the own address.
 func (m *Manager) applyToExhausted(full *exhaustedPool, resp *pb.WatchResponse) (again bool) {
 	next := full.store.Revision + 1
 	for _, ev := range resp.Events {

@@ -16,24 +16,25 @@ import (
 
 // gracePeriod retains leases that the store has deleted, for a short time after a long outage. If a
 // store was unavailable for so long that nodes could not renew their leases, it deletes the leases
-// as soon as it is back, and the nodes, which have run all the time, take them again within
-// seconds. Following those deletions would disconnect all nodes for that time.
+// as soon as it is available again. The nodes have run all the time and take their leases again
+// within seconds. A host that followed those deletions would disconnect all nodes for that time.
 type gracePeriod struct {
 	lastContact time.Time           // when the store last sent something
 	until       time.Time           // zero unless there is a grace period
 	expiring    map[string]struct{} // keys that the store has deleted and whose leases are retained
 }
 
-// streamWasUp records that a stream was up until now, even if the store has sent nothing. unnoticed
-// is the time for which a dead connection is not noticed.
+// streamWasUp records that a stream was up until now, even if the store has sent nothing on it.
+// unnoticed is how long a connection can be dead before that is noticed, so the last contact counts
+// as that long ago at most.
 func (g *gracePeriod) streamWasUp(now time.Time, unnoticed time.Duration) {
 	if latest := now.Add(-unnoticed); g.lastContact.Before(latest) {
 		g.lastContact = latest
 	}
 }
 
-// contact records that the store has sent something. If its last contact was longer ago than margin,
-// a grace period of the length grace begins.
+// contact records that the store has sent something. If the contact before was longer ago than
+// margin, a grace period of the length grace begins.
 func (g *gracePeriod) contact(now time.Time, margin, grace time.Duration) {
 	if !g.lastContact.IsZero() && now.Sub(g.lastContact) > margin {
 		g.until = now.Add(grace)
@@ -41,7 +42,8 @@ func (g *gracePeriod) contact(now time.Time, margin, grace time.Duration) {
 	g.lastContact = now
 }
 
-// retain records that the store has deleted a key, and reports whether its lease is retained.
+// retain reports whether the lease of a key that the store has deleted is retained, and records the
+// key in that case. Leases are retained during a grace period.
 func (g *gracePeriod) retain(key string) bool {
 	if !g.lastContact.Before(g.until) {
 		return false
@@ -53,8 +55,9 @@ func (g *gracePeriod) retain(key string) bool {
 	return true
 }
 
-// replaced records that the store has the key of now. It returns the keys of the retained leases that
-// now replaces: those of the same subnet, or of the same node. entries has the retained leases.
+// replaced records that the store has the key of now. It returns the keys of the retained leases
+// that now replaces, and stops retaining them: leases that overlap its subnets or have one of its
+// public addresses. entries has the entries of all retained leases.
 func (g *gracePeriod) replaced(now *entry, entries map[string]*entry) (gone []string) {
 	delete(g.expiring, now.key)
 	for key := range g.expiring {
@@ -71,7 +74,8 @@ func (g *gracePeriod) replaced(now *entry, entries map[string]*entry) (gone []st
 	return gone
 }
 
-// expired returns the retained keys once the grace period is over.
+// expired returns the retained keys when the grace period is over, and nothing before. It stops
+// retaining them.
 func (g *gracePeriod) expired(ctx context.Context) (gone []string) {
 	if len(g.expiring) == 0 || g.lastContact.Before(g.until) {
 		return nil

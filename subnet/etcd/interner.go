@@ -5,22 +5,22 @@ package etcd
 import "sync"
 
 // Interner makes the managers of one process share the memory of equal leases of one store. The
-// daemon has one manager and does not need it. It is here for test/storm, which runs the managers of
-// N hosts: without it their caches would have N² leases of several hundred bytes. The simulator cannot
-// share leases itself, because the caches are private. The zero Interner is ready to use, and safe for
+// daemon has one manager and does not need it. test/storm runs the managers of N hosts: without an
+// Interner their caches would have N² leases of several hundred bytes. test/storm cannot share
+// leases itself, because the caches are private. The zero Interner is ready to use, and safe for
 // concurrent use.
 type Interner struct {
 	mu      sync.Mutex
-	entries map[internKey]*entry // as it was read last
+	entries map[internKey]*entry // the entry of that key that was read last
 }
 
 type internKey struct {
 	key      string
-	restored bool // the entry comes from an earlier run
+	restored bool // the entry comes from the last known state
 }
 
-// intern returns the entry that all managers share for the lease in e. If s is nil it returns e. The
-// caller must not change the result.
+// intern returns the entry that all managers share for the lease in e. If s is nil it returns e.
+// The caller must not change the entry that it gets.
 func (s *Interner) intern(e *entry) *entry {
 	if s == nil {
 		return e

@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// errOwnChanged ends a watch of the own key, which has to be read again.
+// errOwnChanged ends a watch of the own key because the key has to be read again.
 var errOwnChanged = errors.New("own key has changed")
 
 // Keep keeps the own lease. It reads the key at the start, after every outage, and when the key may
@@ -27,7 +27,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	b, restores := m.backoff(), m.backoff()
 	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
 	var lastRestore time.Time
-	var spare grant // an unused etcd lease, for all tries until one succeeds
+	var spare grant // an etcd lease that no key uses yet, for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()
 	for {
 		checked, restored, err := m.ensure(ctx, own, &spare)
@@ -65,9 +65,11 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 }
 
-// ensure reads the own key and corrects it. checked is the revision at which the key was current.
-// restored means that the key had to be written. ensure returns subnet.ErrLeaseLost, wrapped, if
-// another node has a subnet of the lease.
+// ensure reads the own key and corrects it: it creates the key again, writes its value again, or
+// renews the lease. restored means that the key was gone or had another value, perhaps because
+// another program has written it. If restored is false, checked is the revision up to which the key
+// needs no correction. ensure returns subnet.ErrLeaseLost, wrapped, if another node has a subnet of
+// the lease.
 func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (checked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
@@ -114,9 +116,10 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	return checked, true, nil
 }
 
-// yieldIfOlder completes a recreate that has written the own key, but failed before it compared the
-// key with those of other nodes. If another node was first, yieldIfOlder deletes the own key and
-// returns errConflict.
+// yieldIfOlder completes a recreate that has written the own key as found, but failed before it
+// compared the key with those of other nodes. If another node was first, yieldIfOlder deletes the
+// own key and returns errConflict. It returns nil if found is the key of another node, or was
+// compared before.
 func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil
@@ -129,8 +132,8 @@ func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	return m.yieldToOlder(ctx, made, 0)
 }
 
-// ownOr returns the lease that this manager acquired, which may have replaced l in the meantime. If
-// there is none, it derives one from l.
+// ownOr returns the own lease of the manager, which may be a later one than l. If there is none, it
+// derives one from l, without revision and etcd lease.
 func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	if m.own.exists() {
 		return m.own, nil
@@ -141,33 +144,36 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	return own, err
 }
 
-// isCurrent reports whether found, the own key as it was read, needs no write, and no renewal yet.
+// isCurrent reports whether found, the own key as it was read, needs neither a write nor a renewal
+// yet.
 func (m *Manager) isCurrent(found entry, own ownLease) bool {
 	return m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
 }
 
-// renewal returns the time at which g has to be kept alive.
+// renewal returns the time at which g has to be renewed.
 func (m *Manager) renewal(g grant) time.Time {
 	margin := m.margin(g.ttl)
 	return g.expires.Add(-margin - time.Duration(g.early*float64(g.ttl-margin)))
 }
 
-// untilRenewal returns the time until g has to be kept alive. It is the smaller of two: by the
-// monotonic clock, which stops while the host is suspended, and by the wall clock, which may be
-// set back.
+// untilRenewal returns the time until g has to be renewed, negative if that is overdue. It is the
+// smaller of two times: one by the monotonic clock, which stops while the host is suspended, and
+// one by the wall clock, which may be set back.
 func (m *Manager) untilRenewal(g grant) time.Duration {
 	at := m.renewal(g)
 	return min(time.Until(at), at.Sub(m.wall()))
 }
 
-// margin returns how long before its end a lease with this TTL is renewed. The store may be
-// unavailable for that long before the lease expires.
+// margin returns how long before its end a lease with this TTL is renewed at the latest: see
+// renewal, which varies the time. The store may be unavailable for that long before the lease
+// expires. The margin is RenewMargin, but with a short TTL it leaves a third of the TTL, at most a
+// minute, before the renewal.
 func (m *Manager) margin(ttl time.Duration) time.Duration {
 	return min(m.cfg.RenewMargin, ttl-min(time.Minute, ttl/3))
 }
 
-// owner returns the address of the node that has the lease e; invalid if it cannot be read or has
-// no address.
+// owner returns the public address of the node that has the lease e. It is invalid if the lease
+// cannot be read or has no address.
 func owner(e entry) netip.Addr { return identity(subnet.Claim{Endpoints: e.lease.Endpoints}) }
 
 func lost(key string, by entry) error {
@@ -181,9 +187,9 @@ func lost(key string, by entry) error {
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
-// recreate creates the own key again. It returns subnet.ErrLeaseLost, wrapped, if another host has
-// one of the subnets by now, under any key, and errConflict if the own key exists. It deletes leases
-// with the own address that are older than the own lease was, or that have the own subnets. A
+// recreate creates the own key again. It returns subnet.ErrLeaseLost, wrapped, if another key
+// overlaps the own subnets by now, and errConflict if the own key exists. It deletes leases with
+// the own address that are older than the own lease was, or that overlap the own subnets. A
 // restored backup can bring such leases back: see plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
 	l, err := m.list(ctx)
@@ -209,8 +215,8 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) erro
 	return m.create(ctx, own, l.store.Revision, stale, spare)
 }
 
-// read returns the key and the store's revision; found is nil if the key does
-// not exist.
+// read returns the entry with that key and the store's revision. found is nil if the key does not
+// exist.
 func (m *Manager) read(ctx context.Context, key string) (found *entry, revision int64, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, m.dir+key)
@@ -227,9 +233,10 @@ func (m *Manager) read(ctx context.Context, key string) (found *entry, revision 
 	return found, revision, err
 }
 
-// await blocks until the own key has changed since revision checked, or has to be renewed. It
-// returns errOwnChanged in both cases, and another error if it cannot watch the key. It calls alive
-// whenever the store answers.
+// await blocks until the own key may have changed after revision checked, or has to be renewed. It
+// returns errOwnChanged in both cases, and also if the watch is silent or cannot continue from that
+// revision. It returns another error if the watch fails. It calls alive for every response of the
+// store.
 func (m *Manager) await(ctx context.Context, checked int64, alive func()) error {
 	unlock, err := m.lock(ctx)
 	if err != nil {
@@ -245,7 +252,7 @@ func (m *Manager) await(ctx context.Context, checked int64, alive func()) error 
 	}
 	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		alive()
-		// The timer is late by as long as the host was suspended.
+		// If the host was suspended, the timer is late by that time.
 		if hasEvents(resp, checked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
 			return errOwnChanged
 		}

@@ -20,17 +20,17 @@ import (
 // The key <prefix>/leaders/<task> names the leader for a task. The key has an etcd lease, so the store
 // deletes the key when the leader does not renew that lease any more.
 
-// term is the time in which this node is the leader.
+// term is a time in which this node is the leader for one task.
 type term struct {
 	*Manager
 	key, name string
 	lease     clientv3.LeaseID
 }
 
-// leaderKey is the key of a leader as it was read.
+// leaderKey is the key that names a leader, as it was read.
 type leaderKey struct {
 	leader   subnet.Leader
-	lease    int64 // of etcd
+	lease    int64 // the id of its etcd lease; 0 if it has none
 	revision int64 // of the last change; 0 if the key does not exist
 }
 
@@ -64,8 +64,8 @@ func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead 
 	return nil
 }
 
-// readLeader reads the key of a leader. A key without an etcd lease names no leader: nothing would
-// delete it.
+// readLeader reads the key that names a leader. The leader is empty if the key does not exist. It
+// is also empty if the key has no etcd lease, because nothing would delete such a key.
 func (m *Manager) readLeader(ctx context.Context, key string) (found leaderKey, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, key)
@@ -85,8 +85,8 @@ func (m *Manager) readLeader(ctx context.Context, key string) (found leaderKey, 
 	return found, nil
 }
 
-// begin writes the key if it is still at revision, zero meaning absent. Otherwise it returns
-// subnet.ErrLed, wrapped.
+// begin writes the key with a new etcd lease if the key is still at revision, zero meaning absent.
+// Otherwise it returns subnet.ErrLed, wrapped.
 func (t *term) begin(ctx context.Context, revision int64) error {
 	taken := false
 	err := t.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
@@ -107,7 +107,7 @@ func (t *term) begin(ctx context.Context, revision int64) error {
 	return nil
 }
 
-// put writes the key if the condition is true, and reports whether it was true.
+// put writes the key in one transaction if the condition is true, and reports whether it was true.
 func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMessage, condition clientv3.Cmp) (done bool, err error) {
 	value, err := json.Marshal(subnet.Leader{Name: t.name, Announced: announced})
 	if err != nil {
@@ -117,7 +117,7 @@ func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMe
 	return err == nil && resp.Succeeded, err
 }
 
-// renewOnce implements wait.Renewal. It also notices that an operator has deleted the key.
+// renewOnce implements wait.Renewal. lost is also true if an operator has deleted the key.
 func (t *term) renewOnce(ctx context.Context) (lost bool, err error) {
 	found, err := t.readLeader(ctx, t.key)
 	if err != nil {

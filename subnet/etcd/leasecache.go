@@ -12,20 +12,22 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// leaseCache is the copy of the store that Watch keeps.
+// leaseCache is the copy of the store's leases that Watch keeps.
 type leaseCache struct {
-	entries        map[string]*entry // by key, without values
+	entries        map[string]*entry // by key, without their values; retained leases too
 	store          subnet.StoreID
-	next           int64  // revision to watch from; 0: there was no list yet
+	next           int64  // revision from which a watch starts; 0: there was no list yet
 	configRevision int64  // revision up to which the configuration is known
-	stale          bool   // list before the next watch
-	another        bool   // the store is not the one of the cache before, even if both have the same id
-	newest         *entry // the entry that was written last; see newestEntry
-	// byAge has all entries, sorted by the revision of their last write, and some entries that are
-	// gone. It is nil until newestEntry needs it, because newest was deleted.
+	stale          bool   // the leases must be listed before the next watch
+	another        bool   // the store is another one than that of the former cache, even if both have the same id
+	newest         *entry // the entry that was written last, or nil; see newestEntry
+	// byAge has all entries, sorted by the revision of their last write, and some entries that the
+	// cache does not have any more. It is nil until newestEntry needs it, because newest was
+	// deleted.
 	byAge []*entry
-	// restored is the revision of the newest entry that came from an earlier run. Other entries of
-	// that run have no revision. Zero: all entries are from this run.
+	// restored is the revision of the newest entry that came from the last known state. Other
+	// entries of that state have no revision. Zero: all entries were read in this run, or an audit
+	// has compared them.
 	restored int64
 	gracePeriod
 }
@@ -36,8 +38,8 @@ func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 	return e.modRevision == modRevision && e.leaseID == lease
 }
 
-// mayEqual reports whether listed may be the same state of the same key as e, which may come from an
-// earlier run.
+// mayEqual reports whether listed may be the same state of the same key as e. It cannot be certain
+// if e comes from the last known state, without the revision of its last write.
 func (e *entry) mayEqual(listed entry) bool {
 	if e.modRevision == 0 {
 		return e.createRevision == listed.createRevision
@@ -45,13 +47,14 @@ func (e *entry) mayEqual(listed entry) bool {
 	return e.is(listed.modRevision, listed.leaseID)
 }
 
-// count returns the number of keys that the store has. The store does not have retained leases.
+// count returns the number of leases that the store has, so without the retained ones.
 func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
 
-// spareAges is the number of entries by which byAge may exceed twice the number of leases.
+// spareAges limits byAge: it may have at most this many entries more than twice the number of
+// leases.
 const spareAges = 100
 
-// written adds an entry that was just written.
+// written adds an entry that was just written, and so is the newest one.
 func (c *leaseCache) written(e *entry) {
 	c.entries[e.key], c.newest = e, e
 	if c.byAge != nil {
@@ -66,9 +69,9 @@ func (c *leaseCache) replace(e *entry) {
 	c.newest, c.byAge = nil, nil // e may have any age
 }
 
-// newestEntry returns the entry in the store that was written last, or nil if there is none.
-// known is false if the result is uncertain: entries from an earlier run have no revision, and one
-// of them may be newer.
+// newestEntry returns the entry that was written last of those that the store has, or nil if there
+// is none. known is false if the result is uncertain: entries from the last known state have no
+// revision, and one of them may be newer.
 func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 	valid := func(e *entry) bool {
 		_, expiring := c.expiring[e.key]
@@ -94,8 +97,8 @@ func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 	return c.newest, c.newest.modRevision >= max(c.restored, 1)
 }
 
-// mayPrecede reports whether l may be a later state of the store of the cache. In that case all entries
-// of l up to the cache's revision are in the cache.
+// mayPrecede reports whether the cache may be an earlier state of the store that has the leases l.
+// This requires that the cache has all entries of l that were written up to its revision.
 func (c *leaseCache) mayPrecede(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := c.entries[e.key]
@@ -116,9 +119,9 @@ func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
 	}
 }
 
-// retainFrom retains the leases of old, the cache before an outage, that the store has deleted since,
-// if there is a grace period. It retains no lease if old is of another store, because the ledger holds
-// the leases that the present store lacks.
+// retainFrom retains leases of old, the cache before an outage, if there is a grace period: those
+// that the store has deleted since, unless a new lease replaces them. It retains no lease if old is
+// of another store, because the ledger holds the leases that the present store lacks.
 func (c *leaseCache) retainFrom(old leaseCache) {
 	if !c.follows(old) {
 		c.expiring = nil
@@ -144,8 +147,9 @@ func (c *leaseCache) unreadable(key string) bool {
 	return e != nil && e.err != nil
 }
 
-// update returns the update that is published. It leaves out the own key, unless own is nil. If
-// changed is nil, any lease may have changed.
+// update returns the update to publish, and computes its mark. changed has the leases that have
+// changed, nil for one that is gone; a nil map means that any lease may have changed. If own is not
+// nil, the update does not contain that key as a lease.
 func (c *leaseCache) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
 	if own != nil {
 		if _, ok := changed[*own]; ok {

@@ -57,32 +57,33 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	return e
 }
 
-// listing contains all leases at one revision, sorted by key.
+// listing contains all leases at one revision, sorted by key, or the last known state brought up to
+// date.
 type listing struct {
 	entries []entry
 	store   subnet.StoreID
 	read    time.Time
-	// restored is not zero if the listing is the updated last known state of an earlier run: see
-	// leaseCache.restored.
+	// restored is not zero if the listing comes from the last known state: see leaseCache.restored.
 	restored int64
 }
 
-// pageSize is the number of leases in one answer, of some 350 bytes each. etcd keeps an answer in
-// memory for each host that lists, and it has to arrive within the deadline.
+// pageSize is the maximum number of leases in one answer, of some 350 bytes each. etcd keeps an
+// answer in memory for each host that lists, and the answer has to arrive within the deadline.
 const pageSize = 1000
 
-// list reads all leases at one revision, by pages. On a slow link, or for many hosts on one link, a
-// list of thousands of leases can take longer than any deadline that detects a hung server.
+// list reads all leases at one revision, in pages with a deadline each. On a slow link, or for many
+// hosts on one link, a whole list of thousands of leases can take longer than any deadline that
+// detects a hung server.
 func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0, 0) }
 
-// listAt reads all leases as they were at a revision, or are now if it is zero, with pauses between
-// the pages. Later pages are serializable reads, because the member that has answered the first page
-// has their revision.
+// listAt reads all leases as they were at a revision, or as they are now if it is zero, with pauses
+// between the pages. Later pages are serializable reads, because the member that has answered the
+// first page has their revision.
 //
-// When all hosts boot at the same moment, the store is overloaded, and even small requests take long.
-// On a slow link small requests are fast. So a host whose last request took long waits for its turn
-// after the first page, which contains the number of hosts. Meanwhile the store has time for writes of
-// leases and for its other users.
+// When all hosts boot at the same moment, the store is overloaded, and even small requests take
+// long. On a slow link small requests are fast. So a host whose last small request took long waits
+// for its turn after the first page, which contains the number of hosts. Meanwhile the store has
+// time for writes of leases and for its other users.
 func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
@@ -129,19 +130,21 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 	}
 }
 
-// stash contains a listing that one method has just read, for the next method that needs one. A start
-// needs three listings, and thousands of leases take time. Changes since the listing are found
-// by compare-and-swap, or by the watch.
+// stash contains a listing that one method has just read, for the next method that needs one. A
+// start needs three listings, and thousands of leases take time. If the leases have changed since
+// the listing, a compare-and-swap fails or the watch brings the change.
 type stash struct{ atomic.Pointer[listing] }
 
-// stashTime is the maximum age of a listing that is used. It is long because a start may be slow: on
-// a slow host, or with a store that all hosts use at once, which a second list would make slower.
+// stashTime is the maximum age of a listing that is used again. It is long because a start may be
+// slow: on a slow host, or with a store that all hosts use at once, which a second list would make
+// slower.
 const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&l) }
 
-// listOr returns the first of these that is available: the content of s, which is empty afterwards,
-// the last known state brought up to date, or a new listing.
+// listOr returns the first of these that is available: the listing in s if it is not too old, the
+// last known state brought up to date, or a new list. s is empty afterwards. If a new list has none
+// of the last known leases, listOr sets m.replaced.
 func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
@@ -164,7 +167,7 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 }
 
 // identity returns the address by which a node recognizes its own leases: its public IPv4 address
-// if it has one, otherwise IPv6. It is invalid for a lease without an owner.
+// if it has one, otherwise its public IPv6 address. It is invalid if c has neither.
 func identity(c subnet.Claim) netip.Addr {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
@@ -174,12 +177,14 @@ func identity(c subnet.Claim) netip.Addr {
 	return netip.Addr{}
 }
 
-// hasPublicIP reports whether a lease belongs to the node with address who.
+// hasPublicIP reports whether l has the public address who, and so belongs to the node with that
+// identity.
 func hasPublicIP(l subnet.Lease, who netip.Addr) bool {
 	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
 }
 
-// previous returns the subnets that the node had before, best first.
+// previous returns the subnets that the node had before, best first: those of c, then
+// Config.Previous.
 func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {
@@ -197,8 +202,9 @@ func overlap(a, b []netip.Prefix) bool {
 	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
 }
 
-// recalled returns the first own entry that overlaps a subnet that the node had before. If there is
-// none it returns the first own entry, or nil. ours reports whether an entry is an own one.
+// recalled returns the first own entry that overlaps one of before, the subnets that the node had.
+// If none does, it returns the first own entry, or nil if there is none. ours reports whether an
+// entry is an own one.
 func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
 	var found *entry
 	for i, e := range entries {
@@ -209,7 +215,7 @@ func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *en
 	return found
 }
 
-// Recall finds the own lease by public address. See subnet.Manager.
+// Recall finds the own lease by the public address or Resumed. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(sourceLease)
 	var l listing
@@ -233,8 +239,8 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 			return subnet.Claim{}, err
 		}
 		defer unlock()
-		// Acquire prefers the subnet that this node had to a lease that another node with
-		// the same address may have made. The data in that lease is not this node's.
+		// If another node with the same address may have made the lease, Acquire does not use it,
+		// but takes the subnet that this node had. The data in that lease is not this node's.
 		if p, err := choose(pools, m.previous(own), m.own, ours, l.entries); err == nil && p.other {
 			return subnet.Claim{}, nil
 		}

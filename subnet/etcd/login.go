@@ -14,37 +14,38 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// login exchanges the user name and the password for a token, which it adds to every
-// request. The token outlives connections: any member knows it until that member is
-// restarted or the token was not used for --auth-token-ttl.
+// login exchanges the user name and the password for a token, which it adds to every request. The
+// token outlives connections: each member knows it until that member is restarted or the token was
+// not used for --auth-token-ttl.
 //
 // A login takes tens of milliseconds of the server's CPU time, even if the client has closed the
-// connection. After a restart of etcd all hosts need a login, and thousands at once would use all of
-// the server's time. So there is one login at a time. It continues when the request that needs it has
-// timed out. It waits for its turn if an earlier token was valid, and after failures the pauses grow
-// to minutes.
+// connection. After a restart of etcd all hosts need a login, and thousands at once would use all
+// of the server's time. So a host makes one login at a time, and a login continues when the request
+// that needs it has timed out. A host waits for its turn before a login if the previous token has
+// worked. After failures the pauses grow to minutes.
 type login struct {
 	name, password string
 	authenticate   func() (token string, err error)
 	turn           func(context.Context) error // waits for a random time, because all hosts need a login at once
-	retry          *wait.Backoff               // used by one login at a time
+	retry          *wait.Backoff               // the pauses after failures; used by one login at a time
 
 	mu      sync.Mutex
-	token   string        // for requests; empty if etcd does not require one
+	token   string        // empty if etcd does not require one
 	valid   bool          // false: the next request needs a login
 	worked  bool          // a request has succeeded since the last login began
 	before  bool          // a login was started before
-	err     error         // of the last login; nil if it succeeded
+	err     error         // the error of the last login; nil if it succeeded
 	running chan struct{} // closed when the login in progress ends; nil if there is none
 }
 
-// errLoggingIn is the error of a request whose deadline came before the end of the login.
+// errLoggingIn is the error of a request that did not get a token before its deadline, because the
+// login was still in progress.
 var errLoggingIn = errors.New("the login is still in progress")
 
 // get returns the token. If there is no valid one, it waits for the login in progress, or starts a
-// login, and returns the error of that login if it fails. If ctx ends before the login, get returns the
-// error of the login before that one or, if there is no such error, errLoggingIn. The end of life ends a
-// login, and the end of ctx does not.
+// login, and returns the error of that login if it fails. If ctx ends before the login, get returns
+// the error of the previous login or, if there is none, errLoggingIn. The end of ctx does not end a
+// login. The end of life does.
 func (l *login) get(ctx, life context.Context) (token string, err error) {
 	valid, token, running := l.start(life)
 	if valid {
@@ -75,7 +76,7 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		case l.worked:
 			l.retry.Reset()
 			pause = l.turn
-		case l.before: // the last login failed, or its token did not work
+		case l.before: // the last login failed, or no request has succeeded with its token
 			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
 		l.before, l.worked = true, false
@@ -97,8 +98,9 @@ func (l *login) run(life context.Context, pause func(context.Context) error) {
 	l.running = nil
 }
 
-// observe records the result of a request with token. It reports whether etcd has refused the token.
-// Then the next request needs a login, unless another login has replaced the token in the meantime.
+// observe records the result of a request with token. It reports whether etcd has refused the
+// token. In that case the next request needs a login, unless another login has replaced the token
+// in the meantime.
 func (l *login) observe(token string, err error) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -124,8 +126,8 @@ func (l *login) wait() {
 	}
 }
 
-// refused reports whether err means that etcd has not accepted the token of a request. Then etcd has
-// not executed the request.
+// refused reports whether err means that etcd has refused the token of a request. In that case etcd
+// has not executed the request.
 func refused(err error) bool {
 	err = rpctypes.Error(err)
 	return errors.Is(err, rpctypes.ErrInvalidAuthToken) || errors.Is(err, rpctypes.ErrAuthOldRevision) || errors.Is(err, rpctypes.ErrUserEmpty)

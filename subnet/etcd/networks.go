@@ -20,9 +20,9 @@ import (
 // Several networks share one prefix: each network has the keys <prefix>/<name>/config and
 // <prefix>/<name>/subnets/..., as in flannel 0.5 to 0.7.
 
-// Network returns a manager of one network below the prefix of m. The manager uses the connection of
-// m, so cfg needs no endpoints, TLS files and login, and the caller must close m last. Network returns
-// an error if a network cannot have the name.
+// Network returns a manager of one network below the prefix of m. It uses the connection of m, so
+// cfg needs no endpoints, prefix, TLS files and login, and the caller must close m last. Network
+// returns an error if no network can have that name.
 func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	if err := subnet.CheckNetworkName(name); err != nil {
 		return nil, err
@@ -33,22 +33,24 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	return n, nil
 }
 
-// NetworkConfigs are the configurations of several networks at one moment.
+// NetworkConfigs contains the configurations of several networks at one moment.
 type NetworkConfigs struct {
-	// Texts are the configurations by the name of the network. They belong to the receiver.
+	// Texts contains the configurations by the name of the network. The map belongs to the
+	// receiver.
 	Texts map[string][]byte
-	// Deleted names the networks whose configuration was deleted since the last call, in this store.
-	// If a network is missing in both Texts and Deleted, the store was emptied or replaced, or the
-	// reason is not known.
+	// Deleted contains the names of the networks whose configuration was deleted from this store
+	// since the last call. If a network that the receiver knows is missing in both Texts and
+	// Deleted, the store was emptied or replaced, or the reason is not known.
 	Deleted []string
 	// Revision is the revision of the store.
 	Revision int64
 }
 
-// Networks follows the configurations of the networks below the prefix until ctx ends: of those
-// with the given names or, without names, of all. It calls sink from one goroutine, first with all
-// configurations, and again with all after each change. known returns the last Sighting of each
-// network that this node has recorded; it may be nil. Networks survives compaction and outages.
+// Networks follows the configurations of the networks below the prefix until ctx ends: those with
+// the given names or, without names, all. It calls sink from one goroutine, first with all
+// configurations, and again with all after each change, and after each failure of the watch. known
+// returns the last Sighting of each network that this node has recorded; it may be nil. Networks
+// continues after compaction and outages. It returns the error of ctx, or an error if m is closed.
 func (m *Manager) Networks(ctx context.Context, names []string, known func() map[string]subnet.Sighting, sink func(NetworkConfigs)) error {
 	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
@@ -58,7 +60,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 			keys = append(keys, m.configOf(name))
 		}
 	}
-	seen := map[string]int64{} // by network, the last known revision at which the store had its configuration
+	seen := map[string]int64{} // by network: the latest revision at which this run has seen its configuration in the store
 	b := m.backoff()
 	for {
 		now, err := m.listConfigs(ctx, keys)
@@ -98,8 +100,8 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	}
 }
 
-// sightings returns the result of known, with the revisions of seen in place of the recorded ones.
-// known may be nil.
+// sightings returns the Sightings of known, which may be nil, with the revisions in seen in place
+// of the recorded ones.
 func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) map[string]subnet.Sighting {
 	all := map[string]subnet.Sighting{}
 	if known != nil {
@@ -117,7 +119,7 @@ func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) m
 func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sighting, err error) {
 	defer m.outage.Forget(sourceSight)
 	look := func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // with WithKeysOnly etcd 3.7 omits the etcd lease of a key
+		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // the lease is read with its value: with WithKeysOnly etcd 3.7 omits the id of the etcd lease
 		if err != nil {
 			return err
 		}
@@ -136,14 +138,16 @@ func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sightin
 	return s, err
 }
 
-// deleted returns the networks in known that have no configuration in a listing because it was deleted.
+// deleted returns the networks in known that are not in a listing because their configuration was
+// deleted. It omits those that are missing for another reason.
 func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting, listed NetworkConfigs) (names []string, err error) {
 	for _, name := range slices.Sorted(maps.Keys(known)) {
 		if _, exists := listed.Texts[name]; exists {
 			continue
 		}
 		was, err := m.hasLease(ctx, name, known[name])
-		// A store that has reached the revision only after the listing is another one.
+		// If the listing is older than the recorded revision, it comes from another store: a store
+		// does not go back.
 		if err == nil && !was && known[name].Revision <= listed.Revision {
 			was, err = m.hadConfig(ctx, name, known[name].Revision)
 		}
@@ -157,11 +161,12 @@ func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting,
 	return names, nil
 }
 
-// hasLease reports whether the store still has the lease in s, which this node had when the store had
-// the configuration of the network. If the configuration is missing now, it was deleted since, even if
-// the history does not go back so far. An emptied store cannot have the lease, because ids of etcd
-// leases are random. A backup with the lease also has the configuration, unless the configuration was
-// deleted before the backup.
+// hasLease reports whether the store still has the lease in s, which this node had when the store
+// had the configuration of the network. If the configuration is missing now, it was deleted since
+// then, even if the history of the store does not go back so far. An emptied store cannot have the
+// lease, because ids of etcd leases are random. A backup with the lease also has the configuration,
+// unless the configuration was deleted before the backup. hasLease reports false if s names no
+// lease.
 func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Sighting) (has bool, err error) {
 	if s.LeaseID == 0 {
 		return false, nil
@@ -174,8 +179,8 @@ func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Sighting) 
 	return has, err
 }
 
-// hadConfig reports whether the history of the store has the configuration of the network at a
-// revision. It reports false if the history does not go back so far.
+// hadConfig reports whether the store had the configuration of the network at a revision. It
+// reports false if the history of the store does not go back so far, or has not come so far.
 func (m *Manager) hadConfig(ctx context.Context, name string, revision int64) (had bool, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, m.configOf(name), clientv3.WithRev(revision), clientv3.WithKeysOnly())
@@ -194,7 +199,8 @@ func (n *NetworkConfigs) clone() NetworkConfigs {
 	return copied
 }
 
-// apply applies the events after a revision, and reports whether they have changed something.
+// apply applies the events after a revision to n, and reports whether there were any. It sets
+// n.Deleted to the networks that they have deleted.
 func (n *NetworkConfigs) apply(m *Manager, resp *pb.WatchResponse, after int64) (changed bool) {
 	n.Deleted, n.Revision = nil, max(n.Revision, resp.Header.Revision)
 	for _, ev := range resp.Events {
@@ -213,22 +219,23 @@ func (n *NetworkConfigs) apply(m *Manager, resp *pb.WatchResponse, after int64) 
 	return changed
 }
 
-// root is the prefix of the keys of all networks. It ends in a slash.
+// root returns the prefix of the keys of all networks. It ends in a slash.
 func (m *Manager) root() string {
 	return strings.TrimSuffix(path.Join(m.cfg.Prefix, "config"), "config")
 }
 
 func (m *Manager) configOf(name string) string { return path.Join(m.cfg.Prefix, name, "config") }
 
-// networkOf returns the name of the network whose configuration has the key.
+// networkOf returns the name of the network whose configuration has the key. ok is false if key is
+// another kind of key.
 func (m *Manager) networkOf(key string) (name string, ok bool) {
 	name, below := strings.CutPrefix(key, m.root())
 	name, config := strings.CutSuffix(name, "/config")
 	return name, below && config && subnet.CheckNetworkName(name) == nil
 }
 
-// listConfigs reads the configurations with these keys. A key that ends in a slash stands for all
-// networks below it.
+// listConfigs reads the configurations with these keys, all at one revision. A key that ends in a
+// slash stands for all networks below it.
 func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfigs, error) {
 	now := NetworkConfigs{Texts: map[string][]byte{}}
 	options := []clientv3.OpOption(nil)

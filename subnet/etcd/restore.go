@@ -21,33 +21,35 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// lastKnown is what this node knew when it ran before: the leases at one revision of a store,
-// and enough to recognize that store.
+// lastKnown is the last known state: the leases at one revision of a store, and enough to recognize
+// that store.
 type lastKnown struct {
 	store   subnet.StoreID
 	own     string            // key of the own lease; empty: none
 	created int64             // revision at which the own lease was created
-	entries map[string]*entry // of other nodes, by key, with unknownLeaseID
-	count   int64             // number of all keys in the store
-	newest  newestKey         // zero: the store had no leases
-	ended   bool              // the store cannot bring it up to date, so it is only compared with a list of all leases
+	entries map[string]*entry // of other nodes, by key; leases have unknownLeaseID
+	count   int64             // number of all keys of leases in the store
+	newest  newestKey         // zero: the store had no leases and no reservations
+	ended   bool              // restore has failed for good, so the state is only compared with a list of all leases
 }
 
-// newestKey is the key that was written last, with its revision and etcd lease.
+// newestKey is the key that was written last, with the revision of that write and its etcd lease.
 type newestKey struct {
 	key      string
 	revision int64
 	lease    clientv3.LeaseID
 }
 
-// unknownLeaseID stands for the id of the etcd lease of an entry that comes from an earlier run. The
-// id is not known, and neither is the modification revision of such an entry, which is zero.
+// unknownLeaseID stands for the id of the etcd lease of an entry that comes from the last known
+// state. The id is not known, and neither is the revision of the last write, which is zero in such
+// an entry.
 const unknownLeaseID clientv3.LeaseID = -1
 
-// mark returns what restore needs to recognize the store at the revision of the cache: the
-// number of keys, and the key that was written last, with its revision and etcd lease. Another
-// history of the store is unlikely to have the same mark, because ids of etcd leases are random.
-// The mark is empty if that key is not known or cannot be read.
+// mark returns what restore needs to recognize the store at the revision of the cache: the number
+// of keys, and the key that was written last, with its revision and etcd lease. Another history of
+// the store is unlikely to have the same mark, because ids of etcd leases are random. The mark is
+// "0" if the store has no keys of leases. It is empty if the last key is not known, or its lease
+// cannot be read.
 func (c *leaseCache) mark() string {
 	newest, known := c.newestEntry()
 	switch {
@@ -77,7 +79,7 @@ func parseMark(mark string) (count int64, w newestKey, ok bool) {
 	return count, w, true
 }
 
-// cutFields cuts s behind its n-th space.
+// cutFields cuts s at its n-th space, which is in neither part. ok is false if s has fewer spaces.
 func cutFields(s string, n int) (head, tail string, ok bool) {
 	tail = s
 	for range n {
@@ -88,7 +90,8 @@ func cutFields(s string, n int) (head, tail string, ok bool) {
 	return strings.TrimSuffix(s, " "+tail), tail, true
 }
 
-// newLastKnown returns nil if the state in cfg cannot be used.
+// newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
+// valid mark or revision, or a lease that does not match its key.
 func newLastKnown(cfg Config) *lastKnown {
 	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
 	var ok bool
@@ -113,9 +116,9 @@ func newLastKnown(cfg Config) *lastKnown {
 	return k
 }
 
-// survivesIn reports whether l has one of the last known leases, or there were none. Otherwise the
-// store was replaced or emptied. The revision does not show that, because it may be later than the last
-// known one, and the history of the store may not go back to the last known state.
+// survivesIn reports whether l has one of the last known leases, or there were none. If it reports
+// false, the store was replaced or emptied. The revision does not always show that: it may be later
+// than the last known one, and the history of the store may not go back to the last known state.
 func (k *lastKnown) survivesIn(l listing) bool {
 	return k.own == "" && len(k.entries) == 0 || slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := k.entries[e.key]
@@ -129,10 +132,11 @@ func matchesKey(l subnet.Lease, key string) bool {
 	return err == nil && slices.EqualFunc(subnets, l.Endpoints, func(s netip.Prefix, e subnet.Endpoint) bool { return s == e.Subnet })
 }
 
-// restore returns the last known state of an earlier run, brought up to the present by what has
-// changed since. So the store sends only the changes, and not all leases. ok is false if all leases
-// have to be listed: there is no such state, its revision was compacted, or the store is
-// another one. In the last case restore sets m.replaced, for Watch.
+// restore returns the last known state, brought up to the present by the changes since then. So the
+// store sends only the changes, and not all leases. ok is false if all leases have to be listed:
+// there is no such state, its revision was compacted, there were too many changes, or the store is
+// another one. In the last case restore sets m.replaced, for Watch. After an error the caller tries
+// again.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
 	if k == nil || k.ended {
@@ -146,7 +150,7 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	case errors.Is(err, errRelist), errors.Is(err, errAnswersEarly):
 		is = unknown
 	case err != nil:
-		return listing{}, false, err // the caller tries again
+		return listing{}, false, err // the last known state can still be used
 	}
 	if is != same {
 		ended := *k
@@ -165,9 +169,10 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	return l, true, nil
 }
 
-// recognizeStore compares the last known state with the store as it was at that revision. If they are
-// the same, it returns a cache of the leases at that revision, in which store.Revision is already the
-// present revision of the store.
+// recognizeStore compares the last known state with the store as it was at the revision of that
+// state. If they are the same, it returns a cache of the leases at that revision, in which
+// store.Revision is already the present revision of the store. is is unknown if they cannot be
+// compared, because the revision was compacted or the state lacks leases.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
 	at := clientv3.WithRev(k.store.Revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
@@ -184,7 +189,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 		case errors.Is(err, rpctypes.ErrCompacted):
 			is = unknown
 			return nil
-		case errors.Is(err, rpctypes.ErrFutureRev): // the ledger recognizes that by the revision
+		case errors.Is(err, rpctypes.ErrFutureRev): // the store has not come to that revision, so it is another one
 			return nil
 		case err != nil:
 			return err
@@ -218,12 +223,14 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 	return cache, is, err
 }
 
-// errCaughtUp ends the watch of catchUp, and errNotCaughtUp one that takes too long.
+// errCaughtUp ends the watch of replay when all events have come, and errNotCaughtUp ends one that
+// takes too long.
 var errCaughtUp, errNotCaughtUp = errors.New("all events have come"), errors.New("events are missing")
 
-// catchUp brings a cache of an earlier revision up to the present by the events in between. If
-// the server, or a proxy before it, does not report when all events have come, catchUp compares
-// outlines instead.
+// catchUp brings a cache of an earlier revision up to the present by the events in between. If the
+// server, or a proxy before it, does not report in time that all events have come, catchUp compares
+// the cache with an outline of the store instead. It returns errRelist, perhaps wrapped, if all
+// leases have to be listed.
 func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	head := cache.store.Revision
 	if head < cache.next {
@@ -251,14 +258,15 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	return nil
 }
 
-// patient is the factor by which replay multiplies the time that the first answer of a watch took. replay
-// waits for the last event for that long, even if its limit is shorter.
+// patient is a factor: replay waits for the last event at least this many times as long as the
+// server needed for its first answer, even if the limit of replay is shorter.
 const patient = 10
 
-// replay applies events to a cache until done reports that all have come. After the first answer of the
-// server it waits for limit, or longer if that answer took long: see patient. Then it returns
-// errAnswersEarly if probes is true, and errRelist otherwise. The first answer has the deadline of every
-// request, after which replay returns an error and the caller tries again.
+// replay applies events to a cache until done reports that all have come. After the first answer of
+// the server it waits for limit, or longer if that answer took long: see patient. If done has not
+// reported true by then, replay returns errAnswersEarly if probes is true, and errRelist otherwise.
+// The first answer has the deadline of every request, after which replay returns an error and the
+// caller tries again.
 func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -292,16 +300,16 @@ func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseC
 	return errRelist
 }
 
-// outline describes the leases at a revision, given those at an earlier one: how many there are,
-// and the revisions of those that were written since.
+// outline describes the leases of the store at a revision: how many there are, and which were
+// written since an earlier revision, with the revision of the last write of each.
 type outline struct {
 	revision, count int64
 	written         map[string]int64
 }
 
-// outlineSince returns the outline of the store, given its state before revision next. It is for
-// servers that do not report when all events have come. It returns errRelist if more than pageSize
-// leases were written since.
+// outlineSince returns the outline of the store at present, with the leases that were written at
+// revision next or later. It is for servers that do not report when all events have come. It
+// returns errRelist, wrapped, if there are more than pageSize of them.
 func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(
@@ -324,8 +332,9 @@ func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err 
 	return o, err
 }
 
-// isOf reports whether the cache has reached the outline. A cache with all written keys has at least the
-// keys of the store, because only events delete keys from it. So an equal number means equal keys.
+// isOf reports whether the cache has reached the state of the outline. A cache with all written
+// keys has at least the keys of the store, because only events delete keys from it. So an equal
+// number of keys means that the keys are equal.
 func (o outline) isOf(cache *leaseCache) bool {
 	for key, revision := range o.written {
 		if e := cache.entries[key]; e == nil || e.modRevision != revision {
@@ -335,8 +344,9 @@ func (o outline) isOf(cache *leaseCache) bool {
 	return cache.count() == o.count
 }
 
-// completeOwn reads the leases of this node that come from an earlier run: a write needs their
-// revision. It returns errConflict if one of them has changed since the listing.
+// completeOwn reads those leases of this node that l has from the last known state, because a write
+// needs their revision. It puts them into l. It returns errConflict if one of them has changed
+// since the listing or is gone.
 func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) bool) error {
 	for i, e := range l.entries {
 		if e.modRevision != 0 || !ours(e) {

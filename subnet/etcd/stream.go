@@ -21,44 +21,47 @@ import (
 
 // watcher receives the responses of a watch.
 type watcher struct {
-	// on is called with every response; an error ends the watch. If confirmed is not zero, all
-	// events of the first key up to that revision have come.
+	// on is called with every response; an error ends the watch. If confirmed is not zero, the
+	// stream has brought all events of the first key up to that revision.
 	on func(resp *pb.WatchResponse, confirmed int64) error
-	// waits reports whether the caller needs an answer of the store soon. nil means that it never
-	// does.
+	// waits reports whether the caller needs an answer of the store soon, so that a silent stream
+	// is probed after timing.idle. nil means that it never does.
 	waits func() bool
-	// checks turns verify on. One watch of a connection is enough.
+	// checks makes follow run verify. One watch of a connection is enough for that.
 	checks bool
-	// probes asks for the server's revision from the beginning of the watch on, until the watch ends.
-	// The watch ends with errAnswersEarly if the server answers ahead of events.
+	// probes makes follow ask for the server's revision again and again from the beginning of the
+	// watch. The watch ends with errAnswersEarly if the server answers before it has sent all
+	// events.
 	probes bool
 }
 
-// errAnswersEarly ends a watch that probes: the server answers probes ahead of events.
+// errAnswersEarly ends a watch that probes, because the answers do not show that all events have
+// come. replay also returns it if the server does not answer in time.
 var errAnswersEarly = errors.New("the server answers probes before it has sent all events")
 
 // stream is one call of etcd's Watch.
 type stream struct {
 	pb.Watch_WatchClient
 	sending      sync.Mutex   // gRPC allows one sender at a time
-	reached      atomic.Int64 // the highest revision that was named on the stream
-	advanced     wait.Signal  // reached has grown
-	answersEarly bool         // the server answers probes at once, ahead of events
+	reached      atomic.Int64 // the highest revision that the server has named on the stream
+	advanced     wait.Signal  // sent when reached has grown
+	answersEarly bool         // the server answers probes at once, before it has sent all events
 	answers      atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
 	background   sync.WaitGroup
 }
 
-// follow watches keys from revision next on, with one stream, until the stream fails, w.on returns an
-// error or ctx ends. It detects three kinds of failures:
+// follow watches keys from revision next on, with one stream, until the stream fails, w.on returns
+// an error or ctx ends, and returns the reason as an error. It detects three kinds of failures:
 //
 //   - A connection that is dead: gRPC sends pings over it, which cost the store nothing.
 //   - A server that works and sends nothing: it should send a progress notification every ten
 //     minutes. follow probes a stream that is silent for timing.quiet, or for timing.idle while the
-//     caller waits for something. It returns errStalled if there is no answer in timing.probeAnswer.
+//     caller waits for something. It returns errStalled, wrapped, if there is no answer within
+//     timing.probeAnswer.
 //   - A server that sends notifications and is behind the store: see verify.
 //
-// The library's own watch reconnects by itself. So it hides outages, and the store may be another
-// one afterwards.
+// etcd's library has a watch too, which reconnects by itself. So it hides outages, and the store
+// may be another one after that.
 func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watcher) error {
 	conn, _, err := m.client.get(ctx)
 	if err != nil {
@@ -94,7 +97,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 	return err
 }
 
-// stalled returns the error of a watch that is silent. It passes, like every failure of the store.
+// stalled returns the error of a watch that is silent: a storeError that wraps errStalled.
 func (m *Manager) stalled() error {
 	return &storeError{"silent", fmt.Sprintf("etcd %s: %s", strings.Join(m.cfg.Endpoints, ","), errStalled), errStalled}
 }
@@ -102,7 +105,8 @@ func (m *Manager) stalled() error {
 // brokenError is the error of gRPC that ended a stream.
 type brokenError struct{ error }
 
-// open begins to watch keys. A key that ends in a slash stands for all keys below it.
+// open starts a stream and begins to watch keys. A key that ends in a slash stands for all keys
+// below it.
 func open(ctx context.Context, conn *connection, keys []string, next int64) (*stream, error) {
 	watch, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
 	if err != nil {
@@ -120,9 +124,9 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	return s, nil
 }
 
-// watchRequest returns the request for a watch of a key, or of all keys below it if it ends in a slash.
-// The watch starts one revision before next, because a server does not answer probes of a watch that
-// starts in the future. The caller must skip the events of that revision.
+// watchRequest returns the request for a watch of a key, or of all keys below it if it ends in a
+// slash. The watch starts one revision before next, because a server does not answer probes of a
+// watch that starts at a future revision. The caller must skip the events of that revision.
 func watchRequest(key string, next int64) *pb.WatchRequest {
 	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
@@ -137,13 +141,14 @@ func (s *stream) send(r *pb.WatchRequest) error {
 	return s.Send(r)
 }
 
-// probe requests the revision up to which the server has sent events. Recv returns the error, if any.
+// probe requests the revision up to which the server has sent events. It ignores an error, because
+// the stream has failed then, and Recv returns the error too.
 func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
 
-// insistLeast and insistMost are the shortest and the longest pause between the probes of insist. etcd
-// reads the events of new watches ten times a second, or more rarely if it is busy.
+// insistLeast and insistMost are the shortest and the longest pause between the probes of insist.
+// etcd reads the events for new watches ten times a second, or less often if it is busy.
 const insistLeast, insistMost = 150 * time.Millisecond, 5 * time.Second
 
 // insist probes until ctx ends. etcd drops a probe that comes before it has sent all events of the
@@ -155,7 +160,8 @@ func (s *stream) insist(ctx context.Context) {
 	}
 }
 
-// receive processes responses until the stream ends. ctx ends with the stream.
+// receive passes responses to w.on until the stream fails or w.on returns an error, and returns the
+// reason. ctx ends with the stream.
 func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, w watcher) error {
 	probe := time.AfterFunc(m.timing.quiet, s.probe)
 	defer probe.Stop()
@@ -175,7 +181,7 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 		created = created || resp.Created
 		if !created {
 			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
-			// watch. Later versions wait until the watches have sent all events.
+			// watch. Later versions answer when the watches have sent all events.
 			s.answersEarly = true
 			if w.probes {
 				return errAnswersEarly
@@ -198,8 +204,9 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 	}
 }
 
-// confirmed returns the revision up to which the server has sent all events of the first key, the only
-// key for which it sends notifications. The result is zero if resp does not contain that revision.
+// confirmed returns the revision up to which the server has sent all events of the first key, the
+// only key for which it sends notifications. The result is zero if resp does not tell that
+// revision.
 func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
 	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
 		return 0
@@ -216,13 +223,14 @@ func (s *stream) advance(revision int64) {
 	s.advanced.Send()
 }
 
-// verify reads the store's revision every few minutes until ctx ends. It returns an error if it cannot
-// read the revision, unless the login takes long, or if the stream does not reach that revision in time:
-// see awaitRevision. This detects a member whose disk hangs. Such a member answers pings and sends
-// progress notifications with its old revision. It cannot answer a linearizable read, because it has not
-// applied the revisions of the other members. Behind a proxy the read may reach another member than the
-// stream, so the revisions are compared. When the stream has reached the revision, verify lets the client
-// come back to its preferred endpoint.
+// verify reads the store's revision every few minutes until ctx ends. It returns an error if it
+// cannot read the revision, unless the login takes long, or if the stream does not reach that
+// revision in time: see awaitRevision. It returns nil when ctx ends. This detects a member whose
+// disk hangs. Such a member answers pings and sends progress notifications with its old revision.
+// It cannot answer a linearizable read, because it has not applied the revisions of the other
+// members. Behind a proxy the read may reach another member than the stream, so verify compares the
+// revisions. When the stream has reached the revision, verify lets the client come back to its
+// preferred endpoint.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
@@ -246,7 +254,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 	}
 }
 
-// head returns the revision of the store.
+// head returns the present revision of the store.
 func (m *Manager) head(ctx context.Context) (revision int64, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
 		revision, err = m.headOf(ctx, c)
@@ -255,7 +263,7 @@ func (m *Manager) head(ctx context.Context) (revision int64, err error) {
 	return revision, err
 }
 
-// headOf makes the request of head, a linearizable read.
+// headOf makes the request of head, a linearizable read, with c.
 func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int64, err error) {
 	resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
 	if err != nil {
@@ -264,9 +272,10 @@ func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int6
 	return resp.Header.Revision, nil
 }
 
-// awaitRevision waits until the stream has reached a revision or ctx ends. It returns an error that wraps
-// errBehind after timing.probeAnswer. If the server answers no probes, as behind etcd's grpc-proxy, only
-// the next notification says how far the stream has come. So awaitRevision then waits for timing.quiet.
+// awaitRevision waits until the stream has reached a revision or ctx ends, and returns nil. After
+// timing.probeAnswer it returns an error that wraps errBehind. If the server answers no probes, as
+// behind etcd's grpc-proxy, only the next notification says how far the stream has come. So
+// awaitRevision then waits for timing.quiet.
 func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) error {
 	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)

@@ -17,15 +17,15 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// errRelist means that a watch cannot continue from its revision: the revision was compacted, or the
-// store is not the one that was listed.
+// errRelist means that a watch cannot continue from its revision, because the revision was
+// compacted, or the store is not the one that was listed.
 var errRelist = errors.New("watch cannot be resumed")
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(sourceWatch)
 	cache := m.cache.Swap(nil)
-	kept := cache != nil // an earlier Watch left the cache, and sink has not got it yet
+	kept := cache != nil // the cache comes from an earlier Watch, and sink has not got it yet
 	if !kept {
 		cache = &leaseCache{}
 	}
@@ -48,7 +48,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 					return m.advance(ctx, cache, resp, confirmed, sink)
 				},
 				waits:  func() bool { return len(cache.expiring) > 0 },
-				checks: !m.guest, // the manager that owns the connection checks it
+				checks: !m.guest, // a watch of the manager that owns the connection checks it
 			})
 			end()
 			if check.repair(ctx, sink) && ctx.Err() == nil {
@@ -77,8 +77,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 }
 
 // resume brings the cache to a revision from which a watch can start. If the store is still the
-// same, the cache stays as it is, and is published if it was kept from another Watch. Otherwise
-// resume lists all leases.
+// same, the cache stays as it is, and is published if kept is true, which means that it comes from
+// an earlier Watch. Otherwise resume lists all leases and publishes them. It also reports the
+// configuration.
 func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink func(subnet.Update)) error {
 	is, err := m.compare(ctx, cache)
 	if err != nil {
@@ -93,9 +94,9 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		return nil
 	}
 	list := m.list
-	if cache.next == 0 { // Acquire may just have made a list
+	if cache.next == 0 { // Acquire may just have left a listing
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	} else if err := m.client.turn(ctx); err != nil { // most often other hosts have to list as well
+	} else if err := m.client.turn(ctx); err != nil { // usually other hosts have to list as well
 		return err
 	}
 	l, err := list(ctx)
@@ -127,13 +128,13 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	cache.retainFrom(old)
 	m.client.hosts.Store(int64(len(cache.entries)))
 	sink(cache.update(m.ownKey.Load(), nil))
-	m.replaced.Store(false) // later updates are of the same store
+	m.replaced.Store(false) // later updates come from the same store
 	cache.another = false
 	_, err = m.reportConfig(ctx, cache) // after the list: the watch brings later changes
 	return err
 }
 
-// comparison is the result of a comparison of the store with the cache.
+// comparison is the result of comparing the store with the cache.
 type comparison int
 
 const (
@@ -143,7 +144,8 @@ const (
 )
 
 // compare compares the store with the cache, and reports the configuration, which it reads to know
-// the store's revision. If there was no list yet, or a list is due, it only returns unknown.
+// the store's revision. If there was no list yet, or the leases have to be listed anyway, it only
+// returns unknown.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, error) {
 	if cache.next == 0 || cache.stale {
 		return unknown, nil
@@ -155,9 +157,11 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, e
 	return m.compareAt(ctx, cache)
 }
 
-// compareAt compares the store at the revision of the cache with the cache. A store that was
-// emptied, or restored from a backup, and used since may have the same id and the same revision
-// with other leases.
+// compareAt compares the cache with the store as it was at the revision of the cache: the number of
+// keys, and the key that was written last. A store that was emptied, or restored from a backup, and
+// used since may have the same id and the same revision with other leases. compareAt returns
+// unknown if the revision was compacted, or if the cache does not know the key that was written
+// last.
 func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison, error) {
 	leases := cache.count()
 	newest, known := cache.newestEntry()
@@ -194,8 +198,9 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 	return is, err
 }
 
-// advance applies one response to the cache and publishes the result. The revision of the cache also
-// advances without events: otherwise it would soon be compacted.
+// advance applies one response to the cache and publishes the result. The revision of the cache
+// also advances without events, because an old revision is soon compacted. advance returns
+// errRelist if the response comes from another store.
 func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.WatchResponse, confirmed int64, sink func(subnet.Update)) error {
 	// A grpc-proxy that merges watches omits the cluster id when it confirms that a watch has begun.
 	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != cache.store.ID {
@@ -210,7 +215,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	if !hasEvents(resp, cache.next) && len(changed) == 0 && cache.store.Revision == before {
 		return nil
 	}
-	known := cache.next // one transaction may change several keys at one revision
+	known := cache.next // fixed before the loop: one transaction may change several keys at one revision
 	for _, ev := range resp.Events {
 		if ev.Kv.ModRevision < known {
 			continue
@@ -247,8 +252,8 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	return nil
 }
 
-// logUndecodable logs when a lease becomes unreadable, for another reason than
-// before, or readable again. before is nil if there was none.
+// logUndecodable logs when a lease becomes unreadable, when the reason changes, and when the lease
+// can be read again. before is the former entry, or nil if there was none.
 func logUndecodable(ctx context.Context, before, now *entry) {
 	was := ""
 	if before != nil && before.err != nil {
@@ -262,7 +267,7 @@ func logUndecodable(ctx context.Context, before, now *entry) {
 	}
 }
 
-// hasEvents reports whether resp has events from revision next on.
+// hasEvents reports whether resp has an event of revision next or later.
 func hasEvents(resp *pb.WatchResponse, next int64) bool {
 	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision >= next })
 }

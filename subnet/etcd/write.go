@@ -14,25 +14,27 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// grant is an etcd lease. The zero grant is none.
+// grant is an etcd lease. The zero grant means that there is none.
 type grant struct {
 	id      clientv3.LeaseID
 	ttl     time.Duration // zero: the store has not answered the request for it
 	expires time.Time
-	early   float64 // the share, at most a tenth, by which the time until the renewal is shortened
+	early   float64 // the part, from 0 to 0.1, by which the time until the renewal is shortened
 }
 
 // errNoGrant means that an etcd lease has expired or never existed.
 var errNoGrant = errors.New("etcd lease is gone")
 
-// newGrant returns a grant that the store made at start. The field early is random, so that hosts that
-// got their grants at the same time renew them at different times.
+// newGrant returns a grant that the store has made or renewed, with the time at which the request
+// began as start. The field early is random, so that hosts that got their grants at the same time
+// renew them at different times.
 func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
 	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
 
-// ensureGrant requests an etcd lease for spare, unless spare is one already. If a request fails, the
-// next one has the same id, so that the store does not get a second etcd lease.
+// ensureGrant requests an etcd lease and puts it into spare, unless spare is one already. If a
+// request fails, the next one has the same id, so that the store does not get a second etcd lease.
+// A spare etcd lease belongs to the caller until a key uses it.
 func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 	if spare.ttl != 0 {
 		return nil
@@ -50,7 +52,8 @@ func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 	})
 }
 
-// forgetIfGone forgets a spare etcd lease if err means that it is gone, and returns err.
+// forgetIfGone makes spare the zero grant if err means that the store does not have that etcd lease
+// any more. It returns err.
 func forgetIfGone(spare *grant, err error) error {
 	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
 		*spare = grant{}
@@ -58,7 +61,7 @@ func forgetIfGone(spare *grant, err error) error {
 	return err
 }
 
-// renew keeps an etcd lease alive. It returns errNoGrant if the etcd lease has expired.
+// renew renews an etcd lease. It returns errNoGrant if the store does not have it any more.
 func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
@@ -74,10 +77,11 @@ func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err 
 	return g, err
 }
 
-// write puts the own lease and deletes stale keys in one transaction. The transaction requires that
-// the own key is still at revision, zero meaning absent, and that the stale keys have not changed. write
-// returns the new revision, or errConflict if one of these conditions is false. If the store does not
-// answer, write adds own to m.unanswered.
+// write puts the own key and deletes stale keys in one transaction. The transaction requires that
+// the own key is still at revision, zero meaning absent, and that the stale keys have not changed.
+// write returns the new revision, or errConflict if one of these conditions is false. If the store
+// does not answer, write adds own to m.unanswered: any error counts as that, except for a refusal
+// for lack of permission.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
 	key := m.dir + own.key
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
@@ -106,7 +110,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	return resp.Header.Revision, nil
 }
 
-// remove deletes the key of e. It does nothing if the key has changed since e was read.
+// remove deletes the key of e, unless the key has changed since e was read.
 func (m *Manager) remove(ctx context.Context, e entry) error {
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		key := m.dir + e.key
@@ -115,8 +119,8 @@ func (m *Manager) remove(ctx context.Context, e entry) error {
 	})
 }
 
-// discard revokes an etcd lease unless a key uses it. It tries only once, because an etcd lease that
-// remains expires.
+// discard revokes an etcd lease unless a key uses it. It tries only once, because an etcd lease
+// that was not revoked expires.
 func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 	if id == 0 {
 		return
@@ -131,7 +135,7 @@ func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 	})
 }
 
-// revoke revokes an unused etcd lease, even if ctx has ended.
+// revoke revokes g unless a key uses it, even if ctx has ended. It waits for a second at most.
 func (m *Manager) revoke(ctx context.Context, g grant) {
 	if g.id == 0 {
 		return
