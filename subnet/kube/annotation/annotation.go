@@ -16,10 +16,10 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// ID is one of the annotations that are read or written.
+// ID identifies one of the annotations that are read or written.
 type ID int
 
-// The annotations. NewKeys has their names.
+// The IDs of the annotations. NewKeys has their names.
 const (
 	Managed ID = iota
 	BackendType
@@ -27,28 +27,28 @@ const (
 	BackendV6Data
 	PublicIP
 	PublicIPv6
-	NextBackendType // these three only during a migration
+	NextBackendType // this one and the next two only during a migration
 	NextBackendData
 	NextBackendV6Data
-	// The annotations below are read from the own Node only, and never written.
+	// The annotations from here on are read from the own Node only, and never written.
 	PublicIPOverwrite
 	PublicIPv6Overwrite
 	NodePublicIP
 	NodePublicIPv6
 	// Count is the number of annotations.
 	Count
-	// Published is the number of annotations that a node publishes. They come first.
+	// Published is the number of annotations that a node publishes. They have the lowest IDs.
 	Published = PublicIPOverwrite
 )
 
-// DefaultPrefix is the default of the flag that Prefix takes.
+// DefaultPrefix is the default of the flag whose value Prefix takes.
 const DefaultPrefix = "flannel.alpha.coreos.com"
 
 var prefixForm = regexp.MustCompile(`^(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?$`)
 
-// Prefix returns the beginning of the keys of annotations, given the flag:
-// "flannel.alpha.coreos.com" gives "flannel.alpha.coreos.com/", and "a.b/c"
-// gives "a.b/c-", as flannel does.
+// Prefix returns the beginning of the keys of annotations, given the value of the flag:
+// "flannel.alpha.coreos.com" gives "flannel.alpha.coreos.com/", and "a.b/c" gives "a.b/c-", as
+// flannel does. It returns an error if keys cannot begin like that.
 func Prefix(flag string) (string, error) {
 	p := flag
 	switch strings.Count(p, "/") {
@@ -67,7 +67,7 @@ func Prefix(flag string) (string, error) {
 	return p, nil
 }
 
-// Keys are the full keys of the annotations.
+// Keys contains the full keys of the annotations, by ID.
 type Keys [Count]string
 
 // NewKeys returns the keys with prefix p, which must be a result of Prefix.
@@ -86,15 +86,15 @@ func NewKeys(p string) *Keys {
 	return k
 }
 
-// Set contains the annotations that belong to one family.
+// Set contains the IDs of the annotations that belong to one family.
 type Set struct {
-	Data, NextData ID // backend data
+	Data, NextData ID // data of the present and of the next backend
 	Public         ID // the public address that the node publishes
 	Overwrite      ID // replaces Public, if an administrator has set it
 	Node           ID // replaces --public-ip or --public-ipv6, if an administrator has set it
 }
 
-// Of returns the annotations that belong to f.
+// Of returns the IDs of the annotations that belong to f.
 func Of(f prefix.Family) Set {
 	if f == prefix.IPv6 {
 		return Set{BackendV6Data, NextBackendV6Data, PublicIPv6, PublicIPv6Overwrite, NodePublicIPv6}
@@ -104,18 +104,19 @@ func Of(f prefix.Family) Set {
 
 var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
 
-// Note is the value of one annotation, if the Node has it.
+// Note is the value of one annotation. Present tells whether the Node has it, because it can be
+// empty.
 type Note struct {
 	Text    string
 	Present bool
 }
 
-// Notes are the annotations that a node publishes.
+// Notes contains the annotations that a node publishes, by ID.
 type Notes [Published]Note
 
-// Encode returns the annotations of a node that publishes c, as flannel writes them: data as JSON
-// text, which is null if there is none. With backends other than vxlan, even a node without IPv4 has
-// the annotations of the IPv4 data and address.
+// Encode returns the annotations of a node that publishes c, as flannel writes them. Backend data
+// is JSON text, which is null if there is none. With backends other than vxlan, even a node without
+// IPv4 has the annotations of the IPv4 data and address, with the values null and 0.0.0.0.
 func Encode(c subnet.Claim) Notes {
 	var n Notes
 	n[Managed] = Note{"true", true}
@@ -153,11 +154,14 @@ const maxAnnotation = 16 << 10
 // ErrNotManaged means that flannel does not manage a Node, or not yet.
 var ErrNotManaged = errors.New("it has no annotation kube-subnet-manager")
 
-// Decode returns the claim that a node publishes, with endpoints on cidrs, the subnets that the API gave
-// the node. A family without a subnet or without a public address in n has no endpoint. If a family
-// cannot be read, err is the reason, and its endpoint is that of last, the previous lease. It has no
-// endpoint if last is nil or has another backend or subnet. If no family can be read, there are no
-// endpoints.
+// Decode returns the claim that a node publishes, with endpoints on cidrs, the subnets that the API
+// gave the node. It returns ErrNotManaged if flannel does not manage the node. A family without a
+// subnet or without a public address in n has no endpoint.
+//
+// If one family can be read and the other cannot, Decode returns both the claim and the reason as
+// err. The endpoint of the unreadable family is then that of last, the previous lease. The family
+// has no endpoint if last is nil or has another backend or subnet. If no family can be read, the
+// claim is empty.
 func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subnet.Claim, err error) {
 	if n[Managed].Text != "true" {
 		return subnet.Claim{}, ErrNotManaged
@@ -194,7 +198,7 @@ func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subn
 	return subnet.Claim{}, err
 }
 
-// endpoint decodes one family.
+// endpoint decodes the endpoint of one family on the subnet cidr.
 func (k *Keys) endpoint(n Notes, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, error) {
 	e, of := subnet.Endpoint{Subnet: cidr}, Of(f)
 	text, err := k.text(n, of.Public)
@@ -219,7 +223,8 @@ func (k *Keys) endpoint(n Notes, f prefix.Family, cidr netip.Prefix) (subnet.End
 	return e, nil
 }
 
-// text returns an annotation, unless it is too long to be read.
+// text returns the text of an annotation, empty if the node does not have it, or an error if it is
+// too long to be read.
 func (k *Keys) text(n Notes, a ID) (string, error) {
 	if have := len(n[a].Text); have > maxAnnotation {
 		return "", fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k[a], have, maxAnnotation)
@@ -248,8 +253,8 @@ func ParseData(text string) (json.RawMessage, error) {
 	return json.RawMessage(text), nil
 }
 
-// Difference returns the patch that turns have into want: nil for an annotation that has to be
-// removed.
+// Difference returns the changes that turn have into want, by key: the new text, or nil for an
+// annotation that has to be removed.
 func (k *Keys) Difference(have, want Notes) map[string]*string {
 	changes := map[string]*string{}
 	for i := range want {
