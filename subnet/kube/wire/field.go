@@ -13,7 +13,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// ErrMalformed means that the bytes are not what an API server sends.
+// ErrMalformed means that bytes do not have the form that an API server sends.
 var ErrMalformed = errors.New("malformed protobuf")
 
 // MaxObject is the size of the largest object that is decoded, in bytes. etcd stores no object
@@ -24,15 +24,16 @@ const MaxObject = 16 << 20
 type field struct {
 	number int
 	kind   protowire.Type
-	value  uint64 // the number in a field of VarintType, the length in one of BytesType, otherwise 0
-	bytes  []byte // the content of a field of BytesType, unless it is still in a stream; otherwise nil
+	value  uint64 // with VarintType the number, with BytesType the length of the content, otherwise 0
+	bytes  []byte // with BytesType the content, unless it is still in a stream; otherwise nil
 }
 
 // maxHeader is the length of the longest header, in bytes: a tag and a length.
 const maxHeader = 2 * binary.MaxVarintLen64
 
-// header decodes the beginning of a field: the tag, and the number or length behind it. n is the
-// length of the header, and negative if it is malformed or b ends inside of it.
+// header decodes the beginning of a field: the tag, and the number or length behind it if the field
+// has one. n is the length of what it has decoded. n is negative if that is malformed or b ends
+// inside of it.
 func header(b []byte) (f field, n int) {
 	number, kind, n := protowire.ConsumeTag(b)
 	f = field{number: int(number), kind: kind}
@@ -72,7 +73,8 @@ func fields(b []byte) iter.Seq2[field, error] {
 	}
 }
 
-// content returns the bytes from start with the given length, and their end; -1 if b is shorter.
+// content returns the part of b from start with the given length, and the index behind it. That
+// index is -1 if b is too short.
 func content(b []byte, start int, length uint64) (c []byte, end int) {
 	if length > uint64(len(b)-start) {
 		return nil, -1
@@ -81,8 +83,8 @@ func content(b []byte, start int, length uint64) (c []byte, end int) {
 	return b[start:end:end], end
 }
 
-// skip returns the end of the field f, whose content begins at start and which is of another kind than
-// VarintType and BytesType. The end is negative if the field is malformed.
+// skip returns the index behind the field f, whose content begins at start and which is of another
+// kind than VarintType and BytesType. The index is negative if the field is malformed.
 func skip(b []byte, start int, f field) (end int) {
 	n := protowire.ConsumeFieldValue(protowire.Number(f.number), f.kind, b[start:])
 	if n < 0 {
@@ -91,7 +93,8 @@ func skip(b []byte, start int, f field) (end int) {
 	return start + n
 }
 
-// last returns the content of the last field of the message b with that number, or nil.
+// last returns the content of the last field of the message b with that number, or nil if there is
+// none.
 func last(b []byte, number int) (content []byte, err error) {
 	for f, err := range fields(b) {
 		if err != nil {
@@ -104,11 +107,11 @@ func last(b []byte, number int) (content []byte, err error) {
 	return content, nil
 }
 
-// stream reads messages that are too large for memory, one field at a time.
+// stream reads messages that are too large to be in memory as a whole, one field at a time.
 type stream struct {
 	*bufio.Reader
-	read int64  // bytes, since the beginning
-	buf  []byte // for take
+	read int64  // number of bytes read since the beginning
+	buf  []byte // memory for the result of take
 }
 
 func newStream(from io.Reader, bufferSize int) *stream {
@@ -116,8 +119,9 @@ func newStream(from io.Reader, bufferSize int) *stream {
 }
 
 // fields is like the function fields, for the message in the next length bytes of the stream. A
-// negative length means that the message ends with the stream. The content of a field stays in
-// the stream: the caller must take or discard it before the next field.
+// negative length means that the message ends with the stream. fields can also yield an error of
+// the stream. The content of a field of BytesType stays in the stream: the caller must take or
+// discard it before the next field.
 func (s *stream) fields(length int64) iter.Seq2[field, error] {
 	return func(yield func(field, error) bool) {
 		for end := s.read + length; length < 0 || s.read < end; {
@@ -161,7 +165,8 @@ func (s *stream) header() (field, error) {
 	return field{}, ErrMalformed
 }
 
-// take returns the next n bytes, which are valid until the next call.
+// take returns the next n bytes, which are valid until the next call. It returns an error if the
+// stream has fewer, or if n is more than MaxObject.
 func (s *stream) take(n uint64) ([]byte, error) {
 	if n > MaxObject {
 		return nil, fmt.Errorf("%w: %d bytes in one object", ErrMalformed, n)

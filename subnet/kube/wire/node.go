@@ -20,15 +20,15 @@ const (
 // was decoded. They are valid until the next Node is decoded.
 type Node struct {
 	Name, UID   []byte
-	Revision    int64    // its resource version: the revision of the store that changed it last; 0 if that is no number
+	Revision    int64    // its resource version: the revision of the store at which it changed last; 0 if that is no number
 	Created     int64    // in seconds since 1970, never negative
-	Annotations [][]byte // by index in the argument of NewDecoder; nil if the Node does not have it
-	Hostname    []byte   // the label HostnameLabel
-	Label       []byte   // the label of WithLabel
+	Annotations [][]byte // the values, indexed like the argument of NewDecoder; nil if the Node does not have the annotation
+	Hostname    []byte   // value of the label HostnameLabel
+	Label       []byte   // value of the label that WithLabel names
 	PodCIDR     []byte
-	PodCIDRs    [2][]byte // the first two
-	NumPodCIDRs int       // how many the Node has
-	Network     Condition // of type NetworkUnavailable
+	PodCIDRs    [2][]byte // the first two podCIDRs
+	NumPodCIDRs int       // the number of podCIDRs of the Node
+	Network     Condition // the condition of type NetworkUnavailable
 }
 
 // Condition is a condition of a Node. Status is nil if the Node does not have the condition.
@@ -50,7 +50,7 @@ func (d *Decoder) WithLabel(key string) *Decoder { return &Decoder{d.annotations
 
 func (d *Decoder) newNode() *Node { return &Node{Annotations: make([][]byte, len(d.annotations))} }
 
-// reset makes n the empty Node. It keeps the memory of n.
+// reset makes n an empty Node. It keeps the memory of n for the next one.
 func (n *Node) reset() {
 	clear(n.Annotations)
 	*n = Node{Annotations: n.Annotations}
@@ -105,7 +105,8 @@ func (d *Decoder) metadata(b []byte, n *Node) error {
 	return nil
 }
 
-// revision returns 0, which is older than any revision, if b is no number.
+// revision decodes a resource version. It returns 0, which is older than any revision, if b is no
+// number.
 func revision(b []byte) int64 {
 	n, err := strconv.ParseInt(string(b), 10, 64)
 	if err != nil {
@@ -114,7 +115,7 @@ func revision(b []byte) int64 {
 	return n
 }
 
-// seconds decodes a Time.
+// seconds decodes a Time to seconds since 1970. A time before that becomes 0.
 func seconds(b []byte) (s int64, err error) {
 	for f, err := range fields(b) {
 		if err != nil {
@@ -154,7 +155,7 @@ func (d *Decoder) keepLabel(b []byte, n *Node) error {
 	return nil
 }
 
-// entry decodes an entry of a map. value is never nil.
+// entry decodes an entry of a map of texts. value is never nil.
 func entry(b []byte) (key, value []byte, err error) {
 	value = []byte{}
 	for f, err := range fields(b) {
@@ -205,7 +206,7 @@ func (n *Node) status(b []byte) error {
 	return nil
 }
 
-// condition decodes a NodeCondition.
+// condition decodes a NodeCondition into n if its type is NetworkUnavailable.
 func (n *Node) condition(b []byte) error {
 	var kind []byte
 	var c Condition
@@ -230,8 +231,8 @@ func (n *Node) condition(b []byte) error {
 	return nil
 }
 
-// named returns an error if n has no name. Every Node in a list or in an event must have one, except in
-// a bookmark.
+// named returns an error if n has no name. Every Node in a list or in an event must have one,
+// except that of a bookmark.
 func (n *Node) named() error {
 	if len(n.Name) == 0 {
 		return fmt.Errorf("%w: an object without a name", ErrMalformed)

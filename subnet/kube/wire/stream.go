@@ -14,14 +14,15 @@ import (
 
 // ListMeta is the metadata of a list.
 type ListMeta struct {
-	Revision  int64  // of the store, at which the list was read
+	Revision  int64  // the revision of the store at which the list was read
 	Continue  string // token for the request of the next page; empty if this is the last page
 	Remaining int    // number of objects on later pages; 0 if the server does not say
 }
 
 // List decodes a list of Nodes while it arrives, and iterates over the Nodes. It keeps one Node in
-// memory, which is valid until the next one. meta is complete after the loop. List yields one
-// error at most, and ends with it: the error wraps ErrMalformed, or is one of from.
+// memory, which is valid until the next one. meta is complete when the loop has ended without a
+// break and without an error. List yields one error at most, and ends with it: the error wraps
+// ErrMalformed, or is an error of reading from.
 func (d *Decoder) List(from io.Reader, meta *ListMeta) iter.Seq2[*Node, error] {
 	return func(yield func(*Node, error) bool) {
 		*meta = ListMeta{}
@@ -35,7 +36,7 @@ func (d *Decoder) List(from io.Reader, meta *ListMeta) iter.Seq2[*Node, error] {
 	}
 }
 
-// list calls yield with the Nodes. ended means that yield has returned false.
+// list calls yield with the Nodes of the list in s. ended means that yield has returned false.
 func (d *Decoder) list(s *stream, meta *ListMeta, yield func(*Node) bool) (ended bool, err error) {
 	if head, err := s.take(uint64(len(magic))); err != nil {
 		return false, fmt.Errorf("list: %w", err)
@@ -61,7 +62,8 @@ func (d *Decoder) list(s *stream, meta *ListMeta, yield func(*Node) bool) (ended
 	return false, nil
 }
 
-// items decodes the message of a NodeList, which has that length in bytes.
+// items decodes the message of a NodeList, which is the next length bytes of s, and calls yield
+// with its Nodes. ended means that yield has returned false.
 func (d *Decoder) items(s *stream, length uint64, n *Node, meta *ListMeta, yield func(*Node) bool) (ended bool, err error) {
 	if length > 1<<62 {
 		return false, ErrMalformed
@@ -126,17 +128,18 @@ const (
 
 // Event is one event of a watch.
 type Event struct {
-	Type string // one of the constants
+	Type string // one of Added, Modified, Deleted and Bookmark
 	Node *Node  // valid until the next event
 }
 
 // Events decodes the events of a watch while they arrive, and iterates over them. It yields one
-// error at most, and ends with it: the error wraps ErrMalformed, is a *StatusError that the
-// server has sent, or is one of from. Without an error the watch has ended between two events.
+// error at most, and ends with it: the error wraps ErrMalformed, is a *StatusError that the server
+// has sent, or is an error of reading from. If the loop ends without an error, the watch has ended
+// between two events.
 func (d *Decoder) Events(from io.Reader) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
 		s, n := newStream(from, 32<<10), d.newNode()
-		var length [4]byte // before every event
+		var length [4]byte // the length of the next event, which is in the stream before it
 		for {
 			if _, err := io.ReadFull(s.Reader, length[:]); errors.Is(err, io.EOF) {
 				return

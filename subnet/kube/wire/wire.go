@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wire decodes Nodes from the protobuf form of the Kubernetes API. It reads only the
-// fields that flanneld needs, and copies none of them, because a daemon receives every heartbeat
-// of every Node. It does no I/O besides reading from the readers that it is given.
+// Package wire decodes Nodes from the protobuf form of the Kubernetes API. It reads only the fields
+// that flanneld needs, and copies none of them, because a daemon receives every heartbeat of every
+// Node. It does no I/O besides reading from the readers that it is given.
 //
 // The numbers of fields are those of k8s.io/api/core/v1/generated.proto and
 // k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto. They never change.
 //
 // field.go iterates over the fields of a message, for all decoders. node.go decodes one Node, and
-// stream.go lists and watches.
+// stream.go decodes lists and watches.
 package wire
 
 import (
@@ -17,11 +17,11 @@ import (
 	"strings"
 )
 
-// magic is the beginning of every protobuf object that is not inside of another one.
+// magic is the beginning of every protobuf object that is not inside of another object.
 const magic = "k8s\x00"
 
-// numberOfRaw is the number of the field raw of runtime.Unknown. runtime.Unknown wraps such objects, and
-// this field contains the message of the object.
+// numberOfRaw is the number of the field raw of runtime.Unknown. An object that begins with magic
+// is a runtime.Unknown, whose field raw contains the message of the object.
 const numberOfRaw = 2
 
 // unwrap returns the message of an object that begins with magic.
@@ -35,9 +35,9 @@ func unwrap(b []byte) ([]byte, error) {
 
 // StatusError is an error that an API server has sent, as a Status.
 type StatusError struct {
-	Code            int // of HTTP
+	Code            int // the HTTP status
 	Reason, Message string
-	Causes          []string // reasons of the causes
+	Causes          []string // the reason of each cause
 }
 
 // Error implements error.
@@ -46,7 +46,7 @@ func (e *StatusError) Error() string {
 }
 
 // DecodeStatus decodes a Status, which is the body of an answer that refuses a request. Servers
-// also send such bodies in other forms: the error wraps ErrMalformed then.
+// also send other bodies, for example in JSON: the error then wraps ErrMalformed.
 func DecodeStatus(body []byte) (*StatusError, error) {
 	raw, err := unwrap(body)
 	if err != nil {
@@ -77,7 +77,7 @@ func decodeStatus(b []byte) (*StatusError, error) {
 	return e, nil
 }
 
-// details adds the causes in a StatusDetails.
+// details adds the causes in a StatusDetails to e.
 func (e *StatusError) details(b []byte) error {
 	for f, err := range fields(b) {
 		if err != nil {

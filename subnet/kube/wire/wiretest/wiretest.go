@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// Object returns an object as it is in the body of an answer.
+// Object returns an object in the form of the body of an answer.
 func Object(t testing.TB, o runtime.Object) []byte {
 	t.Helper()
 	o = o.DeepCopyObject()
@@ -48,8 +48,8 @@ func kindOf(t testing.TB, o runtime.Object) schema.GroupVersionKind {
 	return schema.GroupVersionKind{}
 }
 
-// List returns a list of Nodes at a resource version. next is the token for the next page, or
-// empty.
+// List returns a list of Nodes at a resource version, in the form of the body of an answer. next is
+// the token for the next page, or empty.
 func List(t testing.TB, version, next string, nodes ...*corev1.Node) []byte {
 	t.Helper()
 	l := &corev1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: version, Continue: next}}
@@ -59,7 +59,7 @@ func List(t testing.TB, version, next string, nodes ...*corev1.Node) []byte {
 	return Object(t, l)
 }
 
-// MetadataList is like List, for a request of metadata.
+// MetadataList is like List, for a request that asks only for metadata.
 func MetadataList(t testing.TB, version, next string, nodes ...*corev1.Node) []byte {
 	t.Helper()
 	l := &metav1.PartialObjectMetadataList{ListMeta: metav1.ListMeta{ResourceVersion: version, Continue: next}}
@@ -69,12 +69,13 @@ func MetadataList(t testing.TB, version, next string, nodes ...*corev1.Node) []b
 	return Object(t, l)
 }
 
-// Metadata returns the answer to a request of a Node's metadata.
+// Metadata returns the metadata of a Node, as an answer to a request that asks only for that.
 func Metadata(n *corev1.Node) *metav1.PartialObjectMetadata {
 	return &metav1.PartialObjectMetadata{ObjectMeta: n.ObjectMeta}
 }
 
-// Event returns an event of a watch, with its length before it.
+// Event returns an event of a watch in the form in which a server sends it, with its length before
+// it.
 func Event(t testing.TB, kind string, o runtime.Object) []byte {
 	t.Helper()
 	e := &metav1.WatchEvent{Type: kind, Object: runtime.RawExtension{Raw: Object(t, o)}}
@@ -85,7 +86,8 @@ func Event(t testing.TB, kind string, o runtime.Object) []byte {
 	return b.Bytes()
 }
 
-// Decode returns a Node as d decodes it from a list. With metadata, the list has only that.
+// Decode returns a Node as d decodes it from a list. If metadata is true, the list contains only
+// metadata.
 func Decode(t testing.TB, d *wire.Decoder, n *corev1.Node, metadata bool) *wire.Node {
 	t.Helper()
 	list := List
