@@ -48,8 +48,9 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	}
 }
 
-// acquire publishes c on the own Node, of which s is the present state. It returns errNoPodCIDR,
-// wrapped, if the Node does not exist or has no podCIDRs yet.
+// acquire publishes c on the own Node, of which s is the present state, and returns the lease. It
+// returns errNoPodCIDR, wrapped, if the Node does not exist or has no podCIDRs yet, and
+// subnet.ErrUnfit, wrapped, if the podCIDRs cannot be used or do not fit cfg.
 func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	name := *m.name.Load()
 	switch {

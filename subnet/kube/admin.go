@@ -22,11 +22,12 @@ import (
 // Entry is one Node in the view of an operator.
 type Entry struct {
 	Lease subnet.Lease
-	Err   error // why Lease has only a Key, or lacks a family; nil if it is complete
+	Err   error // why Lease has only a Key, or lacks a family; nil if Lease is complete
 }
 
-// Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node.
-// It uses only APIURL, Kubeconfig and AnnotationPrefix of cfg.
+// Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node. It
+// also lists Nodes whose podCIDRs cannot be used, with that error. It uses only APIURL, Kubeconfig
+// and AnnotationPrefix of cfg.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
 	if err != nil {
@@ -66,7 +67,7 @@ func operatorClient(cfg Config) (*client, error) {
 	return newClient(rc, "flannelctl/"+version.Version)
 }
 
-// readerName is the name of the own Node of a program that only reads. No Node can have it.
+// readerName stands for the name of the own Node in a program that has none. No Node can have it.
 const readerName = "-"
 
 // Watch calls sink with the leases of all Nodes that flannel manages, and again
@@ -85,7 +86,7 @@ func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
 const netConf = "net-conf.json"
 
 // NetConfig returns the text of the network configuration in a ConfigMap. It returns
-// subnet.ErrNoConfig, wrapped, if the ConfigMap has none.
+// subnet.ErrNoConfig, wrapped, if the ConfigMap exists and does not contain one.
 func NetConfig(ctx context.Context, cfg Config, namespace, name string) ([]byte, error) {
 	c, err := operatorClient(cfg)
 	if err != nil {

@@ -14,9 +14,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// audit compares a cache that was restored from an earlier run with a list of all Nodes, once and
-// at a random time. It reads pages with pauses in between. It belongs to the goroutine that
-// follows the watch, except for the requests.
+// audit compares a cache that was restored from the last known state with a list of all Nodes, once
+// and at a random time. It reads the list in pages with pauses in between. A goroutine of its own
+// reads the list. Only the goroutine that follows the watch uses everything else.
 type audit struct {
 	m     *Manager
 	cache *nodeCache
@@ -25,13 +25,15 @@ type audit struct {
 	list  *listed // the list, while the cache has not reached its revision
 }
 
-// listed has all Nodes at one revision, without podCIDRs. It is empty if the list has failed.
+// listed contains all Nodes at one revision, by name, without podCIDRs. The zero listed means that
+// the list has failed.
 type listed struct {
 	revision int64
 	nodes    map[string]*entry
 }
 
-// auditPage is the number of Nodes on a page of metadata. The metadata of a Node has some 4 kB.
+// auditPage is the number of Nodes on a page of the list of metadata. The metadata of a Node has
+// some 4 kB.
 const auditPage = 250
 
 func newAudit(m *Manager, cache *nodeCache) *audit {
@@ -42,7 +44,8 @@ func newAudit(m *Manager, cache *nodeCache) *audit {
 	return a
 }
 
-// begin starts to read the list.
+// begin starts a goroutine of wg that reads the list and sends it on a.got. From then on the cache
+// records which Nodes are deleted.
 func (a *audit) begin(ctx context.Context, wg *sync.WaitGroup) {
 	a.cache.deleted = map[string]struct{}{}
 	wg.Go(func() {
@@ -80,7 +83,8 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 	}
 }
 
-// setList receives the list. An empty one means that reading it has failed.
+// setList takes the list that was sent on a.got. If the list has failed, setList makes the audit
+// begin again later.
 func (a *audit) setList(l listed) {
 	if l.nodes == nil {
 		a.cache.deleted = nil
@@ -90,8 +94,8 @@ func (a *audit) setList(l listed) {
 	a.list = &l
 }
 
-// compare makes the comparison once the cache has reached the revision of the list, and corrects
-// what differs.
+// compare compares the cache with the list when the cache has reached the revision of the list. It
+// corrects and publishes what differs. Before that, and if there is no list, it does nothing.
 func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update)) {
 	if a.list == nil || a.cache.revision < a.list.revision {
 		return
@@ -115,9 +119,9 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 	}
 }
 
-// correct replaces the entry with that name by is, the Node as listed, or removes the entry if is is
-// nil. If the name belongs to another Node than before, its podCIDRs are not known and have to be
-// requested.
+// correct replaces the entry with that name by is, the Node as listed, or removes the entry if is
+// is nil. If the listed Node is another one than that of the entry, its podCIDRs are not known, and
+// the caller has to request it.
 func (c *nodeCache) correct(is *entry, name string) {
 	if is == nil {
 		delete(c.entries, name)

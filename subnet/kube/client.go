@@ -49,11 +49,12 @@ type client struct {
 	base   *url.URL
 	http   *http.Client
 	dialer *connrotation.Dialer
-	late   atomic.Int32 // how often the deadline of requests is doubled, at most maxLate
-	slow   atomic.Int64 // when a small request was slow or refused last, in ns since 1970; 0: none was
+	late   atomic.Int32 // how many times the deadline of requests is doubled, at most maxLate
+	slow   atomic.Int64 // when a small request was last slow or refused, in ns since 1970; 0: never
 }
 
-// errEnded means that a watch has ended early without a failure of the server.
+// errEnded means that a watch has ended early without a failure of the server, or that renew has
+// closed the connection of a request.
 var errEnded = errors.New("watch has ended")
 
 // restConfig returns how to reach the API server, from flags or from the pod's service account.
@@ -79,7 +80,8 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	dialer := connrotation.NewDialer(newDialer().DialContext)
 	cfg.Dial = dialer.DialContext
 	if cfg.BearerTokenFile != "" {
-		// The token is read again also when the server refuses it, and not only every minute.
+		// With this source the token is also read again when the server refuses it, and not only
+		// every minute.
 		source := transport.NewCachedFileTokenSource(cfg.BearerTokenFile)
 		cfg.Wrap(transport.ResettableTokenSourceWrapTransport(source))
 		cfg.BearerToken, cfg.BearerTokenFile = "", ""
@@ -95,9 +97,10 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	return &client{host: base.Host, base: base, http: h, dialer: dialer}, nil
 }
 
-// newDialer returns the dialer of connections. The kernel closes a connection to a host that does not
-// answer after 45 seconds, as HTTP/2 does by itself. HTTP/1.1, to an http:// URL or through a proxy,
-// depends on this keep-alive, which reaches as far as the proxy.
+// newDialer returns the dialer of connections to the server. If the server's host does not answer
+// for 45 seconds, the kernel closes the connection, as HTTP/2 does by itself. HTTP/1.1, which an
+// http:// URL or a proxy may need, depends on this keep-alive of the kernel. It reaches only as far
+// as the proxy.
 func newDialer() *net.Dialer {
 	return &net.Dialer{
 		Timeout:         10 * time.Second,
@@ -105,7 +108,8 @@ func newDialer() *net.Dialer {
 	}
 }
 
-// renew closes all connections.
+// renew closes all connections. Requests in progress fail, mostly with errEnded. The next request
+// makes a new connection.
 func (c *client) renew() { c.dialer.CloseAll() }
 
 // request is one request to the API.
@@ -119,8 +123,9 @@ type request struct {
 	body    []byte
 }
 
-// do sends a request, and returns the response if its status is below 300. The caller must close its
-// body. Other responses and failures are an *apiError; see explain for the exceptions.
+// do sends a request, and returns the response if its status is below 300. The caller must close
+// its body. For another status or a failure, do returns an *apiError; see explain for the
+// exceptions.
 func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	u := c.base.JoinPath("api", "v1", r.path)
 	if r.group != "" {
@@ -152,16 +157,17 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 // maxLate is the maximum of client.late: the deadline of requests is at most four times the usual one.
 const maxLate = 2
 
-// patiently calls f with a deadline. After a request that came to its deadline the next one has twice
-// as much time, until the server is fast again: if thousands of hosts use the server at once and
-// each of them gave up early and repeated its request, the server would never finish.
+// patiently calls f, which makes a request, with a deadline, and records in c.slow if the request
+// was slow or refused. After a request that came to its deadline the next one has twice as much
+// time, until the server is fast again: if thousands of hosts use the server at once and each of
+// them gave up early and repeated its request, the server would never finish.
 func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
 	usual, late := deadline, c.late.Load()
 	deadline <<= late
 	ctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	start := time.Now()
-	var sent atomic.Pointer[time.Time] // when the request was sent: on a slow link, making the connection before takes long
+	var sent atomic.Pointer[time.Time] // when the request was sent: on a slow link, the connection that is made before takes long
 	err := f(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {
 		now := time.Now()
 		sent.Store(&now)
@@ -179,8 +185,9 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 	return err
 }
 
-// call sends a request with the usual deadline timeout, and returns the body of the answer. It is for
-// all requests except watches, whose answer does not end.
+// call sends a request with timeout as the usual deadline, and returns the body of the answer. It
+// returns the error of ctx if ctx has ended. It is for all requests except watches, whose answer
+// does not end.
 func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
 	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
 		body, err = c.callOnce(ctx, r)
@@ -208,8 +215,8 @@ func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
 type apiError struct {
 	host       string
 	kind       string
-	code       int    // of HTTP; 0 without an answer
-	message    string // of the server
+	code       int    // the HTTP status; 0 without an answer
+	message    string // the server's message with the status, or the cause of the failure
 	retryAfter time.Duration
 	tooLarge   bool // the server has not reached the requested resource version
 	cause      error
@@ -239,7 +246,8 @@ func isTooLarge(err error) bool {
 	return ok && e.tooLarge
 }
 
-// retryAfter returns the time that the server asked to wait before the next request.
+// retryAfter returns the time, at most a minute, that the server asked to wait before the next
+// request. It is zero if the server did not ask for that.
 func retryAfter(err error) time.Duration {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e.retryAfter
@@ -247,8 +255,9 @@ func retryAfter(err error) time.Duration {
 	return 0
 }
 
-// explain converts an error of the connection to the server to an apiError, whose text is one line. It
-// returns context.Canceled as it is, and errEnded if renew has closed the connection.
+// explain converts an error of the connection to the server to an apiError, whose text is one line
+// and which wraps err. It returns context.Canceled as it is, and errEnded if renew has closed the
+// connection.
 func (c *client) explain(err error) error {
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -271,9 +280,9 @@ func (c *client) explain(err error) error {
 	return e
 }
 
-// refusal returns the error in an answer.
+// refusal returns the error that an answer with a status of 300 or more means.
 func (c *client) refusal(resp *http.Response) error {
-	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of it is better than nothing
+	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of the body is better than nothing
 	var e apiError
 	if status, err := wire.DecodeStatus(body); err == nil {
 		e = fromStatus(status)
@@ -284,8 +293,8 @@ func (c *client) refusal(resp *http.Response) error {
 	return c.complete(e, resp.Header.Get("Retry-After"))
 }
 
-// readJSON fills e from a Status in JSON. An API server sends JSON instead of protobuf if the request
-// is for metadata, because an error has no such form.
+// readJSON fills e from a Status in JSON. An API server sends JSON instead of protobuf if the
+// request asked for metadata, because a Status has no form of metadata.
 func (e *apiError) readJSON(body []byte) error {
 	var status struct {
 		Message string
@@ -301,10 +310,11 @@ func (e *apiError) readJSON(body []byte) error {
 	return nil
 }
 
-// tooLargeMessage is in the message of API servers before 1.18.6, which name no cause.
+// tooLargeMessage is part of the message if the server has not reached the requested resource
+// version. API servers before 1.18.6 name no cause.
 const tooLargeMessage = "Too large resource version"
 
-// fromStatus returns the error that a Status describes, without the parts that complete adds.
+// fromStatus returns the error that a Status describes. complete adds the rest.
 func fromStatus(s *wire.StatusError) apiError {
 	e := apiError{code: s.Code, message: s.Message}
 	for _, cause := range s.Causes {

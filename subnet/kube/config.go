@@ -11,9 +11,10 @@ import (
 	"time"
 )
 
-// WatchConfig implements subnet.ConfigWatcher for the configuration file. It reads the file again
-// every few seconds. Notifications of the kernel would not be sufficient, because the file may be
-// on any file system, and in a ConfigMap's volume its path leads through a link that is replaced.
+// WatchConfig implements subnet.ConfigWatcher for the configuration file. It passes nil to sink if
+// the file does not exist. It reads the file again every few seconds. Notifications of the kernel
+// would not be sufficient, because the file may be on any file system, and in a ConfigMap's volume
+// its path leads through a link that is replaced.
 func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
 	ticker := time.NewTicker(m.timing.poll)
 	defer ticker.Stop()

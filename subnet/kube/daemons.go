@@ -18,8 +18,8 @@ const (
 	podsTimeout = 20 * time.Second
 )
 
-// Daemons are the pods of flanneld in a cluster. An operator reaches them through the API server, and
-// needs the right to list pods and to get pods/proxy.
+// Daemons knows the pods of flanneld in a cluster. An operator reaches them through the API server,
+// and needs the right to list pods and to get pods/proxy.
 type Daemons struct {
 	client    *client
 	namespace string
@@ -45,8 +45,8 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 	return d, nil
 }
 
-// list reads one page of pods. page is the token of that page, and empty for the first one. next is the
-// token of the next page, and empty if there is none.
+// list reads one page of pods, and adds those that run to d.pods. page is the token of that page,
+// and empty for the first one. next is the token of the next page, and empty if there is none.
 func (d *Daemons) list(ctx context.Context, selector, page string) (next string, err error) {
 	body, err := d.client.call(ctx, podsTimeout, request{
 		path: "namespaces/" + url.PathEscape(d.namespace) + "/pods", accept: acceptJSON,
@@ -67,8 +67,8 @@ func (d *Daemons) list(ctx context.Context, selector, page string) (next string,
 		return "", err
 	}
 	for _, pod := range found.Items {
-		// During an update a Node may have an old pod, which ends, beside the new one. Evicted pods stay
-		// for a long time.
+		// During an update a Node may have an old pod, which is being ended, and the new one.
+		// Evicted pods stay in the list for a long time.
 		if pod.Metadata.DeletionTimestamp == "" && pod.Status.Phase == "Running" {
 			d.pods[pod.Spec.NodeName] = pod.Metadata.Name
 		}
@@ -76,8 +76,9 @@ func (d *Daemons) list(ctx context.Context, selector, page string) (next string,
 	return found.Metadata.Continue, nil
 }
 
-// Get requests path from the HTTP server of the daemon on a Node, which listens on port. The caller must
-// read the answer before ctx ends, and close it.
+// Get requests path from the HTTP server of the daemon on a Node, which listens on port. It returns
+// an error if FindDaemons has found no running pod there. The caller must read the answer before
+// ctx ends, and close it.
 func (d *Daemons) Get(ctx context.Context, node string, port int, path string, query url.Values) (io.ReadCloser, error) {
 	pod, ok := d.pods[node]
 	if !ok {

@@ -19,12 +19,12 @@ import (
 )
 
 // eventSender creates Events about the own Node, for operators. It drops an Event that cannot be
-// created, because the role does not permit it or the server is unavailable.
+// created because the role does not permit it or the server is unavailable.
 type eventSender struct {
 	m     *Manager
 	queue chan event
 	limit *rate.Limiter
-	sent  map[event]time.Time // when an Event was created last; only for the goroutine of run
+	sent  map[event]time.Time // when each Event was created last; only the goroutine of run uses it
 }
 
 type event struct{ reason, message string }
@@ -33,8 +33,8 @@ const (
 	eventNamespace = "default" // where Events about Nodes are
 	eventBurst     = 10
 	eventEvery     = time.Minute
-	eventRepeat    = 2 * time.Hour // until the same Event is created again: the server keeps an Event for an hour
-	maxEventName   = 236           // bytes before the hash: the API accepts 253
+	eventRepeat    = 2 * time.Hour // the time until the same Event may be created again: the server keeps an Event for an hour
+	maxEventName   = 236           // bytes of the name before the hash: the API accepts 253 in all
 	maxEvent       = 1000          // bytes of a message: the API accepts 1024
 )
 
@@ -42,18 +42,18 @@ func newEventSender(m *Manager) *eventSender {
 	return &eventSender{m: m, queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), sent: map[event]time.Time{}}
 }
 
-// Warn implements subnet.Warner: it creates an Event about the own Node, unless it has created
-// the same one within eventRepeat, or many others.
+// Warn implements subnet.Warner: it queues an Event about the own Node. run drops the Event if the
+// same one was created within eventRepeat, if there are many others, or if there is no own Node.
 func (m *Manager) Warn(reason, message string) { m.events.enqueue(reason, message) }
 
 func (r *eventSender) enqueue(reason, message string) {
 	select {
 	case r.queue <- event{reason, message}:
-	default: // too many already
+	default: // too many wait already
 	}
 }
 
-// run creates Events until ctx ends.
+// run creates the Events in the queue until ctx ends.
 func (r *eventSender) run(ctx context.Context) {
 	for {
 		select {
@@ -77,7 +77,8 @@ func (r *eventSender) pause(ctx context.Context) error {
 	return wait.For(ctx, rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event+1))
 }
 
-// createOnce creates an Event unless it has created the same one lately, or too many others.
+// createOnce creates an Event unless it has created the same one within eventRepeat, or too many
+// others, or there is no own Node.
 func (r *eventSender) createOnce(ctx context.Context, e event) {
 	if at, ok := r.sent[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
 		return
@@ -118,7 +119,7 @@ func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) 
 	}
 }
 
-// hashOf returns a text of 16 digits that differs for different texts.
+// hashOf returns a text of 16 hexadecimal digits, which differs for different texts.
 func hashOf(texts ...string) string {
 	sum := sha256.Sum256([]byte(strings.Join(texts, "\x00")))
 	return hex.EncodeToString(sum[:8])

@@ -12,45 +12,46 @@ import (
 	"time"
 )
 
-// fetcher requests Nodes in full. It ends with the watch for which it was made. It belongs to the
-// goroutine that follows the watch, except for the requests in progress.
+// fetcher requests Nodes in full. It ends with the watch for which it was made. The requests run in
+// goroutines of their own. Only the goroutine that follows the watch uses everything else.
 //
 // Every daemon of the cluster requests a new Node at the same moment, and many new Nodes would
-// cause many requests. So a daemon sends at most one request in an interval that grows with the
-// number of Nodes. It requests all Nodes together that have come in that time.
+// cause many requests. So a daemon sends requests only once in an interval that grows with the
+// number of Nodes. It then requests together all Nodes that have come in that time.
 type fetcher struct {
 	m     *Manager
 	cache *nodeCache
-	// requested contains the Nodes that are being requested, or will be. The value is true if the Node
-	// has changed since the request, so that the answer may be older than that change.
+	// requested contains the Nodes that are being requested, or wait for that. The value is true if
+	// the Node has changed since the request, so that the answer may be older than that change.
 	requested map[string]bool
-	waiting   []string    // in requested, but not sent yet
-	due       *time.Timer // fires when waiting has to be requested
-	last      time.Time   // when waiting was requested last
+	waiting   []string    // names of those in requested that no request contains yet
+	due       *time.Timer // fires when the Nodes in waiting have to be requested
+	last      time.Time   // when Nodes were requested last
 	answers   chan fetched
 	slots     chan struct{}
 	wg        sync.WaitGroup
 }
 
-// nodeRequest is one request for Nodes.
+// nodeRequest is one request for the Nodes with these names.
 type nodeRequest struct {
 	query
 	names []string
 }
 
-// fetched is the answer to a request. found has the Nodes by name.
+// fetched is the answer to a request. found has the Nodes by name, without those that the answer
+// lacks.
 type fetched struct {
 	nodeRequest
 	found map[string]*ownNode
 }
 
 const (
-	fetchers = 8 // requests at the same time
-	fewNodes = 4 // up to this number Nodes are requested one by one: the server finds a name faster than a label
-	// together is the number of Nodes in one request, so that its URL has less than 8 kB.
+	fetchers = 8 // the most requests at the same time
+	fewNodes = 4 // up to this number, Nodes are requested one by one: the server finds a name faster than a label
+	// together is the most Nodes in one request, so that its URL has less than 8 kB.
 	together = 100
-	// atOnce is the number of daemons that may request one new Node at the same time: the API
-	// server needs as much time to send them the event as to answer them.
+	// atOnce is the number of Nodes up to which all daemons may request one new Node at the same
+	// time: the API server needs as much time to send them the event as to answer them.
 	atOnce = 5000
 )
 
@@ -60,7 +61,8 @@ func newFetcher(m *Manager, cache *nodeCache) *fetcher {
 	return f
 }
 
-// request requests a Node soon.
+// request makes the fetcher request a Node soon. If a request for it is in progress, request
+// records that the Node has changed since.
 func (f *fetcher) request(name string) {
 	if _, under := f.requested[name]; under {
 		f.requested[name] = true
@@ -86,7 +88,7 @@ func (f *fetcher) pause() time.Duration {
 	return next + rand.N(f.interval())
 }
 
-// flush requests all Nodes that wait.
+// flush requests all Nodes that wait and still lack their podCIDRs.
 func (f *fetcher) flush(ctx context.Context) {
 	f.last = time.Now()
 	names := slices.DeleteFunc(f.waiting, func(name string) bool {
@@ -105,8 +107,8 @@ func (f *fetcher) flush(ctx context.Context) {
 }
 
 // requests returns the requests for the Nodes with these names. Each Node is requested at the
-// revision of its last event or later. The server that has sent the event has that revision in its
-// cache. If the server's cache was behind, the Nodes are requested from its store.
+// revision of its last event or a later one. The server that has sent the event has that revision
+// in its cache. If the server's cache was behind, the Nodes are requested from the store.
 func (c *nodeCache) requests(names []string) []nodeRequest {
 	all := c.split(names)
 	if c.behind {
@@ -148,7 +150,8 @@ func (m *Manager) requestOnce(ctx context.Context, a nodeRequest) (fetched, erro
 	return got, nil
 }
 
-// requestAll sends requests, several at a time, and returns all answers.
+// requestAll sends requests, several at a time, and returns all answers. If requests fail, it also
+// returns the error of the first of them, and their answers are empty.
 func (m *Manager) requestAll(ctx context.Context, requests []nodeRequest) ([]fetched, error) {
 	answers, errs := make([]fetched, len(requests)), make([]error, len(requests))
 	slots := make(chan struct{}, fetchers)
@@ -164,7 +167,7 @@ func (m *Manager) requestAll(ctx context.Context, requests []nodeRequest) ([]fet
 	return answers, cmp.Or(errs...)
 }
 
-// String names the Nodes.
+// String returns the names of the Nodes, or the first one and the number of the others.
 func (a nodeRequest) String() string {
 	if len(a.names) > 1 {
 		return fmt.Sprintf("%s and %d others", a.names[0], len(a.names)-1)
@@ -172,8 +175,9 @@ func (a nodeRequest) String() string {
 	return a.names[0]
 }
 
-// fetch sends a request until it is answered. spread is added to pauses, so that
-// daemons which a server has refused together do not repeat their requests together.
+// fetch sends a request again and again until it is answered or ctx ends, and sends the answer on
+// f.answers. A random time up to spread is added to each pause, so that daemons which a server has
+// refused together do not repeat their requests together.
 func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration) {
 	select {
 	case f.slots <- struct{}{}:
@@ -217,7 +221,8 @@ func (f *fetcher) applyAnswer(got fetched) {
 	}
 }
 
-// isMissing reports whether the answer lacks a Node. A request for several Nodes selects them by
-// their label kubernetes.io/hostname, which can differ from their name. The next request for such
-// a Node is by its name.
+// isMissing reports whether the answer to a request by label lacks a Node. Such a request selects
+// several Nodes by their label kubernetes.io/hostname, and the label may have changed since. The
+// next request for a missing Node is by its name. isMissing reports false for the answer to a
+// request by name.
 func (got fetched) isMissing(name string) bool { return got.hosts != nil && got.found[name] == nil }

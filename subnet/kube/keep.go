@@ -18,12 +18,12 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// errOwnChanged ends a watch of the own Node, which has to be read again.
+// errOwnChanged ends a watch of the own Node because the Node has to be read again.
 var errOwnChanged = errors.New("own node has changed")
 
-// Keep corrects the own Node when it has changed: its annotations and, when the network is ready, the
-// condition NetworkUnavailable. It returns ErrLeaseLost, wrapped, when the Node has other podCIDRs.
-// See subnet.Manager.
+// Keep corrects the own Node whenever it has changed: its annotations and, when the network is
+// ready, the condition NetworkUnavailable. While it runs it also creates the Events of Warn. It
+// returns ErrLeaseLost, wrapped, when the Node has other podCIDRs. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(keeping)
 	ctx, cancel := context.WithCancel(ctx)
@@ -72,12 +72,13 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 type keeper struct {
 	*Manager
 	missing bool    // Keep has logged that the own Node is gone
-	label   *string // value of Config.LocationLabel at the last look; nil before
+	label   *string // value of the label Config.LocationLabel when it was read last; nil before
 }
 
-// round reads the own Node, corrects it, and then watches it until it has to be corrected again.
-// It calls alive when the server has accepted the watch. restored means that the Node had to be
-// written; round does not watch it then.
+// round reads the own Node and corrects it. If the Node needed no correction, round watches it
+// until it may need one. restored means that the Node had to be written, and was not watched. round
+// calls alive when the server has accepted the watch. It returns the error of await, so
+// errOwnChanged if the Node needs a correction.
 func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
 	s, err := k.readOwn(ctx)
 	if err != nil {
@@ -98,7 +99,8 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	})
 }
 
-// noteLocation logs when the location label of the own Node changes to another value than at the start.
+// noteLocation logs when the location label of the own Node changes to another value than the one
+// in use, which was read at the start.
 func (k *keeper) noteLocation(ctx context.Context, s *ownNode) {
 	used := k.location.Load()
 	if used == nil || !s.exists {
@@ -116,10 +118,10 @@ type todo struct {
 	annotate map[string]*string
 	announce bool
 	lost     bool
-	wrong    error // annotations that are ignored
+	wrong    error // why annotations are ignored; nil if none is
 }
 
-// todo returns the corrections that the own Node needs, or nil if it needs none.
+// todo returns what has to be done about the own Node, or nil if there is nothing to do.
 func (m *Manager) todo(s *ownNode) *todo {
 	if !s.exists || errors.Is(s.cidrsErr, errNoPodCIDR) {
 		return nil // there is nothing to correct until the Node is back and has podCIDRs
@@ -136,7 +138,8 @@ func (m *Manager) todo(s *ownNode) *todo {
 	return t
 }
 
-// lostPodCIDRs reports whether the Node has other podCIDRs than the lease.
+// lostPodCIDRs reports whether the Node has other podCIDRs than the lease, or podCIDRs that cannot
+// be used.
 func lostPodCIDRs(own subnet.Claim, s *ownNode) bool {
 	for _, e := range own.Endpoints {
 		if cidr, ok := prefix.OfFamily(s.cidrs, e.Family()); !ok || cidr != e.Subnet {
@@ -155,8 +158,9 @@ func (m *Manager) ready() bool {
 	}
 }
 
-// ensure corrects the own Node. restored means that the Node had to be written. ensure returns
-// subnet.ErrLeaseLost, wrapped, if the Node has other podCIDRs than the lease.
+// ensure corrects the own Node, of which s is the present state. restored means that the Node had
+// to be written. ensure returns subnet.ErrLeaseLost, wrapped, and creates an Event, if the Node has
+// other podCIDRs than the lease.
 func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err error) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
@@ -195,8 +199,8 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 	return restored, nil
 }
 
-// warnIgnored reports an error in the annotations of an administrator, unless it has reported the same
-// one last.
+// warnIgnored logs an error in the annotations of an administrator and creates an Event, unless the
+// error is the same as in the last call.
 func (m *Manager) warnIgnored(ctx context.Context, wrong error) {
 	text := textOf(wrong)
 	if before := m.ignores.Swap(&text); *before != text && wrong != nil {
@@ -220,9 +224,9 @@ func subnets(c subnet.Claim) []netip.Prefix {
 }
 
 // await watches the own Node from the revision of s, the Node as it was read before. It returns
-// errOwnChanged when changed returns true for the new state of the Node, when the Node is deleted, and
-// when the network becomes ready after s was read. Otherwise it returns the result of client.watch,
-// which is nil if the watch has ended as requested.
+// errOwnChanged when changed returns true for a new state of the Node, when the Node is deleted,
+// and when the network becomes ready after s was read. Otherwise it returns the result of
+// client.watch, which is nil if the watch has ended after the requested time.
 func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed func(now *ownNode) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

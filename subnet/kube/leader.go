@@ -37,7 +37,7 @@ const (
 // errTermOver means that this node is not the leader any more.
 var errTermOver = errors.New("this node is not the leader any more")
 
-// leaderLease is a Lease of the API. Its Version is empty if it does not exist.
+// leaderLease is a Lease of the API. Its Version is empty if the API does not have the Lease.
 type leaderLease struct {
 	Metadata struct {
 		Version     string            `json:"resourceVersion"`
@@ -70,8 +70,8 @@ type seenLease struct {
 	at      time.Time
 }
 
-// expired reports whether a Lease has not changed for so long that its holder is gone. ttl is for a Lease
-// without a duration.
+// expired reports whether a Lease has not changed for its duration, since this process first saw
+// it. Its holder is gone then. ttl is the duration of a Lease that contains none.
 func (s *leaseTimes) expired(name string, l leaderLease, ttl time.Duration) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -88,7 +88,7 @@ func (s *leaseTimes) expired(name string, l leaderLease, ttl time.Duration) bool
 	return now.Sub(s.seen[name].at) > ttl
 }
 
-// leaderTerm is the time in which this node is the leader.
+// leaderTerm is a time in which this node is the leader for one task.
 type leaderTerm struct {
 	*Manager
 	path, object, node string
@@ -135,7 +135,8 @@ func (m *Manager) namespace() string {
 	return cmp.Or(m.cfg.PodNamespace, strings.TrimSpace(string(own)), defaultNamespace)
 }
 
-// read reads the Lease. If the Lease has expired, l has no holder. If it does not exist, l is zero.
+// read reads the Lease. l has no holder if the Lease has expired, and is zero if the API does not
+// have the Lease.
 func (t *leaderTerm) read(ctx context.Context) (l leaderLease, err error) {
 	l, err = t.send(ctx, request{path: t.path + "/" + url.PathEscape(t.object)})
 	if hasCode(err, http.StatusNotFound) {
@@ -150,8 +151,8 @@ func (t *leaderTerm) read(ctx context.Context) (l leaderLease, err error) {
 	return l, nil
 }
 
-// begin creates the Lease, or takes it if it has not changed since found was read. Otherwise it returns
-// subnet.ErrLed, wrapped.
+// begin creates the Lease or, if found exists, takes it. It returns subnet.ErrLed, wrapped, if
+// another node has created or changed the Lease since found was read.
 func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
 	if found.Metadata.Version != "" {
 		err = t.patch(ctx, found, "", t.spec(found.Spec.Transitions+1, true))
@@ -169,7 +170,8 @@ func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
 	return nil
 }
 
-// spec returns the spec of the Lease with this node as the leader. taken is true when a term begins.
+// spec returns the spec of the Lease with this node as the leader. taken is true at the beginning
+// of a term, and makes the spec contain that time.
 func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
 	now := time.Now().UTC().Format(microTime)
 	spec := map[string]any{
@@ -181,8 +183,9 @@ func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
 	return spec
 }
 
-// patch changes the Lease if it has not changed since found was read. Otherwise the error has the HTTP
-// status 409. If announced is empty, patch removes the annotation.
+// patch changes the Lease if it has not changed since found was read, and stores the result in
+// t.now. If it has changed, the error has the HTTP status 409. If announced is empty, patch removes
+// the annotation.
 func (t *leaderTerm) patch(ctx context.Context, found leaderLease, announced string, spec map[string]any) (err error) {
 	annotations := map[string]any{announcedAnnotation: announced}
 	if announced == "" {
@@ -194,8 +197,8 @@ func (t *leaderTerm) patch(ctx context.Context, found leaderLease, announced str
 	return err
 }
 
-// send sends a request, and returns the Lease in the answer. object is at most one value, which becomes
-// the body as JSON.
+// send sends a request, and returns the Lease in the answer. object is at most one value, which
+// becomes the body of the request as JSON.
 func (t *leaderTerm) send(ctx context.Context, r request, object ...any) (l leaderLease, err error) {
 	r.group, r.accept = leaseGroup, acceptJSON
 	for _, o := range object {
@@ -222,8 +225,8 @@ func (t *leaderTerm) announce(ctx context.Context, text json.RawMessage) error {
 }
 
 // update renews the Lease, and announces text unless it is nil. If another program has changed the
-// Lease, for example its labels, update reads it and tries once more. It returns errTermOver if this
-// node is not the leader any more.
+// Lease, for example its labels, update reads it again and tries once more. It returns errTermOver
+// if this node is not the leader any more.
 func (t *leaderTerm) update(ctx context.Context, text json.RawMessage) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -253,7 +256,8 @@ func (t *leaderTerm) update(ctx context.Context, text json.RawMessage) error {
 	}
 }
 
-// end gives the Lease back, even if ctx has ended. If that fails, the Lease expires.
+// end gives up the Lease, so that another node can lead at once, even if ctx has ended. If that
+// fails, the Lease expires.
 func (t *leaderTerm) end(ctx context.Context) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// nodeCache is the copy of all Nodes that Watch keeps. Comments name the API server's own cache "the
-// server's cache".
+// nodeCache is the copy of all Nodes that Watch keeps. In comments, "the server's cache" is the API
+// server's own cache.
 type nodeCache struct {
 	keys    *annotation.Keys
 	own     string            // name of the own Node
@@ -31,11 +31,12 @@ type nodeCache struct {
 	revision    int64
 	listed      bool // this process has listed the Nodes
 	current     bool // the last watch has ended without an error
-	stale       bool // the last watch was stale, and the present one has brought no event yet
-	behind      bool // the server's cache was behind its store, and the watch has brought no event yet
-	same        bool // while the cache is filled from a list: a Node of the former cache still exists
+	stale       bool // the last watch was stale, and the present one has not brought the required events yet
+	behind      bool // when the Nodes were listed, the server's cache was behind its store; the watch has brought no event yet
+	same        bool // used while the cache is filled from a list: a Node of the former cache still exists
 	lastChanged lastChange
-	// lastKnownMark is the mark of the last known state, until the store was compared with it.
+	// lastKnownMark is the mark of the last known state, until it was compared with the store; nil:
+	// none.
 	lastKnownMark *mark
 	// restored is the revision of the last known state that the cache began with, until an audit
 	// has compared it; 0: there was none. Entries of that state have no uid.
@@ -44,25 +45,26 @@ type nodeCache struct {
 	deleted  map[string]struct{} // names of Nodes that were deleted since an audit began to read a list
 }
 
-// entry is one Node.
+// entry is what the cache knows of one Node.
 type entry struct {
 	name string
-	uid  string // empty for a Node that is known only from an earlier run
+	uid  string // empty for a Node that is known only from the last known state
 	// version is the revision of the store that changed the Node last.
 	version       int64
-	host          string // the label wire.HostnameLabel, while podCIDRs have to be requested
+	host          string // value of the label wire.HostnameLabel, while the podCIDRs have to be requested
 	order         uint64
-	cidrs         []netip.Prefix // of the spec; nil if they are not known, empty if they cannot be used
+	cidrs         []netip.Prefix // the podCIDRs; nil if they are not known, empty and not nil if they cannot be used
 	notes         annotation.Notes
-	err           error         // why the Node has no lease now; annotation.ErrNotManaged is no problem
-	partialErr    error         // why the lease lacks a family of the Node, or has its former endpoint
-	lease         *subnet.Lease // the last one that could be read, nil if there was none; read-only
+	err           error         // why the Node has no lease now; with annotation.ErrNotManaged it need not have one
+	partialErr    error         // why the lease lacks a family of the Node, or still has the former endpoint of that family
+	lease         *subnet.Lease // the last lease that could be read, nil if there was none; read-only
 	fresh         bool          // lease has changed and has to be published
-	held          bool          // a held peer of an earlier run: the store has lost its Node
+	held          bool          // a held peer of the last known state: the store has lost its Node
 	loggedProblem string        // the problem that was logged last; empty if there is none
 }
 
-// needsRequest reports whether the Node has to be requested.
+// needsRequest reports whether the Node has to be requested, because flannel manages it and its
+// podCIDRs are not known. It reports false if e is nil.
 func (e *entry) needsRequest() bool {
 	return e != nil && e.cidrs == nil && e.notes[annotation.Managed].Text == "true"
 }
@@ -73,7 +75,8 @@ type lastKnown struct {
 	known subnet.LedgerState
 }
 
-// newNodeCache returns a cache that starts with the last known state.
+// newNodeCache returns a cache that contains the last known state. The cache is empty if there is
+// none, if an earlier call has used it, or if the configuration cannot be read.
 func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 	cache := &nodeCache{keys: m.keys}
 	f := m.lastKnown.Swap(nil)
@@ -108,12 +111,15 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 }
 
 // required returns the revision that a list must have reached: the latest one that is known, of the
-// cache or of the own Node s. Later changes come by the watch. A list does not require the present
-// revision of the store, because changes of other objects raise it and do not reach the server's
-// cache of Nodes for minutes. 0 means that the list must be of the store's present state. It is
-// returned if the server is known to be behind. It is also returned if the store has a lower
-// revision than before or is another one, because the server's cache may still have the previous
-// state.
+// cache or of the own Node s. If neither has one, it returns the store's present revision. Later
+// changes come by the watch. A list does not require the present revision if another is known,
+// because changes of other objects raise it and do not reach the server's cache of Nodes for
+// minutes.
+//
+// The result 0 means that the list must show the present state of the store, and not the server's
+// cache. required returns 0 if the server is known to be behind. It also returns 0 if the store has
+// a lower revision than the latest known one, as a restored or another store may have, because the
+// server's cache may still have the former state.
 func (c *nodeCache) required(s *ownNode) int64 {
 	known := max(c.store.Revision, s.version)
 	switch {
@@ -130,13 +136,13 @@ func (c *nodeCache) hasNode(name, uid string) bool {
 	return e != nil && e.uid == uid
 }
 
-// successor returns an empty cache that is filled from a list.
+// successor returns an empty cache, which replaces c after it was filled from a list.
 func (c *nodeCache) successor() *nodeCache {
 	return &nodeCache{keys: c.keys, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
 }
 
-// put puts a Node of a list into the cache, together with the state that old has of it. full means that
-// n contains the spec.
+// put puts a Node of a list into the cache, together with what old, the former cache, knows of it.
+// full means that n contains the spec.
 func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) {
 	e := &entry{}
 	if known := old.entries[string(n.Name)]; known != nil && known.isNode(n) {
@@ -150,7 +156,8 @@ func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) {
 	e.fresh = false // all of the cache will be published
 }
 
-// isNode reports whether n is the Node of e, not another one with its name.
+// isNode reports whether n is the Node of e, and not a later one with its name. It compares the
+// uids, or the times of creation if e has no uid.
 func (e *entry) isNode(n *wire.Node) bool {
 	if e.uid == "" {
 		return e.order == uint64(n.Created)
@@ -158,9 +165,9 @@ func (e *entry) isNode(n *wire.Node) bool {
 	return e.uid == string(n.UID)
 }
 
-// complete sets what a new cache contains besides the Nodes of a list. The store counts as the same
-// as before if one Node still exists, because uids are unique and two Nodes rarely have the same
-// name and creation time.
+// complete sets what a new cache contains besides the Nodes of a list: l is the rest of the list,
+// and s the own Node. The store counts as the same as before if one Node still exists, because uids
+// are unique and two Nodes rarely have the same name and creation time.
 func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) {
 	c.own, c.revision, c.behind = own, l.Revision, l.behind || c.stale
 	c.lastChanged = c.lastChangeOf(own)
@@ -172,8 +179,8 @@ func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) 
 	}
 }
 
-// set updates an entry by n. full means that n contains the spec. set does not allocate if nothing has
-// changed.
+// set updates an entry from n. full means that n contains the spec. set does not allocate if
+// nothing has changed.
 func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 	changed := false
 	e.version = n.Revision
@@ -197,7 +204,7 @@ func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 	}
 }
 
-// setNotes replaces the annotations by those of n, and reports whether one has changed.
+// setNotes replaces the annotations of e by those of n, and reports whether one has changed.
 func (e *entry) setNotes(n *wire.Node) (changed bool) {
 	for i := range e.notes {
 		text := n.Annotations[i]
@@ -209,7 +216,8 @@ func (e *entry) setNotes(n *wire.Node) (changed bool) {
 	return changed
 }
 
-// setCIDRs replaces the podCIDRs by those of a spec. err is the error of podCIDRs.
+// setCIDRs replaces the podCIDRs of e by cidrs. err is the error with which the function podCIDRs
+// has returned them.
 func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	switch {
 	case err == nil:
@@ -217,14 +225,15 @@ func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	case errors.Is(err, errNoPodCIDR):
 		e.cidrs = nil
 	default:
-		e.cidrs, e.err = []netip.Prefix{}, err // podCIDRs never change
+		e.cidrs, e.err = []netip.Prefix{}, err // not nil: podCIDRs never change, so the Node is not requested again
 	}
 }
 
-// decode derives the lease of an entry that has changed.
+// decode derives the lease of an entry from its annotations and podCIDRs, and the errors. If they
+// cannot be read, the entry keeps its last lease.
 func (c *nodeCache) decode(e *entry) {
 	e.partialErr = nil
-	if e.cidrs == nil { // the Node is requested, if flannel manages it
+	if e.cidrs == nil { // a Node that flannel manages is requested
 		e.err = annotation.ErrNotManaged
 		return
 	}
@@ -243,8 +252,8 @@ func (c *nodeCache) decode(e *entry) {
 	}
 }
 
-// sameLease compares two leases. One of them may come from the state file, which has JSON in
-// another form.
+// sameLease reports whether two leases are equal. One of them may come from the state file, which
+// has JSON in another form.
 func sameLease(x, y subnet.Lease) bool {
 	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType && x.NextType == y.NextType &&
 		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
@@ -260,8 +269,9 @@ func sameJSON(x, y json.RawMessage) bool {
 	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
-// advance applies one event of the watch. It returns the name of the Node if its lease may have
-// changed, and errRelist if the store is older than it was.
+// advance applies one event of the watch to the cache. It returns the name of the Node if its lease
+// or the problem with it may have changed, otherwise "". It returns errRelist if the store is older
+// than it was.
 func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	n, revision := ev.Node, ev.Node.Revision
 	if revision < c.revision {
@@ -305,7 +315,7 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	return "", nil
 }
 
-// applyAnswer applies the answer to a request for Nodes.
+// applyAnswer puts the podCIDRs in the answer to a request for Nodes into the cache.
 func (c *nodeCache) applyAnswer(got fetched) {
 	for _, name := range got.names {
 		e, s := c.entries[name], got.found[name]
@@ -332,7 +342,8 @@ func (c *nodeCache) missing() []string {
 	return names
 }
 
-// publish publishes the state of one Node, if it has changed.
+// publish publishes the state of the Node with that name, if it has changed since it was published
+// last. It logs a problem with the Node. It does not publish the own Node.
 func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.Update)) {
 	if name == "" {
 		return
@@ -361,7 +372,8 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 	sink(u)
 }
 
-// update returns the update that is published.
+// update returns the update to publish. changed has the leases that have changed, by the name of
+// the Node, nil for one that is gone; a nil map means that any lease may have changed.
 func (c *nodeCache) update(changed map[string]*subnet.Lease) subnet.Update {
 	return subnet.Update{Store: c.store, Changed: changed, Snapshot: c.snapshot}
 }
@@ -380,8 +392,8 @@ func (c *nodeCache) snapshot() subnet.Snapshot {
 	return s
 }
 
-// problem returns the reason why a Node cannot be read. It is empty if the Node can be read, or is not
-// managed by flannel.
+// problem returns the reason why a Node cannot be read, or not all of it. It is empty if the Node
+// can be read, or is not managed by flannel.
 func (e *entry) problem() string {
 	if e == nil || errors.Is(e.err, annotation.ErrNotManaged) && e.lease == nil {
 		return ""
@@ -389,8 +401,8 @@ func (e *entry) problem() string {
 	return textOf(cmp.Or(e.err, e.partialErr))
 }
 
-// logUnreadable logs when a Node becomes unreadable, for another reason than
-// before, or readable again. It reports whether it did.
+// logUnreadable logs when a Node becomes unreadable, when the reason changes, and when the Node can
+// be read again. It reports whether it has logged.
 func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 	if before != nil {
 		now.loggedProblem = before.loggedProblem

@@ -20,18 +20,18 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// ownNode is a Node, usually the own one, as it was at one moment.
+// ownNode is a Node as it was at one moment, usually the own one.
 type ownNode struct {
 	exists   bool
 	uid      string
 	created  int64
 	notes    [annotation.Count]annotation.Note
-	location string // the label Config.LocationLabel
+	location string // value of the label Config.LocationLabel
 	cidrs    []netip.Prefix
 	cidrsErr error
-	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network
-	version  int64  // the revision of the store that changed it last
-	revision int64  // of the store at that moment
+	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network; empty: no such condition
+	version  int64  // the revision of the store at which the Node changed last
+	revision int64  // the revision of the store at that moment
 	read     time.Time
 	ready    bool // the network was ready at that moment
 }
@@ -50,14 +50,15 @@ func newOwnNode(n *wire.Node, revision int64) *ownNode {
 	return s
 }
 
-// published returns those annotations of the Node that a node publishes.
+// published returns the annotations of the Node, without those that only administrators write.
 func (s *ownNode) published() annotation.Notes {
 	return annotation.Notes(s.notes[:annotation.Published])
 }
 
-// readNode requests one Node as it is at revision or later. It sends a list request, because early
-// roles of flannel do not permit get; the server needs as little time for it. The result says
-// whether the Node exists.
+// readNode requests one Node in the state of revision or a later one, or of the present if it is 0.
+// If the Node does not exist, the field exists of the result is false. readNode sends a list
+// request, because early roles of flannel do not permit get. The server needs as little time for
+// it.
 func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*ownNode, error) {
 	s := &ownNode{}
 	l, err := m.readNodes(ctx, query{name: name, revision: revision}, func(_ string, got *ownNode) { s = got })
@@ -68,7 +69,8 @@ func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*o
 	return s, nil
 }
 
-// readNodes requests the few Nodes that q names, and calls on for each of them.
+// readNodes requests the few Nodes that q selects, with the usual deadline, and calls on for each
+// of them.
 func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s *ownNode)) (l listing, err error) {
 	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
 		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newOwnNode(n, 0)) })
@@ -81,7 +83,7 @@ func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s
 }
 
 // readOwn reads the own Node, and the revision of the store, in one small request: the server reads
-// this one key from its store.
+// only this key from its store.
 func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	name, err := m.nodeName(ctx)
 	if err != nil {
@@ -95,8 +97,8 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	return s, err
 }
 
-// recent returns the own Node as another method has just read it, or reads it. It returns the result
-// of a reading only once.
+// recent returns the own Node as another method has just read it, or reads it. It returns what
+// another method has read only once.
 func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
 	if s := m.justRead.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
 		return s, nil
@@ -104,7 +106,8 @@ func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
 	return m.readOwn(ctx)
 }
 
-// nodeName returns the name of the own Node.
+// nodeName returns the name of the own Node. If Config does not contain it, nodeName reads it from
+// this pod.
 func (m *Manager) nodeName(ctx context.Context) (string, error) {
 	if name := m.name.Load(); name != nil {
 		return *name, nil
@@ -123,7 +126,8 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 }
 
 // PublicIPs implements subnet.PublicIPSource: it returns the addresses in the annotations
-// node-public-ip and node-public-ipv6 of the own Node, which are used instead of the flags.
+// node-public-ip and node-public-ipv6 of the own Node, which replace the values of the flags. It
+// omits and reports an address that cannot be used.
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	defer m.outage.Forget(starting)
 	var addrs []netip.Addr
@@ -167,7 +171,8 @@ func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, er
 	return a, nil
 }
 
-// Location implements subnet.LocationSource: it returns the value of the label of the own Node.
+// Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel
+// of the own Node. It logs a value that is not the name of a location, and returns "" then.
 func (m *Manager) Location(ctx context.Context) (string, error) {
 	defer m.outage.Forget(starting)
 	var name string
@@ -188,13 +193,14 @@ func (m *Manager) Location(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// reportIgnored reports an annotation that an administrator has to check.
+// reportIgnored logs that an annotation is ignored, and creates an Event, so that an administrator
+// checks the annotation.
 func (m *Manager) reportIgnored(ctx context.Context, wrong error) {
 	klog.FromContext(ctx).Error(wrong, "an annotation of this node is ignored", "node", *m.name.Load())
 	m.Warn("FlannelAnnotationIgnored", wrong.Error())
 }
 
-// Recall returns the claim that the own Node has. See subnet.Manager.
+// Recall returns the claim that the own Node publishes. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(starting)
 	var c subnet.Claim
@@ -210,7 +216,8 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 	return c, err
 }
 
-// recalled returns the readable part of the claim that the own Node has.
+// recalled returns the readable part of the claim that the Node s publishes. The claim is empty if
+// flannel does not manage the Node, or if it has no readable public address on a podCIDR.
 func (m *Manager) recalled(s *ownNode) subnet.Claim {
 	n := s.published()
 	if n[annotation.Managed].Text != "true" {
@@ -240,8 +247,8 @@ func (m *Manager) recalled(s *ownNode) subnet.Claim {
 }
 
 // wanted returns the annotations with which the Node s publishes c. Addresses in the annotations
-// public-ip-overwrite and public-ipv6-overwrite replace detected ones. wrong is the error of an
-// annotation that cannot be used.
+// public-ip-overwrite and public-ipv6-overwrite replace those of c. wrong says why such an
+// annotation cannot be used; the address of c is published then.
 func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n annotation.Notes, wrong error) {
 	n = annotation.Encode(c)
 	for _, f := range families {
@@ -304,8 +311,9 @@ func (m *Manager) announce(ctx context.Context, name string) error {
 	return nil
 }
 
-// endpointsOn returns the endpoints of c on the own Node's podCIDRs: one for each network of the
-// configuration, inside of that network.
+// endpointsOn returns the endpoints of c on cidrs, the podCIDRs of the own Node: one for each
+// network of the configuration. It returns an error if a network has no podCIDR inside of it, or c
+// has no public address of its family.
 func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]subnet.Endpoint, error) {
 	var es []subnet.Endpoint
 	for _, n := range cfg.Networks {

@@ -14,8 +14,9 @@ import (
 // errNoPodCIDR means that the API has not given the Node its subnets yet.
 var errNoPodCIDR = errors.New("no podCIDR assigned yet")
 
-// podCIDRs returns the podCIDRs of a Node that was read in full, IPv4 first: one for each family
-// that it has. It returns errNoPodCIDR if it has none yet.
+// podCIDRs returns the podCIDRs of a Node that was read in full, at most one for each family, IPv4
+// first. It returns errNoPodCIDR if the Node has none yet, and another error if they cannot be
+// used.
 func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
 	texts := n.PodCIDRs[:min(n.NumPodCIDRs, len(n.PodCIDRs))]
 	switch {

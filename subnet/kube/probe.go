@@ -13,15 +13,15 @@ import (
 
 // probe finds out whether a silent watch is stale. An API server whose cache has stopped, or is far
 // behind, continues to serve watches, but sends no events. So the probe reads the own Node, which
-// kubelet writes every few minutes, and which the server reads from the store. A watch that does not
-// reach the last change of that Node is stale. A healthy watch is never silent for long, so the
-// probe costs nothing then: the server sends a bookmark every minute, if its etcd reports progress.
+// kubelet writes every few minutes, and which the server reads from the store. A watch that does
+// not reach the last change of that Node is stale. The server sends a bookmark every minute, if its
+// etcd reports progress. So a healthy watch is never silent for long, and the probe reads nothing.
 type probe struct {
 	m        *Manager
 	cache    *nodeCache
 	due      *time.Timer // fires if the watch is silent for too long
 	got      chan *ownNode
-	required int64 // the revision that the watch has to reach
+	required int64 // the revision that the watch has to reach, of the last change of the own Node; 0: none yet
 }
 
 func newProbe(m *Manager, cache *nodeCache) *probe {
@@ -30,11 +30,12 @@ func newProbe(m *Manager, cache *nodeCache) *probe {
 	return p
 }
 
-// silence returns the time for which a watch may be silent. It is random, because the watches of all
-// nodes become silent at the same time.
+// silence returns the time for which a watch may be silent before it is probed. It is random,
+// because the watches of all nodes become silent at the same time.
 func (p *probe) silence() time.Duration { return p.m.timing.silence + rand.N(p.m.timing.silence) }
 
-// applyEvent records that the watch has brought an event.
+// applyEvent records that the watch has brought an event. It does nothing while the watch has not
+// reached the required revision.
 func (p *probe) applyEvent(ctx context.Context) {
 	if p.cache.revision < p.required {
 		return
@@ -46,7 +47,9 @@ func (p *probe) applyEvent(ctx context.Context) {
 	}
 }
 
-// fire must be called when due has fired. It returns an error if the watch is stale.
+// fire must be called when due has fired. It starts to read the own Node, in a goroutine that sends
+// it on p.got. If the Node was read before and the watch has not reached its revision, fire returns
+// an error instead, because the watch is stale.
 func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	if p.cache.revision < p.required {
 		return p.m.client.stale(p.cache.revision, p.required)
@@ -54,7 +57,7 @@ func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	wg.Go(func() {
 		s, err := p.m.readNode(ctx, p.cache.own, 0)
 		if err != nil {
-			s = &ownNode{} // nothing is known, and the silence continues
+			s = &ownNode{} // the store's state is not known, so the watch does not count as stale
 		}
 		select {
 		case p.got <- s:
@@ -64,7 +67,8 @@ func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	return nil
 }
 
-// applyAnswer records the own Node as it is in the store.
+// applyAnswer takes the own Node that was sent on p.got. If the watch has not reached its revision,
+// it gets the time timing.late for that.
 func (p *probe) applyAnswer(s *ownNode) {
 	p.required = s.version
 	if p.cache.revision < p.required {
@@ -74,7 +78,8 @@ func (p *probe) applyAnswer(s *ownNode) {
 	}
 }
 
-// stale returns the error of a watch that is stale.
+// stale returns the error of a watch that is stale: an apiError that wraps errStale. have and want
+// are revisions.
 func (c *client) stale(have, want int64) error {
 	return &apiError{
 		host: c.host, kind: "stale", cause: errStale,
@@ -82,5 +87,5 @@ func (c *client) stale(have, want int64) error {
 	}
 }
 
-// errStale means that a watch does not reach the state of the store.
+// errStale means that a watch does not reach a change that the store has.
 var errStale = errors.New("watch is stale")

@@ -20,14 +20,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// lastChange names the Node that changed last among the Nodes that still exist. version is the
-// revision of the store at which it changed.
+// lastChange names the Node that changed last, of those that still exist. version is the revision
+// of the store at which it changed.
 type lastChange struct {
 	name    string
 	version int64
 }
 
-// lastChangeOf returns the last change of a Node, which is zero if its version is not known.
+// lastChangeOf returns the last change of the Node with that name. It is zero if the cache does not
+// have the Node or its version.
 func (c *nodeCache) lastChangeOf(name string) lastChange {
 	if e := c.entries[name]; e != nil && e.version > 0 {
 		return lastChange{name, e.version}
@@ -45,7 +46,7 @@ type mark struct {
 
 func (m mark) String() string { return fmt.Sprintf("%s %d %s", m.uid, m.version, m.name) }
 
-// parseMark returns nil if the text is no mark.
+// parseMark parses the text of a mark. It returns nil if the text is not one.
 func parseMark(text string) *mark {
 	var m mark
 	parts := strings.Fields(text)
@@ -60,10 +61,10 @@ func parseMark(text string) *mark {
 	return &m
 }
 
-// publishMark publishes the revision and the mark of the cache at the end of a watch, so that the
-// next start needs no list. It publishes nothing if the cache is incomplete. Updates during a watch
-// have no mark, because the revision changes with every heartbeat, and each mark would cause a
-// write of the state file.
+// publishMark publishes the revision and the mark of the cache when Watch ends, so that the next
+// start needs no list. It publishes nothing if the cache is incomplete. Other updates have no mark,
+// because the revision changes with every heartbeat, and each mark would cause a write of the state
+// file.
 func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	own := c.entries[c.own]
 	if c.revision == 0 || c.stale || c.behind || own == nil || own.uid == "" || c.lastChanged.version == 0 || c.lastChanged.version > c.revision {
@@ -80,10 +81,10 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	sink(u)
 }
 
-// restore checks the last known state, from which cache was filled, against the store. If ok is
-// true, a watch can continue from the revision of that state. Otherwise the Nodes have to be
-// listed, because the state is incomplete, its revision was compacted, or the store is another one.
-// s is the present own Node in the store.
+// restore compares the last known state, which cache contains, with the store. s is the own Node as
+// the store has it now. If ok is true, a watch can continue from the revision of that state.
+// Otherwise the Nodes have to be listed, because the state is incomplete, its revision was
+// compacted, or the store is another one.
 func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok bool, err error) {
 	last := cache.lastKnownMark
 	if last == nil {
@@ -113,8 +114,8 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	return true, nil
 }
 
-// full reports whether the podCIDRs of all entries are known. They are not known for a Node whose lease
-// lacks a family of the configuration.
+// full reports whether the podCIDRs of all entries are known. They are not known for a Node whose
+// last known lease lacks a family of the configuration.
 func (c *nodeCache) full() bool {
 	for _, e := range c.entries {
 		if e.cidrs == nil {
@@ -124,8 +125,8 @@ func (c *nodeCache) full() bool {
 	return true
 }
 
-// hadChange reports whether the Node in w had the version in w when the store was at revision. It also
-// reports false if the server does not have that state any more.
+// hadChange reports whether the Node with the name in w had the version in w when the store was at
+// revision. It also reports false if the server cannot show that revision any more.
 func (m *Manager) hadChange(ctx context.Context, w lastChange, revision int64) (is bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
@@ -140,8 +141,8 @@ func (m *Manager) hadChange(ctx context.Context, w lastChange, revision int64) (
 	return is, nil
 }
 
-// refused reports whether err is the answer of a server that does not have the state at a
-// revision: 410 if it was compacted, and other codes from servers that do not know the request.
+// refused reports whether err is the answer of a server that cannot show the state at a revision:
+// 410 if it was compacted, and other codes from servers that do not know such requests.
 func refused(err error) bool {
 	return slices.ContainsFunc([]int{
 		http.StatusGone, http.StatusBadRequest, http.StatusNotFound, http.StatusUnprocessableEntity,
@@ -149,10 +150,10 @@ func refused(err error) bool {
 	}, func(code int) bool { return hasCode(err, code) })
 }
 
-// differing returns the names of the entries that differ from the list l. The cache must have
-// reached the revision of l. Changes after that revision do not count: deleted contains the names
-// of Nodes that were deleted since the list began, and an entry without a uid has had no event
-// since the restart.
+// differing returns the names of the Nodes whose entries differ from the list l. The cache must
+// have reached the revision of l. Changes after that revision do not count. To recognize them,
+// deleted contains the names of Nodes that were deleted since the list began, and an entry without
+// a uid has had no event since the restart.
 func (c *nodeCache) differing(l listed) []string {
 	var names []string
 	for name, is := range l.nodes {
@@ -160,7 +161,7 @@ func (c *nodeCache) differing(l listed) []string {
 		_, gone := c.deleted[name]
 		switch {
 		case e == nil:
-			if !gone && is.notes[annotation.Managed].Text == "true" { // others have no lease, and no state file has them
+			if !gone && is.notes[annotation.Managed].Text == "true" { // Nodes that flannel does not manage have no lease, and no state file has them
 				names = append(names, name)
 			}
 		case e.uid == "" || e.version < is.version:
@@ -178,7 +179,8 @@ func (c *nodeCache) differing(l listed) []string {
 	return names
 }
 
-// differs reports whether a Node as listed gives another lease than the entry has.
+// differs reports whether is, a Node as listed, is another Node than that of the entry e, or gives
+// another lease or error.
 func (c *nodeCache) differs(e *entry, is *entry) bool {
 	if e.uid != "" && e.uid != is.uid || e.order != is.order {
 		return true

@@ -20,30 +20,32 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// newDecoder returns a decoder of Nodes that keeps the annotations with these keys, by their ID.
+// newDecoder returns a decoder of Nodes that keeps the annotations with these keys, indexed by
+// their ID.
 func newDecoder(k *annotation.Keys) *wire.Decoder { return wire.NewDecoder(k[:]) }
 
-// errRelist means that a watch cannot continue from its revision.
+// errRelist means that a watch cannot continue from its revision, so that the Nodes have to be
+// listed.
 var errRelist = errors.New("watch cannot be resumed")
 
-// listing is the part of a list besides the Nodes.
+// listing is what a list contains besides the Nodes.
 type listing struct {
 	wire.ListMeta
-	behind bool // the server's cache had not reached the requested revision
+	behind bool // the server's cache had not reached the requested revision, so the list comes from its store
 }
 
-// query selects Nodes and a revision.
+// query selects Nodes, and the revision of the store at which they are read.
 type query struct {
 	metadata bool     // without spec and status
-	name     string   // of one Node; empty for all
-	hosts    []string // values of the label wire.HostnameLabel, which differ between Nodes; nil for all
+	name     string   // name of one Node; empty for all
+	hosts    []string // values of the label wire.HostnameLabel, which differs between Nodes; nil for all
 	revision int64    // the answer must not be older; 0: the present state, which the server reads from its store
 	exact    bool     // the answer must be of exactly revision, which the server reads from its store
 	limit    int      // objects on a page; 0: all on one
-	more     string   // the token from the page before
+	more     string   // the token from the previous page; empty for the first page
 }
 
-// selects reports whether q is about single Nodes.
+// selects reports whether q selects only some Nodes.
 func (q query) selects() bool { return q.name != "" || q.hosts != nil }
 
 func (q query) values() url.Values {
@@ -67,13 +69,13 @@ func (q query) values() url.Values {
 	return v
 }
 
-// list calls on for every Node as they arrive. A Node is valid until on returns. on may have been
-// called even if list returns an error.
+// list calls on for every Node of a list as it arrives. The Node is valid until on returns. on may
+// have been called even if list returns an error.
 //
-// A server answers from its cache, and refuses a revision that the cache has not reached within
-// 3 s. The cache of a server that has just started, that is slow, or whose etcd sends no progress
-// (3.4 does not on request) may be far behind. Then list requests the present state, which the
-// server reads from its store. A list from the server's cache would be wrong, because it may be
+// A server answers from its cache, and refuses a revision that the cache has not reached within 3
+// s. The cache of a server may be far behind if the server has just started or is slow, or if its
+// etcd sends no progress on request, like 3.4. In that case list requests the present state, which
+// the server reads from its store. A list from the server's cache would be wrong, because it may be
 // older than the nodeCache.
 func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wire.Node)) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
@@ -123,8 +125,8 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 	return l, err
 }
 
-// stallTimeout is how long a list may bring nothing. A busy API server lets a request wait for
-// 15 s before it refuses it.
+// stallTimeout is how long a list may bring no Node. A busy API server lets a request wait for 15 s
+// before it refuses it.
 const stallTimeout = 30 * time.Second
 
 func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on func(*wire.Node)) (listing, error) {
@@ -143,11 +145,12 @@ func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on fu
 	return l, nil
 }
 
-// watch calls on for every change of Nodes after q.revision, which must not be 0. The event is
-// valid until on returns. watch calls alive when the server has accepted the watch. It returns nil
-// when the server ends the watch after the requested time, which is some minutes. It returns errEnded
-// when the watch ends earlier or the connection breaks, and errRelist when the server cannot continue
-// from that revision. It returns an error of on as it is.
+// watch calls on for every change of the selected Nodes after q.revision, which must not be 0. The
+// event is valid until on returns. watch calls alive when the server has accepted the watch. It
+// returns nil when the server ends the watch after the requested time, which is some minutes. It
+// returns errEnded when an accepted watch ends earlier or its connection breaks, and errRelist when
+// the server cannot continue from that revision. It returns an error of on as it is, and an
+// apiError if the server does not accept the watch.
 func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func(), on func(wire.Event) error) error {
 	lasts := watchTime + rand.N(watchTime)
 	r := request{path: "nodes", query: q.values(), accept: acceptFull}
@@ -175,27 +178,28 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 	case e != nil && e.code == http.StatusGone:
 		return errRelist
 	case begun && e != nil && e.code == 0, err == nil && time.Since(start) < lasts-time.Second:
-		return errEnded // the next request will show what is the matter
+		return errEnded // the next request shows the reason
 	}
 	return err
 }
 
-// watchTime is the shortest time for which a watch is requested. The time is random and up to twice as
-// long, so that watches of thousands of nodes do not end together. A server that has not ended the
-// watch watchGrace later hangs. beginTime is the deadline for the beginning of a watch.
+// watchTime is the shortest time for which a watch is requested. The time is random and up to twice
+// as long, so that watches of thousands of nodes do not end together. If a server has not ended the
+// watch when watchGrace has passed after that time, it hangs. beginTime is the deadline for the
+// beginning of a watch.
 const (
 	watchTime  = 5 * time.Minute
 	watchGrace = 30 * time.Second
 	beginTime  = stallTimeout
 )
 
-// begin sends a request whose answer does not end, and returns when the answer has begun. The caller
-// must close the body.
+// begin sends a request whose answer does not end, and returns when the answer has begun, with its
+// body. The caller must close the body. begin returns an error after beginTime.
 func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	late := time.AfterFunc(beginTime, func() { cancel(context.DeadlineExceeded) })
 	resp, err := c.do(ctx, r)
-	if !late.Stop() { // an answer may have come nevertheless, but its body cannot be read any more
+	if !late.Stop() { // an answer may have come at the same moment, but its body cannot be read any more
 		if err == nil {
 			_ = resp.Body.Close()
 		}
@@ -209,7 +213,7 @@ func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	return resp, nil
 }
 
-// body is the body of an answer. Close also releases the context of the request.
+// body is the body of an answer. Its Close also ends the context of the request.
 type body struct {
 	io.ReadCloser
 	release func()
@@ -221,7 +225,8 @@ func (b *body) Close() error {
 	return b.ReadCloser.Close()
 }
 
-// events calls on for every event of a watch, until from ends or on fails.
+// events calls on for every event of a watch, until from ends, and returns nil. It ends with an
+// error before if on returns one, or if the watch brings one.
 func (c *client) events(from io.Reader, d *wire.Decoder, on func(wire.Event) error) error {
 	for e, err := range d.Events(from) {
 		if err != nil {
@@ -234,7 +239,7 @@ func (c *client) events(from io.Reader, d *wire.Decoder, on func(wire.Event) err
 	return nil
 }
 
-// failure converts an error of a watch to an error of the API server.
+// failure converts an error of a watch to an error as explain or refusal return it.
 func (c *client) failure(err error) error {
 	if status, ok := errors.AsType[*wire.StatusError](err); ok {
 		return c.complete(fromStatus(status), "")

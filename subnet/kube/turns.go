@@ -19,11 +19,12 @@ import (
 //
 // When all hosts boot at the same moment, the server needs minutes for their lists. Meanwhile it
 // queues and refuses requests, including the small ones with which other hosts take their leases.
-// So a host does not list directly after a request that was slow or refused. It waits for a random
-// time that grows with the number of Nodes, and reads its own Node again. If that was quick, it
-// lists. A host that boots alone does not wait, because its earlier read of its Node was quick.
+// So a host does not list directly after a small request that was slow or refused. It waits for a
+// random time that grows with the number of Nodes, and reads its own Node again. If the server
+// answers that quickly, the host lists. A host that boots alone does not wait, because the server
+// has answered its first read of its Node quickly.
 //
-// If the server is always slow, a host stops waiting when the time most has passed.
+// If the server is always slow, a host stops waiting after the time in most.
 type turns struct {
 	m      *Manager
 	begun  time.Time     // when the host began to wait; zero if it does not
@@ -34,7 +35,7 @@ type turns struct {
 
 const (
 	slowAfter = 500 * time.Millisecond // a small request that takes longer comes from a busy server
-	slowFor   = 10 * time.Second       // age up to which a slow request says that the server is busy
+	slowFor   = 10 * time.Second       // age up to which a slow request shows that the server is busy
 
 	// These are multiples of timing.spread for each Node.
 	minFactor = 10  // maximum of the first pause
@@ -45,7 +46,7 @@ const (
 // errBusy means that the API server has no time for a list of all Nodes.
 var errBusy = errors.New("the API server is busy")
 
-// check returns errBusy if the host has to wait before it lists all Nodes.
+// check returns errBusy if the host has to wait before it lists all Nodes, otherwise nil.
 func (t *turns) check() error {
 	slow := time.Unix(0, t.m.client.slow.Load())
 	if !slow.After(t.ended) || time.Since(slow) > slowFor || !t.begun.IsZero() && time.Since(t.begun) > t.most {
@@ -55,14 +56,16 @@ func (t *turns) check() error {
 }
 
 // wait waits before the next small request. err is the reason: errBusy, or the error of the last
-// request. known is the number of Nodes in the last known state.
+// request. known is the number of Nodes in the last known state. wait returns the error of ctx if
+// ctx ends first.
 func (t *turns) wait(ctx context.Context, known int, err error) error {
 	err = wait.For(ctx, max(retryAfter(err), t.m.timing.backoffMin)+t.pause(ctx, known, err))
 	t.ended = time.Now()
 	return err
 }
 
-// pause returns how long to wait in addition to the time that the server has requested.
+// pause returns how long to wait in addition to the time that the server has requested. It is zero
+// if the number of Nodes is not known and cannot be requested.
 func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	n := max(int(t.m.nodes.Load()), known)
 	if n == 0 {
@@ -83,10 +86,11 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	return pause
 }
 
-// reset ends the waiting after a list.
+// reset must be called after a list. It ends the wait, so that the next wait begins with a short
+// pause.
 func (t *turns) reset() { t.begun = time.Time{} }
 
-// count returns the number of Nodes.
+// count requests the number of Nodes from the API server, and stores it in m.nodes.
 func (m *Manager) count(ctx context.Context) (n int, err error) {
 	l, err := m.readNodes(ctx, query{metadata: true, limit: 1}, func(string, *ownNode) { n++ })
 	if err != nil {
@@ -97,8 +101,8 @@ func (m *Manager) count(ctx context.Context) (n int, err error) {
 	return n, nil
 }
 
-// overloaded reports whether err is the answer, or the missing answer, of a server that cannot
-// keep up.
+// overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503
+// or 504, or no answer before the deadline.
 func overloaded(err error) bool {
 	return hasCode(err, http.StatusTooManyRequests) || hasCode(err, http.StatusServiceUnavailable) ||
 		hasCode(err, http.StatusGatewayTimeout) || errors.Is(err, context.DeadlineExceeded)

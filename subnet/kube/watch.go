@@ -23,7 +23,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if cache == nil {
 		cache = m.newNodeCache(ctx)
 	}
-	// A new receiver needs all leases, which a list brings.
+	// The receiver may be a new one. It needs all leases, which a list brings.
 	cache.revision, cache.current, cache.stale = 0, false, false
 	defer func() {
 		cache.publishMark(sink)
@@ -52,13 +52,14 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		case errors.Is(err, errRelist), errors.Is(err, errStale):
 			cache.revision = 0
 			if errors.Is(err, errStale) {
-				// A new connection may lead to another server.
+				// The next connection may lead to another server.
 				cache.stale = true
 				m.report(ctx, watching, err)
 				m.client.renew()
 			}
-			// All nodes have to list again at this moment, and the cost of a list grows with their
-			// number.
+			// Other nodes may have to list at the same moment, such as all whose watches this
+			// server has served. The cost of each list grows with the number of Nodes, and so does
+			// the random pause.
 			err = b.Wait(ctx, rand.N(time.Duration(len(cache.entries))*m.timing.spread+1))
 		case errors.Is(err, errBusy):
 			err = t.wait(ctx, len(cache.entries), err)
@@ -77,19 +78,21 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// resetAfterLongWatch resets b after a watch that has lasted for some time. begun is when the server
-// accepted the watch, and zero if it did not. A watch that a server ends at once counts like one that it
-// refuses.
+// resetAfterLongWatch resets b after a watch that has lasted longer than the longest pause of b.
+// begun is when the server accepted the watch, and zero if it did not. A watch that a server ends
+// at once counts like one that it refuses.
 func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
 	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
 		b.Reset()
 	}
 }
 
-// resume brings the cache to a revision from which a watch can start. After a watch that has ended
-// in good order there is nothing to do. Otherwise resume asks the store for its revision first,
+// resume brings the cache to a revision from which a watch can start. If the last watch has ended
+// after its time, there is nothing to do. Otherwise resume first asks the store for its revision,
 // because a server accepts a watch from a revision that it has never seen and is silent then. If
-// the store is not the same, resume lists the Nodes.
+// the store is still the same, the watch continues. If it is not, or if there was no list yet,
+// resume continues from the last known state or lists the Nodes, and publishes the cache. It
+// returns errBusy if the host has to wait before it lists.
 func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink func(subnet.Update)) error {
 	if cache.current && cache.revision != 0 {
 		return nil
@@ -132,11 +135,13 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 	return nil
 }
 
-// manyRequests is the number of requests for Nodes above which one full list is cheaper.
+// manyRequests is the number of requests for Nodes above which one list of all Nodes in full is
+// cheaper.
 const manyRequests = 32
 
-// list returns a cache of the present state of the store. It requests metadata only if podCIDRs are
-// known, because the rest of a Node is several times as large.
+// list returns a new cache, filled from a list that has reached the revision cache.required. If
+// cache knows podCIDRs, list requests only the metadata of the Nodes, because the rest of a Node is
+// several times as large. It then requests in full the Nodes whose podCIDRs are not known.
 func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*nodeCache, error) {
 	required := cache.required(s)
 	if cache.entries == nil {
@@ -172,9 +177,10 @@ func (m *Manager) listAs(ctx context.Context, cache *nodeCache, s *ownNode, q qu
 	return next, nil
 }
 
-// follow watches from the revision of the cache until the watch ends. It requests new Nodes, probes a
-// silent watch and makes the audit meanwhile. It returns errStale, wrapped, if the watch is stale, and
-// otherwise the result of client.watch or errRelist.
+// follow watches from the revision of the cache until the watch ends, and publishes the changes.
+// Meanwhile it requests new Nodes, probes the watch when it is silent, and makes the audit. It
+// returns errStale, wrapped, if the watch is stale, errRelist if the store is older than it was,
+// and otherwise the result of client.watch.
 func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	events, taken, ended := make(chan wire.Event), make(chan struct{}), make(chan error, 1)
