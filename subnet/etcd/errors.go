@@ -18,7 +18,7 @@ import (
 
 // storeError is a failure of the store, or of the connection to it. It can pass.
 type storeError struct {
-	kind string // the kind of failure; outage.Tracker logs a line when it changes
+	kind string // the kind of failure: the log has a line for each new kind in an outage
 	text string
 	err  error
 }

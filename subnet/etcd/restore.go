@@ -171,7 +171,7 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 
 // recognizeStore compares the last known state with the store as it was at the revision of that
 // state. If they are the same, it returns a cache of the leases at that revision, in which
-// store.Revision is already the present revision of the store. is is unknown if they cannot be
+// store.Revision is already the present revision of the store. It returns unknown if they cannot be
 // compared, because the revision was compacted or the state lacks leases.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
 	at := clientv3.WithRev(k.store.Revision)
