@@ -85,7 +85,7 @@ func TestValue(t *testing.T) {
 }
 
 // TestDecodePlain expects that decodePlain reads the values that flannel writes, with the result of
-// decodeAny, and leaves similar ones to decodeAny.
+// decodeAny, and refuses values in a similar form.
 func TestDecodePlain(t *testing.T) {
 	for value, want := range map[string]bool{
 		`{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`: true,
