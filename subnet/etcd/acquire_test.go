@@ -29,8 +29,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// With these configurations managers take no subnet from 10.5.200.0 on. Tests use such subnets for
-// leases of other hosts.
+// With these configurations managers take no IPv4 subnet from 10.5.200.0 upwards. Tests use such
+// subnets for leases of other hosts.
 const (
 	configV4   = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.199.0","Backend":{"Type":"vxlan"}}`
 	configDual = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.199.0","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
@@ -126,8 +126,8 @@ func TestTwentyInSixteen(t *testing.T) {
 		}
 		have = have[1:]
 	}
-	// The test has deleted keys of four owners, but not their etcd leases. No other unused etcd lease
-	// may exist.
+	// The test has deleted keys of four owners, but not their etcd leases: four of the 20 belong to
+	// no key. There may be no other.
 	if n := f.etcdLeases(t) - leases; n != 20 {
 		t.Errorf("%d etcd leases for 20 acquisitions", n)
 	}
@@ -213,8 +213,9 @@ func TestReservation(t *testing.T) {
 	}
 }
 
-// TestReservationOfAHostThatRan reserves another subnet for a host that has a lease. The host must get
-// it at its next start, and not before, and must have one lease then.
+// TestReservationOfAHostThatRan reserves another subnet for a host that has a lease. The host must
+// get the reserved subnet at its next start. Other hosts must never see two leases of the host in
+// use.
 func TestReservationOfAHostThatRan(t *testing.T) {
 	s := newServer(t)
 	for name, gone := range map[string]bool{"its lease is there yet": false, "its lease has run out": true} {
@@ -266,7 +267,7 @@ func TestEtcdLeasesDoNotGrow(t *testing.T) {
 	before := f.etcdLeases(t)
 	for n := range 10 {
 		c := claim("192.0.2.1")
-		c.Endpoints[0].Data = json.RawMessage(fmt.Sprint(n / 2)) // every other time there is something to write
+		c.Endpoints[0].Data = json.RawMessage(fmt.Sprint(n / 2)) // only every other start has something to write
 		l := acquire(t, f.manager(t), c)
 		if v, _, _ := f.get(t, "subnets/"+l.Key); !strings.Contains(v, fmt.Sprintf(`"BackendData":%d`, n/2)) {
 			t.Errorf("start %d: value is %s", n, v)
@@ -277,8 +278,8 @@ func TestEtcdLeasesDoNotGrow(t *testing.T) {
 	}
 }
 
-// TestGrantsWithoutAnAnswer loses the answers to the first requests for an etcd lease. All of them must
-// have led to one etcd lease.
+// TestGrantsWithoutAnAnswer loses the answers to the first three requests for an etcd lease. The
+// store must have one etcd lease after the fourth.
 func TestGrantsWithoutAnAnswer(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -304,8 +305,8 @@ func TestGrantsWithoutAnAnswer(t *testing.T) {
 	}
 }
 
-// TestEtcdLeaseOfAnotherTTLIsReplaced expects that a start replaces an etcd lease whose time to live is
-// not the configured one.
+// TestEtcdLeaseOfAnotherTTLIsReplaced expects that a start replaces an etcd lease whose TTL is not
+// the configured one.
 func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
 	s := newServer(t)
 	for name, had := range map[string]time.Duration{"shorter": time.Minute, "longer": 48 * time.Hour} {
@@ -325,8 +326,8 @@ func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
 	}
 }
 
-// TestLeastTTLOfTheStore expects that an etcd lease is not replaced again and again if the store grants
-// a longer time to live than requested.
+// TestLeastTTLOfTheStore expects that the next Acquire of a manager does not replace its etcd lease
+// because the store has granted a longer TTL than requested.
 func TestLeastTTLOfTheStore(t *testing.T) {
 	f := newFixture(t, newServer(t, func(s *server) { s.election = 2000 }))
 	f.put(t, "config", configV4)
@@ -364,8 +365,9 @@ func TestConfigurationChanges(t *testing.T) {
 	}
 }
 
-// TestConfigurationChangesUnderAReservation expects that a reservation stays one while the other family
-// is enabled and disabled, and that it is deleted and logged if it is of another network.
+// TestConfigurationChangesUnderAReservation expects that a reservation stays one while IPv6 is
+// enabled and disabled, and that it becomes a lease when its subnet is not in the network any more.
+// The log must have a line for each reservation that was deleted.
 func TestConfigurationChangesUnderAReservation(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	before := f.etcdLeases(t)
@@ -416,8 +418,8 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 	keep.stillRuns(t)
 }
 
-// TestAnswerLost loses the answer to a write that the store has made. The manager must recognize
-// the lease that it finds then as its own.
+// TestAnswerLost loses the answer to a write that the store has executed. The manager must
+// recognize the lease that it then finds in the store as its own.
 func TestAnswerLost(t *testing.T) {
 	const before, lost, after = "192.0.2.1", "192.0.2.22", "192.0.2.3"
 	s := newServer(t)
@@ -475,8 +477,8 @@ func TestAnswerLost(t *testing.T) {
 	}
 }
 
-// TestAnswerLostAndTakenOver expects that a lease of another node is not taken for the own one,
-// even if its value is that of the write without an answer.
+// TestAnswerLostAndTakenOver expects that a manager does not take a lease of another node for its
+// own, even if the lease has the value of a write without an answer.
 func TestAnswerLostAndTakenOver(t *testing.T) {
 	for _, by := range []string{"192.0.2.9", "192.0.2.22"} {
 		t.Run(by, func(t *testing.T) {
@@ -496,8 +498,8 @@ func TestAnswerLostAndTakenOver(t *testing.T) {
 	}
 }
 
-// loseAnswer lets m write c to key, and cancels the call before the answer arrives. The proxy p, between
-// m and the etcd of f, stalls afterwards.
+// loseAnswer makes m write c to key, and cancels the call after the write and before the answer
+// arrives. The proxy p, between m and the etcd of f, is stalled afterwards.
 func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c subnet.Claim) {
 	t.Helper()
 	ctx, cancel := contextWithCancel(t)
@@ -556,7 +558,7 @@ func TestChoose(t *testing.T) {
 		running ownLease
 		entries []entry
 		keep    string
-		take    []netip.Prefix // nil: anything
+		take    []netip.Prefix // the subnets that the plan takes; nil: not checked
 		stale   int
 		twin    string
 	}{
@@ -659,10 +661,10 @@ func TestConfigWarnsOnce(t *testing.T) {
 	}
 }
 
-// keeper is a Keep that runs.
+// keeper is a Keep that was started. done gets its error when it ends.
 type keeper struct{ done chan error }
 
-// startKeep runs Keep until the test ends.
+// startKeep starts Keep, which runs until the test ends.
 func startKeep(tb testing.TB, m *Manager, l subnet.Lease) keeper {
 	tb.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -702,8 +704,8 @@ func (k keeper) waitUntilLost(tb testing.TB) error {
 	return nil
 }
 
-// TestResumed starts a node that knows its lease and has another address than before. The node
-// must continue with that lease, but not if another node has it now.
+// TestResumed starts a node that knows its lease and has another address than before. The node must
+// continue with that lease, unless the lease has changed or is another one.
 func TestResumed(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -719,13 +721,14 @@ func TestResumed(t *testing.T) {
 		t.Errorf("acquired %+v, want %s with the new address", now, before.Key)
 	}
 
-	// The lease has changed since. Its new address may be another node's.
+	// The lease has another address since then, which may be another node's.
 	late := f.manager(t)
 	late.Resumed(before)
 	if l := acquire(t, late, claim("192.0.2.3")); l.Key == before.Key {
 		t.Errorf("%s was taken from another node", l.Key)
 	}
-	// Another node has created a lease with the same key and address. It is not the same lease.
+	// Another node has created a lease with the same key and address. It is not the same lease,
+	// because it was created later.
 	f.delete(t, "subnets/"+before.Key)
 	f.put(t, "subnets/"+before.Key, leaseValue("192.0.2.1"))
 	again := f.manager(t)

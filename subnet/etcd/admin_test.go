@@ -76,7 +76,7 @@ func TestAdminReserve(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		claim subnet.Claim
-		want  string // in the error; empty: it works
+		want  string // part of the error; empty: no error
 	}{
 		{"free", reserve("192.0.2.9", "10.5.9.0/24"), ""},
 		{"again", reserve("192.0.2.9", "10.5.9.0/24"), ""},
@@ -104,7 +104,7 @@ func TestAdminReserve(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The node for which it is reserved gets it.
+	// The node gets the subnet that is reserved for it.
 	if own := acquire(t, f.manager(t), claim("192.0.2.7")); own.Key != key || !own.Permanent {
 		t.Errorf("the node got %+v, want the reservation %s", own, key)
 	}
@@ -134,7 +134,8 @@ func TestAdminRevoke(t *testing.T) {
 	}
 }
 
-// TestAdminDoesNotWait expects an error at once if the store is unavailable.
+// TestAdminDoesNotWait expects that an Admin returns an error if the store refuses connections, and
+// does not try again.
 func TestAdminDoesNotWait(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	a := &Admin{f.manager(t, func(c *Config) { c.Endpoints = []string{"http://" + freeAddr(t)} })}

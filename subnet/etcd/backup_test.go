@@ -17,7 +17,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// backup returns a copy of the data of an etcd. The etcd is stopped meanwhile.
+// backup copies the data of an etcd and returns the folder of the copy. It stops the etcd for that,
+// and starts it again.
 func (s *server) backup(tb testing.TB) (dir string) {
 	tb.Helper()
 	dir = tb.TempDir()
@@ -29,8 +30,8 @@ func (s *server) backup(tb testing.TB) (dir string) {
 	return dir
 }
 
-// restore gives an etcd the data of a backup. It gets a new cluster id if its address for
-// members has changed.
+// restore stops an etcd, replaces its data by those of a backup, and starts it again. The etcd has
+// a new cluster id then if its address for members has changed.
 func (s *server) restore(tb testing.TB, backup string) {
 	tb.Helper()
 	s.stop()
@@ -45,8 +46,8 @@ func (s *server) restore(tb testing.TB, backup string) {
 }
 
 // TestRestoredBackupHasAnOlderLease restores a backup that contains an earlier lease of a host,
-// of another subnet, and not its present one. Peers accept the older of two leases with one
-// VTEP MAC, so the host must delete the earlier lease when it takes its present subnet again.
+// with another subnet, but not its present one. Peers accept the older of two leases with one VTEP
+// MAC, so the host must delete the earlier lease when it takes its present subnet again.
 func TestRestoredBackupHasAnOlderLease(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
@@ -107,15 +108,15 @@ func subnetsOf(l subnet.Lease) []netip.Prefix {
 	return all
 }
 
-// TestRetakeSparesOthers deletes the lease of a running host, and expects that the host takes it
+// TestRetakeSparesOthers deletes the lease of a running host, and expects that the host creates it
 // again. The host must delete an older lease with its address, but no lease of another host, no
 // reservation and no younger lease.
 func TestRetakeSparesOthers(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configDual)
 	spared := map[string]string{
-		"10.5.1.0-24&fd00:10:5:1::-64": `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`, // another host's
-		"10.5.2.0-24&fd00:10:5:2::-64": `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::1"}`, // only its IPv6 address is ours
+		"10.5.1.0-24&fd00:10:5:1::-64": `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`, // a lease of another host
+		"10.5.2.0-24&fd00:10:5:2::-64": `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::1"}`, // only its IPv6 address is that of the host
 		"0.0.0.0-0&fd00:10:5:3::-64":   `{"PublicIP":"0.0.0.0","PublicIPv6":"2001:db8::8"}`,
 		"10.5.4.0-24&fd00:10:5:4::-64": "{",
 	}
@@ -130,7 +131,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 	f.put(t, "subnets/"+older, own, f.grant(t, 60))
 	spared[reserved], spared[younger] = own, own
 	f.put(t, "subnets/"+reserved, own)
-	again, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1", "2001:db8::1")) // it is created after older
+	again, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1", "2001:db8::1")) // creates the own lease after older
 	if err != nil || again.Key != l.Key {
 		t.Fatalf("took %s again, %v, want %s", again.Key, err, l.Key)
 	}
@@ -153,9 +154,8 @@ func TestRetakeSparesOthers(t *testing.T) {
 	}
 }
 
-// TestHostsOfOneAddressDoNotFight runs two hosts with one public address and different
-// subnets in a store that loses the leases of both. Each must take its lease again and leave the
-// other's alone.
+// TestHostsOfOneAddressDoNotFight runs two hosts with one public address and different subnets, and
+// empties the store. Each host must create its lease again, and must not delete the other's.
 func TestHostsOfOneAddressDoNotFight(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -187,9 +187,9 @@ func TestHostsOfOneAddressDoNotFight(t *testing.T) {
 	})
 }
 
-// TestRetakeAcrossAChangeOfFamilies restores a backup from before the network got its second
-// family. The backup has a lease of the host with the same IPv4 subnet under another key. The host
-// must keep the subnet.
+// TestRetakeAcrossAChangeOfFamilies restores a backup that is older than the second family of the
+// network. The backup has a lease of the host with the same IPv4 subnet under another key. The host
+// must replace it by its present lease.
 func TestRetakeAcrossAChangeOfFamilies(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)

@@ -21,8 +21,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// newCluster starts an etcd of three members that ends with the test. A leader that is silent for
-// the time election counts as lost.
+// newCluster starts an etcd of three members that ends with the test. Members elect another leader
+// if the leader is silent for the time election.
 func newCluster(t *testing.T, election time.Duration) []*server {
 	t.Helper()
 	var members []*server
@@ -65,8 +65,8 @@ func newCluster(t *testing.T, election time.Duration) []*server {
 	return members
 }
 
-// TestLeaderLoss stops the leader of three members. Writes under the next leader must arrive, and
-// the own lease must stay.
+// TestLeaderLoss stops the member that is the leader of three. A watch must bring a write that the
+// next leader accepts, and the own lease must stay.
 func TestLeaderLoss(t *testing.T) {
 	members := newCluster(t, time.Second)
 	leader := members[0]
@@ -120,8 +120,8 @@ func urlsOf(members []*server) (urls []string) {
 	return urls
 }
 
-// watchMany starts 12 managers that watch a cluster without leases, and waits for the first snapshot of
-// each.
+// watchMany starts 12 managers that watch a cluster without leases, and waits for the first
+// snapshot of each. options change each manager before it starts.
 func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Manager)) []*subnettest.Watcher {
 	t.Helper()
 	watchers := make([]*subnettest.Watcher, 0, 12)
@@ -137,8 +137,8 @@ func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Man
 	return watchers
 }
 
-// TestMemberCutOff separates one of three members from the others, which go on without it.
-// Hosts that were connected to it must change to another member.
+// TestMemberCutOff separates one of three members from the others, which continue without it. Hosts
+// that were connected to that member must change to another one.
 //
 //stages:rest it waits for a cluster of three etcds to notice a lost member
 func TestMemberCutOff(t *testing.T) {
@@ -160,13 +160,14 @@ func TestMemberCutOff(t *testing.T) {
 	}
 }
 
-// TestMemberHangs makes the disk of one of three members hang. That member commits nothing, but goes
-// on to report that there is nothing new. Hosts that were connected to it must change to another
-// member. The member is not the leader, because the others would first have to elect another one.
+// TestMemberHangs makes the disk of one of three members hang. That member commits nothing, but
+// continues to report that there is nothing new. Hosts that were connected to it must change to
+// another member. The member is not the leader, because the others would first have to elect
+// another one.
 //
 //stages:rest it waits for a cluster of three etcds to notice a hanging member
 func TestMemberHangs(t *testing.T) {
-	members := newCluster(t, 5*time.Second) // on a busy machine the next leader may be the one that hangs
+	members := newCluster(t, 5*time.Second) // long, so that a busy machine does not make the hanging member the leader
 	slices.SortFunc(members, func(a, b *server) int {
 		leads := func(s *server) int {
 			if s.etcd.Server.Leader() == s.etcd.Server.MemberID() {
@@ -187,9 +188,9 @@ func TestMemberHangs(t *testing.T) {
 	}
 }
 
-// TestMemberDoesNotAnswer lists two bad endpoints before a good one. The first accepts connections
-// and sends nothing, like a stopped process. The second refuses connections. Neither may cause an
-// error.
+// TestMemberDoesNotAnswer gives a manager two bad endpoints before a good one. The first accepts
+// connections and sends nothing, like a stopped process. The second refuses connections. OnStatus
+// must not get an error.
 func TestMemberDoesNotAnswer(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -211,9 +212,9 @@ func TestMemberDoesNotAnswer(t *testing.T) {
 	}
 }
 
-// TestComeBack makes the preferred endpoint of a host fail and work again. The host must use the other
-// endpoint, stay with it while the preferred one accepts connections and does not answer, and come back
-// when it answers. The way back must not count as an outage.
+// TestComeBack makes the preferred endpoint of a host fail and work again. The host must use the
+// other endpoint, stay with it while the preferred one accepts connections and does not answer, and
+// come back when that one answers. The change back must not count as an outage.
 func TestComeBack(t *testing.T) {
 	s := sharedServer(t)
 	f := newFixture(t, s)

@@ -36,7 +36,7 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 				if text != nil {
 					got = *text
 				}
-				if got != want && got != last { // the same may come again
+				if got != want && got != last { // the configuration before may be reported again
 					t.Errorf("%q was reported between %q and %q", got, last, want)
 				}
 				if got == want {
@@ -56,7 +56,7 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 	f.delete(t, "config")
 	expect("none")
 
-	// A change during an outage is reported afterwards, and earlier configurations are not.
+	// A configuration that was put during an outage is reported after it, and no earlier one.
 	f.put(t, "config", "before")
 	expect("before")
 	s.stop()

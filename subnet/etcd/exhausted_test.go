@@ -13,16 +13,17 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestExhaustedPoolIsReadOnce lets a host wait for a subnet while other hosts write their leases again.
-// The host must read the leases once, and notice each change that concerns it.
+// TestExhaustedPoolIsReadOnce makes a host wait for a subnet while another host writes its lease
+// again and again. The host must not read all leases a second time, and must notice each change
+// that concerns it.
 func TestExhaustedPoolIsReadOnce(t *testing.T) {
 	const subnets = 255
 	key := func(i int) string { return fmt.Sprintf("10.5.%d.%d-28", i/16, i%16*16) }
 	config := `{"Network":"10.5.0.0/20","SubnetLen":28}`
 	for _, tc := range []struct {
 		name string
-		free func(*fixture, testing.TB) // makes a subnet free for 192.0.2.1
-		want string                     // key; empty: the attempt fails again
+		free func(*fixture, testing.TB) // makes a subnet free for 192.0.2.1, or changes the configuration
+		want string                     // key of the lease; empty: the attempt fails again
 	}{
 		{"a lease goes", func(f *fixture, tb testing.TB) { f.delete(tb, "subnets/"+key(7)) }, key(7)},
 		{"a subnet is reserved for it", func(f *fixture, tb testing.TB) { f.put(tb, "subnets/"+key(9), leaseValue("192.0.2.1")) }, key(9)},
@@ -73,8 +74,9 @@ func TestExhaustedPoolIsReadOnce(t *testing.T) {
 	}
 }
 
-// TestExhaustedPoolOfAnotherConfiguration expects that a host does not wait for the pool of a previous
-// configuration, or for the lease of a previous address.
+// TestExhaustedPoolOfAnotherConfiguration lets an attempt to acquire a lease fail, because no
+// subnet is free. The next attempt must not wait for a change if it is for another address or
+// another configuration.
 func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", `{"Network":"10.5.0.0/28"}`)
@@ -103,9 +105,9 @@ func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 	}
 }
 
-// TestExhaustedPoolWhoseConfigurationHasChanged changes the configuration and then a lease, before a
-// host begins to wait. The host must not wait, but try again. etcd may send the later change first, so
-// the test repeats this several times.
+// TestExhaustedPoolWhoseConfigurationHasChanged lets an attempt fail, and then changes the
+// configuration and after that a lease. The next attempt must not wait for another change. etcd may
+// send the later change first, so the test repeats this several times.
 func TestExhaustedPoolWhoseConfigurationHasChanged(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	config := `{"Network":"10.5.0.0/28"}`

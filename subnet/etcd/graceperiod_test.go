@@ -65,7 +65,7 @@ func TestGracePeriod(t *testing.T) {
 }
 
 // TestListAfterTheGracePeriod expects that a list after the grace period removes all leases that it
-// lacks, also those that were retained.
+// does not contain, also those that were retained.
 func TestListAfterTheGracePeriod(t *testing.T) {
 	now := time.Now()
 	over := gracePeriod{lastContact: now, until: now, expiring: map[string]struct{}{"a": {}}}
@@ -77,8 +77,9 @@ func TestListAfterTheGracePeriod(t *testing.T) {
 	}
 }
 
-// TestListKeepsLeasesOfOneAddress lists two leases with one public address. One of them was retained,
-// and was written again while the host did not watch. The other one must not replace it.
+// TestListKeepsLeasesOfOneAddress lists two leases with one public address. One of them was
+// retained, and was written again while the host did not watch. The other one must not replace that
+// one.
 func TestListKeepsLeasesOfOneAddress(t *testing.T) {
 	lease := func(key, s string) *entry {
 		e := subnet.Endpoint{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr("192.0.2.1")}

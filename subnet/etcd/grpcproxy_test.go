@@ -23,8 +23,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// startGRPCProxy starts the grpc-proxy of an etcd release in front of s. It returns a copy of s
-// with the URL of the proxy, so that managers of the copy use the proxy.
+// startGRPCProxy starts the grpc-proxy of program, an etcd release, in front of s. It returns a
+// copy of s with the URL of the proxy, so that managers of the copy use the proxy. The proxy ends
+// with the test.
 func startGRPCProxy(t *testing.T, s *server, program string) *server {
 	t.Helper()
 	addr := freeAddr(t)
@@ -38,7 +39,7 @@ func startGRPCProxy(t *testing.T, s *server, program string) *server {
 	exited := make(chan struct{})
 	go func() {
 		defer close(exited)
-		_ = cmd.Wait() // it is ended by a signal
+		_ = cmd.Wait() // the error says that a signal has ended the proxy
 	}()
 	t.Cleanup(func() {
 		select {
@@ -81,9 +82,9 @@ func TestSuiteByGRPCProxy(t *testing.T) {
 	}
 }
 
-// TestWatchByGRPCProxy starts hosts that watch through a proxy, which merges their watches. Each
-// host must list once and see each change, although the proxy omits the cluster's id in the
-// responses that it creates itself.
+// TestWatchByGRPCProxy starts hosts that watch through a proxy, which merges their watches. The
+// hosts must list as often as there are hosts, and each must see each change, although the proxy
+// omits the cluster's id in the responses that it creates itself.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestWatchByGRPCProxy(t *testing.T) {
@@ -127,9 +128,10 @@ func TestWatchByGRPCProxy(t *testing.T) {
 	}
 }
 
-// TestNoAnswerToProbes checks a watch through a proxy, which does not answer probes, when
-// others have written to the store. The watch counts as behind only if the next notification
-// does not come.
+// TestNoAnswerToProbes checks awaitRevision when others have written to the store and no answer to
+// a probe was received. The stream must count as behind only after timing.quiet, when the next
+// notification is due. The test receives nothing from the stream, so it does not depend on what the
+// proxy sends.
 func TestNoAnswerToProbes(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

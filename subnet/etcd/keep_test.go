@@ -24,8 +24,8 @@ func withTTL(d time.Duration) func(*Config) { return func(c *Config) { c.TTL = d
 
 func throughProxy(p *proxy) func(*Config) { return func(c *Config) { c.Endpoints = []string{p.url()} } }
 
-// TestRenewalWritesNothing keeps a lease for three times its TTL, and checks that renewing it
-// does not write its key in etcd again.
+// TestRenewalWritesNothing keeps a lease for three times its TTL, and checks that a renewal does
+// not write the key again.
 func TestRenewalWritesNothing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -58,7 +58,7 @@ func TestRenewalTime(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Hosts that got their leases together do not renew them together.
+		// Hosts that got their leases at the same time must not renew them at the same time.
 		times := map[time.Duration]bool{}
 		for range 10 {
 			got := m.renewal(newGrant(1, start, tc.ttl)).Sub(start)
@@ -73,8 +73,8 @@ func TestRenewalTime(t *testing.T) {
 	}
 }
 
-// TestRenewalAfterSuspend expects that a host which was suspended renews its lease by the wall clock,
-// because the monotonic clock, which timers use, has stood still.
+// TestRenewalAfterSuspend expects that a host which was suspended renews its lease by the wall
+// clock, because the monotonic clock, which timers use, has stood still meanwhile.
 func TestRenewalAfterSuspend(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -108,7 +108,8 @@ func TestRenewalAfterSuspend(t *testing.T) {
 	k.stillRuns(t)
 }
 
-// TestRenewalWithTheClockSetBack expects that a wall clock that is set back delays no renewal.
+// TestRenewalWithTheClockSetBack expects that a renewal comes no later if the wall clock is set
+// back.
 func TestRenewalWithTheClockSetBack(t *testing.T) {
 	m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}})
 	if err != nil {
@@ -151,13 +152,13 @@ func TestOwnValueChanged(t *testing.T) {
 			return v == leaseValue("192.0.2.1") && lease != 0
 		})
 	}
-	// Written without an etcd lease it is a reservation from now on.
+	// A key that is written without an etcd lease is a reservation from then on.
 	f.put(t, "subnets/"+l.Key, "{}", clientv3.WithLease(0))
 	waittest.Until(t, patience, "our value back as a reservation", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1") && lease == 0
 	})
-	// There may be fewer than before, because etcd leases of other tests expire meanwhile.
+	// The number may be lower than before, because etcd leases of other tests expire meanwhile.
 	waittest.Until(t, patience, "no etcd lease left", func() bool { return f.etcdLeases(t) <= before })
 	f.delete(t, "subnets/"+l.Key)
 	waittest.Until(t, patience, "the key back with an etcd lease", func() bool {
@@ -197,8 +198,9 @@ func TestOwnKeyTakenOver(t *testing.T) {
 	}
 }
 
-// TestOwnKeyTakenOverAtTheSameRevision empties the store, so that revisions start again and another
-// node's lease has the revision that the own one had. Keep must notice that the subnet is lost.
+// TestOwnKeyTakenOverAtTheSameRevision empties the store, so that revisions start again. Another
+// node then writes the own key at the revision that it had before. Keep must notice that the subnet
+// is lost.
 func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -262,7 +264,7 @@ func testAwayPastTTL(t *testing.T, taken bool) {
 }
 
 // TestTwoOfOneAddress runs two hosts with one public address, which overwrite each other's lease.
-// There must be pauses between their writes.
+// They must pause between their writes.
 func TestTwoOfOneAddress(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -277,14 +279,14 @@ func TestTwoOfOneAddress(t *testing.T) {
 	waittest.Until(t, patience, "two seconds", func() bool { return time.Since(start) > 2*time.Second })
 	ka.stillRuns(t)
 	kb.stillRuns(t)
-	// Pauses grow from 10 to 100 ms here.
+	// The pauses of each host grow from 10 to 100 ms here.
 	if _, _, after := f.get(t, "subnets/"+l.Key); after-before > 120 {
 		t.Errorf("key was written %d times in 2 s", after-before)
 	}
 }
 
-// TestStoreWipedUnderKeep empties the store while Keep runs. It expects that Keep publishes the own lease
-// again with the same subnet.
+// TestStoreWipedUnderKeep empties the store while Keep runs. Keep must create the own key again, so
+// that others see the lease.
 func TestStoreWipedUnderKeep(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -301,7 +303,7 @@ func TestStoreWipedUnderKeep(t *testing.T) {
 	w.Until(t, "our lease", subnettest.Has(l.Key))
 }
 
-// TestReconnect closes the connection while all activities use it. No activity may end, no change
+// TestReconnect closes the connection while Keep and Watch use it. Both must continue, no change
 // may be lost, and no outage may be reported.
 func TestReconnect(t *testing.T) {
 	f := newFixture(t, sharedServer(t))

@@ -18,13 +18,13 @@ import (
 
 const task = "test-task"
 
-// leaseOf returns the own lease of host n.
+// leaseOf returns an own lease of host n, with the public address 192.0.2.n.
 func leaseOf(n byte) subnet.Lease {
 	return subnet.Lease{Key: "10.5.1.0-24", Endpoints: []subnet.Endpoint{{PublicIP: netip.AddrFrom4([4]byte{192, 0, 2, n})}}}
 }
 
-// TestLeaderLosesTheStore cuts the leader off from the store. Its term must end before another node
-// becomes the leader, which must not take long.
+// TestLeaderLosesTheStore separates the leader from the store. The term of the leader must end
+// before another node becomes the leader, and that must happen within twice timing.leader.
 func TestLeaderLosesTheStore(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, sharedServer(t))
@@ -36,7 +36,8 @@ func TestLeaderLosesTheStore(t *testing.T) {
 	p.cut() // so that the first manager does not wait for an answer
 }
 
-// TestLeaderIsRestarted kills a leader. The next process of this node must lead at once.
+// TestLeaderIsRestarted separates a leader from the store, as if its process were killed. The next
+// process of this node must lead at once.
 func TestLeaderIsRestarted(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, sharedServer(t))
@@ -60,8 +61,8 @@ func TestLeaderIsRestarted(t *testing.T) {
 	killed.ExpectOver(t)
 }
 
-// TestLeaderKey expects that an operator can end a term by deleting the key, and that a key without an
-// etcd lease elects no leader.
+// TestLeaderKey expects that an operator can end a term by deleting the key, and that a key without
+// an etcd lease names no leader.
 func TestLeaderKey(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, sharedServer(t))
@@ -98,8 +99,8 @@ func TestTermsLeaveNothing(t *testing.T) {
 	}
 }
 
-// TestPermissionsOfALeader leads with the permissions that the page about etcd names for that. With less,
-// the error names the key.
+// TestPermissionsOfALeader leads with permission to read and write only the key of the leader, as
+// the page about etcd says. With less permission, the error must name the key.
 func TestPermissionsOfALeader(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	enableAuth(t, f)
@@ -136,7 +137,8 @@ func TestPermissionsOfALeader(t *testing.T) {
 	subnettest.ExpectLeader(t, m, task, subnet.Leader{})
 }
 
-// TestLeaderWithoutAStore expects errors that name the key.
+// TestLeaderWithoutAStore expects that Leader and Lead return errors that name the key if the store
+// refuses connections.
 func TestLeaderWithoutAStore(t *testing.T) {
 	t.Parallel()
 	m := newFixture(t, sharedServer(t)).manager(t, func(c *Config) { c.Endpoints, c.Prefix = []string{"http://" + freeAddr(t)}, "/net" })

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestNewestEntry writes, deletes, retains and replaces leases at random. The newest entry must be
-// the one that a comparison of all finds.
+// TestNewestEntry writes, deletes, retains and replaces leases at random. newestEntry must return
+// the entry with the highest revision of all that are not retained.
 func TestNewestEntry(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, seed))
@@ -30,7 +30,7 @@ func TestNewestEntry(t *testing.T) {
 			default:
 				if known != nil {
 					again := *known
-					if r.IntN(2) == 0 { // the audit finds the revision of an entry from an earlier run
+					if r.IntN(2) == 0 { // the audit finds the revision of an entry from the last known state
 						again.modRevision = 1 + r.Int64N(revision)
 					}
 					c.replace(&again)

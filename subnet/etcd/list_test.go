@@ -18,7 +18,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// fill puts the given number of leases, with values of the usual size.
+// fill puts the given number of reservations, with values of the usual size.
 func (f *fixture) fill(tb testing.TB, leases int) {
 	tb.Helper()
 	for first := 0; first < leases; first += 100 {
@@ -85,7 +85,7 @@ func TestListAtOneRevision(t *testing.T) {
 	}
 }
 
-// TestSlowLink lets several hosts list at once over one slow link. The lists must succeed although
+// TestSlowLink makes two hosts list at once over one slow link. The lists must succeed although
 // they take longer than the deadline of a request.
 //
 //stages:rest it waits for transfers on a slow link
@@ -110,14 +110,14 @@ func TestSlowLink(t *testing.T) {
 	}
 }
 
-// TestListTakesTurns expects that a host waits for its turn before it lists the rest of the leases,
-// if a small request has taken long. That means that the store is overloaded.
+// TestListTakesTurns expects that a host waits for its turn before it lists the second page, if a
+// small request before has taken long, because the store is overloaded then.
 func TestListTakesTurns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
 	f.fill(t, pageSize+1)
 	m := f.manager(t)
-	m.timing.spread = time.Hour // for each lease: the turn does not come
+	m.timing.spread = time.Hour // for each lease, so that the turn does not come in the time of the test
 	for slow, limit := range map[time.Duration]time.Duration{time.Hour: patience, time.Nanosecond: time.Second} {
 		m.timing.slow = slow
 		if _, err := m.Config(t.Context()); err != nil {

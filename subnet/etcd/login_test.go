@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestTokenRunsOut checks that a lease is renewed although the token has expired since its last use,
-// and although etcd has forgotten the token at a restart.
+// TestTokenRunsOut checks that a lease is renewed although the token has expired since its last
+// use, and although etcd has lost the token in a restart.
 //
 //stages:rest it needs an older etcd, which takes minutes to build
 func TestTokenRunsOut(t *testing.T) {
@@ -35,7 +35,7 @@ func TestTokenRunsOut(t *testing.T) {
 }
 
 func testTokenRunsOut(t *testing.T, program string) {
-	const leaseTTL = 15 * time.Second // renewed after at most 5 s, when the token has expired
+	const leaseTTL = 15 * time.Second // the lease is renewed after at most 5 s, when the token has expired
 	f := newFixture(t, newServer(t, func(s *server) { s.program, s.tokenTTL = program, 1 }))
 	f.put(t, "config", configV4)
 	enableAuth(t, f)
@@ -44,7 +44,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 		c.Username, c.Password = "flannel", "secret"
 		c.OnLease = func(l subnet.Lease) { renewed <- l }
 	})
-	// Only the requests of renewals use the token.
+	// No probes, so that only the requests of renewals use the token.
 	m.timing.quiet, m.timing.idle = time.Hour, time.Hour
 	own := acquire(t, m, claim("192.0.2.1"))
 	waittest.Receive(t, patience, "the lease", renewed)
@@ -93,8 +93,8 @@ func testTokenRunsOut(t *testing.T, program string) {
 	k.stillRuns(t)
 }
 
-// TestLoginsAfterRestart restarts an etcd, which then does not know the tokens of the hosts any more.
-// Each host must log in once.
+// TestLoginsAfterRestart restarts an etcd, which then does not know the tokens of the hosts any
+// more. The hosts must not log in more often than once each.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestLoginsAfterRestart(t *testing.T) {

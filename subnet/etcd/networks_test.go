@@ -21,7 +21,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// keys returns the last components of the keys below dir.
+// keys returns the last components of all keys below dir, which is relative to the prefix.
 func (f *fixture) keys(tb testing.TB, dir string) (keys []string) {
 	tb.Helper()
 	resp, err := f.client(tb).Get(tb.Context(), f.prefix+"/"+dir, clientv3.WithPrefix(), clientv3.WithKeysOnly())
@@ -36,7 +36,8 @@ func (f *fixture) keys(tb testing.TB, dir string) (keys []string) {
 
 var self = netip.MustParseAddr("192.0.2.1")
 
-// configs receives the configurations that Networks reports, as texts by the name of the network.
+// configs receives the configurations that Networks passes to sink, as texts by the name of the
+// network.
 type configs struct {
 	t     *testing.T
 	calls chan map[string]string
@@ -64,7 +65,7 @@ func followNetworks(t *testing.T, m *Manager, names ...string) *configs {
 	return c
 }
 
-// expect waits for exactly these configurations.
+// expect waits until the configurations are exactly these.
 func (c *configs) expect(want map[string]string) {
 	c.t.Helper()
 	deadline := time.After(patience)
@@ -81,7 +82,8 @@ func (c *configs) expect(want map[string]string) {
 	}
 }
 
-// TestNetworks follows networks that come, change and go.
+// TestNetworks follows the configurations of all networks, and of those with given names, while
+// configurations are put, changed and deleted, and after an outage.
 func TestNetworks(t *testing.T) {
 	s := newServer(t)
 	f := newFixture(t, s)
@@ -106,13 +108,13 @@ func TestNetworks(t *testing.T) {
 	all.expect(map[string]string{"red": "r1", "green": "g1", "blue": "b1"})
 	some.expect(map[string]string{"green": "g1", "blue": "b1"})
 
-	f.put(t, "green/subnets/10.8.1.0-24", "{}") // no news
+	f.put(t, "green/subnets/10.8.1.0-24", "{}") // the key of a lease, which Networks does not report
 	f.put(t, "green/config", "g2")
 	f.delete(t, "red/config")
 	all.expect(map[string]string{"green": "g2", "blue": "b1"})
 	some.expect(map[string]string{"green": "g2", "blue": "b1"})
 
-	// After an outage everything is listed again.
+	// The configurations are listed again after an outage.
 	s.stop()
 	s.start(t)
 	f.put(t, "blue/config", "b2")
@@ -123,8 +125,9 @@ func TestNetworks(t *testing.T) {
 	some.expect(map[string]string{})
 }
 
-// TestNetworkPutAfterTheListing lists an emptied store. Then the configuration is put again, at the
-// revision at which the host had seen it. The network must not count as deleted.
+// TestNetworkPutAfterTheListing lists a store without configurations. Then a configuration is put,
+// at the revision at which the host had seen it, as in a store that was emptied and used again. The
+// network must not count as deleted.
 func TestNetworkPutAfterTheListing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t)
@@ -178,7 +181,7 @@ func TestNetworkShares(t *testing.T) {
 	}
 }
 
-// TestReleaseOfAReservation expects that a reservation stays.
+// TestReleaseOfAReservation expects that Release does not delete a reservation.
 func TestReleaseOfAReservation(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -196,8 +199,8 @@ func TestReleaseOfAReservation(t *testing.T) {
 	}
 }
 
-// TestSightDuringAnOutage calls Sight while the store is unavailable. Sight must return a Sighting when
-// the store is back.
+// TestSightDuringAnOutage calls Sight while the store is unavailable. Sight must return a Sighting
+// when the store is available again.
 func TestSightDuringAnOutage(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "red/config", configV4)
@@ -228,9 +231,10 @@ func TestSightDuringAnOutage(t *testing.T) {
 	}
 }
 
-// TestNetworkMissingAfterAnAbsence lets a network lose its configuration while a host does not watch.
-// The host must leave the network if its configuration was deleted, and not if the store was emptied
-// or replaced, even if the store has no history of that time.
+// TestNetworkMissingAfterAnAbsence makes a network lose its configuration while a host does not
+// watch. Networks must report the network as deleted if its configuration was deleted, and not if
+// the store was emptied or replaced. If the store has no history of that time, a deletion must be
+// recognized by the own lease. It is not recognized if that lease is gone or a reservation.
 func TestNetworkMissingAfterAnAbsence(t *testing.T) {
 	const lease, config = "red/subnets/10.5.7.0-24", `{"Network":"10.5.0.0/16"}`
 	age := func(t *testing.T, f *fixture, beyond int64) {

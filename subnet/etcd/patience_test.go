@@ -19,7 +19,7 @@ func TestPatience(t *testing.T) {
 	m := newFixture(t, sharedServer(t)).manager(t)
 	const usual = 400 * time.Millisecond
 	m.timing.request = usual
-	var given []time.Duration // rounded, because some of it is spent before the request
+	var given []time.Duration // the times from the request to the deadline, rounded, because part of them has passed
 	request := func(answer func(context.Context)) {
 		_ = m.call(t.Context(), func(ctx context.Context, _ *clientv3.Client) error {
 			deadline, _ := ctx.Deadline()

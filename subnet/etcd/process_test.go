@@ -56,7 +56,7 @@ func startProcess(tb testing.TB, s *server) *process {
 	}
 	go func() {
 		defer close(p.exited)
-		_ = p.cmd.Wait() // it is ended by a signal
+		_ = p.cmd.Wait() // the error says that a signal has ended the process
 	}()
 	waittest.Until(tb, patience, s.program+" to be ready", func() bool {
 		select {
@@ -69,7 +69,7 @@ func startProcess(tb testing.TB, s *server) *process {
 	return p
 }
 
-// healthy reports whether a member has a leader and answers. It needs no login.
+// healthy reports whether the member at url has a leader and answers. The request needs no login.
 func healthy(tb testing.TB, url string) bool {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), time.Second)
@@ -86,7 +86,7 @@ func healthy(tb testing.TB, url string) bool {
 	return resp.StatusCode == http.StatusOK
 }
 
-// stop kills the process, which loses all that etcd keeps only in memory.
+// stop kills the process, so etcd loses everything that it keeps only in memory, such as tokens.
 func (p *process) stop() {
 	_ = p.cmd.Process.Kill()
 	<-p.exited

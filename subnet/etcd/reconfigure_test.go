@@ -13,7 +13,7 @@ import (
 )
 
 // TestWatchAgain ends a Watch and starts another one, as a host does when its network configuration
-// changes. The second Watch must publish all leases, also the changes in between, without a list.
+// changes. The second Watch must publish the leases, with the changes in between, without a list.
 func TestWatchAgain(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -46,8 +46,8 @@ func TestWatchAgain(t *testing.T) {
 	}
 }
 
-// TestAcquireOfTheSameSubnet checks that Acquire needs no list if the manager has a lease with the same
-// subnet.
+// TestAcquireOfTheSameSubnet checks that Acquire needs no list if the claim has the subnet of the
+// manager's own lease.
 func TestAcquireOfTheSameSubnet(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -61,8 +61,9 @@ func TestAcquireOfTheSameSubnet(t *testing.T) {
 	}
 }
 
-// TestKeepFollowsAcquire changes to another network while Keep runs with the lease of the former one.
-// Keep must not take the former lease again, and must keep the new one.
+// TestKeepFollowsAcquire acquires a lease of another network while Keep runs with the former lease.
+// Keep must not create the former lease again, and must create the new one again after it was
+// deleted.
 func TestKeepFollowsAcquire(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

@@ -25,14 +25,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// restartableNode is a node that keeps its ledger and its own lease over restarts, like the daemon.
+// restartableNode is a node that keeps its ledger and its own lease across restarts, like the
+// daemon.
 type restartableNode struct {
 	f      *fixture
 	ledger subnet.Ledger
 	own    subnet.Lease
 }
 
-// savedState returns the ledger as it would be read from a state file.
+// savedState returns the state of the ledger in the form in which it is read from a state file.
 func (k *restartableNode) savedState(tb testing.TB) (state subnet.LedgerState) {
 	tb.Helper()
 	raw, err := json.Marshal(k.ledger.State())
@@ -45,9 +46,9 @@ func (k *restartableNode) savedState(tb testing.TB) (state subnet.LedgerState) {
 	return state
 }
 
-// watchUntilCurrent restores the ledger from state, and watches until it has reached the present revision
-// of the store. It puts a lease of another node, 10.5.255.0-24, to know that revision. It returns the
-// snapshot of the first update.
+// watchUntilCurrent restores the ledger from state, and runs Watch of m until the ledger has
+// reached the present revision of the store. To know that revision it puts a lease of another node,
+// 10.5.255.0-24. It returns the snapshot of the first update.
 func (k *restartableNode) watchUntilCurrent(tb testing.TB, m *Manager, state subnet.LedgerState) (first subnet.Snapshot) {
 	tb.Helper()
 	k.ledger.Restore(state, time.Now())
@@ -72,9 +73,9 @@ func (k *restartableNode) watchUntilCurrent(tb testing.TB, m *Manager, state sub
 	return first
 }
 
-// restart runs the node again with its last known state, which change modifies unless it is nil. If
-// address is not empty, the node first acquires a lease with that public address. restart returns the
-// manager and the snapshot of its first update.
+// restart runs the node again with its last known state. If change is not nil, it modifies that
+// state before. If address is not empty, the node first acquires a lease with that public address.
+// restart returns the manager, whose Watch has ended, and the snapshot of its first update.
 func (k *restartableNode) restart(tb testing.TB, address string, change func(*subnet.LedgerState), options ...func(*Config)) (m *Manager, first subnet.Snapshot) {
 	tb.Helper()
 	state := k.savedState(tb)
@@ -131,7 +132,7 @@ func (k *restartableNode) stored(tb testing.TB) map[string]string {
 	return all
 }
 
-// populate puts n leases: 10.5.0.0-28, 10.5.0.16-28 and so on.
+// populate puts n leases on one etcd lease: 10.5.0.0-28, 10.5.0.16-28 and so on.
 func (f *fixture) populate(tb testing.TB, n int) {
 	tb.Helper()
 	lease := f.grant(tb, 3600)
@@ -144,7 +145,8 @@ func (f *fixture) populate(tb testing.TB, n int) {
 const configSmall = `{"Network":"10.0.0.0/12","SubnetLen":28,"Backend":{"Type":"host-gw"}}`
 
 // TestRestartReceivesWhatHasChanged restarts a node that knows 300 leases. The node must know the
-// present leases, and etcd must send at most a tenth of the bytes of a start with a list.
+// present leases, and etcd must send at most a tenth of the bytes that it sends when a node starts
+// with a list.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestRestartReceivesWhatHasChanged(t *testing.T) {
@@ -234,9 +236,9 @@ func TestRestartBytes(t *testing.T) {
 	}
 }
 
-// TestRestartAtAnotherStore restarts a node whose last known state is of another store, is of a
-// compacted revision, or is damaged. The node must know the leases of the store. If the store is
-// another one, the node must hold the leases that it lacks.
+// TestRestartAtAnotherStore restarts a node whose last known state comes from another store, has a
+// compacted revision, or is damaged. The node must know the leases of the store. If it takes the
+// store for another one, it must hold the leases that the store lacks.
 func TestRestartAtAnotherStore(t *testing.T) {
 	t.Parallel()
 	peers := func(f *fixture, tb testing.TB, n ...int) {
@@ -251,7 +253,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 	for name, tc := range map[string]struct {
 		store func(f *fixture, tb testing.TB, backup string, revision int64)
 		state func(*subnet.LedgerState)
-		held  bool // the store is another one, so leases that it lacks are held
+		held  bool // the node holds leases that the store lacks, because it takes the store for another one
 	}{
 		"its revision is compacted": {store: func(f *fixture, tb testing.TB, _ string, _ int64) {
 			f.delete(tb, "subnets/10.5.3.0-24")
@@ -369,9 +371,10 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
-// startedTwice returns a store, and the last known state of a node after its second start. The second
-// start continues from the last known state of the first one, like most starts of a daemon. The tests do
-// not depend on that: the state after the first start already has a revision, a mark and a lease.
+// startedTwice returns an etcd without leases of hosts, and the last known state of a node after
+// its second start there. The second start continues from the last known state of the first one,
+// like most starts of a daemon. The tests do not depend on that: the state after the first start
+// already has a revision, a mark and a lease.
 func startedTwice(t *testing.T) (*fixture, subnet.LedgerState) {
 	t.Helper()
 	f := newFixture(t, newServer(t))
@@ -382,8 +385,8 @@ func startedTwice(t *testing.T) (*fixture, subnet.LedgerState) {
 	return f, k.savedState(t)
 }
 
-// recognized returns the cache with the last known leases of m. The test fails if m does not recognize
-// its store.
+// recognized returns a cache with the last known leases of m. The test fails if m does not
+// recognize its store.
 func recognized(t *testing.T, m *Manager) *leaseCache {
 	t.Helper()
 	cache, is, err := m.recognizeStore(t.Context(), m.known.Load())
@@ -394,8 +397,8 @@ func recognized(t *testing.T, m *Manager) *leaseCache {
 }
 
 // TestRestartAtASlowStore checks that a host waits for the events of a store that answers late, and
-// does not ask it for an outline. There are too many changes for an outline, so that a host which
-// asks for one must list.
+// does not ask it for an outline. There are too many changes for an outline, so a host that asks
+// for one fails here, because it must list.
 func TestRestartAtASlowStore(t *testing.T) {
 	t.Parallel()
 	f, state := startedTwice(t)
@@ -416,7 +419,7 @@ func TestRestartAtAFastStore(t *testing.T) {
 	m := f.manager(t, func(c *Config) { c.Known = state })
 	m.timing.slow, m.timing.catchUp, m.timing.catchUpLate = endless, time.Nanosecond, endless
 	cache := recognized(t, m)
-	cache.store.Revision++ // a revision that the store does not reach
+	cache.store.Revision++ // a revision that the store has not reached, so that its event does not come
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	if err := m.catchUp(ctx, cache); err != nil {
@@ -424,8 +427,9 @@ func TestRestartAtAFastStore(t *testing.T) {
 	}
 }
 
-// TestRestartAsksUntilAllEventsHaveCome checks that a host learns from the watch that all events have come.
-// etcd drops a probe that comes before that, and nothing else on the stream says so.
+// TestRestartAsksUntilAllEventsHaveCome checks that a host probes again and again until the watch
+// says that all events have come. etcd drops a probe that comes too early, and sends nothing else
+// that says it.
 func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	t.Parallel()
 	f, state := startedTwice(t)
@@ -439,8 +443,9 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	}
 }
 
-// TestRestartWithALateWatch checks that a host waits for the events of a watch whose first answer comes late.
-// There are too many changes for an outline, so that a host which asks for one must list.
+// TestRestartWithALateWatch checks that a host waits for the events of a watch whose first answer
+// comes late. There are too many changes for an outline, so a host that asks for one fails here,
+// because it must list.
 func TestRestartWithALateWatch(t *testing.T) {
 	t.Parallel()
 	f, state := startedTwice(t)
@@ -456,8 +461,9 @@ func TestRestartWithALateWatch(t *testing.T) {
 	}
 }
 
-// TestSlowRestartListsNothing restarts a node with a store that is slow, as when all nodes restart at
-// once. The node must not read all leases for that, and must know all changes afterwards.
+// TestSlowRestartListsNothing restarts a node with a store that is slow, as when all nodes restart
+// at once. The store must send less than 30 kB, so not all leases, and the node must know all
+// changes afterwards.
 func TestSlowRestartListsNothing(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -524,8 +530,8 @@ func TestSlowRestartListsNothing(t *testing.T) {
 	}
 }
 
-// TestRestartListsAfterAConflict checks that a node does not use its last known state again if the store
-// refuses what the node has derived from it.
+// TestRestartListsAfterAConflict checks that a node does not use its last known state again after
+// the store has refused a lease that the node has chosen by that state.
 func TestRestartListsAfterAConflict(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -535,7 +541,7 @@ func TestRestartListsAfterAConflict(t *testing.T) {
 	k.restart(t, "", nil)
 	k.restart(t, "", nil)
 	state := k.savedState(t)
-	// The state is damaged: it has another subnet in place of one that is taken.
+	// The state is damaged: in place of a subnet that is taken it has another one.
 	state.Peers = slices.Clone(state.Peers)
 	i := slices.IndexFunc(state.Peers, func(p subnet.Peer) bool { return p.Lease.Key == "10.5.0.0-28" })
 	damaged := state.Peers[i].Lease
@@ -549,8 +555,8 @@ func TestRestartListsAfterAConflict(t *testing.T) {
 	}
 }
 
-// TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
-// compares the leases that the node knows with the store after each restart.
+// TestRestartsComeToTheSame changes a store at random and restarts a node, many times. After each
+// restart the node must know the leases of the store.
 func TestRestartsComeToTheSame(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()
@@ -585,7 +591,7 @@ func TestRestartsComeToTheSame(t *testing.T) {
 			t.Fatalf("step %d: the last known state was not used up", step)
 		}
 		want, have := k.stored(t), k.known()
-		delete(have, k.own.Key) // without an address the node does not know its own lease
+		delete(have, k.own.Key) // without an address the node takes its own lease for that of a peer
 		if diff := gocmp.Diff(want, have); diff != "" {
 			t.Fatalf("step %d (-store +known):\n%s", step, diff)
 		}
@@ -612,7 +618,7 @@ func TestAudit(t *testing.T) {
 	at("10.5.3.0-24").Lease.Order = 1
 	moved := at("10.5.4.0-24")
 	moved.Lease.Key, moved.Lease.Endpoints[0].Subnet = "10.5.44.0-24", netip.MustParsePrefix("10.5.44.0/24")
-	at("10.5.5.0-24").Lease.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.223") // and changes in the store
+	at("10.5.5.0-24").Lease.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.223") // this one also changes in the store
 
 	ctx, book := withLog(t.Context())
 	ctx, cancel := context.WithCancel(ctx)
@@ -679,8 +685,8 @@ func TestAudit(t *testing.T) {
 	}
 }
 
-// TestAuditFindsNothing restarts a node with a true state whose JSON has another form, and
-// expects no correction.
+// TestAuditFindsNothing restarts a node with a true state whose JSON has another form, and expects
+// no correction in the time of many audits.
 func TestAuditFindsNothing(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	for i := 2; i <= 4; i++ {

@@ -29,7 +29,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// authority signs certificates into files.
+// authority issues certificates and writes them to files in dir.
 type authority struct {
 	dir  string
 	cert *x509.Certificate
@@ -45,7 +45,8 @@ func newAuthority(tb testing.TB) *authority {
 
 func (a *authority) file(name string) string { return filepath.Join(a.dir, name) }
 
-// issue writes name.pem and name.key. parent is nil for the authority itself.
+// issue creates a key and a certificate with that common name, signed by a, and writes the files
+// name.pem and name.key. parent is the certificate of a, or nil to create that certificate itself.
 func (a *authority) issue(tb testing.TB, name string, parent *x509.Certificate) (*x509.Certificate, *ecdsa.PrivateKey) {
 	tb.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -106,7 +107,7 @@ func TestTLS(t *testing.T) {
 		name        string
 		clientCerts bool
 		option      func(*Config)
-		want        string // in the error; empty: it works
+		want        string // part of the error; empty: no error
 	}{
 		{"CA alone", false, caAlone, ""},
 		{"client certificate", true, withCert, ""},
@@ -138,8 +139,8 @@ func TestTLS(t *testing.T) {
 	}
 }
 
-// expectReported expects that OnStatus gets an error with want within seconds, in one line that names
-// the endpoint.
+// expectReported expects that OnStatus gets an error that contains want within 8 s, in one line
+// that names the endpoint.
 func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 	t.Helper()
 	done := make(chan error)
@@ -175,7 +176,7 @@ func TestUnreachable(t *testing.T) {
 	f := &fixture{server: &server{url: "http://" + freeAddr(t)}, prefix: "/x"}
 	expectReported(t, f.manager(t, status.option), &status, "connect: connection refused")
 	var silent statuses
-	l, err := net.Listen("tcp", "127.0.0.1:0") // accepts and says nothing
+	l, err := net.Listen("tcp", "127.0.0.1:0") // accepts connections and sends nothing
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -269,7 +270,8 @@ func TestCertificateIsTheLogin(t *testing.T) {
 }
 
 // TestMayOnlyRead expects that a node without the permission to write repeats its attempts with one
-// etcd lease, and does not request another one for each attempt.
+// etcd lease, and does not request another one for each attempt. Refused writes must not count as
+// unanswered.
 func TestMayOnlyRead(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -335,8 +337,9 @@ func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
 	return ids
 }
 
-// enableAuth makes the etcd require logins. The user root may do everything, the user flannel may read
-// and write below the prefix, and the third user has no permissions. All passwords are "secret".
+// enableAuth makes the etcd require logins. The user root may do everything, the user flannel may
+// read and write below the prefix, and the third user has no permissions. All passwords are
+// "secret".
 func enableAuth(tb testing.TB, f *fixture) {
 	tb.Helper()
 	ctx := tb.Context()

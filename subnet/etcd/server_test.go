@@ -31,19 +31,19 @@ import (
 
 const (
 	patience = 20 * time.Second
-	endless  = 4 * time.Minute // longer than anything takes on a busy machine
+	endless  = 4 * time.Minute // longer than any step of a test takes on a busy machine
 )
 
 // server is a real etcd on loopback.
 type server struct {
 	dir      string
 	url      string
-	peer     string       // address for members, as host:port; an emptied etcd with the same one keeps its cluster id
-	tls      embed.Config // only its ClientTLSInfo counts
-	election uint         // ms; zero means 500. An etcd lease lives for no less than 1.5 times that
-	program  string       // runs as a process; empty means the etcd that is linked in
+	peer     string       // address for other members, as host:port; an emptied etcd with the same address keeps its cluster id
+	tls      embed.Config // only its ClientTLSInfo is used
+	election uint         // time without a leader until an election, in ms; zero means 500. The TTL of an etcd lease is at least 1.5 times that
+	program  string       // path of an etcd that runs as a process; empty means the etcd that is linked in
 	tokenTTL uint         // seconds after which an unused token expires; zero means 300
-	bcrypt   uint         // cost of a password; zero means the least
+	bcrypt   uint         // cost of checking a password; zero means the least, 4
 	etcd     *embed.Etcd
 	process  *process
 }
@@ -159,7 +159,7 @@ func TestMain(m *testing.M) {
 	if code == 0 {
 		err := goleak.Find()
 		for deadline := time.Now().Add(patience); err != nil && time.Now().Before(deadline); {
-			err = goleak.Find() // it waits by itself: members of a cluster need a while to end
+			err = goleak.Find() // it waits for some time by itself; members of a cluster need longer to end
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -184,7 +184,7 @@ func sharedServer(tb testing.TB) *server {
 	return s
 }
 
-// fixture is a prefix of its own on an etcd.
+// fixture is an etcd with a prefix that only one test uses.
 type fixture struct {
 	*server
 	kv     *clientv3.Client
@@ -212,8 +212,8 @@ func (f *fixture) delete(tb testing.TB, key string) {
 	}
 }
 
-// get returns the value, the etcd lease and the revision of the last write of a key. They are zero if
-// there is no such key.
+// get returns the value, the id of the etcd lease and the revision of the last write of a key. They
+// are zero if there is no such key.
 func (f *fixture) get(tb testing.TB, key string) (value string, lease, revision int64) {
 	tb.Helper()
 	resp, err := f.kv.Get(tb.Context(), f.prefix+"/"+key)
@@ -248,7 +248,8 @@ func (f *fixture) etcdLeases(tb testing.TB) int {
 	return len(resp.Leases)
 }
 
-// manager returns a manager that is closed at the end of the test. Its intervals suit tests.
+// manager returns a manager that is closed at the end of the test. Most of its intervals are short,
+// and others are so long that they do not end during a test.
 func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	tb.Helper()
 	cfg := Config{Endpoints: []string{f.url}, Prefix: f.prefix}
@@ -276,20 +277,20 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	return m
 }
 
-// proxy stands between managers and an etcd and can fail in the ways that a
-// network does.
+// proxy forwards connections from managers to an etcd, and can fail in the ways in which a network
+// fails.
 type proxy struct {
 	addr, target string
 
 	mu         sync.Mutex
 	listener   net.Listener
 	conns      []net.Conn
-	hang       chan struct{}  // nothing is forwarded until it is closed; nil: no stall
-	last       []byte         // the proxy stalls after data that contains it; nil: it does not
-	rate       int            // bytes in a second to managers, all together; zero: no limit
-	busy       time.Time      // when all bytes so far have been sent at this rate
-	sent       atomic.Int64   // bytes to managers
-	accepting  sync.WaitGroup // accepts connections and adds them to conns
+	hang       chan struct{}  // nothing is forwarded until this channel is closed; nil: no stall
+	last       []byte         // the proxy stalls after data that contains this text; nil: it does not
+	rate       int            // bytes per second to all managers together; zero: no limit
+	busy       time.Time      // when all bytes so far will have been sent at this rate
+	sent       atomic.Int64   // number of bytes to managers
+	accepting  sync.WaitGroup // the goroutine that accepts connections and adds them to conns
 	forwarding sync.WaitGroup
 }
 
@@ -360,7 +361,8 @@ func (p *proxy) serve(c net.Conn) {
 	}
 }
 
-// delay returns the time that n bytes take after all bytes that were sent before.
+// delay returns the time until n more bytes have been sent at the rate of the proxy, after all
+// bytes before them.
 func (p *proxy) delay(n int) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -374,7 +376,7 @@ func (p *proxy) delay(n int) time.Duration {
 	return time.Until(p.busy)
 }
 
-// stall keeps connections open and forwards nothing.
+// stall makes the proxy keep connections open and forward nothing.
 func (p *proxy) stall() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -391,14 +393,14 @@ func (p *proxy) resume() {
 	}
 }
 
-// hangUp stops the goroutines that forward data. The caller has locked mu.
+// hangUp makes the goroutines that forward data wait. The caller has locked mu.
 func (p *proxy) hangUp() {
 	if p.hang == nil { // otherwise goroutines wait for the present channel
 		p.hang = make(chan struct{})
 	}
 }
 
-// stallAfterText stalls as soon as it has forwarded data that contains text.
+// stallAfterText makes the proxy stall as soon as it has forwarded data that contains text.
 func (p *proxy) stallAfterText(text string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -414,7 +416,7 @@ func (p *proxy) stallAfter(data []byte) {
 	}
 }
 
-// cut closes everything and refuses connections.
+// cut closes all connections, makes the proxy refuse new ones, and ends a stall.
 func (p *proxy) cut() {
 	p.mu.Lock()
 	if p.listener != nil {
@@ -424,7 +426,7 @@ func (p *proxy) cut() {
 	p.mu.Unlock()
 	p.accepting.Wait() // otherwise a connection that was just accepted would be missing in conns, and stay open
 	p.mu.Lock()
-	p.last = nil // from here on nothing stalls
+	p.last = nil // nothing causes a stall from here on
 	for _, c := range p.conns {
 		c.Close()
 	}

@@ -17,11 +17,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// TestAwaitRevision expects that a stream which does not reach the revision of the store is reported as
-// behind.
+// TestAwaitRevision expects that a stream counts as behind if it does not reach the revision of the
+// store in time, and otherwise not.
 func TestAwaitRevision(t *testing.T) {
 	for name, tc := range map[string]struct {
-		revision, reaches int64 // awaited, and reached after half of the time; before, the stream is at 3
+		revision, reaches int64 // the awaited revision, and the one that the stream reaches after half of the time; before, it is at 3
 		want              error
 	}{
 		"it was there already": {3, 3, nil},
@@ -56,8 +56,8 @@ func (silentServer) Watch(s pb.Watch_WatchServer) error {
 	return nil
 }
 
-// TestSilentWatchPasses expects that a server that is silent counts as a failure of the store: a
-// start tries again, and does not end the daemon.
+// TestSilentWatchPasses expects that a silent server counts as a failure of the store that passes:
+// a start then tries again, and does not end the daemon.
 func TestSilentWatchPasses(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -94,7 +94,7 @@ func TestIntervals(t *testing.T) {
 			t.Errorf("%s is zero", intervals.Type().Field(i).Name)
 		}
 	}
-	// Otherwise every check costs a login.
+	// If the token expired between two checks, every check would cost a login.
 	if longest := m.timing.check * 6 / 5; longest >= 5*time.Minute {
 		t.Errorf("a check may come after %s, when the login has run out", longest)
 	}

@@ -35,7 +35,7 @@ func (b *logBook) lines() []string {
 	return slices.Clone(b.all)
 }
 
-// withLog returns a context whose logger writes to the returned book.
+// withLog returns a context whose logger writes to the returned logBook.
 func withLog(ctx context.Context) (context.Context, *logBook) {
 	b := &logBook{}
 	logger := funcr.New(func(_, args string) {
@@ -166,9 +166,9 @@ func compact(tb testing.TB, f *fixture, revision int64) {
 	}
 }
 
-// TestOutages lets the connection fail in several ways while peers come, change and go. The missed
-// revisions are compacted in one half of the cases. When the connection is back, the watch must
-// publish the changes, and must not take the store for another one.
+// TestOutages makes the connection fail in several ways while leases are created, changed and
+// deleted. In half of the cases the missed revisions are compacted. When the connection works
+// again, the watch must publish the changes, and must not take the store for another one.
 func TestOutages(t *testing.T) {
 	t.Parallel()
 	for _, how := range []string{"cut", "stalled"} {
@@ -229,9 +229,9 @@ func checkTransitions(t *testing.T, all []error) {
 	}
 }
 
-// TestIdleWatchStaysUp expects that a watch without events stays up while it is probed many times, and
-// publishes nothing. The test needs a server of its own. On a shared server, leases of other tests expire
-// and raise the revision, and the watch publishes that.
+// TestIdleWatchStaysUp expects that a watch without events stays up while it is probed many times,
+// and publishes nothing after the first snapshot. The test needs a server of its own. On a shared
+// server, leases of other tests expire and raise the revision, and the watch publishes that.
 func TestIdleWatchStaysUp(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -276,7 +276,7 @@ func TestStoreWiped(t *testing.T) {
 
 // TestStoreWipedAndUsedOutOfSight empties a store during an outage, and then writes to it until its
 // revision is higher than before. The manager cannot recognize the new store by a lower revision,
-// but must notice that it is another one.
+// but must notice that it is another one, and report that in one snapshot.
 func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
@@ -412,7 +412,7 @@ func TestCancelWhileUnreachable(t *testing.T) {
 }
 
 // TestDeadConnection expects that the pings of gRPC, which cost the store nothing, detect a dead
-// connection. The interval between probes is too long for them to detect it.
+// connection. The interval between the probes of follow is too long for them to detect it.
 func TestDeadConnection(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -431,9 +431,9 @@ func TestDeadConnection(t *testing.T) {
 	w.Until(t, "a peer that came meanwhile", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 }
 
-// TestSilence watches a store that sends nothing for so long that leases could have expired. Then the
-// store deletes a lease. The lease must be gone at once if an outage would have been noticed, and must be
-// retained otherwise.
+// TestSilence watches a store that sends nothing for so long that leases could have expired. Then
+// the store deletes a lease. If the host would have noticed an outage in that time, there was none,
+// and the deletion must be published. Otherwise the lease must be retained.
 func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	t.Run("noticed", func(t *testing.T) {
@@ -449,8 +449,9 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// watchSilentStore watches a store with one peer, and returns when the store has sent nothing for longer
-// than margin, the RenewMargin of leases. dead is the time in which a dead connection is noticed.
+// watchSilentStore watches a store with one peer, and returns when the store has sent nothing for
+// twice the time margin, the RenewMargin of leases. dead is the time after which a host notices a
+// dead connection.
 func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Watcher) {
 	t.Helper()
 	f := newFixture(t, sharedServer(t))
@@ -463,7 +464,8 @@ func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subn
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
-	// Both watches must have sent an event: before that, more responses to their start may come.
+	// The watches of leases and of the configuration must both have sent an event. Before that,
+	// more responses to their beginning may come.
 	config := func(want string) {
 		t.Helper()
 		timeout := time.After(patience)
@@ -478,7 +480,7 @@ func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subn
 			}
 		}
 	}
-	config("") // read once when the watch begins
+	config("") // it was read once, when the watch began
 	f.put(t, "config", configV4)
 	config(configV4)
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
@@ -490,7 +492,7 @@ func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subn
 
 // TestQuietViewIsNotCompacted writes other keys to an etcd and compacts it while no lease changes.
 // The answers to probes must keep the revision of the cache up to date, so that a host whose
-// connection breaks then needs no full list. etcd 3.4.23 is an exception: it answers probes
+// connection breaks after that needs no full list. etcd 3.4.23 is an exception: it answers probes
 // before it has sent all events, so the cache must ignore its answers, and the host needs a list.
 //
 //stages:rest it needs older etcds, which take minutes to build

@@ -15,9 +15,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestDualStackNodesShareNoSubnet starts as many nodes at once as there are IPv4 subnets. Each node must
-// get subnets of its own. Two nodes that choose the same IPv4 subnet rarely write the same key, because
-// each of them also chooses one of 65,535 IPv6 subnets.
+// TestDualStackNodesShareNoSubnet starts as many nodes at once as there are IPv4 subnets. No two
+// nodes may get the same subnet of either family. Nodes that choose the same IPv4 subnet rarely
+// write the same key, because each of them also chooses one of 65,535 IPv6 subnets.
 func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	const nodes = 16
 	f := newFixture(t, newServer(t))
@@ -62,9 +62,9 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	}
 }
 
-// TestRecreatedLeaseIsComparedLater puts the own key as if an earlier call had created it again, but had
-// ended before it compared the key with older leases. Keep must compare them, and must leave the subnet
-// to the older lease.
+// TestRecreatedLeaseIsComparedLater puts the own key as if an earlier try of Keep had created it
+// again, but had failed before it compared the key with older leases. Keep must make that
+// comparison, and must leave the subnet to the older lease.
 func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configDual)
@@ -89,9 +89,9 @@ func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 }
 
 // TestHostsOfOneAndTwoFamiliesShareNoSubnet tests a race for one subnet while a network gets its
-// second family. A host reads the leases, another host takes the subnet that the first one wants,
-// and then the first one acquires a lease. One of them has one family and the other has two, so
-// their keys differ and both writes succeed. The first host must take another subnet.
+// second family. A host reads the leases, a rival takes the subnet that the host wants, and then
+// the host acquires a lease. One lease has one family and the other has two, so their keys differ
+// and both writes succeed. The host must take another subnet.
 func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
 	for _, tc := range []struct {
 		name, config, wanted, rival string
