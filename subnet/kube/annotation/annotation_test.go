@@ -27,7 +27,8 @@ func endpoint(subnetText, public, data string) subnet.Endpoint {
 	return e
 }
 
-// TestEncode expects the annotations of patches that were recorded from flannel.
+// TestEncode expects the annotations of patches that were recorded from flannel, for the same
+// claims.
 func TestEncode(t *testing.T) {
 	const (
 		v4MAC = `{"VNI":1,"VtepMAC":"ea:00:85:05:68:33"}`
@@ -109,7 +110,7 @@ func TestPrefix(t *testing.T) {
 	}
 }
 
-// published returns notes from pairs of annotation and text.
+// published returns the notes of a managed Node with these annotations.
 func published(pairs map[ID]string) Notes {
 	n := Notes{Managed: {"true", true}}
 	for a, text := range pairs {
@@ -181,7 +182,8 @@ func TestDecode(t *testing.T) {
 }
 
 // TestDecodeInPart decodes Nodes with a family that cannot be read. The other family must be used,
-// and the unreadable one must keep the endpoint of the previous lease if there is one.
+// and the unreadable one must keep the endpoint of the previous lease, if that has the same backend
+// and subnet.
 func TestDecodeInPart(t *testing.T) {
 	dual := prefixtest.Parse("10.5.1.0/24", "fd00:5::/64")
 	v4, v6 := endpoint("10.5.1.0/24", "192.0.2.1", ""), endpoint("fd00:5::/64", "2001:db8::1", "{}")
@@ -222,8 +224,8 @@ func TestDecodeInPart(t *testing.T) {
 	}
 }
 
-// FuzzDecode checks that arbitrary annotations give a lease or an error of one line. When such a
-// lease is encoded and decoded again, it must stay the same.
+// FuzzDecode checks that arbitrary annotations give a claim, an error of one line, or both. When
+// such a claim is encoded and decoded again, it must stay the same.
 func FuzzDecode(f *testing.F) {
 	f.Add("true", "vxlan", `{"VtepMAC":"02:00:00:00:00:01"}`, "192.0.2.1", "null", "2001:db8::1")
 	f.Add("true", "", "null", "0.0.0.0", "", "")
@@ -245,8 +247,8 @@ func FuzzDecode(f *testing.F) {
 				return
 			}
 		}
-		// Only the podCIDRs of the endpoints: without an IPv4 endpoint, Encode publishes 0.0.0.0 for most
-		// backends, and Decode would read that as an endpoint of an IPv4 podCIDR.
+		// This uses only the podCIDRs of the endpoints. Without an IPv4 endpoint, Encode publishes
+		// 0.0.0.0 for most backends, and Decode would read that as an endpoint of an IPv4 podCIDR.
 		var kept []netip.Prefix
 		for _, e := range c.Endpoints {
 			kept = append(kept, e.Subnet)
