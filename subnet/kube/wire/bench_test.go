@@ -25,8 +25,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
-// largeNode returns a Node of the size that Nodes of a cloud have, in which images are most of
-// the bytes.
+// largeNode returns a Node of the size that Nodes of a cloud have. Most of the bytes are names of
+// images.
 func largeNode(i int) *corev1.Node {
 	n := node(fmt.Sprintf("node-%d", i))
 	n.UID = types.UID(fmt.Sprintf("0b3f6e0e-6f3d-4a0e-9a39-%012x", i))
@@ -52,7 +52,7 @@ func largeNode(i int) *corev1.Node {
 	return n
 }
 
-// kinds returns the types that client-go decodes in the benchmarks.
+// kinds returns a Scheme of the types that client-go decodes in the benchmarks.
 func kinds(b *testing.B) *apiruntime.Scheme {
 	s := apiruntime.NewScheme()
 	if err := corev1.AddToScheme(s); err != nil {

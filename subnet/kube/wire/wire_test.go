@@ -24,14 +24,14 @@ import (
 
 const prefix = "flannel.alpha.coreos.com/"
 
-// annotations returns the keys that the decoder of these tests keeps.
+// annotations returns the keys of the annotations that the decoder of these tests keeps.
 func annotations() []string {
 	return []string{prefix + "kube-subnet-manager", prefix + "public-ip", prefix + "backend-type", prefix + "backend-data"}
 }
 
 func newDecoder() *wire.Decoder { return wire.NewDecoder(annotations()) }
 
-// node returns a Node with everything that is decoded.
+// node returns a Node that has all fields that are decoded.
 func node(name string) *corev1.Node {
 	return &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{
@@ -74,7 +74,7 @@ func contentOf(n *wire.Node) content {
 	return c
 }
 
-// contentOfAPI returns what a decoder should decode from n.
+// contentOfAPI returns the content that a decoder should decode from n.
 func contentOfAPI(n *corev1.Node) content {
 	c := content{
 		Name: n.Name, UID: string(n.UID), Hostname: n.Labels[wire.HostnameLabel], PodCIDR: n.Spec.PodCIDR,
@@ -107,8 +107,8 @@ func TestWithLabel(t *testing.T) {
 	}
 }
 
-// TestDecodeNode expects that a Node in a list, and the metadata of it, have the fields that the
-// Kubernetes API's own type has.
+// TestDecodeNode expects that a full Node and the metadata of a Node, both decoded from a list,
+// have the fields that the Kubernetes API's own type has.
 func TestDecodeNode(t *testing.T) {
 	full := node("n1")
 	want := contentOfAPI(full)
@@ -130,7 +130,8 @@ func TestDecodeNode(t *testing.T) {
 	}
 }
 
-// names decodes a list and returns the names of its Nodes.
+// names decodes a list and returns the names of its Nodes, with spaces between them. After an error
+// it returns the names before it.
 func names(from io.Reader) (string, wire.ListMeta, error) {
 	var names []string
 	var meta wire.ListMeta
@@ -175,7 +176,7 @@ func TestDecodeList(t *testing.T) {
 	}
 }
 
-// TestListThatIsLeft expects that a caller may leave the loop.
+// TestListThatIsLeft expects that a caller may end the loop after the first Node.
 func TestListThatIsLeft(t *testing.T) {
 	var meta wire.ListMeta
 	for n, err := range newDecoder().List(bytes.NewReader(wiretest.List(t, "1", "", node("a"), node("b"))), &meta) {
@@ -198,7 +199,7 @@ func TestDecodeEvents(t *testing.T) {
 		t.Errorf("bookmark: got %s at %d", e.Type, e.Node.Revision)
 	}
 
-	// One watch, whose last event is an error.
+	// A watch whose last event is an error.
 	gone := &metav1.Status{Status: "Failure", Message: "too\nold", Reason: metav1.StatusReasonExpired, Code: 410}
 	watch := slices.Concat(wiretest.Event(t, wire.Added, node("a")), wiretest.Event(t, wire.Modified, wiretest.Metadata(node("b"))), wiretest.Event(t, "ERROR", gone))
 	var got []string
@@ -246,8 +247,8 @@ func TestDecodeStatus(t *testing.T) {
 	}
 }
 
-// TestEventsAllocateNothing expects that a watch needs as much memory for a thousand events as
-// for one.
+// TestEventsAllocateNothing expects that a watch makes no more allocations for a thousand events
+// than for one.
 func TestEventsAllocateNothing(t *testing.T) {
 	event := wiretest.Event(t, wire.Modified, wiretest.Metadata(node("node-4711")))
 	d := newDecoder()
@@ -271,8 +272,9 @@ func TestEventsAllocateNothing(t *testing.T) {
 	}
 }
 
-// FuzzNode compares the decoder with the Kubernetes API's own decoder on arbitrary messages. The API's
-// decoder also refuses messages because of fields that flanneld does not read.
+// FuzzNode compares the decoder with the Kubernetes API's own decoder on arbitrary messages that
+// both accept. The API's decoder also refuses messages because of fields that flanneld does not
+// read. If only the decoder refuses a message, its error must wrap ErrMalformed.
 func FuzzNode(f *testing.F) {
 	for _, n := range []*corev1.Node{node("n"), {ObjectMeta: metav1.ObjectMeta{Name: "n"}}} {
 		b, err := n.Marshal()
@@ -286,7 +288,7 @@ func FuzzNode(f *testing.F) {
 		if want.Unmarshal(b) != nil {
 			return
 		}
-		// A list of this one Node.
+		// The body of a list that contains only this Node.
 		item := append(binary.AppendUvarint([]byte{2<<3 | 2}, uint64(len(b))), b...)
 		list := append([]byte{1<<3 | 2, 3, 2<<3 | 2, 1, '7'}, item...)
 		body := append(binary.AppendUvarint([]byte("k8s\x00\x12"), uint64(len(list))), list...)
@@ -308,8 +310,8 @@ func FuzzNode(f *testing.F) {
 	})
 }
 
-// FuzzStreams checks that no bytes make the decoders panic or hang, or return more than the bytes
-// contain, or an error of more than one line.
+// FuzzStreams checks that arbitrary bytes do not make the decoders panic or hang. The decoders must
+// not return more than the bytes contain, or an error of more than one line.
 func FuzzStreams(f *testing.F) {
 	f.Add(wiretest.Event(f, wire.Added, node("n")))
 	f.Add(wiretest.List(f, "1", "", node("n"), node("m")))
