@@ -12,8 +12,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestWatchConfigFollowsAConfigMap replaces the directory of the configuration file, as an update of a
-// ConfigMap's volume does: the file is a link into a directory that is a link, too.
+// TestWatchConfigFollowsAConfigMap replaces the folder of the configuration file, as an update of a
+// ConfigMap's volume does: the file is a link into a folder that is a link, too. Then it deletes
+// the file.
 func TestWatchConfigFollowsAConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	version := func(name, text string) {

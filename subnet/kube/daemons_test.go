@@ -13,9 +13,9 @@ import (
 	"testing"
 )
 
-// TestDaemons checks that FindDaemons finds the running pods on all pages of a list, and that Get reads
-// from one of them and follows no redirect. The API server is a fake one. TestKubeMesh in test/e2e uses a
-// real one.
+// TestDaemons checks that FindDaemons finds the running pods on all pages of a list, and that Get
+// reads from one of them and follows no redirect. The API server is a fake one. TestKubeMesh in
+// test/e2e uses a real API server.
 func TestDaemons(t *testing.T) {
 	var leaked atomic.Bool
 	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { leaked.Store(true) }))

@@ -25,8 +25,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestManyNewNodes expects that Nodes which come together are requested together, by their label. A Node
-// without the label, and one with an empty label, must be found too.
+// TestManyNewNodes expects that Nodes which are created at the same time are requested together, by
+// their label. A Node without the label, and one with an empty label, must be found too.
 //
 //stages:rest it creates thousands of nodes
 func TestManyNewNodes(t *testing.T) {
@@ -64,8 +64,8 @@ func TestManyNewNodes(t *testing.T) {
 	}
 }
 
-// TestLabelHasChanged expects that Nodes are requested by name if a request by label does not find them,
-// because their label has changed since their event.
+// TestLabelHasChanged expects that Nodes are requested by name after the answer to a request by
+// label lacks them, because their label has changed since their event.
 func TestLabelHasChanged(t *testing.T) {
 	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
@@ -93,7 +93,7 @@ func TestLabelHasChanged(t *testing.T) {
 	}
 }
 
-// countingServer answers requests and records when they came.
+// countingServer answers requests and records the times at which they came.
 type countingServer struct {
 	mu     sync.Mutex
 	at     []time.Time
@@ -107,7 +107,7 @@ func (c *countingServer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return c.answer(r), nil
 }
 
-// times returns the times of the requests since its last call.
+// times returns the times of the requests since its last call, in order.
 func (c *countingServer) times() []time.Time {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -117,7 +117,8 @@ func (c *countingServer) times() []time.Time {
 	return at
 }
 
-// emulated returns the manager of a Node in a cluster of that many Nodes. Its requests go to c.
+// emulated returns the manager of the Node with that name, in a cluster of that many Nodes. Its
+// requests go to c.
 func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
 		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
@@ -131,8 +132,8 @@ func emulated(name string, nodes int, c *countingServer) *Manager {
 	return m
 }
 
-// TestEventsOfAllNodesAreSpread lets all nodes refuse a bad peer at the same moment. Their Events must
-// reach the API server one after the other.
+// TestEventsOfAllNodesAreSpread makes 2,000 nodes refuse a bad peer at the same moment. Their
+// Events must reach the API server spread over time: a tenth of them in no less than a second.
 func TestEventsOfAllNodesAreSpread(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &countingServer{answer: func(*http.Request) *http.Response {
@@ -160,8 +161,8 @@ func TestEventsOfAllNodesAreSpread(t *testing.T) {
 	})
 }
 
-// TestRequestsForNodesAreSpread expects that daemons which a server has refused together do not
-// repeat their requests together.
+// TestRequestsForNodesAreSpread expects that daemons do not request a new Node together, and that
+// daemons which a server has refused together do not repeat their requests together.
 func TestRequestsForNodesAreSpread(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var free atomic.Bool
@@ -172,7 +173,7 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "5", "")))}
 		}}
 		const nodes, daemons = 10000, 200
-		cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: make(map[string]*entry, nodes)} // of all daemons, which only read it
+		cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: make(map[string]*entry, nodes)} // shared by all daemons, which only read it
 		for n := range nodes {
 			cache.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
 		}
@@ -213,8 +214,8 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 	})
 }
 
-// TestProbe expects that a silent watch is not stale if it has reached the last change of the own Node,
-// and is stale otherwise. It must not count as stale any more after an event of that revision.
+// TestProbe expects that a silent watch is stale only if it has not reached the last change of the
+// own Node. It must not count as stale any more after an event of that revision.
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &countingServer{answer: func(*http.Request) *http.Response {
@@ -237,7 +238,8 @@ func TestProbe(t *testing.T) {
 			}
 			return nil
 		}
-		// The watch is silent because nothing has changed in the store.
+		// The watch has reached the last change, and is silent because nothing has changed in the
+		// store since then.
 		for range 6 {
 			if err := next(); err != nil {
 				t.Fatal(err)

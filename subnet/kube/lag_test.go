@@ -31,16 +31,17 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// withoutProgress is an etcd that reports progress to an API server only every ten minutes, so the
-// server's caches are behind most of the time.
+// withoutProgress names an etcd that reports progress to an API server only every ten minutes, so
+// the server's caches are behind most of the time.
 const withoutProgress = "etcd 3.4"
 
-// etcds are the programs of the stores of API servers, by version: 3.4 is Debian's.
+// etcds contains the paths of etcds for API servers, by version: 3.4 is Debian's, and empty means
+// the etcd that is linked in.
 var etcds = map[string]string{
 	withoutProgress: "/usr/bin/etcd", "etcd 3.5": "../../bin/tools/etcd-3.5", "etcd 3.6": "../../bin/tools/etcd-3.6", "newest etcd": "",
 }
 
-// TestEveryEtcd runs tests with an API server on each of etcds.
+// TestEveryEtcd runs tests with an API server on each etcd in etcds.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestEveryEtcd(t *testing.T) {
@@ -66,8 +67,8 @@ func TestEveryEtcd(t *testing.T) {
 	}
 }
 
-// ahead brings the store to a revision that the API server's cache of Nodes has not
-// reached, and returns it. It changes only ConfigMaps.
+// ahead brings the store to a revision that the API server's cache of Nodes has not reached, and
+// returns that revision. It changes only ConfigMaps.
 func (f *fixture) ahead(t *testing.T) int64 {
 	t.Helper()
 	var made struct {
@@ -88,12 +89,15 @@ func (f *fixture) ahead(t *testing.T) int64 {
 	return revision
 }
 
-// testAheadOfCache requests a revision that the server's cache has not reached. The answer must come
-// from the store, for each kind of request, because the server refuses them in different forms.
+// testAheadOfCache requests a revision that the server's cache has not reached. The answer must
+// have that revision and the present Nodes, for each kind of request, because the server refuses
+// them in different forms. Only with an etcd that sends no progress does the log say that the cache
+// is behind.
 func (f *fixture) testAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
-	// The watch keeps the server's cache, so that no request fills it again.
+	// While this watch runs, the server keeps its cache, so no request makes it fill the cache
+	// again.
 	subnettest.Watch(t, m).Until(t, "the peer", subnettest.Has("node2"))
 	f.deleteNode(t, "node2")
 	f.peer(t, 3)
@@ -123,7 +127,7 @@ func (f *fixture) testAheadOfCache(t *testing.T) {
 	}
 }
 
-// testRestartAheadOfCache restarts a node with a last known state of a revision that the API server's
+// testRestartAheadOfCache restarts a node with a last known state whose revision the API server's
 // cache has not reached. A Node that was deleted meanwhile must be gone, and the API must not be
 // reported as unusable.
 func (f *fixture) testRestartAheadOfCache(t *testing.T) {
@@ -158,9 +162,9 @@ func (f *fixture) testRestartAheadOfCache(t *testing.T) {
 	}
 }
 
-// testRestoredStore starts a manager with a last known state of a much higher revision than the store
-// has, as after a backup was restored. The manager must publish the present state with the same store id
-// and the lower revision, by which the ledger recognizes the restored store.
+// testRestoredStore starts a manager with a last known state of a much higher revision than the
+// store has, as after the restore of a backup. The manager must publish the present state with the
+// same store id and the lower revision, by which the ledger recognizes the restored store.
 func (f *fixture) testRestoredStore(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
@@ -185,11 +189,11 @@ func (f *fixture) testRestoredStore(t *testing.T) {
 	w.Until(t, "a peer that has come since", subnettest.Has("node2", "node3"))
 }
 
-// slowStore is a proxy before an etcd that delays the events of watches.
+// slowStore is a proxy before an etcd that can hold back the events of watches.
 type slowStore struct {
 	*httptest.Server
 	mu   sync.Mutex
-	open chan struct{} // closed while nothing is held back
+	open chan struct{} // a channel that is closed while nothing is held back
 }
 
 func newSlowStore(t *testing.T, etcd *url.URL) *slowStore {
@@ -222,7 +226,8 @@ func newSlowStore(t *testing.T, etcd *url.URL) *slowStore {
 	return s
 }
 
-// freeze stops the events of watches, or sends all that have been stopped.
+// freeze makes the proxy hold back the events of watches if on is true. Otherwise it sends all that
+// were held back.
 func (s *slowStore) freeze(on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -275,7 +280,7 @@ func newBalancer(t *testing.T) *balancer {
 			if err != nil {
 				return
 			}
-			b.keep(conn) // before its destination is chosen: use ends all connections to another server
+			b.keep(conn) // before forward chooses the destination, so that use ends all connections to another server
 			forwarding.Go(func() { b.forward(conn) })
 		}
 	})
@@ -294,7 +299,7 @@ func (b *balancer) forward(from net.Conn) {
 	if err != nil {
 		return
 	}
-	go func() { // ends with from
+	go func() { // this goroutine ends with the connection from
 		_, _ = io.Copy(to, from)
 		to.Close()
 	}()
@@ -317,16 +322,16 @@ func (b *balancer) cut() {
 	clear(b.conns)
 }
 
-// use sends new connections to an API server, and ends the present ones.
+// use sends new connections to an API server, and ends the present connections.
 func (b *balancer) use(s *server) {
 	addr := strings.TrimPrefix(s.url, "https://")
 	b.to.Store(&addr)
 	b.cut()
 }
 
-// TestAPIServersBehindABalancer starts two API servers on one etcd. One is up to date. The other
-// gets no events from etcd for a time, and is started again later. A manager that is moved between
-// them must always find the present Nodes, and must not take the store for another one.
+// TestAPIServersBehindABalancer starts two API servers on one etcd. A is up to date. B gets no
+// events from etcd for a time, and is started again later. A manager that is moved between them
+// must always find the present Nodes, and must not take the store for another one.
 //
 //stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {
@@ -415,8 +420,8 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("in the end", "node4", "node5", "node6", "node7")
 }
 
-// TestTooLargeIsRecognised expects that isTooLarge recognizes the answer in each of its forms: servers
-// before 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
+// TestTooLargeIsRecognised expects that isTooLarge recognizes the answer in each of its forms.
+// Servers before 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
 func TestTooLargeIsRecognised(t *testing.T) {
 	status := func(message string, causes ...metav1.CauseType) []byte {
 		s := &metav1.Status{Message: message, Reason: metav1.StatusReasonTimeout, Code: http.StatusGatewayTimeout, Details: &metav1.StatusDetails{}}

@@ -21,8 +21,8 @@ const (
 	leasePath = "/apis/coordination.k8s.io/v1/namespaces/" + defaultNamespace + "/leases"
 )
 
-// TestLeaderLosesTheAPI cuts the leader off from the API. Its term must end before another node becomes
-// the leader, which must not take long.
+// TestLeaderLosesTheAPI makes the API refuse all requests of the leader. Its term must end before
+// another node becomes the leader, and that must happen within twice timing.leader.
 func TestLeaderLosesTheAPI(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	p := newProxy(t, f.server)
@@ -35,8 +35,9 @@ func TestLeaderLosesTheAPI(t *testing.T) {
 	term.ExpectTakeover(t, f.manager(t, "node2"), subnet.Lease{Key: "node2"}, 2*first.timing.leader)
 }
 
-// TestLeaseOfTheLeader expects that a term survives a change of the Lease by another program, and ends
-// when an operator deletes the Lease or another node takes it. A restarted daemon leads at once.
+// TestLeaseOfTheLeader expects that a term survives a change of the Lease by another program, and
+// ends when an operator deletes the Lease or another node takes it. A second process of the node
+// must lead at once, and end the term of the first.
 func TestLeaseOfTheLeader(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t, "node1")
@@ -80,7 +81,7 @@ func TestLeaseOfTheLeader(t *testing.T) {
 	term.ExpectOver(t)
 }
 
-// TestLeaderWithoutPermission expects errors that name the Lease and the cause.
+// TestLeaderWithoutPermission expects errors that name the Lease and the missing permission.
 func TestLeaderWithoutPermission(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t, "node1", func(c *Config) { c.PodNamespace = "default" })
@@ -93,7 +94,8 @@ func TestLeaderWithoutPermission(t *testing.T) {
 	}
 }
 
-// TestRoleOfTheChart leads with the permissions of the chart's Role, and no others for Leases.
+// TestRoleOfTheChart leads with the permissions for Leases of the Role in the chart. The Role must
+// not permit to read another Lease.
 func TestRoleOfTheChart(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	text, err := os.ReadFile("../../dist/kubernetes/testdata/leader.golden.yaml")

@@ -50,7 +50,7 @@ func acquire(t *testing.T, m *Manager, c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// keep runs Keep until the test ends, and returns a channel with its error.
+// keep starts Keep, which runs until the test ends, and returns a channel that gets its error.
 func keep(t *testing.T, m *Manager, own subnet.Lease) <-chan error {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -150,7 +150,7 @@ func TestPodCIDRThatDoesNotFit(t *testing.T) {
 	}
 }
 
-// events returns the Events about a Node.
+// events returns the Events about a Node, as REASON: MESSAGE.
 func (f *fixture) events(t *testing.T, name string) []string {
 	t.Helper()
 	var list struct {
@@ -171,7 +171,8 @@ func (f *fixture) events(t *testing.T, name string) []string {
 	return got
 }
 
-// TestEventsOfManyStarts expects one Event of a daemon whose start fails every few seconds.
+// TestEventsOfManyStarts expects that several starts which fail for one reason lead to one Event,
+// and to another one after the Node was created again.
 func TestEventsOfManyStarts(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -192,8 +193,8 @@ func TestEventsOfManyStarts(t *testing.T) {
 	}
 }
 
-// TestWithoutEvents checks that Acquire returns the same error with the role of flannel's own manifests,
-// which does not permit Events.
+// TestWithoutEvents checks that Acquire returns ErrUnfit also with the role of flannel's own
+// manifests, which does not permit Events.
 func TestWithoutEvents(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.grant(t, false)
@@ -238,8 +239,9 @@ func (f *fixture) expectEvent(t *testing.T, name, text string) {
 	})
 }
 
-// TestOverwriteThatIsIgnored expects that an annotation which cannot be used is reported once, whether
-// the Node has to be written or not.
+// TestOverwriteThatIsIgnored expects that Acquire logs an annotation which cannot be used once,
+// although it has to try again. Keep must create an Event for each further text that cannot be
+// used, although the Node need not be written.
 func TestOverwriteThatIsIgnored(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -261,7 +263,7 @@ func TestOverwriteThatIsIgnored(t *testing.T) {
 	}
 	keep(t, m, own)
 	f.expectEvent(t, "n1", "nonsense")
-	for _, text := range []string{"rubbish", "0.0.0.0", "10.5.1.7"} { // the last is a pod's
+	for _, text := range []string{"rubbish", "0.0.0.0", "10.5.1.7"} { // the last one is in the subnet of the node's pods
 		f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): text})
 		f.expectEvent(t, "n1", text)
 	}
@@ -297,8 +299,8 @@ func TestNodePublicIP(t *testing.T) {
 	}
 }
 
-// TestLocation reads the location from a label of the own Node. With PublicIPs and Recall that costs one
-// request.
+// TestLocation reads the location from a label of the own Node. PublicIPs, Location and Recall
+// together must send one request.
 func TestLocation(t *testing.T) {
 	const zone = "topology.kubernetes.io/zone"
 	f := newFixture(t, sharedServer(t))
@@ -337,7 +339,8 @@ func TestLocation(t *testing.T) {
 	}
 }
 
-// TestLocationLabelChanges checks that each other value of the label is logged once, and the one in use never.
+// TestLocationLabelChanges checks that Keep logs each change of the label to another value than the
+// one in use, and nothing when the label has that value again.
 func TestLocationLabelChanges(t *testing.T) {
 	k := keeper{Manager: &Manager{cfg: Config{LocationLabel: "example.org/site"}}}
 	used := "east"
@@ -430,7 +433,7 @@ func TestCondition(t *testing.T) {
 	waittest.Eventually(t, patience, "condition that was flipped", good)
 }
 
-// TestReadyAsTheAPIReturns lets the network become ready at the moment at which the API becomes usable
+// TestReadyAsTheAPIReturns makes the network ready at the moment at which the API becomes usable
 // again. Keep must set the condition.
 func TestReadyAsTheAPIReturns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
@@ -526,7 +529,7 @@ func peerNotes(n int) map[string]string {
 	}
 }
 
-// started returns a manager that has acquired the lease of node 1.
+// started creates node 1 if it does not exist, and returns a manager that has acquired its lease.
 func (f *fixture) started(t *testing.T, change ...func(*Config)) *Manager {
 	t.Helper()
 	if status, _, _ := f.try(http.MethodGet, "/api/v1/nodes/node1", nil); status == http.StatusNotFound {
@@ -589,7 +592,8 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.2"})
 	back := w.Until(t, "the peer back", subnettest.Has("node2"))
 
-	// The same after a restart: the last known state shows that it is the same Node.
+	// The peer is also kept after a restart, because the last known state shows that it is the same
+	// Node.
 	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): nil})
 	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: *back.Leases[0]}}}
 	again := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
@@ -604,7 +608,7 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	}
 }
 
-// TestPeerWithOneFamilyMangled expects that a family which cannot be read keeps its last good state,
+// TestPeerWithOneFamilyMangled expects that a family which cannot be read keeps its last endpoint,
 // and that changes of the other family are applied.
 func TestPeerWithOneFamilyMangled(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
@@ -645,8 +649,8 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	}
 }
 
-// TestRestartIsCheap expects that a restart lists Nodes without spec and status, because their podCIDRs
-// are known.
+// TestRestartIsCheap expects that a restart requests in full only the two new Nodes, because the
+// podCIDRs of the others are known.
 func TestRestartIsCheap(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -689,7 +693,7 @@ func TestRestartIsCheap(t *testing.T) {
 			asked[strings.TrimPrefix(one, "metadata.name=")] = true
 		}
 	}
-	delete(asked, "node1") // the own one, if that was read too long ago
+	delete(asked, "node1") // the own Node is requested again if it was read too long ago
 	if diff := cmp.Diff(map[string]bool{"node3": true, "node7": true}, asked); diff != "" {
 		t.Errorf("which Nodes it asks for: the two new ones (-want +got):\n%s", diff)
 	}
@@ -745,8 +749,8 @@ func TestOutages(t *testing.T) {
 	w.Until(t, "a peer gone", func(s subnet.Snapshot) bool { return subnetOf(s, "node2") == "" })
 }
 
-// TestReconnectIsNoRecovery expects that a connection which is closed on purpose does not end an
-// outage: a server that accepts requests and never answers stays unavailable.
+// TestReconnectIsNoRecovery expects that Reconnect does not end an outage: a server that accepts
+// requests and never answers stays unavailable.
 func TestReconnectIsNoRecovery(t *testing.T) {
 	for name, talk := range map[string]func(*testing.T, *Manager, subnet.Lease){
 		"start": func(t *testing.T, m *Manager, _ subnet.Lease) {
@@ -792,7 +796,7 @@ func TestReconnectIsNoRecovery(t *testing.T) {
 				t.Fatalf("the status of a silent server is %v", err)
 			}
 			m.Reconnect()
-			next() // the outcome of the request before was reported by now
+			next() // the outcome of the previous request was reported before this one
 			select {
 			case err := <-statuses:
 				t.Errorf("the status of the new connection is %v", err)
@@ -811,8 +815,9 @@ func TestReconnectIsNoRecovery(t *testing.T) {
 	}
 }
 
-// TestOneNodeCannotBeRequested expects that failures of requests for one Node are an outage, which the
-// events of the watch do not end.
+// TestOneNodeCannotBeRequested expects that failures of requests for one Node are reported as an
+// outage, and that the watch publishes other Nodes meanwhile. The outage must end when the Node can
+// be requested.
 func TestOneNodeCannotBeRequested(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -872,8 +877,8 @@ func requestsNode(r *http.Request, name string) bool {
 	return r.URL.Query().Get("fieldSelector") == "metadata.name="+name
 }
 
-// TestWatchEndsWhileANodeIsRequested ends a watch before the answer to its request for a Node has come.
-// The next watch must request the Node again.
+// TestWatchEndsWhileANodeIsRequested closes the connections of a watch and of its request for a
+// Node before the answer to that request has come. The next watch must request the Node again.
 func TestWatchEndsWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked := make(chan struct{}, 1)
@@ -982,8 +987,8 @@ func TestWatchesThatDoNotLast(t *testing.T) {
 			cancel()
 			<-late
 			watches := strings.Count(strings.Join(p.requests(), "\n"), "watch=true")
-			// Watch, Keep and Acquire each wait for 10, 20, 40 ms and so on up to 200 ms, give or
-			// take half.
+			// Watch, Keep and Acquire each wait for 10, 20, 40 ms and so on up to 200 ms, with a
+			// random deviation of up to a half.
 			if watches < 6 || watches > 120 {
 				t.Errorf("%d watches in 3 s, want some 60", watches)
 			}
@@ -1011,7 +1016,7 @@ func TestTokenIsRead(t *testing.T) {
 		}
 		return nil
 	})
-	f.kubeconfig(t, p.URL, flannel) // rotated
+	f.kubeconfig(t, p.URL, flannel) // writes the new token, as when it is rotated
 	select {
 	case err := <-acquired:
 		if err != nil {
@@ -1022,9 +1027,9 @@ func TestTokenIsRead(t *testing.T) {
 	}
 }
 
-// TestWipedServer restarts the API server, and later replaces its store by an empty one. The restarted
-// server must count as the same store. The emptied one, with a new Node of the own name, must count as
-// another store.
+// TestWipedServer restarts the API server, and later replaces its store by an empty one. The store
+// of the restarted server must count as the same. The empty store, with a new Node of the own name,
+// must count as another one.
 //
 //stages:rest it takes half a minute; TestWatchNewNodes starts an API server too
 func TestWipedServer(t *testing.T) {
@@ -1060,7 +1065,8 @@ func TestWipedServer(t *testing.T) {
 	}
 }
 
-// TestThousandNodes replaces a thousand Nodes by others. The watch must publish all changes.
+// TestThousandNodes replaces a thousand Nodes by others. The watch must publish exactly the others
+// in the end.
 //
 //stages:rest it creates thousands of nodes
 func TestThousandNodes(t *testing.T) {
@@ -1089,7 +1095,7 @@ func TestThousandNodes(t *testing.T) {
 	t.Logf("written in %s, known %s later", written, time.Since(start)-written)
 }
 
-// parallel calls f with each number from 0 to n-1, from several goroutines, and waits for them.
+// parallel calls f with each number from 0 to n-1, from eight goroutines, and waits for them.
 func parallel(t *testing.T, n int, f func(int)) {
 	t.Helper()
 	const workers = 8

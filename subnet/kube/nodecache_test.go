@@ -25,14 +25,16 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
-// newNode returns a Node. created is the time of its creation, in seconds since 1970, and also its uid.
+// newNode returns a Node. created is the time of its creation, in seconds since 1970, and also its
+// uid as text.
 func newNode(name string, created int) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{
 		Name: name, UID: types.UID(strconv.Itoa(created)), CreationTimestamp: metav1.Unix(int64(created), 0), Annotations: map[string]string{},
 	}}
 }
 
-// randomStore changes Nodes at random, and sends the events to a cache.
+// randomStore changes Nodes at random, sends the events to a cache, and applies the cache's updates
+// to two ledgers.
 type randomStore struct {
 	t          *testing.T
 	rnd        *rand.Rand
@@ -63,7 +65,7 @@ func (w *randomStore) event(kind string, n *corev1.Node) {
 	w.v.publish(w.t.Context(), name, w.sink)
 }
 
-// answer answers the requests for the Nodes that the cache lacks.
+// answer requests the Nodes whose podCIDRs the cache lacks, and gives it the answers.
 func (w *randomStore) answer() {
 	for _, name := range w.v.missing() {
 		got := fetched{nodeRequest{names: []string{name}}, map[string]*ownNode{}}
@@ -108,8 +110,9 @@ func (w *randomStore) step() {
 	}
 }
 
-// TestChangesAndSnapshotsAgree applies thousands of random changes to two ledgers, one by the changes
-// and one by the snapshots. It compares them, and in the end also with the Nodes.
+// TestChangesAndSnapshotsAgree makes 5,000 random changes, and applies the updates to two ledgers:
+// one by their changes and one by their snapshots. It compares the ledgers after each change, and
+// in the end also with the Nodes.
 //
 //stages:rest it compares the ledgers after each of 5,000 changes
 func TestChangesAndSnapshotsAgree(t *testing.T) {
@@ -141,8 +144,8 @@ func TestChangesAndSnapshotsAgree(t *testing.T) {
 	}
 }
 
-// TestMangledFamilyIsLoggedOnce expects one line about a family that cannot be read, however often its
-// Node changes, and one line when it can be read again.
+// TestMangledFamilyIsLoggedOnce expects one line about a family that cannot be read, even if its
+// Node changes often, and one line when the family can be read again.
 func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
@@ -175,8 +178,8 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	}
 }
 
-// TestHeartbeatsAllocateNothing expects that an event that changes nothing of a lease costs the
-// cache no allocation, because there are hundreds of them in a second.
+// TestHeartbeatsAllocateNothing expects that an event that does not change a lease costs the cache
+// no allocation, because there are hundreds of such events in a second.
 func TestHeartbeatsAllocateNothing(t *testing.T) {
 	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), entries: map[string]*entry{}}

@@ -16,11 +16,11 @@ import (
 // proxy is a proxy before an API server. It records requests, and answers some of them itself.
 type proxy struct {
 	*httptest.Server
-	pass      func(http.ResponseWriter, *http.Request) // leaves a request to the API server
+	pass      func(http.ResponseWriter, *http.Request) // forwards a request to the API server
 	mu        sync.Mutex
 	intercept func(http.ResponseWriter, *http.Request) bool
-	seen      []string     // method and path with query
-	sent      atomic.Int64 // bytes of bodies of answers
+	seen      []string     // requests, as method and path with query
+	sent      atomic.Int64 // bytes in the bodies of the API server's answers
 }
 
 // counter counts the bytes of an answer.
@@ -70,7 +70,7 @@ func newProxy(t *testing.T, s *server) *proxy {
 }
 
 // answer makes f answer requests. If f returns false or is nil, the API server answers. answer also
-// clears the record of requests.
+// clears the record of requests, for requests and lists.
 func (p *proxy) answer(f func(http.ResponseWriter, *http.Request) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -85,7 +85,7 @@ func (p *proxy) requests() []string {
 	return append([]string(nil), p.seen...)
 }
 
-// status returns a function that answers every request with that status.
+// status returns a function for answer that answers every request with that HTTP status.
 func status(code int) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, _ *http.Request) bool {
 		w.Header().Set("Content-Type", "application/json")

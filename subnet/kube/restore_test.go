@@ -23,14 +23,15 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// restartableNode is node 1. It keeps its ledger and its own lease over restarts, like the daemon.
+// restartableNode is node 1. It keeps its ledger and its own lease across restarts, like the
+// daemon.
 type restartableNode struct {
 	f      *fixture
 	ledger subnet.Ledger
 	own    subnet.Lease
 }
 
-// savedState returns the ledger as it would be read from a state file.
+// savedState returns the state of the ledger in the form in which it is read from a state file.
 func (k *restartableNode) savedState(t *testing.T) (state subnet.LedgerState) {
 	t.Helper()
 	raw, err := json.Marshal(k.ledger.State())
@@ -56,8 +57,8 @@ func (k *restartableNode) known() map[string]string {
 	return all
 }
 
-// restart runs the node with its last known state, which change modifies unless it is nil. It stops the
-// node when until returns true for the known leases.
+// restart runs the node with its last known state. If change is not nil, it modifies that state
+// before. restart stops the node when the function until returns true for the known leases.
 func (k *restartableNode) restart(t *testing.T, change func(*subnet.LedgerState), until func(map[string]string) bool, options ...func(*Config)) {
 	t.Helper()
 	state := k.savedState(t)
@@ -71,7 +72,8 @@ func (k *restartableNode) restart(t *testing.T, change func(*subnet.LedgerState)
 	k.watch(t.Context(), t, m, state, until)
 }
 
-// watch restores the ledger from state, and watches until until returns true for the known leases.
+// watch restores the ledger from state, and runs Watch of m. It ends Watch when the function until
+// returns true for the known leases.
 func (k *restartableNode) watch(ctx context.Context, t *testing.T, m *Manager, state subnet.LedgerState, until func(map[string]string) bool) {
 	t.Helper()
 	k.ledger.Restore(state, time.Now())
@@ -92,7 +94,7 @@ func (k *restartableNode) watch(ctx context.Context, t *testing.T, m *Manager, s
 	}
 }
 
-// beat changes Nodes in a way that does not concern flannel, as kubelets do.
+// beat changes Nodes in a way that does not concern flannel, like a heartbeat of kubelet.
 func (f *fixture) beat(t *testing.T, names ...string) {
 	t.Helper()
 	for _, name := range names {
@@ -100,7 +102,7 @@ func (f *fixture) beat(t *testing.T, names ...string) {
 	}
 }
 
-// beatOften sends heartbeats of a Node until the test ends.
+// beatOften sends heartbeats of node3 until the test ends.
 func beatOften(t *testing.T, f *fixture) {
 	for {
 		select {
@@ -118,7 +120,7 @@ func has(names ...string) func(map[string]string) bool {
 	return func(known map[string]string) bool { return slices.Equal(slices.Sorted(maps.Keys(known)), names) }
 }
 
-// lists returns the requests that read all Nodes.
+// lists returns those requests since the last call of answer that read all Nodes.
 func (p *proxy) lists(t *testing.T) []string {
 	t.Helper()
 	return slices.DeleteFunc(p.requests(), func(text string) bool {
@@ -132,8 +134,8 @@ func (p *proxy) lists(t *testing.T) []string {
 	})
 }
 
-// TestRestartCostsWhatHasChanged counts the bytes of a restart among 1,000 Nodes, and expects no
-// list.
+// TestRestartCostsWhatHasChanged restarts a node among 1,000 Nodes. The API server must send less
+// than 100 kB, and no list.
 //
 //stages:rest TestRestartIsCheap counts requests
 func TestRestartCostsWhatHasChanged(t *testing.T) {
@@ -177,8 +179,9 @@ func TestRestartCostsWhatHasChanged(t *testing.T) {
 	}
 }
 
-// TestRestartAfterChanges changes Nodes while a manager is stopped. After its restart the manager
-// must know the same leases as one that starts without a last known state.
+// TestRestartAfterChanges changes Nodes while a manager is stopped. After its restart, without a
+// list, the manager must know the same leases as one that starts without a last known state. node5
+// is an exception, because only the restarted manager knows its former lease.
 func TestRestartAfterChanges(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -217,7 +220,7 @@ func without(all map[string]string, key string) map[string]string {
 }
 
 // TestRestartAtAnotherStore restarts a node whose last known state cannot be continued. It must
-// list the Nodes, and know what the API server has.
+// list the Nodes, and know those of the API server.
 func TestRestartAtAnotherStore(t *testing.T) {
 	exact := func(code int) func(http.ResponseWriter, *http.Request) bool {
 		return func(w http.ResponseWriter, r *http.Request) bool {
@@ -259,7 +262,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 			p := newProxy(t, f.server)
 			p.answer(tc.answer)
 			want := has("node3", "node4", "node5")
-			if name == "the state is of a later revision" { // node2 is held then
+			if name == "the state is of a later revision" { // node2 is held then, because the revision has gone back
 				want = has("node2", "node3", "node4", "node5")
 			}
 			k.restart(t, tc.state, want, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
@@ -270,7 +273,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 	}
 }
 
-// goneOnce refuses the first watch of all Nodes.
+// goneOnce returns a function for answer that refuses the first watch of all Nodes with 410.
 func goneOnce() func(http.ResponseWriter, *http.Request) bool {
 	refused := false
 	return func(w http.ResponseWriter, r *http.Request) bool {
@@ -283,15 +286,15 @@ func goneOnce() func(http.ResponseWriter, *http.Request) bool {
 	}
 }
 
-// TestAudit starts from a last known state that differs from the Nodes. The audit must correct it, and
-// report that once.
+// TestAudit starts from a last known state that differs from the Nodes. The audit must correct the
+// leases, and report that once.
 func TestAudit(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
 	for n := 2; n <= 9; n++ {
 		f.peer(t, n)
 	}
-	f.addNode(t, "other") // none of flannel's
+	f.addNode(t, "other") // a Node that flannel does not manage
 	k := &restartableNode{f: f}
 	all := []string{"node2", "node3", "node4", "node5", "node6", "node7", "node8", "node9"}
 	k.restart(t, nil, has(all...))
@@ -314,7 +317,7 @@ func TestAudit(t *testing.T) {
 		c.OnRepaired = func(n int) { repaired <- n }
 	})
 	m.timing.audit, m.timing.auditPage = 200*time.Millisecond, time.Millisecond
-	go beatOften(t, f) // the cache reaches the revision of the list by an event
+	go beatOften(t, f) // so that events bring the cache to the revision of the list
 	k.watch(ctx, t, m, state, func(known map[string]string) bool { return maps.Equal(known, want) })
 	if lists := p.lists(t); slices.ContainsFunc(lists, func(s string) bool { return !strings.Contains(s, "limit=") }) {
 		t.Errorf("the Nodes were listed at once: %q", lists)
@@ -331,8 +334,8 @@ func TestAudit(t *testing.T) {
 	}
 }
 
-// TestAuditFindsNothing restarts a node with a true state and expects that the audit corrects
-// nothing while Nodes come, change and go.
+// TestAuditFindsNothing restarts a node with a true state. The audit must correct nothing, although
+// Nodes are created, changed and deleted meanwhile.
 func TestAuditFindsNothing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)

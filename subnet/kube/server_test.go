@@ -38,7 +38,7 @@ const apiserver = "../../bin/tools/kube-apiserver"
 // server is a real API server on loopback, on a real etcd.
 type server struct {
 	dir, url string
-	program  string // etcd's; empty: the etcd that is linked in
+	program  string // path of an etcd; empty: the etcd that is linked in
 	etcd     *embed.Etcd
 	etcdProc *program
 	etcdURL  url.URL
@@ -49,11 +49,12 @@ type server struct {
 // program is a process that a test has started.
 type program struct {
 	*exec.Cmd
-	log    string // path
+	log    string // path of the log file
 	exited chan struct{}
 }
 
-// run starts a program that logs into dir. The kernel kills it when the process of the tests ends.
+// run starts the program at path, which logs into a file in dir. The kernel kills it when the
+// process of the tests ends.
 func run(dir, path string, args ...string) (*program, error) {
 	log, err := os.Create(filepath.Join(dir, filepath.Base(path)+".log"))
 	if err != nil {
@@ -81,7 +82,8 @@ func (p *program) kill() {
 	}
 }
 
-// await polls until up returns nil, for at most two minutes.
+// await calls up again and again until it returns nil, for at most two minutes. It returns an error
+// before if the program ends.
 func (p *program) await(up func() error) error {
 	deadline := time.Now().Add(2 * time.Minute)
 	for {
@@ -137,8 +139,8 @@ func sharedServer(tb testing.TB) *server {
 	return s
 }
 
-// start starts etcd and API server, on the data and at the address that they
-// had.
+// start starts etcd and the API server. After a stop they have the same data and addresses as
+// before.
 func (s *server) start() error {
 	if err := s.startEtcd(); err != nil {
 		return err
@@ -176,7 +178,7 @@ func (s *server) startEtcd() error {
 	return nil
 }
 
-// startProgram starts an etcd of another version.
+// startProgram starts the etcd of s.program, and returns when it is healthy.
 func (s *server) startProgram(peer url.URL) (err error) {
 	s.etcdProc, err = run(
 		s.dir, s.program, "--data-dir="+filepath.Join(s.dir, "etcd"),
@@ -253,7 +255,7 @@ func (s *server) stop() {
 	}
 }
 
-// wipe replaces the server by an empty one at the same address.
+// wipe stops etcd and the API server, and starts them again without data at the same addresses.
 func (s *server) wipe(t *testing.T) {
 	t.Helper()
 	s.stop()
@@ -271,8 +273,8 @@ var adminClient = sync.OnceValue(func() *http.Client {
 	}}
 })
 
-// try sends a request of an administrator, and returns the status and the body of the answer.
-// contentType is at most one type of the body, which is JSON without it.
+// try sends a request as an administrator, and returns the status and the body of the answer.
+// contentType is at most one type of the request's body, which is JSON without it.
 func (s *server) try(method, path string, body any, contentType ...string) (int, []byte, error) {
 	var raw []byte
 	if body != nil {
@@ -301,7 +303,7 @@ func (s *server) try(method, path string, body any, contentType ...string) (int,
 	return resp.StatusCode, answer, err
 }
 
-// do is like try, and expects that the request succeeds.
+// do is like try. The test fails if the request does not succeed.
 func (s *server) do(t testing.TB, method, path string, body any, contentType ...string) []byte {
 	t.Helper()
 	status, answer, err := s.try(method, path, body, contentType...)
@@ -349,7 +351,7 @@ func nodeBody(name string, annotations map[string]string, cidrs ...string) map[s
 	}
 }
 
-// hostOf is the host name of a Node, which need not be the Node's name.
+// hostOf returns the host name of a Node, which need not be the Node's name.
 func hostOf(node string) string { return "host-of-" + node }
 
 func (s *server) deleteNode(t testing.TB, name string) {
@@ -357,13 +359,14 @@ func (s *server) deleteNode(t testing.TB, name string) {
 	s.do(t, http.MethodDelete, "/api/v1/nodes/"+name, nil)
 }
 
-// note changes annotations of a Node; nil removes one.
+// note changes annotations of a Node; the value nil removes one.
 func (s *server) note(t testing.TB, name string, annotations map[string]any) {
 	t.Helper()
 	s.do(t, http.MethodPatch, "/api/v1/nodes/"+name, map[string]any{"metadata": map[string]any{"annotations": annotations}}, "application/merge-patch+json")
 }
 
-// fixture is a server without any Nodes, and the files of managers.
+// fixture is a server without any Nodes at the beginning of a test, and a folder for the files of
+// managers.
 type fixture struct {
 	*server
 	dir string
@@ -379,8 +382,8 @@ func newFixture(t *testing.T, s *server) *fixture {
 }
 
 // grant gives the daemon the permissions of flannel's first manifests, which are fewer than those
-// of later ones, and those for the Lease of a leader in one namespace. If events is true, the daemon may
-// also create Events.
+// of later ones, and those for the Leases of leaders in the namespace kube-system. If events is
+// true, the daemon may also create Events.
 func (f *fixture) grant(t *testing.T, events bool) {
 	t.Helper()
 	rules := []map[string]any{
@@ -418,7 +421,8 @@ func (f *fixture) grant(t *testing.T, events bool) {
 	f.do(t, http.MethodDelete, "/apis/coordination.k8s.io/v1/"+namespaced+"leases", nil)
 }
 
-// kubeconfig writes a kubeconfig with that URL and a file with that token, and returns its path.
+// kubeconfig writes a kubeconfig with that URL and a file with that token, and returns the path of
+// the kubeconfig. It replaces the files of an earlier call.
 func (f *fixture) kubeconfig(t *testing.T, url, token string) string {
 	t.Helper()
 	tokenFile := filepath.Join(f.dir, "token")
@@ -444,7 +448,8 @@ func (f *fixture) setConfig(t *testing.T, raw string) {
 	}
 }
 
-// manager returns a manager of a node, with short pauses.
+// manager returns a manager of the Node with that name, with short pauses. It is closed at the end
+// of the test.
 func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *Manager {
 	t.Helper()
 	cfg := Config{Kubeconfig: f.kubeconfig(t, f.url, flannel), NodeName: name, NetConfig: f.netConf()}
@@ -461,8 +466,8 @@ func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *M
 	return m
 }
 
-// expectStatus waits for a status of the API whose text contains want, and skips others. The text is
-// "<nil>" if the API is usable.
+// expectStatus waits for a status of the API whose text contains want, and skips others. The text
+// of a usable API is "<nil>".
 func expectStatus(t *testing.T, statuses <-chan error, want string) {
 	t.Helper()
 	timeout := time.After(patience)

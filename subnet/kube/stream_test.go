@@ -18,7 +18,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
-// answersAtTheEnd answers a request when its context ends.
+// answersAtTheEnd answers a request when the context of the request ends.
 type answersAtTheEnd struct{}
 
 func (answersAtTheEnd) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -26,8 +26,8 @@ func (answersAtTheEnd) RoundTrip(r *http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(iotest.ErrReader(r.Context().Err()))}, nil
 }
 
-// TestWatchAcceptedAtTheDeadline lets a server accept a watch at the moment at which the client gives
-// it up. The error must be one after which Keep tries again.
+// TestWatchAcceptedAtTheDeadline makes a server accept a watch at the moment at which the client
+// ends the request. watch must return an error after which Keep tries again.
 func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: answersAtTheEnd{}}}
@@ -38,8 +38,8 @@ func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	})
 }
 
-// TestDeadConnectionIsGivenUp expects keep-alive of the kernel, without which a watch over HTTP/1.1
-// would wait for a dead connection without end.
+// TestDeadConnectionIsGivenUp expects that the kernel closes a connection after 45 s without an
+// answer. Otherwise a watch over HTTP/1.1 would wait for ever on a dead connection.
 func TestDeadConnectionIsGivenUp(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -72,7 +72,7 @@ func TestDeadConnectionIsGivenUp(t *testing.T) {
 	}
 }
 
-// firstPage answers every request with the first page of a list.
+// firstPage answers every request with an empty first page of a list that has more pages.
 type firstPage struct{ t *testing.T }
 
 // RoundTrip implements http.RoundTripper.
@@ -80,8 +80,8 @@ func (p firstPage) RoundTrip(*http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(p.t, "1", "token")))}, nil
 }
 
-// TestPageThatWasNotAskedFor expects an error if the server answers with a page of the list, and no
-// page was requested.
+// TestPageThatWasNotAskedFor expects an error if the server answers with a page although the whole
+// list was requested.
 func TestPageThatWasNotAskedFor(t *testing.T) {
 	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
 	on := func(*wire.Node) {}

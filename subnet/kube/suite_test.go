@@ -19,7 +19,7 @@ const (
 	configDual = `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48","Backend":{"Type":"vxlan"}}`
 )
 
-// annotationKey returns the key of an annotation.
+// annotationKey returns the key of the annotation with that name and the default prefix.
 func annotationKey(name string) string { return annotation.DefaultPrefix + "/" + name }
 
 func defaultKeys() *annotation.Keys { return annotation.NewKeys(annotation.DefaultPrefix + "/") }
@@ -43,8 +43,8 @@ func cidrs(n int) []string {
 	return []string{fmt.Sprintf("10.5.%d.0/24", n), fmt.Sprintf("fd00:10:5:%x::/64", n)}
 }
 
-// Manager also creates the Node if it does not exist. Nodes with an even number have the IPv6 podCIDR
-// first.
+// Manager returns a manager of the Node with that number, and creates the Node if it does not
+// exist. Nodes with an even number have the IPv6 podCIDR first.
 func (b backing) Manager(t *testing.T, n int, _ ...netip.Prefix) subnet.Manager {
 	status, _, err := b.try(http.MethodGet, "/api/v1/nodes/"+nodeName(n), nil)
 	if err == nil && status == http.StatusNotFound {

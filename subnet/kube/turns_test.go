@@ -27,15 +27,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
-// crowd is an API server that many hosts ask.
+// crowd stands for an API server that many hosts ask.
 type crowd struct {
 	t     *testing.T
 	nodes int
-	busy  func(r *http.Request) *http.Response // called for small requests while the server is busy; nil: the usual answer
+	busy  func(r *http.Request) *http.Response // answers small requests while the server is busy; if it returns nil, they get the usual answer
 
 	mu     sync.Mutex
-	free   bool // not busy
-	counts int  // requests for the number of Nodes
+	free   bool // the server is not busy any more
+	counts int  // number of requests for the number of Nodes
 	lists  []time.Time
 }
 
@@ -81,18 +81,18 @@ func (c *crowd) RoundTrip(r *http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(list)))}, nil
 }
 
-// slowly delays an answer so that the request counts as slow.
+// slowly waits for so long that a request counts as slow, and leaves the answer to the crowd.
 func slowly(*http.Request) *http.Response {
 	time.Sleep(2 * slowAfter)
 	return nil
 }
 
-// refuse is the answer of API Priority and Fairness.
+// refuse returns the answer with which API Priority and Fairness refuses a request.
 func refuse(*http.Request) *http.Response {
 	return &http.Response{StatusCode: http.StatusTooManyRequests, Header: http.Header{"Retry-After": {"1"}}, Body: io.NopCloser(strings.NewReader("busy"))}
 }
 
-// watching starts the watches of hosts without a last known state.
+// watching starts the watches of hosts that have no last known state.
 func (c *crowd) watching(ctx context.Context, hosts int) {
 	for n := range hosts {
 		name := fmt.Sprintf("n%d", n)
@@ -110,8 +110,8 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 	}
 }
 
-// listed returns how long after start each list was requested, and how many requests asked for the number
-// of Nodes.
+// listed returns how long after start each list was requested, in order, and how many requests
+// asked for the number of Nodes.
 func (c *crowd) listed(start time.Time) (at []time.Duration, counts int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -136,8 +136,8 @@ func TestListWithoutAQueue(t *testing.T) {
 	})
 }
 
-// TestListsWaitForABusyServer expects no list while small requests are slow or refused. When
-// they are quick again, the lists of all hosts are spread.
+// TestListsWaitForABusyServer expects no list while small requests are slow or refused. When the
+// server answers them quickly again, the lists of all hosts must be spread.
 func TestListsWaitForABusyServer(t *testing.T) {
 	for name, busy := range map[string]func(*http.Request) *http.Response{"slow": slowly, "refusing": refuse} {
 		t.Run(name, func(t *testing.T) {
@@ -158,7 +158,7 @@ func TestListsWaitForABusyServer(t *testing.T) {
 				if len(at) != hosts {
 					t.Fatalf("%d of %d hosts have listed", len(at), hosts)
 				}
-				if name == "slow" && counts != hosts { // a refused count is repeated
+				if name == "slow" && counts != hosts { // a refused request for the number is repeated
 					t.Errorf("%d requests for the number of Nodes, want one by each of %d hosts", counts, hosts)
 				}
 				if spread := at[hosts*9/10] - at[hosts/10]; spread < 5*time.Second {
@@ -169,7 +169,8 @@ func TestListsWaitForABusyServer(t *testing.T) {
 	}
 }
 
-// TestListFromAServerThatIsAlwaysSlow expects that a host does not wait for ever.
+// TestListFromAServerThatIsAlwaysSlow expects that a host lists after turns.most although the
+// server is still slow.
 func TestListFromAServerThatIsAlwaysSlow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const nodes = 300
@@ -184,7 +185,8 @@ func TestListFromAServerThatIsAlwaysSlow(t *testing.T) {
 	})
 }
 
-// TestSlowRequests expects that the time of a connection does not count.
+// TestSlowRequests expects that a request is slow or not without the time in which the connection
+// was made. A refusal, and no answer in time, count as slow.
 func TestSlowRequests(t *testing.T) {
 	refused := &apiError{code: http.StatusTooManyRequests}
 	for _, tc := range []struct {
