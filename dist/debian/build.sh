@@ -49,7 +49,7 @@ put 755 dist/debian/postrm DEBIAN/postrm
 (cd "$root" && find etc -type f | sort | sed 's|^|/|') >"$root/DEBIAN/conffiles"
 # Replaces without Breaks: older packages of CNI plugins conflict only in the file
 # flannel, and their other plugins are needed.
-sed -e "s|@ARCH@|$arch|" -e "s|@VERSION@|$version|" -e "s|@SIZE@|$size|" dist/debian/control.in >"$root/DEBIAN/control"
+sed -e '/^#/d' -e "s|@ARCH@|$arch|" -e "s|@VERSION@|$version|" -e "s|@SIZE@|$size|" dist/debian/control.in >"$root/DEBIAN/control"
 (cd "$root" && find usr -type f | sort | xargs md5sum) >"$root/DEBIAN/md5sums"
 
 # All files get the date of the commit, so that the package is reproducible.

@@ -48,8 +48,12 @@ func render(t *testing.T, options ...string) string {
 	return text.String()
 }
 
+// license is the first line of the golden files, because the rendered chart has no license.
+const license = "# SPDX-License-Identifier: Apache-2.0\n"
+
 func expectGolden(t *testing.T, path, got string) {
 	t.Helper()
+	got = license + got
 	if *update {
 		if err := os.WriteFile(path, []byte(got), 0o600); err != nil {
 			t.Fatal(err)
