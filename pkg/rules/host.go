@@ -45,11 +45,11 @@ func NewHost() *Host {
 	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*wait.Shared{}}
 }
 
-// Run waits until a Keeper first needs the iptables programs, searches for them, and
-// returns nil. It also returns nil if ctx ends before. ctx must not end before the sessions
-// of all Keepers. A session may end during the search: the session on the last known state
-// ends when the store answers. The next session then uses the result, because on a busy
-// host the programs that the search runs take most of the start.
+// Run searches the iptables programs when a Keeper first needs them, and then returns nil.
+// It ends early if ctx ends. ctx must not end before the last Keep. A Keep may end during
+// the search: that of a session on the last known state ends when the store answers. The next
+// Keep then uses the result, because on a busy host the programs that the search runs take
+// most of the start.
 func (h *Host) Run(ctx context.Context) error {
 	select {
 	case families := <-h.wanted:
@@ -83,7 +83,7 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	}
 	found := iptables.NewPrograms(v)
 	for _, f := range families {
-		_, _ = found.Variant(ctx, f) // a session asks again and reports an error
+		_, _ = found.Variant(ctx, f) // a Keep asks again and reports an error
 	}
 	return found
 }
@@ -103,7 +103,7 @@ func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Appl
 	return w
 }
 
-// watcher returns the subscription to changes of these chains, which sessions share.
+// watcher returns the subscription to changes of these chains, which Keepers share.
 func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestUnfilteredBridges checks that there is a warning for each family whose bridged packets bypass
-// netfilter. Sessions after the first one must not repeat the warning.
+// TestUnfilteredBridges checks that there is a warning for each family without a bridge filter.
+// Each later Keep must not repeat the warning.
 func TestUnfilteredBridges(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files map[string]string
@@ -52,9 +52,8 @@ func TestUnfilteredBridges(t *testing.T) {
 	}
 }
 
-// TestProgramsAreSearchedOnce checks that, if a session ends during the search for the
-// programs, the next session uses the result of that search and does not run the programs
-// again.
+// TestProgramsAreSearchedOnce checks that, if a Keep ends while the programs are searched,
+// the next Keep uses the result of the search and does not run the programs again.
 func TestProgramsAreSearchedOnce(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
@@ -80,7 +79,7 @@ func TestProgramsAreSearchedOnce(t *testing.T) {
 	defer keep.Close()
 	end()
 	if p := <-ended; p != nil {
-		t.Error("the ended session has got programs")
+		t.Error("the Keep that has ended got programs, want none")
 	}
 	if _, err := keep.WriteString(strings.Repeat("go\n", 20)); err != nil {
 		t.Fatal(err)

@@ -14,11 +14,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
 )
 
-// TestKernelSessions checks which firewall contains the rules of two networks of one host after a session
+// TestKernelRuns checks which firewall contains the rules of two networks of one host after a run
 // has changed its firewall, after another program has deleted rules, and after the removal of each network.
-// It also checks how often the sessions report a repair and a cleanup. Only the test's thread is in the
+// It also checks how often the runs report a repair and a cleanup. Only the test's thread is in the
 // network namespace, so the test calls prepare and step, and not Keep.
-func TestKernelSessions(t *testing.T) {
+func TestKernelRuns(t *testing.T) {
 	firewalltest.Enter(t)
 	h := NewHost()
 	h.wanted <- families(firewalltest.Policy())
@@ -31,19 +31,19 @@ func TestKernelSessions(t *testing.T) {
 	var repairs []bool
 	one, two := newKeeper(h, func(repaired bool, _ error) { repairs = append(repairs, repaired) }), newKeeper(h, nil)
 	one.config.Cleaned = func() { cleaned++ }
-	running := map[*Keeper]*session{}
-	start := func(k *Keeper, f Flavour, p firewall.Policy) *session {
+	running := map[*Keeper]*run{}
+	start := func(k *Keeper, f Flavour, p firewall.Policy) *run {
 		t.Helper()
 		if last := running[k]; last != nil {
 			last.rules.leave(k)
 		}
-		s := newSession(k, f, p, func() {})
-		running[k] = s
-		s.prepare(t.Context())
-		if err := s.step(t.Context()); err != nil {
+		r := newRun(k, f, p, func() {})
+		running[k] = r
+		r.prepare(t.Context())
+		if err := r.step(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		return s
+		return r
 	}
 	// expect checks which networks are in the rules of a firewall.
 	expect := func(when, list string, first, second bool) {
@@ -60,18 +60,18 @@ func TestKernelSessions(t *testing.T) {
 	start(two, IPTables, other)
 	start(one, IPTables, firewalltest.Policy())
 	expect("both use iptables", iptables, true, true)
-	s := start(one, NFTables, firewalltest.Policy())
+	r := start(one, NFTables, firewalltest.Policy())
 	expect("one has changed to nftables", iptables, false, true)
 	expect("one has changed to nftables", nft, true, false)
 	repairs = nil
 	firewalltest.Shell(t, "nft flush table ip flannel-ipv4")
 	for range 2 {
-		if err := s.step(t.Context()); err != nil {
+		if err := r.step(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if len(repairs) != 2 || !repairs[0] || repairs[1] || cleaned != 2 {
-		t.Errorf("repairs %v and %d cleanups, want one repair and a cleanup for each session", repairs, cleaned)
+		t.Errorf("repairs %v and %d cleanups, want one repair and a cleanup for each Keep", repairs, cleaned)
 	}
 	expect("the rules were deleted", nft, true, false)
 	if err := NewHost().Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {

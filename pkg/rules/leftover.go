@@ -14,8 +14,8 @@ import (
 )
 
 // Remove removes the traffic rules of networks from every firewall of this host. If it
-// fails in one firewall, it continues with the others and returns all errors. No session
-// can write rules while Remove runs. Otherwise a session could write removed rules again,
+// fails in one firewall, it continues with the others and returns all errors. No Keeper
+// can write rules while Remove runs. Otherwise a Keeper could write removed rules again,
 // because it has read them before the removal.
 func (h *Host) Remove(ctx context.Context, networks []netip.Prefix) error {
 	h.writing.Lock()

@@ -22,7 +22,7 @@ type Config struct {
 	// Report is called after each attempt to apply the rules, except for one that the end
 	// of ctx has cut off. repaired is set if another program had changed them.
 	Report func(ctx context.Context, repaired bool, err error)
-	// Cleaned is called once in each session, when no rules of former networks or in other
+	// Cleaned is called once in each Keep, when no rules of former networks or in other
 	// firewalls are left.
 	Cleaned func()
 }

@@ -51,16 +51,16 @@ func newKeeper(h *Host, report func(repaired bool, err error)) *Keeper {
 	})
 }
 
-// TestChoiceIsLogged checks that a session logs its firewall only if the last session had
-// another flavour or reason. The first session may be on the last known state, and the next
+// TestChoiceIsLogged checks that a run logs its firewall only if the last run had
+// another flavour or reason. The first run may be that of the session on the last known state, and the next
 // one on the configuration from the store.
 func TestChoiceIsLogged(t *testing.T) {
 	const last = " in the last known configuration"
 	off, on, flag := Choice{Flavour: IPTables, Reason: "off"}, Choice{Flavour: NFTables, Reason: "on"}, Choice{Flavour: IPTables, Reason: "flag"}
 	from := func(source string, c Choice) Choice { c.Source = source; return c }
 	for name, tt := range map[string]struct {
-		sessions []Choice
-		want     []string
+		choices []Choice
+		want    []string
 	}{
 		"first start":            {[]Choice{off}, []string{`firewall="iptables" because="off"`}},
 		"restart":                {[]Choice{from(last, on), on}, []string{`firewall="nftables" because="on` + last + `"`}},
@@ -71,9 +71,9 @@ func TestChoiceIsLogged(t *testing.T) {
 		ctx, log := logging(t)
 		k := newKeeper(newHost(t), nil)
 		if f := k.Flavour(); f != "" {
-			t.Errorf("%s: flavour %q before the first session, want none", name, f)
+			t.Errorf("%s: flavour %q before the first Keep, want none", name, f)
 		}
-		for _, c := range tt.sessions {
+		for _, c := range tt.choices {
 			if f := k.choose(ctx, c); f != c.Flavour || k.Flavour() != f {
 				t.Errorf("%s: chosen %q, in use %q, want %q", name, f, k.Flavour(), c.Flavour)
 			}
@@ -121,9 +121,9 @@ func (s *scripted) Apply(_ context.Context, policies ...firewall.Policy) (bool, 
 	return false, err
 }
 
-// TestSession checks what a session reports, and when it cleans up, after failures and after success. If
-// another program changes the rules before each step, the session must report each repair and slow down.
-func TestSession(t *testing.T) {
+// TestRun checks what a run reports, and when it cleans up, after failures and after success. If
+// another program changes the rules before each step, the run must report each repair and slow down.
+func TestRun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		broken := errors.New("broken")
 		var reports []error
@@ -137,10 +137,10 @@ func TestSession(t *testing.T) {
 			}
 		})
 		k.config.Cleaned = func() { cleaned++ }
-		s := newSession(k, NFTables, firewall.Policy{Former: former}, func() {})
-		s.rules, s.leftovers = &writer{applier: active, turn: &k.host.writing}, []leftover{{"old", old, firewall.Policy{Former: former}}}
-		for i, fails := range []bool{true, true, true, false, false} { // two passes fail, then the first cleanup fails
-			if err := s.step(t.Context()); (err != nil) != fails {
+		r := newRun(k, NFTables, firewall.Policy{Former: former}, func() {})
+		r.rules, r.leftovers = &writer{applier: active, turn: &k.host.writing}, []leftover{{"old", old, firewall.Policy{Former: former}}}
+		for i, fails := range []bool{true, true, true, false, false} { // two passes fail themselves, one fails to clean
+			if err := r.step(t.Context()); (err != nil) != fails {
 				t.Errorf("step %d: %v", i, err)
 			}
 		}
@@ -159,7 +159,7 @@ func TestSession(t *testing.T) {
 		const fight = 100
 		start := time.Now()
 		for range fight {
-			_ = s.step(t.Context())
+			_ = r.step(t.Context())
 		}
 		if took := time.Since(start); repairs != fight || took < (fight-repairBurst-1)*time.Second {
 			t.Errorf("%d of %d repairs within %v, want them to slow down", repairs, fight, took)
@@ -176,19 +176,19 @@ func TestSharedPasses(t *testing.T) {
 		return firewall.Policy{Networks: []firewall.Network{{Network: netip.MustParsePrefix(network)}}}
 	}
 	repairs := map[string]int{}
-	join := func(network string) *session {
+	join := func(network string) *run {
 		k := newKeeper(h, func(repaired bool, _ error) {
 			if repaired {
 				repairs[network]++
 			}
 		})
-		s := newSession(k, NFTables, of(network), func() {})
-		s.rules = w
-		return s
+		r := newRun(k, NFTables, of(network), func() {})
+		r.rules = w
+		return r
 	}
 	second, first := join("10.6.0.0/16"), join("10.5.0.0/16")
-	for _, s := range []*session{second, first, second} {
-		if err := s.step(t.Context()); err != nil {
+	for _, r := range []*run{second, first, second} {
+		if err := r.step(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -208,7 +208,7 @@ func TestSharedPasses(t *testing.T) {
 	}
 }
 
-// interrupted is an Applier that ends the session while it writes the rules. changed says
+// interrupted is an Applier that ends the run while it writes the rules. changed says
 // whether it may have written.
 type interrupted struct {
 	end     context.CancelFunc
@@ -221,27 +221,27 @@ func (e interrupted) Apply(ctx context.Context, _ ...firewall.Policy) (bool, err
 	return e.changed, ctx.Err()
 }
 
-// TestRulesOfAnEndedSession checks that a session logs rules as written if the last session
+// TestRulesOfAnEndedSession checks that a run logs rules as written if the last run
 // has written them and could not log that.
-func TestRulesOfAnEndedSession(t *testing.T) {
+func TestRulesOfAnEndedRun(t *testing.T) {
 	for _, wrote := range []bool{true, false} {
 		ctx, log := logging(t)
 		k := newKeeper(newHost(t), nil)
-		session := func(ctx context.Context, a firewall.Applier) {
-			s := newSession(k, NFTables, firewall.Policy{}, func() {})
-			s.rules = &writer{applier: a, turn: &k.host.writing}
-			if err := s.step(ctx); err != nil {
+		step := func(ctx context.Context, a firewall.Applier) {
+			r := newRun(k, NFTables, firewall.Policy{}, func() {})
+			r.rules = &writer{applier: a, turn: &k.host.writing}
+			if err := r.step(ctx); err != nil {
 				t.Error(err)
 			}
 		}
 		first, end := context.WithCancel(ctx)
-		session(first, interrupted{end, wrote})
+		step(first, interrupted{end, wrote})
 		if log.Len() > 0 {
-			t.Errorf("log of the ended session: %s", log)
+			t.Errorf("log of the ended run: %s, want nothing", log)
 		}
-		for _, reported := range []bool{wrote, false} { // only the next session logs it as written
+		for _, reported := range []bool{wrote, false} { // only the next run logs it as written
 			log.Reset()
-			session(ctx, &scripted{})
+			step(ctx, &scripted{})
 			if want := fmt.Sprintf("written=%v", reported); !strings.Contains(log.String(), want) {
 				t.Errorf("want %s: %s", want, log)
 			}

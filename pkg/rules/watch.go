@@ -12,7 +12,7 @@ import (
 )
 
 // watch calls wake when the rules of one of places may have changed, and returns when ctx ends. It also
-// calls wake each time that listening begins. All sessions that keep rules in these places share w.
+// calls wake each time that listening begins. All runs that keep rules in these places share w.
 func watch(ctx context.Context, w *wait.Shared, places []firewall.Place, wake func()) {
 	changed, first, _ := w.Join(func(wake func()) (stop func(), err error) {
 		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -25,7 +25,7 @@ func watch(ctx context.Context, w *wait.Shared, places []firewall.Place, wake fu
 	})
 	defer w.Leave(changed)
 	if !first {
-		wake() // another session has begun to listen before, so nothing else wakes this one now
+		wake() // another Keeper has begun to listen before, so nothing else wakes this one now
 	}
 	for {
 		select {

@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// If another program keeps changing the rules, a session repairs them a few times without a
-// pause, and then once a second, so that the repairs cost little.
+// If another program keeps changing the rules, a Keep repairs them a few times without a pause,
+// and then once a second, so that the repairs cost little.
 const (
 	repairRate  = 1 // per second
 	repairBurst = 10
@@ -32,11 +32,11 @@ const (
 // if ctx ends before. A Keeper maintains one policy at a time: the caller calls Keep again
 // only after the last Keep has returned.
 func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried func()) {
-	newSession(k, k.choose(ctx, c), p, tried).run(ctx)
+	newRun(k, k.choose(ctx, c), p, tried).maintain(ctx)
 }
 
-// choose returns the flavour for a session, which is never Auto. It logs the flavour if the
-// flavour or the reason differs from the last session.
+// choose returns the flavour for a run, which is never Auto. It logs the flavour if the
+// flavour or the reason differs from the last run.
 func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	if c.Flavour == Auto {
 		c.Flavour, c.Reason = k.host.automatic()
@@ -50,8 +50,8 @@ func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	return c.Flavour
 }
 
-// session is one call of Keep. It maintains one policy.
-type session struct {
+// run is one call of Keep. It maintains one policy.
+type run struct {
 	keeper  *Keeper
 	flavour Flavour
 	policy  firewall.Policy
@@ -67,30 +67,30 @@ type session struct {
 	repairs   *repair.Limiter
 }
 
-func newSession(k *Keeper, f Flavour, p firewall.Policy, tried func()) *session {
-	return &session{
+func newRun(k *Keeper, f Flavour, p firewall.Policy, tried func()) *run {
+	return &run{
 		keeper: k, flavour: f, policy: p, tried: sync.OnceFunc(tried),
 		repairs: repair.New(repairRate, repairBurst, "repaired traffic rules that another program had changed", "times"),
 	}
 }
 
-// run maintains the policy until ctx ends.
-func (s *session) run(ctx context.Context) {
-	if s.policy.Wanted() {
-		s.keeper.host.warnBridges(ctx, bridgeSettings, s.policy)
+// maintain maintains the policy until ctx ends.
+func (r *run) maintain(ctx context.Context) {
+	if r.policy.Wanted() {
+		r.keeper.host.warnBridges(ctx, bridgeSettings, r.policy)
 	}
-	period, places := s.prepare(ctx)
+	period, places := r.prepare(ctx)
 	if ctx.Err() != nil {
 		return
 	}
-	defer s.rules.leave(s.keeper)
+	defer r.rules.leave(r.keeper)
 	l := loop.New(period, func(ctx context.Context) error {
-		defer s.tried()
-		return s.step(ctx)
+		defer r.tried()
+		return r.step(ctx)
 	})
 	var wg sync.WaitGroup
 	if len(places) > 0 {
-		wg.Go(func() { watch(ctx, s.keeper.host.watcher(places), places, l.Wake) })
+		wg.Go(func() { watch(ctx, r.keeper.host.watcher(places), places, l.Wake) })
 	}
 	_ = l.Run(ctx)
 	wg.Wait()
@@ -98,48 +98,48 @@ func (s *session) run(ctx context.Context) {
 
 // prepare chooses the firewall that applies the rules, and finds the other firewalls that
 // may contain leftovers. It returns the resync period, and the chains whose changes the
-// kernel announces. If ctx ends, it returns early, and run must not use the session.
-func (s *session) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
-	period = s.keeper.config.Resync
-	host, of := s.keeper.host, families(s.policy)
+// kernel announces. If ctx ends, it returns early, and the caller must not use r.
+func (r *run) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
+	period = r.keeper.config.Resync
+	host, of := r.keeper.host, families(r.policy)
 	var inUse map[prefix.Family]iptables.Variant
-	switch wanted := s.policy.Wanted(); {
-	case !wanted && s.flavour == NFTables: // there is nothing to watch
-		s.rules = host.writer("nftables", of, nftables.New())
+	switch wanted := r.policy.Wanted(); {
+	case !wanted && r.flavour == NFTables: // there is nothing to watch
+		r.rules = host.writer("nftables", of, nftables.New())
 	case !wanted: // there is no need to examine the host
-		s.rules = host.writer("iptables", of, iptables.New(iptables.Default))
-	case s.flavour == NFTables:
-		s.rules, places = host.writer("nftables", of, nftables.New()), nftables.OwnPlaces()
+		r.rules = host.writer("iptables", of, iptables.New(iptables.Default))
+	case r.flavour == NFTables:
+		r.rules, places = host.writer("nftables", of, nftables.New()), nftables.OwnPlaces()
 	default:
 		programs := host.programs(ctx, of)
 		if programs == nil {
 			return 0, nil
 		}
-		s.rules = host.writer("chosen iptables", of, programs.Applier())
-		inUse = s.variants(ctx, programs)
+		r.rules = host.writer("chosen iptables", of, programs.Applier())
+		inUse = r.variants(ctx, programs)
 		if slices.Contains(slices.Collect(maps.Values(inUse)), iptables.Legacy) {
-			period = s.keeper.config.LegacyResync * 5 / 4 // the loop has a jitter of a fifth, so this is never more often than configured
+			period = r.keeper.config.LegacyResync * 5 / 4 // the loop has a jitter of a fifth, so this is never more often than configured
 		} else {
 			places = iptables.Places()
 		}
 	}
-	s.leftovers = leftovers(s.flavour, s.policy.Cleanup(), inUse)
+	r.leftovers = leftovers(r.flavour, r.policy.Cleanup(), inUse)
 	return period, places
 }
 
 // variants returns the variant of the iptables programs for each family of the policy. It
 // repeats the detection until it succeeds or ctx ends, because with a wrong variant the
 // cleanup would remove the rules in use.
-func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
+func (r *run) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
 	found := map[prefix.Family]iptables.Variant{}
 	ctx, enough := context.WithCancel(ctx)
 	defer enough()
-	_ = loop.New(s.keeper.config.Resync, func(ctx context.Context) error {
-		for _, f := range families(s.policy) {
+	_ = loop.New(r.keeper.config.Resync, func(ctx context.Context) error {
+		for _, f := range families(r.policy) {
 			v, err := p.Variant(ctx, f)
 			if err != nil {
-				_ = s.pass(ctx) // reports the same error, and applies the rules of the other family
-				s.tried()
+				_ = r.pass(ctx) // reports the same error, and applies the rules of the other family
+				r.tried()
 				return err
 			}
 			found[f] = v
@@ -151,74 +151,74 @@ func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix
 }
 
 // step applies the policy. If that succeeds, it also removes the rules in other firewalls,
-// until this has succeeded once in the session.
-func (s *session) step(ctx context.Context) error {
-	if err := s.pass(ctx); err != nil || s.cleaned || ctx.Err() != nil {
+// until this has succeeded once in the run.
+func (r *run) step(ctx context.Context) error {
+	if err := r.pass(ctx); err != nil || r.cleaned || ctx.Err() != nil {
 		return err
 	}
-	s.policy.Former = nil // another daemon may use a former network from now on
-	return s.clean(ctx)
+	r.policy.Former = nil // another daemon may use a former network from now on
+	return r.clean(ctx)
 }
 
 // pass applies the policy and reports the result. If ctx has ended, it returns nil, and
 // reports only a change that has succeeded.
-func (s *session) pass(ctx context.Context) error {
-	w := s.rules.apply(ctx, s.keeper, s.policy)
+func (r *run) pass(ctx context.Context) error {
+	w := r.rules.apply(ctx, r.keeper, r.policy)
 	changed, err := w.changed, w.err
 	if ctx.Err() != nil && err != nil && changed {
-		s.keeper.unreported = true
+		r.keeper.unreported = true
 	}
 	if ctx.Err() != nil && (err != nil || !changed) { // a successful change is reported even after the end of ctx
 		return nil
 	}
-	s.note(ctx, w)
+	r.note(ctx, w)
 	return err
 }
 
 // note logs and reports the result of a pass. If there are too many repairs, it then
 // pauses.
-func (s *session) note(ctx context.Context, w written) {
+func (r *run) note(ctx context.Context, w written) {
 	log, err := klog.FromContext(ctx), w.err
-	repaired := w.changed && s.inPlace && !w.joined // a pass with a new policy writes anyway
+	repaired := w.changed && r.inPlace && !w.joined // a pass with a new policy writes anyway
 	switch {
-	case err != nil && !s.failing:
-		log.Error(err, "traffic rules are not in place, trying again", "firewall", string(s.flavour))
-	case err == nil && !s.inPlace:
-		log.Info("traffic rules are in place", "firewall", string(s.flavour), "masquerade", s.policy.Masquerade,
-			"forward", s.policy.Forward, "written", w.changed || s.keeper.unreported)
-		s.keeper.unreported = false
+	case err != nil && !r.failing:
+		log.Error(err, "traffic rules are not in place, trying again", "firewall", string(r.flavour))
+	case err == nil && !r.inPlace:
+		log.Info("traffic rules are in place", "firewall", string(r.flavour), "masquerade", r.policy.Masquerade,
+			"forward", r.policy.Forward, "written", w.changed || r.keeper.unreported)
+		r.keeper.unreported = false
 	}
-	s.failing, s.inPlace = err != nil, err == nil
+	r.failing, r.inPlace = err != nil, err == nil
 	n := 0
 	if repaired {
 		n = 1
 	}
-	s.repairs.Note(ctx, n)
-	s.keeper.config.Report(ctx, repaired, err)
-	_ = wait.For(ctx, s.repairs.Pause()) // the loop notices the end of ctx
+	r.repairs.Note(ctx, n)
+	r.keeper.config.Report(ctx, repaired, err)
+	_ = wait.For(ctx, r.repairs.Pause()) // the loop notices the end of ctx
 }
 
 // clean removes the rules in other firewalls, and stops at the first failure. A failure
-// does not affect readiness, because the session's own rules are applied.
-func (s *session) clean(ctx context.Context) error {
+// does not affect readiness, because the run's own rules are applied.
+func (r *run) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
-	for _, l := range s.leftovers {
-		w := s.keeper.host.writer("leftovers in "+l.name, nil, l.applier)
-		result := w.apply(ctx, s.keeper, l.gone)
-		w.leave(s.keeper)
+	for _, l := range r.leftovers {
+		w := r.keeper.host.writer("leftovers in "+l.name, nil, l.applier)
+		result := w.apply(ctx, r.keeper, l.gone)
+		w.leave(r.keeper)
 		removed, err := result.changed, result.err
 		if removed && (err == nil || ctx.Err() == nil) {
-			log.Info("removed traffic rules from another firewall", "firewall in use", string(s.flavour))
+			log.Info("removed traffic rules from another firewall", "firewall in use", string(r.flavour))
 		}
 		if err != nil {
-			if !s.uncleaned && ctx.Err() == nil {
+			if !r.uncleaned && ctx.Err() == nil {
 				log.Error(err, "cannot remove the rules of another firewall, trying again")
 			}
-			s.uncleaned = true
+			r.uncleaned = true
 			return err
 		}
 	}
-	s.cleaned = true
-	s.keeper.config.Cleaned()
+	r.cleaned = true
+	r.keeper.config.Cleaned()
 	return nil
 }
