@@ -57,7 +57,7 @@ const leastLasting = time.Second
 
 // errUnanswered means that a route to a wanted destination leads to another host, and must stay until
 // the store answers: the store may have given the subnet to that host.
-var errUnanswered = errors.New("the datastore has not answered, and may have given the subnet to another host")
+var errUnanswered = errors.New("the store has not answered, and may have given the subnet to another host")
 
 // joinError is an error of Cloud.Join. A host cannot write any route before Join succeeds.
 type joinError struct{ error }

@@ -192,7 +192,7 @@ func TestZombie(t *testing.T) {
 	run(t, func(b *bed) {
 		b.comparison()
 		b.expectRoutes("before the store has answered", routeTo(1, 2))
-		b.expectResult("before the store has answered", "leave route 10.5.1.0/24 to host-2 in table table-1: the datastore has not answered", 0)
+		b.expectResult("before the store has answered", "leave route 10.5.1.0/24 to host-2 in table table-1: the store has not answered", 0)
 		b.setConnected(false)
 		b.answer(2)
 		b.comparison()
@@ -215,7 +215,7 @@ func TestZombieBesideALostRoute(t *testing.T) {
 	run(t, func(b *bed) {
 		b.comparison()
 		b.expectRoutes("before the store has answered", routeTo(1, 9), routeTo(1, 2))
-		b.expectResult("before the store has answered", "leave route 10.5.1.0/24 to host-2 in table table-1: the datastore has not answered", 0)
+		b.expectResult("before the store has answered", "leave route 10.5.1.0/24 to host-2 in table table-1: the store has not answered", 0)
 		b.answer(2)
 		b.comparison()
 		b.expectRoutes("after the store has answered", routeTo(1, 1))
