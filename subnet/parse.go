@@ -15,24 +15,27 @@ import (
 // wireConfig is the configuration as stored. Addresses stay raw, because null
 // and absent mean different things.
 type wireConfig struct {
-	EnableIPv4     bool // the network has IPv4
-	EnableIPv6     bool // the network has IPv6
+	EnableIPv4     bool // pods have IPv4 addresses
+	EnableIPv6     bool // pods have IPv6 addresses
 	EnableNFTables bool // traffic rules are in nftables instead of iptables
 
-	NonMasqueradeCIDRs []string // destinations, besides the network, that see the pods' own addresses
+	// destinations outside of the network that get packets with the address of the pod, and not with
+	// that of its host
+	NonMasqueradeCIDRs []string
 
-	Network   json.RawMessage // IPv4 network; required with IPv4
-	SubnetLen uint16          // prefix length of each host's IPv4 subnet; 0 is derived
-	SubnetMin json.RawMessage // first IPv4 subnet to hand out, as its base address; derived if absent
-	SubnetMax json.RawMessage // last IPv4 subnet to hand out, as its base address; derived if absent
+	Network   json.RawMessage // range of the IPv4 addresses of all pods; required with IPv4
+	SubnetLen uint16          // prefix length of each host's IPv4 subnet; 0 means that flanneld derives it from Network
+	SubnetMin json.RawMessage // base address of the first IPv4 subnet that a host can get; derived from Network if absent
+	SubnetMax json.RawMessage // base address of the last IPv4 subnet that a host can get; derived from Network if absent
 
-	IPv6Network   json.RawMessage // IPv6 network; required with IPv6
-	IPv6SubnetLen uint16          // prefix length of each host's IPv6 subnet; 0 is derived
-	IPv6SubnetMin json.RawMessage // first IPv6 subnet to hand out; derived if absent
-	IPv6SubnetMax json.RawMessage // last IPv6 subnet to hand out; derived if absent
+	IPv6Network   json.RawMessage // range of the IPv6 addresses of all pods; required with IPv6
+	IPv6SubnetLen uint16          // prefix length of each host's IPv6 subnet; 0 means that flanneld derives it from IPv6Network
+	IPv6SubnetMin json.RawMessage // base address of the first IPv6 subnet that a host can get; derived from IPv6Network if absent
+	IPv6SubnetMax json.RawMessage // base address of the last IPv6 subnet that a host can get; derived from IPv6Network if absent
 
-	Backend json.RawMessage // how packets travel: an object with Type and the keys of that backend; udp if absent
-	// the backend to which the network migrates, in the form of Backend; absent if it does not
+	// how packets travel between hosts: an object with the Type of a backend and its keys; udp if absent
+	Backend json.RawMessage
+	// backend to which the network migrates, in the form of Backend; absent if there is no migration
 	NextBackend json.RawMessage
 }
 

@@ -16,9 +16,13 @@ import (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Writer           string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
-	RouteTableID     tableIDs         // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
-	RouteTableFilter []string         // filters of EC2 that choose the tables of the VPC, such as "tag:cluster=blue"; several values of one name are alternatives
+	Writer string // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
+	// id of the route table, or a list of ids. If RouteTableFilter is absent too, flanneld uses the table of the
+	// VPC's subnet in which the host is, or the main table of the VPC if that subnet has none
+	RouteTableID tableIDs
+	// filters of EC2 that choose the route tables of the VPC, such as "tag:cluster=blue"; a table must match all
+	// names, and one value of each name
+	RouteTableFilter []string
 	Overflow         backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 

@@ -30,13 +30,13 @@ const (
 
 // configKeys is the Backend object of the network configuration.
 type configKeys struct {
-	PreStartupCommand   string // runs before the host takes its subnet; its output is published in the lease
-	PostStartupCommand  string // runs when the host has its subnet
-	SubnetAddCommand    string // runs for the subnet of each other host
-	SubnetRemoveCommand string // runs when the subnet of another host is gone
-	ShutdownCommand     string // runs when flanneld is stopped
-	Shell               *bool  // whether sh runs the commands; if unset, only those that use shell syntax
-	CommandTimeout      int    // seconds after which a command is killed
+	PreStartupCommand   string // command that runs before the host takes its subnet; the host publishes its output in the lease
+	PostStartupCommand  string // command that runs when the host has its subnet
+	SubnetAddCommand    string // command that runs for the subnet of each other host, when the subnet appears or its lease changes
+	SubnetRemoveCommand string // command that runs when the subnet of another host is gone, and before SubnetAddCommand runs again for it
+	ShutdownCommand     string // command that runs when flanneld is stopped
+	Shell               *bool  // true: sh runs all commands; false: sh runs none; absent: sh runs those with shell syntax
+	CommandTimeout      int    // seconds after which a command that still runs is killed, with its children
 }
 
 func defaults() configKeys { return configKeys{CommandTimeout: defaultTimeout} }

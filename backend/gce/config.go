@@ -13,7 +13,7 @@ import (
 // config is the Backend object of the network configuration.
 type config struct {
 	Writer   string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
-	Cluster  string           // name of the cluster in the descriptions of its routes, such as "blue"; hosts replace and remove only routes of their own cluster
+	Cluster  string           // name of the cluster, such as "blue", which the descriptions of its routes contain; hosts replace and remove only routes of their own cluster
 	Overflow backend.Overflow // tunnel to hosts that the routes of the VPC network do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 

@@ -24,7 +24,7 @@ const Type = "ipip"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	DirectRouting bool // use plain routes to peers on a network of this host
+	DirectRouting bool // plain routes, without the tunnel, to peers on the same network as this host
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference

@@ -14,9 +14,9 @@ import (
 // config is the Backend object of the network configuration.
 type config struct {
 	Writer          string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
-	Cluster         string           // name of the cluster in the descriptions of its routes, such as "blue"; hosts of other clusters do not replace or remove routes with it
-	AccessKeyID     string           // SecretId of a key, which everything that reads the store can see; better give the instance a role
-	AccessKeySecret string           // SecretKey of that key
+	Cluster         string           // name of the cluster, such as "blue", which the descriptions of its routes contain; hosts of other clusters do not replace or remove these routes
+	AccessKeyID     string           // SecretId of an API key. Every program that can read the store can read the key: if possible, give the instance a role instead
+	AccessKeySecret string           // SecretKey of the API key AccessKeyID
 	Overflow        backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 

@@ -17,8 +17,9 @@ const defaultPort = 8285
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Port int    // UDP port that all hosts listen on
-	Mode string // whether flanneld or the kernel carries the packets; auto prefers the kernel
+	Port int // UDP port on which all hosts receive packets
+	// userspace: flanneld carries the packets; kernel: the kernel does; auto: the kernel if it can, else flanneld
+	Mode string
 }
 
 func defaults() config { return config{Port: defaultPort, Mode: modeAuto} }

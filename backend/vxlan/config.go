@@ -23,13 +23,18 @@ const (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	VNI           int  // VXLAN network identifier, also the number in the device's name
-	Port          int  // UDP port that peers send to; 0 means the kernel's 8472
-	MTU           int  // MTU of the network between the hosts in bytes; 0 means that of the external interface, and "probe" that each host finds the MTU of each path
-	GBP           bool // group-based policy extension; must be the same on all hosts
-	Learning      bool // whether the device learns MACs from packets; not needed
-	DirectRouting bool // use plain routes to peers on a network of this host
-	// ChecksumOffload says where checksums are computed: in hardware (on), on this host (off), or by the kernel's default (auto).
+	VNI  int // VXLAN network identifier, which is also the number in the device's name
+	Port int // UDP port on which all hosts receive packets; 0 means 8472, the kernel's default
+	// MTU in bytes of the underlay, the existing network between the hosts; 0 means that of the external
+	// interface. "probe" is like 0, and each host also finds the MTU of the path to each peer
+	MTU int
+	GBP bool // group-based policy extension of VXLAN; must be the same on all hosts
+	// the device also learns from packets which host has a MAC address; not needed, because flanneld
+	// tells the device
+	Learning      bool
+	DirectRouting bool // plain routes, without the tunnel, to peers on the same network as this host
+	// where checksums are computed: by the network card (on), by the host's CPU (off), or as the kernel
+	// decides (auto)
 	ChecksumOffload string
 }
 

@@ -44,18 +44,28 @@ const (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	ListenPort                  int    // UDP port
-	ListenPortV6                int    // UDP port of the IPv6 device, only in mode separate
-	MTU                         int    // MTU of the network between the hosts in bytes; 0 means that of the external interface, and "probe" that each host finds the MTU of each path
-	PSK                         string // preshared key of all peers
-	PSKFile                     string // file on each host with the preshared key, instead of PSK
-	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 sends none
-	Mode                        string // a device for each family, or one for both with outer packets of that family
-	Implementation              string // the kernel's WireGuard, this process's, or with auto the kernel's if there is one
-	// seconds for which a host must see a peer behind NAT at the same endpoint before it shares that in its
-	// lease, and the least time between two changes of the lease; 0 shares and tries none
+	ListenPort   int // UDP port on which the host receives packets; in mode separate, that of the IPv4 device
+	ListenPortV6 int // UDP port of the IPv6 device in mode separate
+	// MTU in bytes of the underlay, the existing network between the hosts; 0 means that of the external
+	// interface. "probe" is like 0, and each host also finds the MTU of the path to each peer
+	MTU     int
+	PSK     string // preshared key of all peers, in addition to the key pair of each host
+	PSKFile string // path of a file on each host that contains the preshared key; instead of PSK
+	// seconds between packets to each peer that make a NAT on the path keep its mapping; 0 means that there
+	// are no such packets
+	PersistentKeepaliveInterval int
+	// separate: a device for each address family; ipv4 or ipv6: one device for both, with outer packets of
+	// that family; auto: one device that chooses the outer family for each peer
+	Mode string
+	// kernel: the WireGuard of the kernel; userspace: that of flanneld; auto: that of the kernel if it has one
+	Implementation string
+	// hosts publish in their leases at which endpoints they see peers behind NAT, and try the endpoints that
+	// others publish. The value is the time in seconds for which an endpoint must be the same before a host
+	// publishes it, and the minimum time between two changes of a lease. With 0, hosts do neither
 	EndpointSharingInterval int
-	SameLocation            backend.SameLocation // backend between hosts of one location: vxlan or host-gw, or an object with this Type and its keys
+	// backend between hosts of one location, where packets need no encryption: vxlan or host-gw, or an object
+	// with this Type and its keys
+	SameLocation backend.SameLocation
 }
 
 func defaults() config {
