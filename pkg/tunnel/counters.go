@@ -50,7 +50,8 @@ func (c *Counters) Sent() uint64 { return c.sent.Load() }
 // Received returns the number of packets that were written to the device.
 func (c *Counters) Received() uint64 { return c.received.Load() }
 
-// Dropped returns the number of dropped packets for every reason.
+// Dropped returns the number of dropped packets for each reason, by the reason's name.
+// It includes the reasons that have not occurred.
 func (c *Counters) Dropped() map[string]uint64 {
 	all := make(map[string]uint64, reasons)
 	for r := range reasons {

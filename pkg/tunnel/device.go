@@ -17,8 +17,8 @@ import (
 )
 
 // Device is an open TUN device (linux/if_tun.h). Reading it returns packets that the
-// kernel routes to it. Unless Persist was called, the kernel deletes the device when the
-// last program closes it.
+// kernel routes to it. Unless Persist(true) was called, the kernel deletes the device
+// when the last program closes it.
 type Device struct {
 	file *os.File
 	raw  syscall.RawConn // raw connection of file
@@ -104,7 +104,8 @@ func (d *Device) prepare(fd int) error {
 
 // AcceptOwn makes the kernel accept IPv4 packets from the device whose source is an
 // address of this host, such as ICMP errors. It must be called on a thread in the
-// device's network namespace.
+// device's network namespace. If the kernel's setting cannot be written, AcceptOwn
+// returns an error only if the setting is off.
 func (d *Device) AcceptOwn() error {
 	const sysctls = "/proc/sys/net/ipv4/conf"
 	err := os.WriteFile(filepath.Join(sysctls, d.name, "accept_local"), []byte("1"), 0)
@@ -136,8 +137,9 @@ func (d *Device) setOffloads(fd int) error {
 	return fmt.Errorf("set offloads: %w", err)
 }
 
-// WithoutOffloads makes the kernel exchange single, complete packets, like a kernel
-// without offloads.
+// WithoutOffloads makes the kernel exchange single, complete packets through the
+// device, like a kernel without offloads. It must be called before a tunnel starts on
+// the device.
 func (d *Device) WithoutOffloads() error {
 	d.tcp, d.udp = false, false
 	return d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, 0) })
@@ -162,8 +164,8 @@ func (d *Device) Persist(on bool) error {
 	return nil
 }
 
-// Alive reports whether the device still exists under its name. Another program may have
-// deleted it.
+// Alive reports whether the device still exists under its name. Another program may
+// have deleted or renamed it.
 func (d *Device) Alive() bool {
 	return d.control(func(fd int) error {
 		req, err := status(fd)

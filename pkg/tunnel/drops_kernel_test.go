@@ -34,8 +34,8 @@ type singlePeer struct {
 	to netip.AddrPort
 }
 
-// newSinglePeer creates a singlePeer on host i of the lab, which sends to host to. The
-// numbers begin with 1.
+// newSinglePeer creates a singlePeer on the host with number i of the lab, which sends
+// to the host with number to. The numbers begin with 1.
 func newSinglePeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *singlePeer {
 	t.Helper()
 	h := l.Host(i)
@@ -115,9 +115,8 @@ func internetChecksum(b []byte) uint16 {
 
 func isEchoReply(b []byte) bool { return len(b) == 28 && b[9] == 1 && b[20] == 0 }
 
-// TestKernelPlainPeer pings through a tunnel from a minimal peer that sends and receives
-// one packet at a time. It runs with every combination of offloads, and checks TTL and
-// checksums of the reply.
+// TestKernelPlainPeer pings a host with a tunnel from a singlePeer. It runs with every
+// combination of offloads, and checks TTL and checksums of the reply.
 func TestKernelPlainPeer(t *testing.T) {
 	for _, m := range modes() {
 		t.Run(m.name, func(t *testing.T) {
@@ -244,7 +243,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	}
 	waittest.Eventually(t, patience, "counters", func() error {
 		have := nonzeroDrops(e.Counters)
-		delete(have, NoRoute.String()) // the host replies to addresses without a peer
+		delete(have, NoRoute.String()) // some of the host's replies go to addresses that no peer has
 		if diff := cmp.Diff(expected, have); diff != "" {
 			return errors.New(diff)
 		}
@@ -392,8 +391,8 @@ func sendUDP(t *testing.T, h *lab.Host, dst string, ttl, size, discover int) {
 	}
 }
 
-// TestKernelICMPErrors checks that senders get ICMP errors about packets that cannot be
-// sent.
+// TestKernelICMPErrors checks that a sender gets an ICMP error if no peer has the
+// destination, or if the hop limit is used up.
 func TestKernelICMPErrors(t *testing.T) {
 	for name, tc := range map[string]struct {
 		dst       string
@@ -564,8 +563,9 @@ func TestKernelDeviceDeleted(t *testing.T) {
 	}
 }
 
-// TestKernelPersistence checks that only a persistent device outlives its process, and
-// that the next process can open it with any number of queues.
+// TestKernelPersistence checks that only a persistent device still exists after Close,
+// and that OpenDevice opens it again, also if it was created with several queues. While
+// a device is open, it cannot be opened again.
 func TestKernelPersistence(t *testing.T) {
 	l := newTestLab(t, 1, prefix.IPv4)
 	h := l.Host(1)
@@ -625,8 +625,8 @@ func TestKernelPersistence(t *testing.T) {
 	}
 }
 
-// TestKernelOtherDevice checks that OpenDevice does not touch a device with the same name
-// that is not a TUN device.
+// TestKernelOtherDevice checks that OpenDevice returns an error if a bridge has the
+// name of the device.
 func TestKernelOtherDevice(t *testing.T) {
 	l := newTestLab(t, 1, prefix.IPv4)
 	h := l.Host(1)

@@ -70,9 +70,11 @@ func (i *inbound) read(fd uintptr) error {
 // ready implements direction. Writing to the device never waits.
 func (*inbound) ready() bool { return true }
 
-// nextOffset returns the offset in buf for the next receive. The offset is behind the
-// gathered packets if more can be added to them, because the next datagrams may continue a
-// super-packet that the sender had to split. Otherwise nextOffset flushes these packets.
+// nextOffset returns the offset in buf for the next receive. If more can be added to
+// the gathered packets and buf has room, the offset is behind them, because the next
+// datagrams may continue a super-packet that the sender had to split. Otherwise
+// nextOffset flushes the gathered packets, and the offset is at the start of buf,
+// behind the offload header.
 func (i *inbound) nextOffset() int {
 	if i.merged {
 		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
@@ -83,8 +85,9 @@ func (i *inbound) nextOffset() int {
 	return packet.OffloadLen
 }
 
-// take handles the result of one receive: n bytes of buf from at on, which contain
-// datagrams of size bytes, or one datagram if size is 0.
+// take handles the result of one receive: n bytes of buf from offset at on. They
+// contain datagrams of size bytes, of which the last may be shorter. If size is 0, they
+// contain one datagram.
 func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	if now := i.Table.current.Load(); now != i.routes || from != i.from {
 		i.flush() // the merger contains packets of one sender only, because datagram does not check packets that the merger adds
@@ -117,8 +120,8 @@ func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 	return WrongPort, from.Port() != i.socket.local.Port()
 }
 
-// datagram handles one datagram, which is in buf from at to end. It reports whether the
-// packet goes to the device.
+// datagram handles one datagram, which is in buf from offset at to end. It gathers the
+// packet for the device and reports true, or drops the packet and reports false.
 func (i *inbound) datagram(at, end int) bool {
 	if i.refused {
 		i.Counters.drop(i.reason)
@@ -163,9 +166,12 @@ func (i *inbound) sourceAllowed(src netip.Addr) bool {
 	return i.allowed
 }
 
-// belongsToSender reports whether src may belong to the present sender. The address on
-// which this host receives datagrams never does: the device accepts packets with this
-// host's own addresses, so a peer could use that address to impersonate the host.
+// belongsToSender reports whether the present sender may use the source src. An address
+// in a peer's subnet must be in a subnet of the sender. Other addresses of the networks
+// are not allowed, and addresses outside of the networks only with foreignSources. The
+// address on which this host receives datagrams is never foreign: the device accepts
+// packets with this host's own addresses, so a peer could use that address to
+// impersonate the host.
 func (i *inbound) belongsToSender(src netip.Addr) bool {
 	public, found := i.routes.subnets.Lookup(src)
 	if found {

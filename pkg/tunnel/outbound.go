@@ -36,7 +36,7 @@ type outbound struct {
 // the same size, except that the last one may be shorter.
 type batch struct {
 	buf     []byte
-	n       int // bytes
+	n       int // bytes of the packets in buf
 	size    int // size of the first packet in bytes
 	count   int
 	full    bool // no packet may follow
@@ -130,7 +130,8 @@ func (o *outbound) add(b []byte) bool {
 	return true
 }
 
-// route looks up the peer whose subnet contains dst.
+// route reports whether a peer's subnet contains dst, and sets public to the public
+// address of that peer.
 func (o *outbound) route(dst netip.Addr) bool {
 	if now := o.Table.current.Load(); now != o.routes || dst != o.dst {
 		o.routes, o.dst = now, dst
@@ -146,8 +147,9 @@ func (o *outbound) addAll(s *socket, to netip.AddrPort, all packet.Segments) {
 	}
 }
 
-// room returns the place for a packet of n bytes to a peer. If the packet does not fit
-// into the batch, room sends the batch first.
+// room appends a packet of n bytes to the batch, and returns the place to which the
+// caller must write it. to is the address of the packet's peer. If the batch is for
+// another peer or cannot take the packet, room first sends the batch.
 func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	b := &o.batch
 	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count == maxDatagrams) {
@@ -243,8 +245,9 @@ func (o *outbound) sendOne(p []byte) {
 	}
 }
 
-// tooBig handles a packet that is too large for the path to its peer like a router: it
-// fragments the packet or returns an ICMP error.
+// tooBig does what a router does with a packet that is too large for the path to its
+// peer: it fragments the packet or, if that is forbidden, drops it and returns an ICMP
+// error to the sender.
 func (o *outbound) tooBig(p []byte) {
 	b := &o.batch
 	h, _ := packet.Parse(p)
@@ -259,7 +262,7 @@ func (o *outbound) tooBig(p []byte) {
 	done, err := o.sendFragments(p, h, mtu)
 	for done && errors.Is(err, unix.EMSGSIZE) {
 		if mtu = b.socket.nextLowerMTU(mtu); mtu == 0 {
-			break // no size passes
+			break // even the smallest size does not pass
 		}
 		done, err = o.sendFragments(p, h, mtu)
 	}
@@ -274,8 +277,9 @@ func (o *outbound) tooBig(p []byte) {
 	}
 }
 
-// sendFragments sends p in fragments of at most mtu bytes. It reports false if p must not
-// be fragmented.
+// sendFragments sends p in fragments of at most mtu bytes. It sends nothing and returns
+// false if p must not be fragmented or mtu is too small. It stops at the first fragment
+// that cannot be sent, and returns true with the error.
 func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool, err error) {
 	b := &o.batch
 	done = packet.Fragment(o.scratch, p, h, mtu, func(f []byte) {
@@ -286,10 +290,10 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 	return done, err
 }
 
-// sendICMPError sends an ICMP error to the sender of p, which came from the device, at a
-// limited rate like a router. Errors about sizes have their own limit. So a program that
-// sends many packets to unused addresses cannot suppress the errors that path MTU
-// discovery needs.
+// sendICMPError writes an ICMP error to the device for the sender of p, because p came
+// from the device. It limits the rate of errors, like a router. Errors about sizes have
+// their own limit. So a program that sends many packets to unused addresses cannot
+// suppress the errors that path MTU discovery needs.
 func (o *outbound) sendICMPError(e packet.ICMPError, p []byte, h packet.Header, mtu int) {
 	limit := o.errorLimit
 	if e == packet.TooBig {

@@ -118,8 +118,8 @@ func receivedCounts(t *testing.T, in *socket, total uint64) (counts []int) {
 	return counts
 }
 
-// TestOneByOne checks that a peer gets single datagrams for a while after the kernel has
-// refused to send it several at a time, and that other peers get several at a time.
+// TestOneByOne checks that a peer gets single datagrams for a while after sending it
+// several at a time has failed with EIO, and that other peers get several at a time.
 func TestOneByOne(t *testing.T) {
 	const size, ack = 1420, 0x10
 	frame := func(to string) []byte {

@@ -137,8 +137,8 @@ func (s *socket) hasRoom() bool {
 	return s.room[0].Revents&unix.POLLOUT != 0
 }
 
-// mtuTo returns the maximum packet size in bytes on the path to a peer, as far as the
-// kernel knows.
+// mtuTo returns the size in bytes of the largest packet whose datagram fits the path to
+// a peer, as far as the kernel knows. It returns an error if there is no route.
 func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	if err := unix.Connect(s.probe, sockaddr(to)); err != nil {
 		return 0, err
@@ -203,9 +203,10 @@ func newReceiver() *receiver {
 	return r
 }
 
-// receive makes one receive on fd into b. It returns the number n of bytes, and the address
-// and port that they come from. The bytes contain datagrams of size bytes, of which the
-// last may be shorter, or one datagram if size is 0.
+// receive makes one receive on fd into b. It returns the number n of received bytes,
+// and the address and port that sent them. The bytes contain datagrams of size bytes,
+// of which the last may be shorter. If size is 0, they contain one datagram. If nothing
+// has arrived, the error is EAGAIN.
 func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPort, err error) {
 	r.part.Base = &b[0]
 	r.part.SetLen(len(b))
@@ -261,8 +262,9 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	return s.write()
 }
 
-// parseControl parses the control messages of a receive, and sets lost. It returns the size
-// of the datagrams that the kernel has combined, or 0 if there is only one.
+// parseControl parses the control messages of a receive, and sets lost. It returns the
+// size in bytes of the datagrams that the kernel has combined, or 0 if it has combined
+// none.
 func (r *receiver) parseControl(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))

@@ -14,7 +14,7 @@ import (
 // call. That takes more CPU time than copying the packets. worker handles the
 // consequences for other goroutines.
 
-// read reads from fd to b.
+// read reads from fd to b. If there is nothing to read, it returns EAGAIN.
 func read(fd uintptr, b []byte) (int, error) {
 	n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)))
 	if errno != 0 {
@@ -38,7 +38,8 @@ func newFDWriter(conn syscall.RawConn, call func(fd uintptr) unix.Errno) *fdWrit
 	return w
 }
 
-// write makes the call. While the descriptor has no room, write waits in the runtime.
+// write makes the call and returns its error. While the descriptor has no room, write
+// waits in the runtime.
 func (w *fdWriter) write() error {
 	if err := w.conn.Write(w.attempt); err != nil {
 		return err
@@ -46,7 +47,8 @@ func (w *fdWriter) write() error {
 	return w.err
 }
 
-// try makes the call and reports whether it is done.
+// try makes the call and sets err to its result. It reports false, and leaves err, if
+// the descriptor has no room.
 func (w *fdWriter) try(fd uintptr) bool {
 	errno := w.call(fd)
 	for errno == unix.EINTR {

@@ -12,7 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Peer is another host and its subnet.
+// Peer is the subnet of another host, and the public address of that host. A host with
+// a subnet of each family is two Peers.
 type Peer struct {
 	Subnet netip.Prefix
 	Public netip.Addr // destination of datagrams to the peer, and source of datagrams from it; several peers may share it
@@ -48,7 +49,9 @@ func NewTable() *Table {
 // tables is faster.
 const maxPersistentChanges = 64
 
-// Update removes peers and then adds others. Tunnels see all of the changes or none.
+// Update removes peers and then adds others. Tunnels see all of the changes or none. A
+// removed peer must be in the table and an added one must not: otherwise the number of
+// peers by public address becomes wrong.
 func (t *Table) Update(removed, added []Peer) {
 	t.writing.Lock()
 	defer t.writing.Unlock()
@@ -85,5 +88,5 @@ func (t *Table) Update(removed, added []Peer) {
 	t.current.Store(&r)
 }
 
-// Size returns the number of peers.
+// Size returns the number of subnets of peers.
 func (t *Table) Size() int { return t.current.Load().subnets.Size() }

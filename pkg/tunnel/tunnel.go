@@ -37,8 +37,8 @@ type SourceCheck string
 
 // The source checks.
 const (
-	// CheckStrict accepts a packet only if it comes from the public address of a peer, and
-	// its source is in a subnet of that address.
+	// CheckStrict accepts a packet only if its datagram comes from the public address
+	// of a peer, and its source is in the subnet of a peer with that public address.
 	CheckStrict SourceCheck = "strict"
 	// CheckNetwork also accepts sources outside of the networks from any peer, because
 	// packets that enter the network at a peer may keep their source.
@@ -55,7 +55,8 @@ type Config struct {
 	// Local contains the addresses to send from and listen on, at most one per address
 	// family. Peers must listen on the same port.
 	Local []netip.AddrPort
-	// Own contains this host's addresses in the network, one per family.
+	// Own contains this host's addresses in the network, one per family. They are the
+	// sources of ICMP errors.
 	Own []netip.Addr
 	// Networks contains the prefixes in which the subnets of all peers are.
 	Networks []netip.Prefix
@@ -135,7 +136,8 @@ func index(ipv6 bool) int {
 	return 0
 }
 
-// end records the error with which a direction has ended.
+// end records err if it is the first error with which a direction has ended, and closes
+// done. It ignores err while Close runs.
 func (t *Tunnel) end(err error) {
 	t.fail.Do(func() {
 		if !t.closing.Load() {
@@ -145,12 +147,12 @@ func (t *Tunnel) end(err error) {
 	})
 }
 
-// Done returns a channel that is closed when at least one direction of the tunnel has
-// ended.
+// Done returns a channel that is closed when a direction has failed, or when Close has
+// ended the tunnel.
 func (t *Tunnel) Done() <-chan struct{} { return t.done }
 
-// Err returns the error that has ended the tunnel. It returns nil if the tunnel was
-// closed or still runs.
+// Err returns the error of the direction that has failed, also after Close. It returns
+// nil while the tunnel runs, and if only Close has ended it.
 func (t *Tunnel) Err() error {
 	select {
 	case <-t.done:
@@ -160,8 +162,8 @@ func (t *Tunnel) Err() error {
 	}
 }
 
-// Close ends the tunnel and waits for its end. Unread packets stay in the device for the
-// next tunnel.
+// Close ends the tunnel and waits for its end. Unread packets stay in the device for
+// the next tunnel. Close must be called exactly once, also after an error.
 func (t *Tunnel) Close() error {
 	t.closing.Store(true)
 	err := t.Device.file.SetReadDeadline(time.Unix(1, 0))

@@ -85,9 +85,9 @@ func TestKernelDatagrams(t *testing.T) {
 	}
 }
 
-// exchange sends UDP datagrams of different sizes in bursts. addr is an address of to.
-// exchange fails the test unless each datagram of a burst arrives unchanged before it
-// sends the next burst.
+// exchange sends UDP datagrams of different sizes in bursts. addr is an address of the
+// end to. exchange fails the test unless each datagram of a burst arrives unchanged
+// before it sends the next burst.
 func exchange(t *testing.T, from, to *end, addr netip.Addr) {
 	t.Helper()
 	waittest.Eventually(t, patience, "ping", func() error { // an IPv6 address may not be ready yet
@@ -133,7 +133,7 @@ func exchange(t *testing.T, from, to *end, addr netip.Addr) {
 }
 
 // transfer sends data over TCP in writes of random sizes, and fails the test unless the
-// same data arrives. addr is an address of to.
+// same data arrives. addr is an address of the end to.
 func transfer(t *testing.T, from, to *end, addr netip.Addr) {
 	t.Helper()
 	const size = 8 << 20

@@ -31,14 +31,14 @@ type direction interface {
 // worker runs a direction while there is data to read.
 //
 // The runtime does not know of the direction's system calls (see syscall.go). To it, a
-// worker that never waits looks like a goroutine that computes. It would not check the
-// descriptors of other workers until the worker's time slice is over and, if the process
-// was idle before, not at all. yield solves both problems.
+// worker that never waits looks like a goroutine that computes. So the runtime would
+// check the descriptors of other workers only when the worker's time slice is over and,
+// if the process was idle before, never. yield solves both problems.
 //
-// A worker without data to read waits at once. It could yield the CPU and read once more,
-// because more packets have often arrived by then. That would save a tenth of its CPU
-// time. But on a busy host a goroutine that yields runs again only milliseconds later,
-// while one that waits is woken before others.
+// A worker without data to read waits at once. It could yield the CPU and read once
+// more, because more packets have often arrived by then. That would save a tenth of its
+// CPU time. But on a busy host a goroutine that yields runs again only milliseconds
+// later, while one that waits is woken before others.
 type worker struct {
 	direction
 	task    string // for errors
@@ -52,7 +52,7 @@ type worker struct {
 
 func newWorker(d direction, conn syscall.RawConn, closing *atomic.Bool, task string) *worker {
 	w := &worker{direction: d, conn: conn, closing: closing, task: task}
-	w.runTurn = func(fd uintptr) { _, _ = w.turn(fd, w.ready) } // after an error, the worker's own turn gets it again
+	w.runTurn = func(fd uintptr) { _, _ = w.turn(fd, w.ready) } // the next turn of the worker itself gets the same error again
 	return w
 }
 
@@ -63,8 +63,8 @@ func connect(workers []*worker) {
 	}
 }
 
-// run runs the direction until it fails, or until closing is set and the descriptor is
-// closed.
+// run runs the direction until it fails or the tunnel is closing. Its result is never
+// nil. The caller ignores the result if the tunnel is closing.
 func (w *worker) run() error {
 	var failed error
 	always := func() bool { return true }
@@ -87,8 +87,8 @@ func (w *worker) run() error {
 }
 
 // turn makes up to readsPerTurn reads, while goOn returns true and the tunnel is not
-// closing, and then flushes. It reports whether there may be more to read. The caller holds
-// mu.
+// closing, and then flushes. more is true only if turn has made all these reads, so
+// that there may be more to read. The caller holds mu.
 func (w *worker) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	defer w.flush()
 	for range readsPerTurn {
@@ -106,9 +106,9 @@ func (w *worker) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	return true, nil
 }
 
-// yield runs the other workers for a turn, unless they are running. It also wakes the
-// runtime's watchdog, which schedules other goroutines. It never waits for the output of
-// another worker.
+// yield runs every other worker for a turn, unless that is running already. The turn
+// ends early when the other worker's output has no room, so yield never waits for it.
+// yield also wakes the runtime's watchdog, which schedules other goroutines.
 func (w *worker) yield() {
 	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0) // wakes the watchdog, like every call that the runtime knows of
 	for _, o := range w.others {

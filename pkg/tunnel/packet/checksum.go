@@ -70,8 +70,8 @@ func fold(s uint64) uint16 {
 // swap converts a 16-bit number to the byte order of sum.
 func swap(v uint16) uint64 { return uint64(bits.ReverseBytes16(v)) }
 
-// nonzero returns the checksum to write into a datagram. It replaces zero, which would
-// mean that there is no checksum.
+// nonzero returns the checksum c as it is written into a datagram: 0xffff instead of
+// zero, because zero would mean that there is no checksum.
 func nonzero(c uint16) uint16 {
 	if c == 0 {
 		return 0xffff

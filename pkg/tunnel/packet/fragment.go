@@ -5,9 +5,10 @@ package packet
 import "encoding/binary"
 
 // Fragment calls emit with each fragment of the IPv4 packet b, whose parsed header is h
-// (RFC 791, 3.2). Each fragment has at most mtu bytes. It is in buf, which must have at
-// least mtu bytes, so it is valid only until emit returns. Fragment reports false, without
-// a call of emit, if b must not be fragmented or mtu is too small.
+// (RFC 791, 3.2). Each fragment has at most mtu bytes. All fragments use buf, which
+// must have at least mtu bytes, so a fragment is valid only until emit returns.
+// Fragment reports false, without a call of emit, if b must not be fragmented or mtu is
+// too small.
 func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	room := (mtu - h.Len) &^ 7
 	if h.DontFragment || room <= 0 {

@@ -21,8 +21,8 @@ func seeds(f *testing.F) {
 	f.Add([]byte{})
 }
 
-// FuzzDeviceFrame handles any bytes like a frame from a device. All packets that come out
-// must be valid.
+// FuzzDeviceFrame handles any bytes like a frame from a device. Parse must find no
+// fault in the packets that come out.
 func FuzzDeviceFrame(f *testing.F) {
 	seeds(f)
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -149,7 +149,8 @@ func FuzzDatagrams(f *testing.F) {
 
 // normal returns packet b, whose transport header is at the given offset, without the
 // differences that merging and splitting may cause: the identification of a packet that
-// must not be fragmented, and the form of a zero checksum.
+// must not be fragmented, the header checksum, and the form of a zero transport
+// checksum.
 func normal(b []byte, transport int, tcp bool) []byte {
 	b = bytes.Clone(b)
 	if b[0]>>4 == 4 {

@@ -15,7 +15,7 @@ type ICMPError uint8
 const (
 	Unreachable  ICMPError = iota // there is no route to the destination's network
 	TimeExceeded                  // the hop limit is used up
-	TooBig                        // larger than the next link allows, and fragmentation is forbidden
+	TooBig                        // the packet is larger than the next link allows, and fragmentation is forbidden
 )
 
 // MaxICMPError is the maximum length in bytes of a message that Write returns.
@@ -33,9 +33,11 @@ const (
 )
 
 // Write returns the ICMP error about the packet b, whose parsed header is h. It writes
-// the message, with its IP header, to the start of dst, which must have MaxICMPError bytes.
-// src is the source of the message. mtu is used with TooBig only. Write returns nil if no
-// error may be sent about b.
+// the message, with its IP header, to the start of dst, which must have MaxICMPError
+// bytes. src is the source of the message. mtu is the MTU that TooBig reports, but at
+// least the minimum MTU of the family; other kinds ignore it. Write returns nil if no
+// error may be sent about b, if src is of another family, or if the IPv4 header has the
+// maximum length.
 func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byte {
 	if h.LaterFragment || h.Len >= maxHeader4 || h.Dst.IsMulticast() || !Forwardable(h.Src) || src.Is6() != h.IPv6 {
 		return nil
@@ -94,8 +96,8 @@ func icmpFormatOf(ipv6 bool) icmpFormat {
 	}
 }
 
-// isError reports whether an ICMP type is an error or another message that must not cause
-// an error (RFC 1122, 3.2.2; RFC 4443, 2.4).
+// isError reports whether typ is the ICMP type of an error or of a Redirect, because no
+// ICMP error may be sent about these (RFC 1122, 3.2.2; RFC 4443, 2.4).
 func isError(typ byte, ipv6 bool) bool {
 	if ipv6 {
 		return typ < 128 || typ == 137 // 137 is Redirect

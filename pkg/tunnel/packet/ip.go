@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package packet parses IP packets, changes them in place, splits super-packets into
-// single packets and merges single packets. It is pure and accepts any bytes. It reports
-// an invalid packet as a Fault.
+// single packets, and merges single packets into super-packets. It is pure. Parse
+// accepts any bytes, and reports an invalid packet as a Fault.
 //
 //   - ip.go parses IPv4 and IPv6 headers.
 //   - offload.go splits super-packets, and merge.go merges packets into them.
-//   - icmp.go writes ICMP errors, fragment.go fragments packets, and checksum.go computes
-//     checksums.
+//   - icmp.go writes ICMP errors, fragment.go fragments packets, and checksum.go
+//     computes checksums.
 package packet
 
 import (
@@ -36,11 +36,12 @@ const (
 	NoFault     Fault = iota
 	Truncated         // shorter than its header, or than the length in its header
 	BadVersion        // neither IPv4 nor IPv6
-	BadHeader         // an impossible header length
+	BadHeader         // impossible lengths in the header, or an IPv6 packet with an IPv4-mapped address
 	BadChecksum       // wrong checksum of the IPv4 header
 )
 
-// Header contains the parts of an IP header that decide where a packet goes.
+// Header contains the fields of an IP header that this package and its callers need:
+// addresses, lengths, protocol, hop limit and fragmentation.
 type Header struct {
 	Src, Dst netip.Addr
 	Len      int   // length of the IP header in bytes, without IPv6 extension headers
@@ -57,12 +58,13 @@ type Header struct {
 }
 
 // Forwardable reports whether a packet between two hosts can have a as its source or
-// destination. It cannot be an unspecified, loopback, multicast or broadcast address.
+// destination. It cannot if a is an unspecified, loopback, multicast or broadcast address.
 func Forwardable(a netip.Addr) bool {
 	return !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255})
 }
 
-// Parse parses the header of the packet at the start of b. It does not verify the
+// Parse parses the header of the packet at the start of b, and ignores bytes behind the
+// packet. If it returns a fault, the Header is incomplete. It does not verify the
 // checksum of an IPv4 header; CheckHeader does.
 func Parse(b []byte) (Header, Fault) {
 	if len(b) < header4 {

@@ -12,8 +12,8 @@ const (
 	maxSegments = 64    // maximum packets of a UDP super-packet (UDP_MAX_SEGMENTS)
 )
 
-// Merger combines consecutive packets in a buffer to super-packets, in place. The zero
-// Merger combines nothing.
+// Merger combines consecutive packets in a buffer into super-packets, in place. The
+// zero Merger combines nothing.
 type Merger struct {
 	// TCP and UDP report which super-packets the receiver accepts.
 	TCP, UDP bool
@@ -23,7 +23,7 @@ type Merger struct {
 	count      int // number of gathered packets
 	headers    int // length of all headers; 0 if no packet can be added
 	transport  int // offset of the transport header in a packet
-	size       int // payload bytes of each packet
+	size       int // payload bytes of each packet except the last
 	tcp, ipv6  bool
 	full       bool // no packet may follow
 }
@@ -54,8 +54,9 @@ const (
 	flagACK = 0x10
 )
 
-// mergeable reports whether a packet with the transport header and payload t can be part
-// of a super-packet.
+// mergeable reports whether the first packet, whose transport header and payload are t,
+// can be part of a super-packet. For TCP it sets full if the packet has the flag PSH,
+// which ends a super-packet.
 func (m *Merger) mergeable(t []byte) bool {
 	if m.tcp {
 		m.full = t[13] == flagACK|flagPSH
@@ -64,10 +65,11 @@ func (m *Merger) mergeable(t []byte) bool {
 	return int(binary.BigEndian.Uint16(t[4:])) == len(t) && binary.BigEndian.Uint16(t[udpChecksum:]) != 0
 }
 
-// Add adds the packet buf[start:end] to the gathered ones, if it directly follows them,
-// continues the same stream of data, and has correct checksums. The caller need not have
-// checked the packet: all parts of the header that decide whether and where it may go
-// equal those of the earlier packets. Otherwise Add reports false and changes nothing.
+// Add adds the packet buf[start:end], which must be behind the gathered ones in buf. It
+// does so if the packet fits, is the next one of the same stream, and has correct
+// checksums. The caller need not have checked the packet: all parts of the header that
+// decide whether and where it may go equal those of the earlier packets. Otherwise Add
+// reports false and changes nothing.
 func (m *Merger) Add(start, end int) bool {
 	a, b := m.buf[m.start:m.end], m.buf[start:end]
 	size := len(b) - m.headers
@@ -90,8 +92,8 @@ func (m *Merger) Add(start, end int) bool {
 	return true
 }
 
-// End returns the end of the gathered packets in the buffer, and whether packets can be
-// added.
+// End returns the offset in the buffer where the gathered packets end, and whether
+// packets can be added.
 func (m *Merger) End() (end int, grows bool) { return m.end, m.headers != 0 && !m.full }
 
 // continues reports whether b continues the data of a, with equal headers.
@@ -124,8 +126,9 @@ func (m *Merger) continues(a, b []byte) bool {
 		[2]byte(x[14:]) == [2]byte(y[14:]) && bytes.Equal(x[18:n], y[18:n])
 }
 
-// verify verifies the transport checksum of one packet. The receiver of a super-packet
-// cannot do that: Finish computes a new checksum, which would hide an error.
+// verify reports whether the transport checksum of one packet is right. The receiver of
+// a super-packet cannot do that: Finish computes a new checksum, which would hide an
+// error.
 func (m *Merger) verify(b []byte) bool {
 	protocol := uint8(protoUDP)
 	if m.tcp {
@@ -135,8 +138,9 @@ func (m *Merger) verify(b []byte) bool {
 	return fold(sum(t, pseudo(b, m.ipv6, protocol, len(t)))) == 0xffff
 }
 
-// Finish returns the gathered packets behind their Offload header, and their number. The
-// result is valid until the next Begin.
+// Finish returns the gathered packets, as one packet behind its Offload header, and
+// their number. Begin must have been called. b is a part of the buffer, and is valid
+// until the next Begin.
 func (m *Merger) Finish() (b []byte, count int) {
 	b = m.buf[m.start-OffloadLen : m.end]
 	if m.count == 1 {

@@ -20,8 +20,8 @@ const (
 
 const needsChecksum = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
 
-// Offload is the parsed form of that header. It describes the work that is left to the
-// receiver of a packet from or to a TUN device.
+// Offload is the parsed header of OffloadLen bytes. It describes the work that is left
+// to the receiver of a packet from or to a TUN device.
 type Offload struct {
 	flags, gso     uint8
 	headerLen      uint16
@@ -53,8 +53,8 @@ func (o Offload) Encode(b []byte) {
 // Super reports whether the packet is a super-packet.
 func (o Offload) Super() bool { return o.gso != gsoNone }
 
-// Complete writes the transport checksum if packet b lacks it. It reports false if the
-// checksum would be outside of b.
+// Complete writes the transport checksum if o says that packet b lacks it. It reports
+// false if the checksum would be outside of b.
 func (o Offload) Complete(b []byte) bool {
 	if o.flags&needsChecksum == 0 {
 		return true
@@ -102,7 +102,8 @@ func transportLen(b []byte, tcp bool) int {
 	return n
 }
 
-// Segments are the packets of a super-packet.
+// Segments are the packets of a super-packet. They refer to its bytes and contain no
+// copy.
 type Segments struct {
 	packet    []byte
 	transport int // offset of the transport header
@@ -116,7 +117,7 @@ type Segments struct {
 }
 
 // Split returns the packets of the super-packet b, whose parsed header is h. It reports
-// false if b contradicts o.
+// false if b contradicts o, or if the kind of super-packet is unknown.
 func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 	s := Segments{packet: b[:h.Total], transport: int(o.checksumStart), size: int(o.size), ipv6: h.IPv6}
 	switch {
@@ -168,8 +169,8 @@ func without(b []byte, fields ...int) (s uint64) {
 // Count returns the number of packets, which is at least 1.
 func (s Segments) Count() int { return s.count }
 
-// Len returns the length in bytes of packet i. Only the last one may be shorter than the
-// first.
+// Len returns the length in bytes of packet i, counted from 0. Only the last one may be
+// shorter than the first.
 func (s Segments) Len(i int) int { return min(s.headers+s.size, len(s.packet)-i*s.size) }
 
 // Write writes packet i to dst, which must have Len(i) bytes.

@@ -65,8 +65,8 @@ type spec struct {
 	fragments bool // fragmentation is allowed
 	options   []byte
 	ipOptions []byte
-	// extension is the first IPv6 extension header, and typ its type. buildPacket sets its
-	// first byte.
+	// extension is the first IPv6 extension header, and typ its type. buildPacket
+	// replaces the first byte of extension by the protocol that follows.
 	extension []byte
 	typ       byte
 	apart     bool // the packet must not be merged with others
@@ -329,8 +329,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 	}
 }
 
-// TestMergeRefuses changes the second of two packets in every way that must prevent
-// merging.
+// TestMergeRefuses changes one of two packets in ways that must prevent merging.
 func TestMergeRefuses(t *testing.T) {
 	for name, tc := range map[string]struct {
 		kind   string
@@ -506,8 +505,9 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// TestICMPError compares an IPv4 message with the one of flannel's udp backend, checks the
-// IPv6 messages, and checks cases in which no message may be sent.
+// TestICMPError compares an IPv4 message, apart from its checksums, with the one of
+// flannel's udp backend. It verifies the checksums, checks the IPv6 messages, and
+// checks cases in which no message may be sent.
 func TestICMPError(t *testing.T) {
 	own, own6 := netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00:10:5:1::")
 	p := buildPacket(spec{payload: []byte("12345678")})
