@@ -21,11 +21,12 @@ const (
 	// than the minimum of 1280 for IPv6, because a tunnel may be in between.
 	leastMTU = 576
 	// searchTimeout is the time to wait for an answer in the search for the largest packet. It is
-	// shorter, because the peer has just answered small packets.
+	// shorter than answerTimeout, because the peer has just answered small packets.
 	searchTimeout = 500 * time.Millisecond
 )
 
-// Diagnose tries the parts of a path, from the outside to the inside. It needs CAP_NET_RAW.
+// Diagnose tries the parts of a path, from the outside to the inside, and stops at the first one that
+// does not work. It needs CAP_NET_RAW. If ctx ends before, the verdict means nothing.
 func Diagnose(ctx context.Context, p Path, n Network) Verdict {
 	return sender{ping: ping.Ping, knock: knock}.diagnose(ctx, p, n)
 }
@@ -38,7 +39,7 @@ type sender struct {
 	knock func(context.Context, netip.Addr) error
 }
 
-// await returns when one more packet may be sent.
+// await returns nil when one more packet may be sent, or an error if ctx ends before.
 func (s sender) await(ctx context.Context) error {
 	if s.wait == nil {
 		return nil
@@ -79,7 +80,8 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	return v
 }
 
-// try sends an echo request when one more packet may be sent.
+// try waits until one more packet may be sent, then sends an echo request and returns the time to its
+// reply.
 func (s sender) try(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
 	if err := s.await(ctx); err != nil {
 		return 0, err
@@ -87,7 +89,7 @@ func (s sender) try(ctx context.Context, dst netip.Addr, o ping.Options) (time.D
 	return s.ping(ctx, dst, o)
 }
 
-// twice is like try, but sends again if there is no answer: the first packet may wait for neighbour
+// twice is like try, but tries once more after an error: the first packet may have waited for neighbour
 // resolution.
 func (s sender) twice(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
 	if rtt, err := s.try(ctx, dst, o); err == nil {
@@ -96,7 +98,7 @@ func (s sender) twice(ctx context.Context, dst netip.Addr, o ping.Options) (time
 	return s.try(ctx, dst, o)
 }
 
-// echo sends an echo request, and again if there is no answer.
+// echo sends an echo request of size bytes like twice, and waits answerTimeout for each reply.
 func (s sender) echo(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
 	return s.twice(ctx, dst, ping.Options{Size: size, Timeout: answerTimeout})
 }
@@ -106,7 +108,8 @@ func (s sender) whole(ctx context.Context, dst netip.Addr, size int) (time.Durat
 	return s.twice(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: answerTimeout})
 }
 
-// largest returns the size in bytes of the largest packet that passes. tooBig is known not to pass.
+// largest searches for the size in bytes of the largest packet that passes. tooBig is known not to pass.
+// If ctx ends, largest returns the largest size that has passed so far, at least smallPacket.
 func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
 	return ping.Largest(smallPacket, tooBig, leastMTU, func(size int) (ok, more bool) {
 		_, err := s.try(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: searchTimeout})
@@ -114,8 +117,8 @@ func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
 	})
 }
 
-// knock opens a TCP connection. A refusal by the host or by a firewall counts as an
-// answer. Only silence is a failure.
+// knock opens a TCP connection to port 1, and returns nil if dst answers. A refusal by the host or by a
+// firewall counts as an answer. If there is no answer within answerTimeout, knock returns an error.
 func knock(ctx context.Context, dst netip.Addr) error {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()

@@ -9,8 +9,9 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// Limit is what all probers of a host may send together. It divides the rate among them in proportion
-// to their paths, so that their rounds take the same time. It is safe for concurrent use.
+// Limit limits the packets that all probers of a host send together. It divides the rate among them in
+// proportion to their numbers of paths, so that their rounds take the same time. It is safe for
+// concurrent use.
 type Limit struct {
 	*rate.Limiter
 
@@ -30,7 +31,7 @@ func NewLimit() *Limit {
 	return &Limit{Limiter: rate.NewLimiter(Rate, Rate), probers: map[*Prober]demand{}}
 }
 
-// set replaces the demand of p. When p ends, d is zero.
+// set replaces the demand of p. A zero d removes p, which has ended.
 func (l *Limit) set(p *Prober, d demand) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -45,15 +46,16 @@ func (l *Limit) set(p *Prober, d demand) {
 }
 
 // split reports whether a round would take too long if p had n paths and this host checked all of them.
-// Then only one host of each pair checks the path. The two hosts need not agree: if only one of them
-// splits, the other one checks all its paths.
+// If it returns true, only one host of each pair checks the path. The two hosts need not agree: if only
+// one of them splits, the other one checks all its paths.
 func (l *Limit) split(p *Prober, n int) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return roundOf(l.all.paths-l.probers[p].paths+n) > round
 }
 
-// pause returns the time between two checks of p in a round, at the present demand of all probers.
+// pause returns the time between two checks of p in a round, at the present demand of all probers. If p
+// has no paths to check, it returns the time until the next round.
 func (l *Limit) pause(p *Prober) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -63,7 +65,7 @@ func (l *Limit) pause(p *Prober) time.Duration {
 	return leastRound
 }
 
-// roundOf returns the time in which n paths are checked once.
+// roundOf returns the time in which n paths are checked once. It is at least leastRound.
 func roundOf(n int) time.Duration {
 	return max(leastRound, time.Duration(float64(n)/(Rate*share)*float64(time.Second)))
 }

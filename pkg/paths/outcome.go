@@ -13,16 +13,17 @@ type Result struct {
 	Verdict
 	Peer    string    // key of the peer's lease
 	Checked time.Time // zero if it was not checked yet
-	Since   time.Time // when OK last changed
+	Since   time.Time // when OK last changed, or the first check if it has not; zero before that
 }
 
 // Outcome is what the prober knows of all paths.
 type Outcome struct {
 	Paths   int          // number of paths that this host checks
 	OK      int          // number of these paths that work
-	Broken  map[Part]int // numbers of paths that do not work, by the broken part, and of paths that cannot be judged, as Unknown
+	Broken  map[Part]int // numbers of paths that do not work, by the broken part, and of paths that cannot be judged, as Unknown; every part has an entry
 	Waiting int          // number of paths that were not checked yet
-	// Worst are the worst paths: first the broken ones, then those with the longest round trips.
+	// Worst are the worst paths: first the broken ones, then those with the longest round trips. It does
+	// not contain paths that were not checked yet.
 	Worst []Result
 }
 
@@ -43,7 +44,7 @@ func (o Outcome) Results() map[string]int {
 	return results
 }
 
-// outcome summarizes results, which it may reorder. worst limits the number of the worst paths.
+// outcome summarizes results, which it may reorder. Outcome.Worst gets at most worst paths.
 func outcome(results []Result, worst int) Outcome {
 	o := Outcome{Paths: len(results), Broken: map[Part]int{}}
 	for _, part := range append(Parts(), Unknown) {

@@ -56,7 +56,7 @@ const (
 	Tunnel   Part = "network"  // from network to network, small packets
 	MTU      Part = "mtu"      // packets of the full MTU
 	Checksum Part = "checksum" // TCP
-	Unknown  Part = "unknown"  // nothing is known to be broken: the host answers, but may have no pods that answer, or the check was interrupted
+	Unknown  Part = "unknown"  // it is not known whether a part is broken: the host answers, but may have no pods that answer, or ctx ended before the check over TCP
 )
 
 // Parts returns the parts that can be broken.
@@ -72,8 +72,9 @@ type Verdict struct {
 	Advice  string        // one line for operators
 }
 
-// end returns the address in the network at which the host of subnet s answers: the address of
-// its tunnel device or, with a backend without a device, of the pods' bridge.
+// end returns the address in the network at which the host of subnet s answers: the address of its
+// tunnel device, which is the first of the subnet, or, with a backend without a device, that of the
+// pods' bridge, which is the next one.
 func (n Network) end(s netip.Prefix) netip.Addr {
 	if !n.Devices {
 		return prefix.First(s)

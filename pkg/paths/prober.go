@@ -25,11 +25,12 @@ const (
 	round = 5 * time.Minute
 	// leastRound is the time of a round if there are few peers.
 	leastRound = 10 * time.Second
-	// Rate is the number of probes that a host may send in a second, with all its networks.
+	// Rate is the number of packets of probes and diagnoses that a host may send in a second, with all its
+	// networks.
 	Rate = 10
-	// burst is how much too early a check may begin. So several checks begin at once, because waking up
-	// for each of them costs more CPU time than the check. burst is shorter than one second, for which the
-	// limit saves up packets: probes over TCP and of broken paths use the rest.
+	// burst is how much earlier than planned a check may begin. So several checks begin at once, because
+	// waking up for each of them costs more CPU time than the check. burst is shorter than one second, for
+	// which the limit saves up packets: probes over TCP and of broken paths use the rest.
 	burst = 500 * time.Millisecond
 	// share is the part of Rate for the probes that each path gets once in a round. The rest is for TCP
 	// and for broken paths.
@@ -60,7 +61,7 @@ type Config struct {
 	// Peers returns the peers to which packets are sent. It is called at the begin of each round. ok is
 	// false if the peers are not known at that moment: the round then checks the peers of the last round.
 	Peers func(ctx context.Context) (peers []Peer, ok bool)
-	// Limit is what all probers of the host may send together.
+	// Limit is shared by all probers of the host.
 	Limit *Limit
 	// Answered is called with each round trip. It may be nil.
 	Answered func(rtt time.Duration)
@@ -134,8 +135,8 @@ func NewProber(c Config) *Prober {
 var errNoTCP = errors.New("TCP is not answered")
 
 // knocked records whether TCP was answered on a path. err is nil if it was. knocked returns err only if TCP
-// was answered there before: a firewall of the peer that drops packets to unused ports must not look like a
-// broken path.
+// was answered there before, and otherwise nil: a firewall of the peer that drops packets to unused ports
+// must not look like a broken path.
 func (p *Prober) knocked(path Path, err error) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -147,7 +148,7 @@ func (p *Prober) knocked(path Path, err error) error {
 	return err
 }
 
-// Run checks paths until ctx ends. It must not be called again.
+// Run checks paths until ctx ends, and returns when all checks have ended. It must not be called again.
 func (p *Prober) Run(ctx context.Context) {
 	defer p.pinger.Close()
 	var checks sync.WaitGroup
@@ -173,9 +174,10 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// refresh adopts the present paths, and returns those that this host checks: first new ones in random
-// order, and then the others, beginning with the one that was not checked for the longest time. If there
-// are so many that a round would take too long, only one host of each pair checks the path.
+// refresh replaces the paths that p knows by those of peers, and returns the paths that this host checks:
+// first new ones in random order, and then the others, beginning with the one that was not checked for the
+// longest time. If there are so many that a round would take too long, only one host of each pair checks
+// the path.
 func (p *Prober) refresh(peers []Peer) []Path {
 	now := map[Path]string{}
 	for _, peer := range peers {
@@ -210,8 +212,8 @@ func (p *Prober) refresh(peers []Peer) []Path {
 	return due
 }
 
-// responsible reports whether this host checks the path to a subnet. Of the two hosts of a pair exactly
-// one does.
+// responsible reports whether this host checks the path to the subnet peer. Of the two hosts of a pair
+// exactly one does. A host without a subnet of that family checks all paths of the family.
 func (p *Prober) responsible(peer netip.Prefix) bool {
 	i := slices.IndexFunc(p.Own, func(own netip.Prefix) bool { return own.Addr().Is4() == peer.Addr().Is4() })
 	if i < 0 {
@@ -227,8 +229,9 @@ func (p *Prober) responsible(peer netip.Prefix) bool {
 	return (h.Sum32()&1 == 0) == (first == own)
 }
 
-// start checks a path in the background. It waits while too many checks are under way. broken says
-// which of the two loops calls it: checkBroken checks broken paths, and Run all others.
+// start waits until the limit and the number of running checks permit one more check, and then checks a
+// path in the background. broken says which of the two loops calls it: checkBroken checks broken paths, and
+// Run all others.
 func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync.WaitGroup) {
 	if !p.begin(path, broken) {
 		return
@@ -268,7 +271,7 @@ func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
 	return p.diagnose(ctx, path)
 }
 
-// last returns the last verdict about a path, or an empty one if the path is gone.
+// last returns the last verdict about a path, or a verdict that has only the path if the path is gone.
 func (p *Prober) last(path Path) Verdict {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -291,7 +294,8 @@ func (p *Prober) begin(path Path, broken bool) bool {
 	return true
 }
 
-// end records a verdict.
+// end records a verdict of which the check has ended at the time now, and reports the changes for which
+// Config.Changed is called. It ignores a path that is gone. If the path works, it also calls Answered.
 func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	if v.OK && p.Answered != nil {
 		p.Answered(v.RTT)
@@ -325,7 +329,7 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	}
 }
 
-// tell reports a changed path, unless many change at once.
+// tell logs a changed path and calls Changed, unless many paths change at once.
 func (p *Prober) tell(ctx context.Context, r Result) {
 	log, reported := p.reports.Next(klog.FromContext(ctx))
 	if !reported {

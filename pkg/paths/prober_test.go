@@ -212,9 +212,9 @@ func TestRateOfDiagnoses(t *testing.T) {
 	}
 }
 
-// TestSeveralNetworks lets three networks of a host share its rate. A round of each network must take the
-// same time, so that a large network is not checked less often than a small one. When the largest one ends,
-// the others must get its part of the rate.
+// TestSeveralNetworks lets three networks of a host share its rate. Every path of each network must be
+// checked within one round, so that a large network is not checked less often than a small one. When the
+// largest one ends, the limit must contain only the paths of the others.
 func TestSeveralNetworks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit, begin := NewLimit(), time.Now()
@@ -343,7 +343,8 @@ func TestKnocked(t *testing.T) {
 	}
 }
 
-// TestPeersUnknown expects the prober to go on with the last peers while the present ones are not known.
+// TestPeersUnknown expects the prober to keep the paths to the last peers while the present peers are not
+// known.
 func TestPeersUnknown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w network
