@@ -31,8 +31,8 @@ const (
 	raiseEvery = 30 * time.Second
 )
 
-// check checks a path, and sets its size if that has changed. The caller has already waited for the limit
-// for the first packet.
+// check checks a path. If its size has changed, check sets and reports the new one, unless ctx has ended.
+// The caller has already waited for the limit for the first packet.
 func (p *Prober) check(ctx context.Context, s *state) {
 	p.mu.Lock()
 	key, before, raised := s.key, s.size, s.raised
@@ -54,7 +54,7 @@ func (p *Prober) check(ctx context.Context, s *state) {
 }
 
 // tries sends up to n packets of a size, one after the other, until one is answered within patience. It
-// waits for the limit before each packet.
+// waits for the limit before each packet. ok is false if no packet was answered or ctx has ended.
 func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.Duration, n int) (rtt time.Duration, ok bool) {
 	for range n {
 		if p.Limit.Wait(ctx) != nil {
@@ -69,8 +69,9 @@ func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.D
 
 // lower returns the new size of a path that did not carry a packet of the present size. It returns the
 // present size if the path had too many searches, if it carries no packets at all, if its size cannot be
-// smaller, or if another packet of the present size passes. During a search the path gets the first size
-// that passes, so that connections go on. If the path then breaks, it keeps that size.
+// smaller, if another packet of the present size passes, or if ctx ends before the search. During a search
+// the path gets the first size that passes, so that connections go on. If the path then breaks, it keeps
+// that size.
 func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	path := s.path
 	if !p.maySearch(s) {
@@ -175,8 +176,9 @@ func (p *Prober) publish(s *state, size, tooBig int) {
 	}
 }
 
-// raise returns the largest size of a path that carries packets of the present size. It first tries one
-// byte more: if that does not pass, the path has not changed.
+// raise returns the largest size that passes on a path that carries packets of the present size. If no
+// larger size passes, it returns the present size. It first tries one byte more: if that does not pass, the
+// path has not changed.
 func (p *Prober) raise(ctx context.Context, path Path, present int) int {
 	rtt, ok := p.tries(ctx, path, present+1, firstPatience, 1)
 	if !ok {

@@ -68,7 +68,8 @@ func (q *queue) add(s *state) {
 
 func (e entry) void() bool { return e.gone || e.place != e.turn.place }
 
-// carries records that a path carries large packets.
+// carries records that a path carries large packets at the time now. Unless the path is being checked, it
+// then waits in the queue busy.
 func (o *order) carries(s *state, now time.Time) {
 	s.turn.large = now
 	if !s.turn.checking && !s.turn.busy {
@@ -76,13 +77,14 @@ func (o *order) carries(s *state, now time.Time) {
 	}
 }
 
-// checked records the end of a check.
+// checked records the end of a check, and adds the path to the queue busy or due.
 func (o *order) checked(s *state, now time.Time) {
 	s.turn.checking = false
 	o.wait(s, now)
 }
 
-// wait adds a path to the queue busy or due.
+// wait adds a path to the queue busy if it has carried a large packet within busyFor, and otherwise to the
+// queue due.
 func (o *order) wait(s *state, now time.Time) {
 	if s.turn.busy = now.Sub(s.turn.large) < busyFor; s.turn.busy {
 		o.busy.add(s)
@@ -91,7 +93,8 @@ func (o *order) wait(s *state, now time.Time) {
 	}
 }
 
-// next returns the path that must be checked now, or nil and the time until there may be one.
+// next returns the path that must be checked now, or nil and the time until there may be one. It takes the
+// path out of its queue; the caller must call checked after the check.
 func (o *order) next(now time.Time) (s *state, pause time.Duration) {
 	queues := []*queue{&o.busy, &o.fresh, &o.due}
 	inARow := busyInARow
@@ -185,7 +188,8 @@ func (p *Prober) crowded() []string {
 	return devices
 }
 
-// carry records that large packets were sent to these addresses.
+// carry records that large packets were sent to these addresses, and wakes Run. It ignores addresses to
+// which there is no path.
 func (p *Prober) carry(to []netip.Addr) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -197,7 +201,7 @@ func (p *Prober) carry(to []netip.Addr) {
 	}
 }
 
-// to returns the path to an address, or nil.
+// to returns the path to the smallest subnet that contains the address, or nil if there is none.
 func (p *Prober) to(a netip.Addr) *state {
 	for bits := a.BitLen(); bits > 0; bits-- {
 		subnet := netip.PrefixFrom(a, bits).Masked()

@@ -67,7 +67,7 @@ type Config struct {
 	// ownership of the map.
 	Before map[netip.Prefix]int
 	// Resized is called when the size of a path has changed, so that Take returns the key of its peer. It
-	// must not call the Prober, which is locked.
+	// is required, and must not call the Prober, which is locked.
 	Resized func()
 	// Changed is called after each change, unless many paths change at once. It may be nil.
 	Changed func(Change)
@@ -168,7 +168,8 @@ func (p *Prober) add(key string, path Path) {
 	p.added.Send()
 }
 
-// Retain calls is with the key of each peer, and removes the peer if the result is false.
+// Retain calls the function is with the key of each peer, and removes the peer if the result is false. The
+// Prober is locked during these calls.
 func (p *Prober) Retain(is func(key string) bool) {
 	p.mu.Lock()
 	var gone []string
@@ -194,7 +195,8 @@ func (p *Prober) Size(subnet netip.Prefix) int {
 	return 0
 }
 
-// Take returns the keys of the peers with a path whose size has changed since the last call.
+// Take returns, in any order, the keys of the peers with a path whose size has changed since the last
+// call.
 func (p *Prober) Take() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -206,7 +208,7 @@ func (p *Prober) Take() []string {
 	return keys
 }
 
-// Run checks paths until ctx ends.
+// Run checks paths until ctx ends, and returns when all checks have ended.
 func (p *Prober) Run(ctx context.Context) {
 	var checks sync.WaitGroup
 	defer checks.Wait()
@@ -242,8 +244,8 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// echoes returns a function that reports whether a packet of a size is answered within patience, and
-// after which time.
+// echoes returns the function for Prober.echo. It sends a packet of size bytes, and returns the time to
+// the answer. ok is false if there is no answer within patience.
 func echoes(pinger *ping.Pinger) func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
 	var logged sync.Once
 	return func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
@@ -268,14 +270,15 @@ func (p *Prober) pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// next returns the path that must be checked now, or nil and the time until there may be one.
+// next is order.next with p.mu held.
 func (p *Prober) next(now time.Time) (s *state, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.order.next(now)
 }
 
-// set sets the size of a path. It returns false if the path is gone.
+// set sets the size of a path. If the size is another one, set records the peer for Take and calls
+// Resized. It returns false if the path is gone.
 func (p *Prober) set(s *state, size int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -290,7 +293,7 @@ func (p *Prober) set(s *state, size int) bool {
 	return true
 }
 
-// tell reports a change of a path's size, unless many paths change at once.
+// tell logs a change of a path's size and calls Changed, unless many paths change at once.
 func (p *Prober) tell(ctx context.Context, c Change) {
 	log, reported := p.reports.Next(klog.FromContext(ctx))
 	if !reported {
