@@ -171,8 +171,8 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 	return o.Listen(ctx, lc, kind.network, kind.any)
 }
 
-// discoverMode sets how a socket treats packets that are larger than the MTU of their path. The values
-// of IPv4 apply to IPv6 as well.
+// discoverMode sets how a socket treats packets that are larger than the MTU of their path. mode is a
+// value of IP_MTU_DISCOVER, which IPv6 has as well.
 func (k icmpKind) discoverMode(fd, mode int) error {
 	if err := unix.SetsockoptInt(fd, k.level, k.discover, mode); err != nil {
 		return err
@@ -183,8 +183,8 @@ func (k icmpKind) discoverMode(fd, mode int) error {
 	return unix.SetsockoptInt(fd, k.level, unix.IPV6_DONTFRAG, 1)
 }
 
-// echo returns an ICMP echo request of size bytes that contains id. For ICMPv6 the kernel
-// fills in the checksum.
+// echo returns an ICMP echo request of size bytes, without an IP header. id is in its identifier and
+// sequence number. For ICMPv6 the kernel fills in the checksum.
 func (k icmpKind) echo(id uint32, size int) []byte {
 	b := make([]byte, size)
 	b[0] = k.request
@@ -200,9 +200,9 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 	return b
 }
 
-// parse returns the id of the request that the ICMP message b answers. b is the reply, or an ICMP error
-// that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped. ok is false for other
-// messages.
+// parse returns the id of the request that the ICMP message b, which has no IP header, answers. b is the
+// reply, or an ICMP error that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped. ok
+// is false for other messages.
 func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
 		return 0, false, nil

@@ -45,7 +45,8 @@ func NewPinger() *Pinger {
 }
 
 // Ping sends one echo request and returns the time to its reply, or the same errors as the function Ping.
-// It returns ErrNoSocket, wrapped, if it cannot open a socket.
+// It returns ErrNoSocket, wrapped, if it cannot open the socket of the family, and another error after
+// Close.
 func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
 	s, err := p.socket(ctx, prefix.FamilyOf(to))
 	if err != nil {
@@ -104,8 +105,8 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	return s, nil
 }
 
-// receive passes the answers to the callers that wait for them, until the socket is closed or fails. If it
-// fails, the next request opens another one.
+// receive passes the answers to the callers that wait for them, until the socket is closed or fails. After
+// a failure it closes the socket, so that the next request opens another one.
 func (p *Pinger) receive(s *Socket, f prefix.Family) {
 	for {
 		a, err := s.Receive()
@@ -129,8 +130,8 @@ func (p *Pinger) drop(s *Socket, f prefix.Family) {
 }
 
 // answer gives an answer to the caller that waits for it. Over IPv4 a reply must come from the destination
-// of the request. Over IPv6 it may come from another address of the host, because the destination may be
-// an anycast address of the pods' bridge. So only the random id shows to which request it belongs.
+// of the request. Over IPv6 it may come from another address of the host, because the destination may be an
+// anycast address of the pods' bridge. So only the random id shows to which request the reply belongs.
 func (p *Pinger) answer(a Answer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -39,7 +39,7 @@ type Path struct {
 	// the kernel uses the best route. The destination chooses the route of the answer.
 	Device string
 	From   netip.Addr // source address; an address of this host, on any device; if zero, the kernel chooses
-	Size   int        // size of the IP packet with its headers, in bytes
+	Size   int        // size of the IP packet with its headers, in bytes; a size that is too small counts as the smallest one
 	// Whole forbids fragmentation. Then only the MTU of the device limits the size, and not the MTU of
 	// the route or an MTU that a router has reported.
 	Whole bool
@@ -48,7 +48,7 @@ type Path struct {
 // sendTimeout limits how long Send waits for a device that sends no packets.
 const sendTimeout = time.Second
 
-// OpenSocket opens a socket for family f.
+// OpenSocket opens a socket for family f, which the caller must close.
 func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	kind := kindOf(f)
 	conn, err := Options{}.listen(ctx, kind)
@@ -112,7 +112,7 @@ func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 // Answer is the answer to an echo request.
 type Answer struct {
 	ID   uint32     // of the request
-	From netip.Addr // host that has answered
+	From netip.Addr // host that has replied, or router that has reported the error
 	Err  error      // ErrTooBig or ErrUnreachable, wrapped, if a router has reported that; nil for a reply
 }
 
