@@ -64,7 +64,7 @@ func Sample(ctx context.Context, device string, larger int, during time.Duration
 }
 
 // listenFor returns the duration of a sample of a device that has had n packets within countFor. It is at
-// most during.
+// most during, and at least leastTime unless during is shorter.
 func listenFor(n uint32, during time.Duration) time.Duration {
 	if n == 0 {
 		return during
@@ -123,8 +123,8 @@ func attach(fd int, program []unix.SockFilter) error {
 	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
 }
 
-// only makes the socket receive only the packets that Sample looks for, and discards earlier ones. It returns
-// the number of packets of the device since listen.
+// only limits the socket to the packets that Sample looks for, and discards earlier ones. It returns the
+// number of packets of the device since listen.
 func (s *socket) only(larger int) (n uint32, err error) {
 	err = s.control(func(fd int) error {
 		if err := attach(fd, filter(larger)); err != nil {
@@ -140,7 +140,8 @@ func (s *socket) only(larger int) (n uint32, err error) {
 	return n, err
 }
 
-// destinations returns the destinations of the packets that the socket receives until end, or until ctx ends.
+// destinations returns the destinations of the packets that the socket receives until end, or until ctx ends:
+// each one once, in any order.
 func (s *socket) destinations(ctx context.Context, end time.Time) []netip.Addr {
 	_ = s.SetReadDeadline(end)
 	defer context.AfterFunc(ctx, func() { _ = s.SetReadDeadline(time.Unix(1, 0)) })()
