@@ -66,7 +66,8 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 	return r, eachPath(a.Paths.Worst, func(p status.Path) error { return m.add(&r, i, p) })
 }
 
-// eachPath calls f with each path of a list in JSON.
+// eachPath calls f with each path of a list in JSON. It ends with the first error, and adds the number of
+// the path, counted from 1.
 func eachPath(list json.RawMessage, f func(status.Path) error) error {
 	fail := func(n int, err error) error { return fmt.Errorf("its answer has a wrong path %d: %w", n, err) }
 	if len(list) == 0 || list[0] != '[' {
@@ -91,8 +92,10 @@ func eachPath(list json.RawMessage, f func(status.Path) error) error {
 // maxRTT is the longest round trip in milliseconds that is accepted. Probes wait only for seconds.
 const maxRTT = 1e6
 
-// add records a path of host i in its row. It ignores a path to a host that is not in the matrix, because
-// that host has joined or left in the meantime.
+// add records a path of host i in its row r. Of two paths to the same host it keeps the worse one. It
+// returns an error if the fields of p contradict each other or have impossible values. It ignores a path
+// to host i itself, and a path to a host that is not in the matrix, because that host has joined or left
+// in the meantime.
 func (m *Matrix) add(r *row, i int, p status.Path) error {
 	if p.RTT < 0 || p.RTT > maxRTT {
 		return fmt.Errorf("a round trip of %v ms", p.RTT)

@@ -36,7 +36,7 @@ type Result string
 // The results of paths that are not broken.
 const (
 	OK      Result = "ok"
-	Unknown Result = "unknown" // the host has not answered, or has not checked this path
+	Unknown Result = "unknown" // the host has not answered, has not checked this path, or cannot judge it
 )
 
 // Broken reports whether it is known that a path with this result does not work.
@@ -91,13 +91,14 @@ func New(hosts []Host) *Matrix {
 	return m
 }
 
-// Fail records why host i has no answer.
+// Fail records err as the reason why no paths are known from host i.
 func (m *Matrix) Fail(i int, err error) { m.rows[i] = row{problem: Printable(err.Error())} }
 
 // Problem returns why nothing is known from host i, or an empty string.
 func (m *Matrix) Problem(i int) string { return m.rows[i].problem }
 
-// Cell returns what host from knows of the paths to host to.
+// Cell returns what host from knows of the paths to host to. The result is Unknown if host from has not
+// answered, and for a host and itself.
 func (m *Matrix) Cell(from, to int) Cell {
 	r := m.rows[from]
 	if r.cells == nil || from == to {
@@ -111,7 +112,8 @@ func (m *Matrix) Cell(from, to int) Cell {
 	return now
 }
 
-// maxText is the size in bytes of the longest text of an answer that is shown.
+// maxText is the size in bytes of the longest text of an answer that is shown whole. It counts the text
+// before characters are escaped.
 const maxText = 400
 
 // Printable returns text from another host as one line of limited length that is safe to print:

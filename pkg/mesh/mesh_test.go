@@ -76,7 +76,8 @@ func broken(t testing.TB, n int) *mesh.Matrix {
 	return m
 }
 
-// TestAnswers expects the paths of each usable answer, and one line with the reason for every other answer.
+// TestAnswers expects the paths of each usable answer, and the reason for every other answer, of limited
+// length.
 func TestAnswers(t *testing.T) {
 	advised := path(1, "mtu", 0)
 	advised.Advice = "set\nthe MTU"

@@ -9,7 +9,7 @@ import (
 	"slices"
 )
 
-// Counts are numbers of pairs of hosts.
+// Counts are the numbers of pairs of hosts with each result.
 type Counts struct {
 	OK      int `json:"ok"`
 	Broken  int `json:"broken"`
