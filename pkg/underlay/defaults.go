@@ -22,7 +22,8 @@ const dumpTimeout = 5 * time.Second
 
 // listDefaults returns the default routes of the main table, in the kernel's order. The
 // kernel lists IPv4 routes sorted by destination, so listDefaults stops reading after the
-// default routes: a router may have a million others.
+// default routes: a router may have a million others. If a change interrupts the dump,
+// listDefaults returns netlink.ErrDumpInterrupted.
 func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
 	if err != nil {
@@ -66,7 +67,8 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 }
 
 // collect adds the route in one message of a route dump to defaults, if it is a default
-// route of the main table. done reports that no default route can follow.
+// route of the main table. done reports that no default route can follow, because the
+// dump or its default routes have ended.
 func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
 	switch {
 	case m.Header.Flags&unix.NLM_F_DUMP_INTR != 0:

@@ -17,7 +17,7 @@ type Facts struct {
 	// Links has all links, sorted by index.
 	Links []Link
 	// Defaults has the default routes of the main table, in kernel order. Gather leaves
-	// it empty if the options name an interface.
+	// it empty if an option selects an interface.
 	Defaults []DefaultRoute
 	// Reach is the route to Options.CanReach. It is the zero Reach if CanReach is not an
 	// address.
@@ -73,7 +73,7 @@ type Reach struct {
 	Failure string
 }
 
-// link returns the link with the given index.
+// link returns the link with the given index, or an error if there is none.
 func (f Facts) link(index int) (Link, error) {
 	for _, l := range f.Links {
 		if l.Index == index {
@@ -153,9 +153,9 @@ func (a Addr) rank(inUse Interface) int {
 	return r
 }
 
-// own returns the best usable address of family f. It returns an error instead of a
-// link-local address while a global one is tentative, which is the case for a second or
-// two after every boot.
+// own returns the best usable address of family f. It returns an error if there is none.
+// It also returns an error instead of a link-local address while a global one is
+// tentative, which is the case for a second or two after every boot.
 func (l Link) own(f prefix.Family, inUse Interface) (netip.Addr, error) {
 	ips := l.usable(f, inUse)
 	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {

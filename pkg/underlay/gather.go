@@ -43,8 +43,8 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 	return f, nil
 }
 
-// dump calls list until the result is complete, at most dumpTries times. Errors contain
-// what, a name of the result.
+// dump calls list until no change interrupts it, at most dumpTries times. Any other
+// error ends dump at once. Errors contain what, a name of the result.
 func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
 	var zero T
 	for try := 1; ; try++ {

@@ -34,7 +34,7 @@ func NewReader() *Reader {
 }
 
 // gather calls Gather. Several callers may get the same Facts, so they must not change them. The time
-// between two reads is at least rest, unless r is nil.
+// between two reads with the same rest is at least rest, unless r is nil.
 func (r *Reader) gather(ctx context.Context, o Options, rest time.Duration) gathered {
 	read := func(ctx context.Context) gathered {
 		start := spent()

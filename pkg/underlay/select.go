@@ -109,9 +109,10 @@ func (s selector) try(a attempt) (choice, error) {
 	return c, nil
 }
 
-// address returns the address of family f on the link that was found. If this host has the
-// public address, on any interface, it is also the local one: peers expect packets from
-// that address. named means that an option determined the local address.
+// address returns the address of family f on the link that was found, or an error if the
+// link has none that can be used. If this host has the public address, on any interface, it
+// is also the local one: peers expect packets from that address. named means that an option
+// determined the local address.
 func (s selector) address(w found, f prefix.Family) (a Address, named bool, err error) {
 	a.Public = s.opts.public(f).addr
 	if a.Public.IsValid() && len(s.facts.linksWith(a.Public)) > 0 {
@@ -131,9 +132,9 @@ func (s selector) address(w found, f prefix.Family) (a Address, named bool, err 
 	return a, named, err
 }
 
-// ready returns an error if no interface can use the address yet. An address named by an
-// option may be deprecated but not tentative, because packets cannot be sent from a
-// tentative address.
+// ready returns an error if the interfaces that have the address cannot use it yet. An
+// address named by an option may be deprecated but not tentative, because packets cannot be
+// sent from a tentative address.
 func (s selector) ready(ip netip.Addr) error {
 	var err error
 	for _, l := range s.facts.linksWith(ip) {
@@ -149,8 +150,10 @@ func (s selector) ready(ip netip.Addr) error {
 	return err
 }
 
-// automatic returns the attempt for the case that no option names an interface. If no
-// public address is assigned on this host (1:1 NAT), it uses the default route.
+// automatic returns the attempt for the case that no option selects an interface. The
+// attempt finds the interface that has the public addresses of the options. If none of them
+// is assigned on this host (1:1 NAT), or none is set, it finds the interface of the default
+// route.
 func (s selector) automatic() attempt {
 	var local []named
 	var foreign strings.Builder
@@ -231,8 +234,8 @@ func (s selector) linkWithAll(wants []named) (Link, error) {
 }
 
 // byRegex finds an interface by a regular expression. It prefers addresses over names: it
-// compares names only if no interface has matching addresses. The interface in use comes
-// before all others, even if only its name matches.
+// compares names only if no interface has a matching address in every enabled family. The
+// interface in use comes before all others, even if only its name matches.
 func (s selector) byRegex(expr string) (found, error) {
 	re, err := regexp.Compile(expr)
 	if err != nil {
@@ -253,8 +256,8 @@ func (s selector) byRegex(expr string) (found, error) {
 	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
 }
 
-// matches returns the first link with matching addresses, or else the first one with a
-// matching name.
+// matches returns the first link with a matching address in every enabled family, or else
+// the first one with a matching name. ok is false if there is none.
 func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	for _, l := range links {
 		var hits []netip.Addr
@@ -288,10 +291,11 @@ func (s selector) leadsToPods(l Link) bool {
 	})
 }
 
-// byReach returns the interface and the source address of the route to an address. For an
+// byReach returns the interface and the source address of the route to an address. It
+// leaves out the source address if keeps reports that the one in use must stay. For an
 // address of this host the kernel reports lo; byReach then returns the interface that has
-// the address. This case exists because all hosts may get the same option, and one of them
-// has the address.
+// the address. This case exists because all hosts may get the same option, and one of
+// them has the address.
 func (s selector) byReach(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {
@@ -320,15 +324,16 @@ func (s selector) byReach(value string) (found, error) {
 	return w, nil
 }
 
-// keeps reports whether the best address of l is the one in use, so that byReach must not
-// replace it: the source that the kernel reports may be a virtual address that was added
-// later.
+// keeps reports whether the best address of l is the one in use and not link-local, so that
+// byReach must not replace it: the source that the kernel reports may be a virtual address
+// that was added later.
 func (s selector) keeps(l Link, f prefix.Family) bool {
 	ips := l.usable(f, s.opts.InUse)
 	return len(ips) > 0 && s.opts.InUse.uses(ips[0]) && !ips[0].IsLinkLocalUnicast()
 }
 
-// byDefault returns the interface that the default routes of all families share.
+// byDefault returns the interface that the default routes of all families share, or the
+// best one of several.
 func (s selector) byDefault() (Link, error) {
 	var common []Link
 	for i, f := range s.opts.Families {
@@ -362,7 +367,8 @@ func linkNames(links []Link) string {
 // defaultLinks returns the interfaces of the default route of family f. If there are
 // several routes it takes the one with the lowest metric, because the kernel uses that
 // one. flannel takes the first one of the dump, which has the lowest metric too, and
-// refuses multipath routes.
+// refuses multipath routes. If there is no route, or none of its interfaces is known,
+// defaultLinks returns an error.
 func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
 	var route *DefaultRoute
 	for i, r := range s.facts.Defaults {

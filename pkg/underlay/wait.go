@@ -20,7 +20,8 @@ const recheck = time.Second
 
 // Wait chooses the external interface like Select, in the network namespace of the
 // calling thread. If there is none, it waits for changes of links, addresses and routes,
-// for at most timeout; zero or less means that it does not wait. It accepts a link-local
+// for at most timeout; zero or less means that it does not wait. If there is still none
+// when the time is over, Wait returns an error with the reason. It accepts a link-local
 // address as a last resort only when the time is over, because after a boot that address
 // appears first. If ctx ends before, Wait returns an error with the cause.
 func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, error) {

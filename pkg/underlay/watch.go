@@ -30,17 +30,16 @@ const (
 	checkPeriod, checkAgain = time.Minute, time.Second
 )
 
-// Watch repeats the choice of Wait whenever links, addresses or routes change in the
-// network namespace of the calling thread. now is the current choice. Watch calls changed
-// when the name, index, MTU or an address differs, and continues from the new choice. It
-// keeps an address in use as long as the address is usable, unless an option names
-// another. While no interface can be chosen, or a family has lost its address, it keeps
-// the last choice.
+// Watch repeats the choice of Wait whenever links, addresses or routes change in the network
+// namespace of the calling thread. now is the current choice. Watch calls changed when the
+// name, index, MTU or an address differs, and continues from the new choice. It keeps an
+// address in use as long as the address is usable, unless an option names another. While no
+// interface can be chosen, or a family has lost its address, it keeps the last choice.
 //
-// After each check Watch calls usable with the reason why packets cannot leave by the
-// current choice, or with nil if they can. It blocks until ctx ends, then returns nil. It
-// returns an error only if it cannot subscribe to changes. changed and usable must not
-// block.
+// After each check that could read the links, Watch calls usable with the reason why packets
+// cannot leave by the current choice, or with nil if they can. It blocks until ctx ends, then
+// returns nil. It returns an error only if it cannot subscribe to changes. changed and usable
+// must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
 	notified, stop, err := o.Reader.subscribe(o)
 	if err != nil {

@@ -95,8 +95,8 @@ func TestFollower(t *testing.T) {
 	}
 }
 
-// TestFollowerWaitsForADownInterface checks that the backup is not taken before the chosen interface
-// has had the full time to return.
+// TestFollowerWaitsForADownInterface checks that another interface replaces the chosen one exactly
+// after returning, the time in which the chosen one can come back.
 func TestFollowerWaitsForADownInterface(t *testing.T) {
 	now, backup := onD1(1, 1500, "10.1.0.2"), Interface{Name: "d2", Index: 2, MTU: 1500, Addrs: []Address{{ip("10.2.0.2"), ip("10.2.0.2")}}}
 	start := time.Unix(0, 0)
