@@ -36,14 +36,15 @@ const (
 	AllPaths     = "all"
 )
 
-// Source makes a report. It returns ErrNoNetwork, wrapped, for an unknown name.
+// Source makes a report. It returns ErrNoNetwork, wrapped, for an unknown name of a network.
 type Source func(ctx context.Context, q Query) (Report, error)
 
 //go:embed page.html
 var pageText string
 
-// Handler serves the report of source that the parameters of the URL ask for. It answers with
-// JSON if the request accepts it or its path ends in .json, otherwise with the page.
+// Handler serves the report of source that the parameters of the URL ask for. It answers with JSON
+// if the request accepts it or its path ends in .json, otherwise with the page. It answers
+// ErrNoNetwork with 404, and other errors of source with 503.
 func Handler(source Source) (http.Handler, error) {
 	page, err := template.New("status").Funcs(template.FuncMap{
 		"join": join, "ago": ago, "kinds": kinds, "missing": missing,
@@ -96,20 +97,20 @@ func (view) Columns() []string {
 	return []string{"Subnet", "Public IP", "Type", "State", "Kernel", "Changed", "Error"}
 }
 
-// Newest returns the events, newest first.
+// Newest returns the events of the report, newest first.
 func (v view) Newest() []Event {
 	newest := slices.Clone(v.Events)
 	slices.Reverse(newest)
 	return newest
 }
 
-// join returns a list of prefixes or addresses separated by commas.
+// join returns the elements of a list of prefixes or addresses as one text, separated by commas.
 func join(values any) string {
 	return strings.ReplaceAll(strings.Trim(fmt.Sprint(values), "[]"), " ", ", ")
 }
 
-// ago describes how long before now t was, in rough units. It says "in" for a time in the
-// future.
+// ago describes how long before now t was, in rough units. It says "in" for a time in the future,
+// and "never" for the zero time.
 func ago(now, t time.Time) string {
 	if t.IsZero() {
 		return "never"

@@ -20,7 +20,7 @@ type Journal struct {
 	next   int     // index of the oldest event once the ring is full; 0 before
 }
 
-// NewJournal returns a journal of the latest size messages.
+// NewJournal returns a journal that keeps the latest size messages. size must be positive.
 func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, size)} }
 
 // Events returns the kept messages, oldest first.
@@ -46,9 +46,9 @@ func (j *Journal) Logger(to logr.Logger) logr.Logger {
 	return to.WithSink(&tee{LogSink: to.GetSink(), journal: j})
 }
 
-// tee is a log sink that writes to the journal and to another sink. It adds a frame to
-// the call stack; Init and WithCallDepth of the other sink subtract that frame, so that
-// log lines still name the caller.
+// tee is a log sink that writes to the journal and to another sink. It adds a frame to the
+// call stack. below makes the other sink skip that frame, so that log lines still name the
+// caller.
 type tee struct {
 	logr.LogSink
 	journal *Journal

@@ -25,9 +25,9 @@ func SocketPath(subnetFile string) string {
 	return dir + "flanneld-" + strings.TrimSuffix(base, ".env") + ".sock"
 }
 
-// Listen opens a local socket at path that only root can use (0600). It replaces a socket
-// that an earlier daemon has left. If a process answers on the socket, Listen returns an
-// error.
+// Listen opens a local socket at path that only root can use (0600). It creates the
+// folder if that is missing, and replaces a socket that an earlier daemon has left. If a
+// process answers on the socket, Listen returns an error.
 func Listen(ctx context.Context, path string) (net.Listener, error) {
 	fail := func(err error) (net.Listener, error) { return nil, fmt.Errorf("open status socket: %w", err) }
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {

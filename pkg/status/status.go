@@ -21,13 +21,12 @@ type Report struct {
 	// Ready is the answer of /readyz. Reasons says why it is false, one line each.
 	Ready   bool     `json:"ready"`
 	Reasons []string `json:"reasons,omitempty"`
-	// RestartNeeded describes how the configuration in the store differs from the one in
-	// use. It is empty if there is no difference, or if the daemon follows changes without a
-	// restart. Otherwise a restart applies the difference. It also says if the store has no
-	// configuration.
+	// RestartNeeded describes a difference between the configuration in the store and the one in use
+	// that only a restart applies. If the store has no configuration, it says so. It is empty if there
+	// is no difference, or if the daemon follows changes without a restart.
 	RestartNeeded string `json:"restartNeeded,omitempty"`
-	// ConfigRejected says why this host goes on with its present configuration, because the one in
-	// the store cannot be used. It is empty if that can be used.
+	// ConfigRejected says why this host goes on with its present configuration, because the one in the
+	// store cannot be used. It is empty if the one in the store can be used.
 	ConfigRejected string `json:"configRejected,omitempty"`
 
 	Network   Network   `json:"network"`
@@ -104,7 +103,7 @@ type Overflow struct {
 	Problem string `json:"problem,omitempty"`
 }
 
-// WrittenBy says which host writes the routes to this host.
+// WrittenBy returns, in words, which host writes the routes to this host.
 func (c Cloud) WrittenBy() string {
 	switch {
 	case c.Leading:
@@ -117,8 +116,9 @@ func (c Cloud) WrittenBy() string {
 	return "each " + c.Writer
 }
 
-// CloudRoute is a route that a table of the cloud should have, at the last comparison. Target is empty on
-// a host that does not write the route. Table is empty there too, unless the leader has announced it.
+// CloudRoute is a route that a table of the cloud should have. Present is the result of the last
+// comparison. Target is empty on a host that does not write the route. Table is empty there too, unless
+// the leader has announced it.
 type CloudRoute struct {
 	Table       string       `json:"table,omitempty"`
 	Destination netip.Prefix `json:"destination"`
@@ -218,15 +218,16 @@ const (
 	Refused State = "refused"
 )
 
-// Peer is another node as this host sees it.
+// Peer is a peer as this host sees it.
 type Peer struct {
 	Lease
 	State   State     `json:"state"`
 	Error   string    `json:"error,omitempty"`
 	Changed time.Time `json:"changed,omitzero"` // when the lease last changed
 	// Backend is the type of the backend that carries the packets to the peer. It is set during a
-	// migration, with Backend.Overflow and with Backend.SameLocation. Waiting is the reason why that is
-	// not the next backend, the cloud, or, for a peer at the location of this host, the backend of
+	// migration, with Backend.Overflow and with Backend.SameLocation. Waiting is the reason why another
+	// backend does not carry them yet: during a migration the next backend, with Backend.Overflow the
+	// cloud, and with Backend.SameLocation, for a peer at the location of this host, the backend of
 	// SameLocation.
 	Backend string `json:"backend,omitempty"`
 	Waiting string `json:"waiting,omitempty"`
