@@ -27,7 +27,7 @@ const (
 type Source interface {
 	// Alive returns an error if the main loop is stuck.
 	Alive() error
-	// Ready reports whether all components are good, and the reasons why not.
+	// Ready reports whether the daemon is ready, and returns the reasons if it is not.
 	Ready() (ready bool, reasons []string)
 }
 
@@ -72,7 +72,8 @@ func Listen(ctx context.Context, addr string) (net.Listener, error) {
 }
 
 // Serve answers requests on ln with h until ctx ends. It then gives open requests a
-// limited time to finish and returns nil. It closes ln.
+// limited time to finish and returns nil. If ln fails before, Serve returns that error.
+// It closes ln.
 func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 	srv := &http.Server{
 		Handler:           h,

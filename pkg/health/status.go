@@ -77,8 +77,8 @@ func (s *Status) SetGrace(component string, grace time.Duration) {
 }
 
 // Part returns the last error that a component reported, nil if it is good, and the time
-// since which it has been good or bad. The time is zero if the component has never
-// reported.
+// since which it has been good or bad. If the component has never reported, the time is
+// zero, and the error is nil unless the component is required.
 func (s *Status) Part(component string) (since time.Time, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -100,7 +100,8 @@ func (s *Status) part(name string) *part {
 	return s.parts[i]
 }
 
-// Ready reports whether all components are good. If not, it returns the reasons, one line
+// Ready reports whether the daemon is ready: every required component has reported, and no
+// component has been bad for its grace or longer. If not, it returns the reasons, one line
 // each, required components first.
 func (s *Status) Ready() (ready bool, reasons []string) {
 	s.mu.Lock()
@@ -128,8 +129,8 @@ func (s *Status) Pause() {
 	s.beat = time.Time{}
 }
 
-// Alive returns nil while the main loop completes rounds. It also returns nil before the
-// first Beat, while the daemon is starting, and after a Pause.
+// Alive returns an error if the last Beat is older than the maxAge of New. It returns nil
+// before the first Beat, while the daemon is starting, and after a Pause.
 func (s *Status) Alive() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -46,8 +46,9 @@ func (Notifier) Keep(name string, fd int) error {
 }
 
 // Watchdog pings systemd's watchdog at half its interval while s is alive, until ctx
-// ends. It returns nil at that point, or at once if the unit sets no watchdog. It ignores
-// a failed ping: if pings keep failing, systemd restarts the service.
+// ends. It returns nil at that point, or at once if the unit sets no watchdog. It returns
+// an error if the interval that systemd has set cannot be read. It ignores a failed ping:
+// if pings keep failing, systemd restarts the service.
 func (Notifier) Watchdog(ctx context.Context, s Source) error {
 	interval, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {
