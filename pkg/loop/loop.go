@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package loop calls a function whenever it is woken, regularly at a slow interval, and
-// again after it fails. The function reads the current state each time, so a lost or
-// repeated wake does no harm.
+// Package loop calls a function whenever the loop is woken, regularly at a slow interval,
+// and again after the function has failed. The function reads the current state each
+// time, so a lost or repeated wake does no harm.
 package loop
 
 import (
@@ -31,7 +31,8 @@ type Loop struct {
 	calls  chan func()
 }
 
-// New returns a loop over step. Its first step runs when Run starts.
+// New returns a loop that calls step. The first call is when Run starts. The resync
+// period is resync, varied by spread.
 func New(resync time.Duration, step func(context.Context) error) *Loop {
 	return &Loop{resync: resync, step: step, wake: wait.NewSignal(), calls: make(chan func())}
 }
@@ -60,8 +61,8 @@ func (l *Loop) Do(ctx context.Context, f func()) error {
 	}
 }
 
-// Run blocks until ctx ends, then returns nil. It repeats a failed step after a pause. It
-// does not log the failure: the step does that.
+// Run blocks until ctx ends, then returns nil. It repeats a failed step after a pause,
+// which a wake shortens to minPause. It does not log the failure: the step does that.
 func (l *Loop) Run(ctx context.Context) error {
 	var backoff wait.Backoff
 	for ctx.Err() == nil {
@@ -83,7 +84,8 @@ func (l *Loop) Run(ctx context.Context) error {
 	return nil
 }
 
-// rest blocks until the next step is due.
+// rest blocks until the next step is due: after the pause, or at the next wake or the end
+// of ctx. Meanwhile it runs the functions of Do.
 func (l *Loop) rest(ctx context.Context, pause time.Duration) {
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
