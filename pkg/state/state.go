@@ -20,11 +20,12 @@ import (
 // version is the version of the file format. Load refuses a file of another version.
 const version = 1
 
-// ErrInUse means that another process has taken the lock.
+// ErrInUse means that another process has taken the lock, or that this process has taken
+// it before.
 var ErrInUse = errors.New("in use by another process")
 
-// File is a state file. No other process can open it until Close. It is not safe for
-// concurrent use.
+// File is a state file. It cannot be opened again until Close, by this or another
+// process. It is not safe for concurrent use.
 type File[T any] struct {
 	path  string
 	lock  *os.File
@@ -37,7 +38,8 @@ type envelope[T any] struct {
 }
 
 // Open creates dir with mode 0700 if it does not exist, and locks the state file called
-// name in it. It returns ErrInUse, wrapped, if another process has opened the file.
+// name in it. It returns ErrInUse, wrapped, if the file is open, in this or another
+// process.
 func Open[T any](dir, name string) (*File[T], error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create state directory: %w", err)
@@ -81,8 +83,8 @@ func takeLock(dir, name string) (*os.File, error) {
 	return lock, nil
 }
 
-// Read returns the state in the file called name in dir, without taking its lock. The state is zero if
-// there is no file, or if there is an error.
+// Read returns the state in the file called name in dir, without taking its lock. If
+// there is no file, the state is zero and there is no error.
 func Read[T any](dir, name string) (T, error) {
 	last, _, err := (&File[T]{path: filepath.Join(dir, name+".json")}).Load()
 	return last, err
@@ -124,13 +126,14 @@ func (f *File[T]) Save(s T) error {
 }
 
 // Intact reports whether the file is still the one that the last Save wrote: not removed,
-// replaced or changed by another program. It returns false before the first Save.
+// replaced or changed by another program. It returns false before the first Save and
+// after Remove.
 func (f *File[T]) Intact() bool {
 	now, err := os.Lstat(f.path)
 	return err == nil && f.saved != nil && os.SameFile(now, f.saved) && now.Size() == f.saved.Size() && now.ModTime().Equal(f.saved.ModTime())
 }
 
-// Remove deletes the file. A later Save writes it again.
+// Remove deletes the file, if there is one. A later Save writes it again.
 func (f *File[T]) Remove() error {
 	f.saved = nil
 	if err := os.Remove(f.path); err != nil && !errors.Is(err, fs.ErrNotExist) {
