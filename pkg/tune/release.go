@@ -44,9 +44,9 @@ func release(ctx context.Context) {
 // the format of proc_pid_smaps(5). Inode 0 means that there is no file.
 var unchanged = regexp.MustCompile(`(?m)^([0-9a-f]+)-([0-9a-f]+) r-[x-]. \S+ \S+ [1-9].*\n(?:[A-Z].*\n)*?Anonymous: +0 kB$`)
 
-// unmapProgram removes the pages of the program from this process. Only the start needed
-// most of them. A page that is needed again comes from the page cache, with a minor
-// fault.
+// unmapProgram removes from this process the pages of all unchanged mappings of files. These
+// are mainly pages of the program, and the process needed most of them only during the start.
+// A page that is needed again comes from the page cache, with a minor fault.
 func unmapProgram() error {
 	mappings, err := os.ReadFile("/proc/self/smaps")
 	if err != nil {

@@ -14,8 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUnmapProgram releases the pages of this program and of a mapped file. The content of
-// all pages must stay the same, including that of a mapping with a page changed in memory.
+// TestUnmapProgram releases the pages of this program and of a mapped file. An unchanged
+// mapping of the file must leave memory. Its content must stay the same, and so must that
+// of a mapping with a page changed in memory.
 func TestUnmapProgram(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	content := make([]byte, 1<<20)

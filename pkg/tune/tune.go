@@ -26,8 +26,8 @@ const (
 	// tidyAfter is the time after the start during which the daemon may have more work, such
 	// as writing the state file.
 	tidyAfter = 2 * time.Second
-	// longStart is the time after which memory is released even if the daemon still waits
-	// for its store, or constantly writes.
+	// longStart is the time after which memory is released even if the daemon still waits for its
+	// store, or constantly writes the state file.
 	longStart = time.Minute
 	// fewCPUs is the number of CPUs up to which a second thread for packets is useless,
 	// because the pods need the other CPU.
@@ -63,7 +63,8 @@ func (t *Tuner) Begin() {
 }
 
 // Backend must be called when the types of a network's backends are known, and when they change.
-// A network has two types during a migration, and none after its end. Empty types are ignored.
+// A network has two types during a migration, and none after the network has ended. Empty types
+// are ignored.
 func (t *Tuner) Backend(network string, backendTypes ...string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -94,9 +95,8 @@ func oneThread(backendType string) bool {
 }
 
 // fitThreads sets GOMAXPROCS. During the start GOMAXPROCS is the number of CPUs. At rest it is 1,
-// unless packets go through the process and there are enough CPUs. Several goroutines handle an
-// event in small steps, and to wake a second thread for a step takes more CPU time than the
-// step. The caller holds t.mu.
+// unless oneThread is false for a backend. Several goroutines handle an event in small steps, and
+// to wake a second thread for a step takes more CPU time than the step. The caller holds t.mu.
 func (t *Tuner) fitThreads() {
 	switch one := t.resting && t.oneThread; {
 	case !t.threads || one == t.fitted:
@@ -109,7 +109,7 @@ func (t *Tuner) fitThreads() {
 	}
 }
 
-// settle is called when the start is over.
+// settle applies the settings for the time after the start. Further calls set the same again.
 func (t *Tuner) settle() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -120,11 +120,12 @@ func (t *Tuner) settle() {
 	}
 }
 
-// Rest waits until the start is over and the state file is written, because writing a large
-// one takes memory too. It then releases the memory that the start has used. started is
-// closed when the start is over. written reports whether the file is written; Rest calls it
-// after that. Rest waits for each of the two for at most longStart. It always returns nil, also
-// if ctx ends first.
+// Rest waits until the start is over and the state file is written, because writing a large one
+// takes memory too. It then releases the memory that the start has used. started is closed when
+// the start is over. tidyAfter later, Rest applies the settings for the time after the start.
+// written reports whether the file is written; Rest calls it after that. Rest waits for each of
+// the two for at most longStart, and a zero Tuner does not wait. It always returns nil, also if
+// ctx ends first.
 func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	if !t.threads && !t.memory {
 		return nil
