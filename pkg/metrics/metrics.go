@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package metrics exports the daemon's metrics to Prometheus. Counters are incremented
-// when an event happens. All other values are read at each scrape.
+// Package metrics exports the daemon's metrics to Prometheus. Metrics counts passes,
+// repairs and probes when they happen. All other values, also counters of other packages,
+// are read at each scrape.
 package metrics
 
 import (
@@ -116,7 +117,8 @@ func Handler(list func() []*Metrics) http.Handler {
 	return promhttp.HandlerFor(all, promhttp.HandlerOpts{Registry: process})
 }
 
-// Synced records one pass of the lease-watch loop.
+// Synced records one pass of the lease-watch loop, with the number of kernel objects that
+// it has repaired.
 func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
 	m.duration.Observe(took.Seconds())
 	m.repaired.Add(float64(repaired))
@@ -145,7 +147,7 @@ func (m *Metrics) Firewall(repaired bool, err error) {
 // collector turns Values into metrics.
 type collector struct{ read func(context.Context) Values }
 
-// gauge describes the metric of one of the Values: a gauge or a counter.
+// gauge describes the metric of one of the Values. Its kind is gauge or counter.
 type gauge struct {
 	*prometheus.Desc
 	kind prometheus.ValueType
