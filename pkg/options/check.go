@@ -14,7 +14,8 @@ import (
 // given is a text flag with its name and value.
 type given struct{ name, value string }
 
-// check validates the values against each other and against the file system.
+// check validates the values against each other and against the file system. It also sets
+// AllowExtensionBackend if that was not given, and appends warnings.
 func (o *Options) check() error {
 	if _, given := o.sources[allowExtension]; !given {
 		// A program that can write to etcd is trusted with the whole network. In
@@ -105,8 +106,8 @@ func (o *Options) together(a, b given) error {
 	return nil
 }
 
-// readable returns an error if a given file cannot be read. It does not open the file,
-// which may be a pipe.
+// readable returns an error if a file is given and cannot be read. It does not open the
+// file, which may be a pipe.
 func (o *Options) readable(f given) error {
 	if f.value == "" {
 		return nil

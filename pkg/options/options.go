@@ -49,7 +49,8 @@ type Options struct {
 	// EtcdUsername and EtcdPassword are both set or both empty.
 	EtcdUsername string
 	EtcdPassword Secret
-	// RenewMargin is how long before its end the lease is renewed.
+	// RenewMargin is how long before its end the lease is renewed at the latest. A lease
+	// that is too short for that has a smaller margin.
 	RenewMargin time.Duration
 	// LeaseTTL is the lifetime of the lease in the store without a renewal.
 	LeaseTTL time.Duration
@@ -75,7 +76,7 @@ type Options struct {
 	NodeName, PodName, PodNamespace string
 	// KubeAnnotationPrefix is the prefix of the node annotations.
 	KubeAnnotationPrefix string
-	// NetConfigPath is the file with the network configuration.
+	// NetConfigPath is the file with the network configuration, with KubeSubnetMgr only.
 	NetConfigPath string
 	// SetNodeNetworkUnavailable sets the node's condition NetworkUnavailable to False.
 	SetNodeNetworkUnavailable bool
@@ -113,11 +114,12 @@ type Options struct {
 	// Resync is the interval at which all kernel state is read again.
 	Resync time.Duration
 
-	// FollowConfig changes to another configuration without a restart.
+	// FollowConfig makes the daemon change to another network configuration without a
+	// restart.
 	FollowConfig bool
 	// Probe checks the paths to all peers.
 	Probe bool
-	// ExitOnConfigChange ends the daemon after a change of the configuration.
+	// ExitOnConfigChange ends the daemon after a valid change of the network configuration.
 	ExitOnConfigChange bool
 	// NexthopObjects is "auto" or "off".
 	NexthopObjects string
@@ -176,8 +178,8 @@ func (o Options) Source(name string) string {
 // Several reports whether the daemon serves several networks.
 func (o Options) Several() bool { return len(o.Networks) > 0 || o.WatchNetworks }
 
-// Network returns the options for the network called name, if there are several. Its keys, subnet
-// file and state file are its own.
+// Network returns the options for the network called name, if there are several. The
+// network has its own prefix of keys, subnet file and state file.
 func (o Options) Network(name string) Options {
 	o.EtcdPrefix = strings.TrimRight(o.EtcdPrefix, "/") + "/" + name
 	o.SubnetFile = filepath.Join(o.SubnetDir, name+".env")
@@ -185,7 +187,8 @@ func (o Options) Network(name string) Options {
 	return o
 }
 
-// HealthzAddr returns the address:port that serves probes, or "" if they are not served.
+// HealthzAddr returns the address:port at which the daemon answers probes of its health,
+// or "" if it does not.
 func (o Options) HealthzAddr() string {
 	if o.HealthzPort == 0 {
 		return ""
@@ -208,7 +211,7 @@ func (o Options) SocketPath() string {
 	return o.StatusSocket
 }
 
-// StoreKind returns the name of the datastore.
+// StoreKind returns the kind of the datastore: kubernetes or etcd.
 func (o Options) StoreKind() string {
 	if o.KubeSubnetMgr {
 		return "kubernetes"

@@ -16,7 +16,8 @@ import (
 // envPrefix is the prefix of environment variables that set flags.
 const envPrefix = "FLANNELD_"
 
-// The errors that Parse returns if the command line does not ask to run the daemon.
+// The errors that Parse returns if the command line asks for something else than running
+// the daemon.
 var (
 	// ErrHelp means to print Help and exit with 0.
 	ErrHelp = flag.ErrHelp
@@ -89,7 +90,8 @@ func (c *collected) String() string     { return "" }
 func (c *collected) Set(s string) error { c.texts = append(c.texts, s); return nil }
 func (c *collected) IsBoolFlag() bool   { return c.toggle }
 
-// apply sets the options that were given.
+// apply sets the options that were given, and records the source of each. It returns an
+// error for the first text that is invalid.
 func (o *Options) apply(all []setting, given values) error {
 	for _, s := range all {
 		c, ok := given[s.name]
@@ -106,7 +108,8 @@ func (o *Options) apply(all []setting, given values) error {
 	return nil
 }
 
-// commandLine splits args into flags and their values.
+// commandLine splits args into flags and their texts. It returns only flags that are
+// given.
 func commandLine(all []setting, args []string) (values, error) {
 	fs := flag.NewFlagSet("", flag.ContinueOnError)
 	fs.SetOutput(io.Discard)
@@ -168,8 +171,8 @@ func badArgument(fs *flag.FlagSet, read []string, arg string) error {
 	return fmt.Errorf("unexpected argument %q: expected flags only, see --help", redact(arg))
 }
 
-// environment returns the variables for flags that are not given, and a warning for each
-// variable that looks misspelt.
+// environment returns the texts of variables whose flags are not given on the command
+// line, and a warning for each variable that looks misspelt.
 func environment(all []setting, env []string, flags values) (vars values, warnings []string) {
 	byVar := map[string]string{}
 	for _, s := range all {

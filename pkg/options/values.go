@@ -154,7 +154,8 @@ func boolean(s string) (bool, error) {
 	return b, nil
 }
 
-// integer accepts a Go literal of any base between lo and hi.
+// integer parses a number from lo to hi, in any base of a Go literal. The parameter of
+// names such a number in the error.
 func integer(s string, lo, hi int64, of string) (int64, error) {
 	n, err := strconv.ParseInt(s, 0, 64)
 	if err != nil || n < lo || n > hi {
@@ -163,7 +164,7 @@ func integer(s string, lo, hi int64, of string) (int64, error) {
 	return n, nil
 }
 
-// whole returns a parser for a number of units between lo and hi.
+// whole returns a parser for a whole number of units from lo to hi.
 func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		n, err := integer(s, lo, hi, "a whole number of "+name)
@@ -350,8 +351,8 @@ func isPort(s string) bool {
 	return err == nil && n > 0
 }
 
-// isHost reports whether s can be an address or a DNS name. A name does not end with a
-// number, because that would be an address with a mistake.
+// isHost reports whether s can be an address or a DNS name. The last label of a name is
+// not a number, because that would be an address with a mistake.
 func isHost(s string) bool {
 	if _, err := netip.ParseAddr(s); err == nil {
 		return true
