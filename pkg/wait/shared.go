@@ -38,8 +38,8 @@ func (s *Shared) wake() {
 	}
 }
 
-// Leave ends the signals to changed, which Join has returned. After the last Leave the subscription has
-// ended.
+// Leave makes Shared send no more signals to changed, which Join has returned. When all goroutines have
+// left, the subscription has ended.
 func (s *Shared) Leave(changed Signal) {
 	s.mu.Lock()
 	delete(s.listeners, changed)

@@ -63,7 +63,7 @@ type Backoff struct {
 	pause time.Duration // the last pause before it was varied; 0 at first
 }
 
-// Next returns the next pause.
+// Next returns the next pause, and doubles the one after it.
 func (b *Backoff) Next() time.Duration {
 	least, most := cmp.Or(b.Least, defaultLeast), cmp.Or(b.Most, defaultMost)
 	b.pause = min(max(2*b.pause, least), most)
