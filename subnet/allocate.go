@@ -23,9 +23,9 @@ func (c Config) Pools() ([]Pool, error) {
 	return pools, nil
 }
 
-// Allocate returns a free subnet from each of the pools: the first of wanted that is in the pool
-// and overlaps none of taken, or else a random one. The error wraps ErrNoSubnets and names the
-// range. A nil rnd means the global source.
+// Allocate returns a free subnet from each of the pools, in their order: the first of wanted
+// that is in the pool and overlaps none of taken, or else a random one. The error wraps
+// ErrNoSubnets and names the range. A nil rnd means the global source.
 func Allocate(pools []Pool, wanted, taken []netip.Prefix, rnd *rand.Rand) ([]netip.Prefix, error) {
 	subnets := make([]netip.Prefix, 0, len(pools))
 	for _, p := range pools {
@@ -41,8 +41,8 @@ func Allocate(pools []Pool, wanted, taken []netip.Prefix, rnd *rand.Rand) ([]net
 	return subnets, nil
 }
 
-// Free returns the first of wanted that is one of the pool's subnets and
-// overlaps none of taken.
+// Free returns the first of wanted that is one of the pool's subnets and overlaps none of
+// taken. ok is false if there is none.
 func (p Pool) Free(wanted, taken []netip.Prefix) (s netip.Prefix, ok bool) {
 	for _, w := range wanted {
 		if p.Contains(w) && !slices.ContainsFunc(taken, w.Overlaps) {

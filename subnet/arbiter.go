@@ -100,7 +100,8 @@ func (a *Arbiter) Change(c Claimant) bool {
 	return !contested
 }
 
-// conflicts reports whether x and y contradict each other.
+// conflicts reports whether x and y contradict each other: their subnets overlap, the subnet of one
+// contains a public address of the other, or they have an identity in common.
 func conflicts(x, y Claimant) bool {
 	for _, e := range x.Lease.Endpoints {
 		for _, f := range y.Lease.Endpoints {
@@ -139,7 +140,8 @@ func (a *Arbiter) AllRefused() []Refusal {
 	return all
 }
 
-// admit accepts or refuses c, given the leases that were accepted before.
+// admit accepts or refuses c, as a whole or in each family, given the leases that were accepted
+// before.
 func (a *Arbiter) admit(c Claimant) {
 	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")

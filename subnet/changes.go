@@ -42,7 +42,8 @@ func Changes(from, to Config) []string {
 
 type networkText struct{ net, pool string }
 
-// networkOf describes the network of one family.
+// networkOf describes the network of one family. Without a network of that family the text is
+// "none".
 func networkOf(cfg Config, f prefix.Family) networkText {
 	n, ok := cfg.Network(f)
 	if !ok {

@@ -50,7 +50,7 @@ func locationOf(e Endpoint) location { return location{e.PublicIP, e.Subnet} }
 // 0.0.0.0 or ::.
 func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
-// add holds a peer until the given time.
+// add holds a peer until the given time. The peer must not be held already.
 func (h *heldPeers) add(l *Lease, until time.Time) {
 	if len(h.until) == 0 {
 		*h = heldPeers{until: map[string]time.Time{}, bySubnet: new(bart.Table[[]string]), byPublicIP: map[netip.Addr][]string{}, earliest: until, latest: until}
@@ -185,7 +185,7 @@ func (h *heldPeers) expired(now time.Time) (keys []string) {
 	return keys
 }
 
-// with adds key to sorted keys, unless it is one of them.
+// with returns sorted keys with key, which it inserts unless it is one of them. It may change keys.
 func with(keys []string, key string) []string {
 	i, found := slices.BinarySearch(keys, key)
 	if found { // another endpoint of the same lease has added it
@@ -194,7 +194,7 @@ func with(keys []string, key string) []string {
 	return slices.Insert(keys, i, key)
 }
 
-// without removes key from sorted keys, if it is one of them.
+// without returns sorted keys without key. It may change keys.
 func without(keys []string, key string) []string {
 	if i, found := slices.BinarySearch(keys, key); found {
 		return slices.Delete(keys, i, i+1)

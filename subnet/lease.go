@@ -12,7 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TTL is the time after which a lease expires in the store unless it is renewed.
+// TTL is the default time after which a lease expires in the store unless it is renewed. It is
+// also the time for which a Ledger holds a peer.
 const TTL = 24 * time.Hour
 
 // Endpoint is one address family of a lease.
@@ -38,10 +39,11 @@ type Lease struct {
 	Expires     time.Time  // known only of the own lease; zero if Permanent
 }
 
-// Endpoint returns the lease's endpoint of family f.
+// Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.
 func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
 
-// Claim returns the claim that leads to l.
+// Claim returns the claim of a node that wants exactly the lease l: with its backend types and
+// its endpoints.
 func (l Lease) Claim() Claim {
 	return Claim{BackendType: l.BackendType, NextType: l.NextType, Endpoints: l.Endpoints}
 }
@@ -71,7 +73,7 @@ type Claim struct {
 	Endpoints   []Endpoint // one for each enabled family, IPv4 first
 }
 
-// Endpoint returns the claim's endpoint of family f.
+// Endpoint returns the claim's endpoint of family f. ok is false if the claim has none.
 func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return claimed(c.Endpoints, f) }
 
 // Next returns the claim that the node would make if it used only its next backend. backendType
@@ -98,7 +100,7 @@ func endpoint(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	return Endpoint{}, false
 }
 
-// claimed finds the endpoint by the family of its public address, because a claim may have no
+// claimed returns the endpoint whose public address is of family f, because a claim may have no
 // subnet yet.
 func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	for _, e := range es {

@@ -190,7 +190,7 @@ func (l *Ledger) IsHeld(key string) bool {
 	return held && l.synced
 }
 
-// Len returns the number of known leases.
+// Len returns the number of known leases, including those of held peers.
 func (l *Ledger) Len() int { return len(l.peers) }
 
 // Lease returns the lease with that key, which is shared and read-only, or nil if it is not

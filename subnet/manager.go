@@ -13,13 +13,13 @@ var (
 	ErrLeaseLost = errors.New("subnet lease lost")
 	// ErrNoSubnets means that every subnet of the configured range is taken.
 	ErrNoSubnets = errors.New("out of subnets")
-	// ErrNoConfig means that the store answers but holds no configuration.
+	// ErrNoConfig means that the store answers but has no configuration.
 	ErrNoConfig = errors.New("no network configuration")
 	// ErrUnfit means that a retry cannot succeed: the store gives this node a subnet that does not
 	// fit the configuration, and an operator has to change one of them; or the lease in the last
-	// known state has run out, see lastknown.ErrExpired.
+	// known state has expired, see lastknown.ErrExpired.
 	ErrUnfit = errors.New("subnet does not fit the configuration")
-	// ErrInvalidConfig means that the store holds a configuration that cannot be used.
+	// ErrInvalidConfig means that the store has a configuration that cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")
 	// ErrLed means that another node is the leader for a task.
 	ErrLed = errors.New("another node is the leader")

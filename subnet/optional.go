@@ -45,9 +45,10 @@ type ConfigWatcher interface {
 // Resumer is a Manager that cannot recognize the own lease by the node's name, but only by its
 // public address, which may have changed while the store was unavailable.
 type Resumer interface {
-	// Resumed tells the manager that this node uses the lease own from its last known state. own
-	// contains the public addresses that the node has published in the store. If the store still
-	// has the lease with these, Acquire continues with it, even if the node has another address now.
+	// Resumed tells the manager, before Acquire, that this node uses the lease own from its last
+	// known state. own contains the public addresses that the node has published in the store. If
+	// the store has a lease with the Key, the Order and the public address of own, Acquire continues
+	// with that lease, even if the node has another address now.
 	Resumed(own Lease)
 }
 

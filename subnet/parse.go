@@ -148,7 +148,8 @@ func (n wireNetwork) parse() (Network, error) {
 	return out, nil
 }
 
-// parseNetwork returns the zero prefix for a network of length 0, which means that there is none.
+// parseNetwork parses the Network of family f from JSON, and masks it. A network of length 0 means
+// that there is none: the result is then the zero prefix.
 func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	key := keyName(f, "Network")
 	var s string
@@ -166,7 +167,8 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	return p.Masked(), nil
 }
 
-// decodeAddr returns the zero address for 0.0.0.0 and ::, which mean that there is none.
+// decodeAddr decodes the address of family f that is the JSON value of key. The addresses 0.0.0.0
+// and :: mean that there is none: the result is then the zero address.
 func decodeAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
 	var s string
 	if err := decodeString(key, raw, &s); err != nil {
@@ -191,7 +193,8 @@ func ParseAddr(f prefix.Family, text string) (netip.Addr, error) {
 	return a, nil
 }
 
-// ofFamily is strict: an IPv4-mapped IPv6 address belongs to neither family.
+// ofFamily reports whether a belongs to family f. An IPv4-mapped IPv6 address belongs to neither
+// family.
 func ofFamily(f prefix.Family, a netip.Addr) bool {
 	return prefix.FamilyOf(a) == f && !a.Is4In6()
 }
@@ -209,7 +212,8 @@ func backendType(key string, raw json.RawMessage) (string, error) {
 	return strings.ToLower(b.Type), nil
 }
 
-// keyName returns the configuration key of family f for name.
+// keyName returns the key of the configuration of family f: name for IPv4, and IPv6 before name
+// for IPv6.
 func keyName(f prefix.Family, name string) string {
 	if f == prefix.IPv6 {
 		return "IPv6" + name

@@ -131,7 +131,8 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 	return p.at(n)
 }
 
-// at returns the pool's n-th subnet. The first one is 0.
+// at returns the pool's n-th subnet. The first one is 0. ok is false if its address would be beyond
+// the last one of the family.
 func (p Pool) at(n *big.Int) (s netip.Prefix, ok bool) {
 	a, ok := prefix.Add(p.first.Addr(), new(big.Int).Lsh(n, p.hostBits()))
 	return netip.PrefixFrom(a, p.first.Bits()), ok
@@ -179,7 +180,8 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 	return merged
 }
 
-// index returns the number of the subnet that contains a. The pool's first subnet is 0.
+// index returns the number of the pool's subnet that contains a. The pool's first subnet is 0. a
+// must not be below that.
 func (p Pool) index(a netip.Addr) *big.Int {
 	d := prefix.Distance(p.first.Addr(), a)
 	return d.Rsh(d, p.hostBits())
@@ -187,7 +189,8 @@ func (p Pool) index(a netip.Addr) *big.Int {
 
 func (p Pool) hostBits() uint { return uint(p.first.Addr().BitLen() - p.first.Bits()) }
 
-// below returns a uniformly random number from 0 up to, not including, n.
+// below returns a uniformly random number that is at least 0 and less than n. A nil rnd means the
+// global source.
 func below(n *big.Int, rnd *rand.Rand) *big.Int {
 	next := rand.Uint64
 	if rnd != nil {

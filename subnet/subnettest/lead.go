@@ -50,8 +50,8 @@ func (term Term) ExpectTakeover(t *testing.T, next subnet.Elector, own subnet.Le
 	}
 }
 
-// Lead makes a node the leader, and waits up to the patience of the suite for that. The term ends with
-// the test at the latest.
+// Lead makes a node the leader, and waits for that. If the node is not the leader within the patience
+// of the suite, Lead fails the test. The term ends with the test at the latest.
 func Lead(t *testing.T, m subnet.Elector, task string, own subnet.Lease) Term {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -92,7 +92,8 @@ func Lead(t *testing.T, m subnet.Elector, task string, own subnet.Lease) Term {
 	return Term{}
 }
 
-// ExpectLeader waits until m sees the leader want. An empty want means that there is no leader.
+// ExpectLeader waits until m sees the leader want with what want has announced. An empty want means
+// that there is no leader.
 func ExpectLeader(t *testing.T, m subnet.Elector, task string, want subnet.Leader) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; <-time.After(20 * time.Millisecond) {

@@ -66,7 +66,7 @@ func (s *Store) put(l subnet.Lease) {
 	s.leases[l.Key] = storedLease{lease: l}
 }
 
-// Break makes a lease undecodable.
+// Break makes the lease with that key undecodable.
 func (s *Store) Break(key string) {
 	s.change(func() { s.leases[key] = storedLease{s.leases[key].lease, true} })
 }
@@ -233,7 +233,8 @@ func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// Watch publishes the leases of other nodes after every change. See subnet.Manager.
+// Watch publishes the leases of other nodes at once, and after every change of the store.
+// Its updates do not say which leases have changed. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		changed := m.store.next()
@@ -257,7 +258,8 @@ func (s *Store) next() <-chan struct{} {
 	return s.changed
 }
 
-// WatchConfig implements subnet.ConfigWatcher.
+// WatchConfig implements subnet.ConfigWatcher. It calls sink after every change of the
+// store, even if the configuration is the same.
 func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
 	for {
 		changed := m.store.next()
@@ -317,7 +319,8 @@ func (m *Manager) Leader(ctx context.Context, task string) (subnet.Leader, error
 	return m.store.leaders[task], ctx.Err()
 }
 
-// Lead implements subnet.Elector. A term lasts until ctx ends.
+// Lead implements subnet.Elector. The context of a term is ctx, because this store never
+// ends a term.
 func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead func(context.Context, subnet.Announce)) error {
 	if !m.setLeader(task, "", subnet.Leader{Name: own.Key}) {
 		return subnet.ErrLed

@@ -24,7 +24,8 @@ type Watcher struct {
 	wake wait.Signal // readable when there are new snapshots
 }
 
-// Watch runs m.Watch until the test ends.
+// Watch runs m.Watch until the test ends, and returns the Watcher that collects its
+// snapshots.
 func Watch(t *testing.T, m subnet.Manager) *Watcher {
 	t.Helper()
 	w := &Watcher{wake: wait.NewSignal()}
@@ -77,8 +78,8 @@ func (w *Watcher) Until(t *testing.T, what string, ok func(subnet.Snapshot) bool
 	}
 }
 
-// Has returns a function that reports whether a snapshot has exactly the leases with the
-// given keys.
+// Has returns a function that reports whether a snapshot has exactly the decodable
+// leases with the given keys.
 func Has(keys ...string) func(subnet.Snapshot) bool {
 	slices.Sort(keys)
 	return func(s subnet.Snapshot) bool {
