@@ -55,7 +55,7 @@ ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-license \
+.PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
 	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
@@ -126,7 +126,7 @@ bin/tools/stages: FORCE
 	@$(GO_ENV) go build -o $@ ./test/stages
 
 ## Keep it tidy
-lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-license lint-unit lint-rules ## check code, language, modules, scripts, licenses and units
+lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license lint-unit lint-rules ## check code, language, modules, scripts, licenses and units
 
 pictures: build ## make the pictures of the README again, from a running lab
 	test/tools/pictures.sh Documentation/pictures
@@ -164,6 +164,11 @@ lint-shell: deps
 lint-sleep:
 	@files=$$(grep -rl --include='*_test.go' 'time\.Sleep(' . | xargs -r grep -L '"testing/synctest"'); \
 	test -z "$$files" || { echo "tests that sleep (poll with a deadline, or use testing/synctest):" $$files; exit 1; }
+
+# The name and the comment of an interface tell a reader which types implement it and why others do not.
+lint-probes:
+	@probes=$$(grep -rnE --include='*.go' '(\.\(|\bcase )interface ?\{($$|[^}])' .); \
+	test -z "$$probes" || { echo "type assertions to interfaces without names (declare the interface):"; echo "$$probes"; exit 1; }
 
 lint-license:
 	test/tools/license.sh

@@ -29,6 +29,16 @@ type Reconciler interface {
 	Close() error
 }
 
+// Sweeper is a Reconciler that can delete single objects before all peers are known, like
+// dataplane.Reconciler. The Reconciler that a migration gives to its backends is none, because the
+// migration decides what is deleted.
+type Sweeper interface {
+	Reconciler
+	SweepAt(objects ...dataplane.Object)
+}
+
+var _ Sweeper = (*dataplane.Reconciler)(nil)
+
 // Programmer is the common part of the networks of all kernel backends. It makes the
 // kernel's state match the leases of the peers.
 type Programmer struct {

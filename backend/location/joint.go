@@ -71,9 +71,9 @@ func (*view) Changed() <-chan struct{} { return nil }
 func (*view) Close() error { return nil }
 
 // sweepAt makes the next Reconcile or Update delete what no backend wants at the keys of objects,
-// even if not all peers are known.
+// even if not all peers are known. It has no effect if the Reconciler is no Sweeper.
 func (j *joint) sweepAt(objects []dataplane.Object) {
-	if s, ok := j.Reconciler.(interface{ SweepAt(...dataplane.Object) }); ok {
+	if s, ok := j.Reconciler.(backend.Sweeper); ok {
 		s.SweepAt(objects...)
 	}
 }

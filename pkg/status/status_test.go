@@ -9,6 +9,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -254,7 +255,7 @@ func TestSocketLeftBehindIsReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ln.(interface{ SetUnlinkOnClose(bool) }).SetUnlinkOnClose(false)
+	ln.(*net.UnixListener).SetUnlinkOnClose(false)
 	ln.Close()
 	if _, err := os.Stat(path); err != nil {
 		t.Fatal(err)
