@@ -9,7 +9,8 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"unicode"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // announcement is what the leader tells the other hosts about their routes. A destination is in order if
@@ -212,7 +213,7 @@ func comparePrefixes(a, b netip.Prefix) int { return a.Compare(b) }
 // can write there.
 func clean(text string) string {
 	text = strings.ToValidUTF8(text[:min(len(text), mostReason)], "")
-	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
+	return oneline.Collapse(text)
 }
 
 // check returns nil if the routes to all of these subnets are in order. Otherwise it returns the reason for the

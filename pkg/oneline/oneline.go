@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package oneline joins several errors into one, and returns the text of errors, without
+// Package oneline joins several errors into one, and returns texts and the text of errors, without
 // line breaks: each log entry is one line.
 package oneline
 
-import "strings"
+import (
+	"strings"
+	"unicode"
+)
 
 // joined is an error whose text is the texts of its parts, separated by "; ".
 type joined struct{ parts []error }
@@ -46,4 +49,11 @@ func Text(err error) string {
 		return ""
 	}
 	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
+}
+
+// Collapse returns text with one space in place of each run of white space and characters that cannot be
+// printed, and with none at either end. Other programs and servers send such characters, which
+// would change how a terminal shows the log.
+func Collapse(text string) string {
+	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
 }

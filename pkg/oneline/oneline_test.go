@@ -41,3 +41,20 @@ func TestText(t *testing.T) {
 		t.Errorf("text of no error: %q, want none", got)
 	}
 }
+
+func TestCollapse(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                            "",
+		" \n\t\x00":                   "",
+		"one":                         "one",
+		"\n one\r\n\ttwo  three\n":    "one two three",
+		"\x1b[31mred\x1b[0m":          "[31mred [0m",
+		"no\u00a0break\u2028line":     "no break line",
+		"zero\u200bwidth":             "zero width",
+		"für \"alle\" \xff 世界 \ufffd": "für \"alle\" \xff 世界 \ufffd",
+	} {
+		if got := Collapse(text); got != want {
+			t.Errorf("%q: got %q, want %q", text, got, want)
+		}
+	}
+}

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // Journal keeps the most recent log messages, except those with a verbosity above 0. It is
@@ -109,5 +111,5 @@ func text(msg string, err error, values ...[]any) string {
 			fmt.Fprintf(&b, format, kv[i], kv[i+1])
 		}
 	}
-	return strings.Join(strings.Fields(b.String()), " ")
+	return oneline.Collapse(b.String())
 }

@@ -14,6 +14,8 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // storeError is a failure of the store, or of the connection to it. It can pass.
@@ -68,8 +70,7 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	case code == codes.PermissionDenied, code == codes.Unauthenticated, code == codes.InvalidArgument:
 		kind = code.String()
 	}
-	cause = strings.Join(strings.Fields(cause), " ")
-	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), cause), err}
+	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), oneline.Collapse(cause)), err}
 }
 
 // codeOf returns the gRPC code of an error of the client library. The code of nil is OK. So is that

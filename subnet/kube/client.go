@@ -23,6 +23,7 @@ import (
 	"k8s.io/client-go/transport"
 	"k8s.io/client-go/util/connrotation"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
@@ -224,7 +225,7 @@ type apiError struct {
 
 // Error implements error: one line.
 func (e *apiError) Error() string {
-	return "API server " + e.host + ": " + strings.Join(strings.Fields(e.message), " ")
+	return "API server " + e.host + ": " + oneline.Collapse(e.message)
 }
 
 // Unwrap implements error.

@@ -12,9 +12,9 @@ import (
 	"net/url"
 	"strings"
 	"time"
-	"unicode"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // Timeout limits the time of one call.
@@ -70,7 +70,7 @@ func Clean(text string) string {
 	if len(text) > maxText {
 		text = strings.ToValidUTF8(text[:maxText], "") + "…"
 	}
-	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
+	return oneline.Collapse(text)
 }
 
 // TurnPage sets the parameter key of params to the token of the next page. It reports false if token is

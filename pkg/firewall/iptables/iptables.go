@@ -305,7 +305,7 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 // log. It returns "" if there is no output.
 func shorten(text string) string {
 	const most = 300
-	text = strings.Join(strings.Fields(text), " ")
+	text = oneline.Collapse(text)
 	if text == "" {
 		return ""
 	}

@@ -14,7 +14,8 @@ package wire
 import (
 	"bytes"
 	"fmt"
-	"strings"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // magic is the beginning of every protobuf object that is not inside of another object.
@@ -42,7 +43,7 @@ type StatusError struct {
 
 // Error implements error.
 func (e *StatusError) Error() string {
-	return strings.Join(strings.Fields(fmt.Sprintf("status %d %s: %s", e.Code, e.Reason, e.Message)), " ")
+	return oneline.Collapse(fmt.Sprintf("status %d %s: %s", e.Code, e.Reason, e.Message))
 }
 
 // DecodeStatus decodes a Status, which is the body of an answer that refuses a request. Servers
