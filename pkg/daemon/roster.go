@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // roster records what each of several networks claims on this host, in the order in which they
@@ -17,7 +18,7 @@ import (
 type roster struct {
 	mu      sync.Mutex
 	entries []*entry
-	moved   chan struct{} // closed and replaced when the prefixes of a network change
+	moved   wait.Broadcast // sent when the prefixes of a network change
 }
 
 // entry is one network in a roster.
@@ -27,7 +28,7 @@ type entry struct {
 	held     []claims // claims of the configuration in use, and then of former ones that have left something on this host
 }
 
-func newRoster() *roster { return &roster{moved: make(chan struct{})} }
+func newRoster() *roster { return &roster{} }
 
 // join adds a network, unless it is there already.
 func (r *roster) join(name string) { r.change(name, func(*entry) {}) }
@@ -91,7 +92,7 @@ func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan stru
 			prefixes = append(prefixes, e.prefixes()...)
 		}
 	}
-	return prefix.Merge(prefixes), r.moved
+	return prefix.Merge(prefixes), r.moved.Changed()
 }
 
 // change calls f with the entry of a network, and adds the entry if there is none.
@@ -105,8 +106,7 @@ func (r *roster) change(name string, f func(*entry)) {
 	}
 	before := r.entries[i].prefixes()
 	if f(r.entries[i]); !slices.Equal(before, r.entries[i].prefixes()) {
-		close(r.moved)
-		r.moved = make(chan struct{})
+		r.moved.Send()
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -27,7 +28,7 @@ type Store struct {
 	config   string
 	leases   map[string]storedLease
 	leaders  map[string]subnet.Leader // by task
-	changed  chan struct{}            // closed and replaced at every change
+	changed  wait.Broadcast           // sent at every change
 }
 
 type storedLease struct {
@@ -37,7 +38,7 @@ type storedLease struct {
 
 // NewStore returns an empty store without a configuration.
 func NewStore() *Store {
-	return &Store{id: 1, leases: map[string]storedLease{}, leaders: map[string]subnet.Leader{}, changed: make(chan struct{})}
+	return &Store{id: 1, leases: map[string]storedLease{}, leaders: map[string]subnet.Leader{}}
 }
 
 // change runs f with the store locked, at a new revision.
@@ -46,8 +47,7 @@ func (s *Store) change(f func()) {
 	defer s.mu.Unlock()
 	s.revision++
 	f()
-	close(s.changed)
-	s.changed = make(chan struct{})
+	s.changed.Send()
 }
 
 // SetConfig replaces the configuration. An empty string means no configuration.
@@ -237,7 +237,7 @@ func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
 // Its updates do not say which leases have changed. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
-		changed := m.store.next()
+		changed := m.store.changed.Changed()
 		m.mu.Lock()
 		own := m.own
 		m.mu.Unlock()
@@ -251,18 +251,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// next returns a channel that is closed at the next change.
-func (s *Store) next() <-chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.changed
-}
-
-// WatchConfig implements subnet.ConfigWatcher. It calls sink after every change of the
-// store, even if the configuration is the same.
+// WatchConfig implements subnet.ConfigWatcher.
 func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
 	for {
-		changed := m.store.next()
+		changed := m.store.changed.Changed()
 		m.store.mu.Lock()
 		text := m.store.config
 		m.store.mu.Unlock()
@@ -282,7 +274,7 @@ func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error
 // Keep acquires the node's own lease again if it is gone. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
-		changed := m.store.next()
+		changed := m.store.changed.Changed()
 		m.mu.Lock()
 		replaced := m.own != "" && m.own != own.Key // Acquire has taken another lease
 		m.mu.Unlock()

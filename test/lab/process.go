@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // process is a child process inside a namespace.
@@ -41,7 +43,7 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 		return nil, err
 	}
 	defer release()
-	p := &process{name: n.name + " " + s.name, log: newLog(), exited: make(chan struct{})}
+	p := &process{name: n.name + " " + s.name, log: &log{}, exited: make(chan struct{})}
 	p.cmd = &exec.Cmd{
 		Path:   path,
 		Args:   append([]string{s.name}, s.args...),
@@ -221,23 +223,20 @@ func stopAll(daemons []*Daemon) {
 type log struct {
 	mu   sync.Mutex
 	buf  bytes.Buffer
-	more chan struct{} // closed at the next write
+	more wait.Broadcast // sent at each write
 }
-
-func newLog() *log { return &log{more: make(chan struct{})} }
 
 func (l *log) Write(b []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	close(l.more)
-	l.more = make(chan struct{})
+	l.more.Send()
 	return l.buf.Write(b)
 }
 
 func (l *log) read() (have string, more <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.buf.String(), l.more
+	return l.buf.String(), l.more.Changed()
 }
 
 func (l *log) bytes() []byte {

@@ -12,6 +12,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -34,11 +35,11 @@ type configWatch struct {
 	failed   bool           // stored was tried and did not start
 	rejected string         // why the configuration in the store cannot be used; "" if it can
 	differs  []string       // changes from used to stored
-	changed  chan struct{}  // closed and replaced when the result of next may change
+	changed  wait.Broadcast // sent when the result of next may change
 }
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error)) *configWatch {
-	return &configWatch{follow: follow, validate: validate, changed: make(chan struct{})}
+	return &configWatch{follow: follow, validate: validate}
 }
 
 // use records the configuration that the network uses from now on.
@@ -55,9 +56,9 @@ func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(w.differs) == 0 || w.failed {
-		return nil, w.changed
+		return nil, w.changed.Changed()
 	}
-	return w.stored, w.changed
+	return w.stored, w.changed.Changed()
 }
 
 // compare updates what follows from stored and used. The caller holds w.mu.
@@ -71,14 +72,8 @@ func (w *configWatch) compare() {
 		w.rejected = ""
 	}
 	if !slices.Equal(before, w.differs) {
-		w.wake()
+		w.changed.Send()
 	}
-}
-
-// wake wakes goroutines that wait for another result of next. The caller holds w.mu.
-func (w *configWatch) wake() {
-	close(w.changed)
-	w.changed = make(chan struct{})
 }
 
 // restartNeeded returns how the configuration in the store differs from the one in use, or why it cannot
@@ -130,8 +125,8 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		w.stored = &cfg
 	}
 	w.compare()
-	if news { // compare does not wake if w.differs, which hides values, has the same text as before
-		w.wake()
+	if news { // compare does not send if w.differs, which hides values, has the same text as before
+		w.changed.Send()
 	}
 	switch {
 	case w.missing && !wasMissing:
