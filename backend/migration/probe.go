@@ -179,15 +179,9 @@ func (p *prober) run(ctx context.Context) {
 		for id, t := range requests {
 			send(t, id)
 		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if wait.ForOr(ctx, pause, p.changed) != nil {
 			return
-		case <-p.changed:
-		case <-timer.C:
 		}
-		timer.Stop()
 	}
 }
 

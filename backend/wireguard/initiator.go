@@ -4,6 +4,7 @@ package wireguard
 
 import (
 	"bytes"
+	"context"
 	"encoding/hex"
 	"slices"
 	"strings"
@@ -12,6 +13,8 @@ import (
 
 	wgdevice "golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 const (
@@ -42,16 +45,20 @@ const (
 // starts, and starts again while there is no session. The other host starts later, if there is
 // still no session. Handshakes can still cross if the hosts learn of each other at different times.
 type initiator struct {
-	dev   *wgdevice.Device
-	stop  chan struct{}
-	tasks sync.WaitGroup
+	dev    *wgdevice.Device
+	ctx    context.Context // ends at close
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
 
 	mu   sync.Mutex
 	last time.Time // time of the last started handshake
 }
 
-func newInitiator(dev *wgdevice.Device) *initiator {
-	return &initiator{dev: dev, stop: make(chan struct{})}
+// newInitiator returns an initiator for dev. It continues after the end of ctx: the caller closes it.
+func newInitiator(ctx context.Context, dev *wgdevice.Device) *initiator {
+	i := &initiator{dev: dev}
+	i.ctx, i.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	return i
 }
 
 // initiate starts handshakes with the peers that were added. It must be called after every change
@@ -84,18 +91,14 @@ func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh 
 // startSecond waits for turnPause, and then starts handshakes with those of peers that have no
 // session by then.
 func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
-	select {
-	case <-i.stop:
+	if wait.For(i.ctx, turnPause) != nil {
 		return
-	case <-time.After(turnPause):
 	}
 	for _, key := range i.withoutSession(peers) {
-		select {
-		case <-i.stop:
+		if i.ctx.Err() != nil {
 			return
-		default:
-			i.startHandshake(key, false)
 		}
+		i.startHandshake(key, false)
 	}
 }
 
@@ -103,10 +106,8 @@ func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 // times.
 func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 	for range handshakeAttempts - 1 {
-		select {
-		case <-i.stop:
+		if wait.For(i.ctx, retryPause) != nil {
 			return
-		case <-time.After(retryPause):
 		}
 		peers = i.withoutSession(peers) // nearly all have a session now
 		var left []wgdevice.NoisePublicKey
@@ -115,12 +116,10 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 			// interrupt that.
 			few = i.withoutSession(few)
 			for _, key := range few {
-				select {
-				case <-i.stop:
+				if i.ctx.Err() != nil {
 					return
-				default:
-					i.startHandshake(key, true)
 				}
+				i.startHandshake(key, true)
 			}
 			left = append(left, few...)
 		}
@@ -168,7 +167,7 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 // close stops the initiator, waits for its goroutines, and then until another device may start
 // handshakes with the same peers.
 func (i *initiator) close() {
-	close(i.stop)
+	i.cancel()
 	i.tasks.Wait()
 	<-time.After(time.Until(i.last.Add(handshakePause)))
 }

@@ -51,7 +51,7 @@ func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 		if err := dev.Up(); err != nil {
 			t.Fatal(err)
 		}
-		starter := newInitiator(dev)
+		starter := newInitiator(t.Context(), dev)
 		t.Cleanup(starter.close)
 		ends = append(ends, end{dev, starter, keys[i]})
 	}
@@ -157,7 +157,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 		}
 		ends[n] = dev
 	}
-	i = newInitiator(ends[0])
+	i = newInitiator(t.Context(), ends[0])
 	public := other.PublicKey()
 	if err := ends[0].IpcSet(fmt.Sprintf("public_key=%x\nendpoint=%s\npublic_key=%x\nendpoint=127.0.0.1:1", silent[:], silentAt, public[:])); err != nil {
 		t.Fatal(err)
@@ -174,7 +174,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 func TestInitiatorClose(t *testing.T) {
 	ends := newEnds(t, key(8), key(16))
 	for i, e := range ends { // without close, one of them would start another handshake
-		e.initiator = newInitiator(e.dev)
+		e.initiator = newInitiator(t.Context(), e.dev)
 		began := time.Now()
 		e.addPeer(t, ends[1-i], i+1, 0, true)
 		e.initiator.close()

@@ -94,7 +94,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	u.packets = &reader{Device: t}
 	// The errors of wireguard-go concern single packets and handshakes, so they are logged as details.
 	u.dev = wgdevice.NewDevice(u.packets, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
-	u.initiator = newInitiator(u.dev)
+	u.initiator = newInitiator(ctx, u.dev)
 	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
 		return err
 	}

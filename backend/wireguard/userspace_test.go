@@ -46,7 +46,7 @@ func TestIdleClients(t *testing.T) {
 	for name, said := range map[string]string{"silent": "", "unfinished get": "get=1\n", "unfinished set": "set=1\nlisten_port=7\n"} {
 		t.Run(name, func(t *testing.T) {
 			dev := wgdevice.NewDevice(tuntest.NewChannelTUN().TUN(), conn.NewStdNetBind(), wgdevice.NewLogger(wgdevice.LogLevelSilent, ""))
-			u := &userspaceDevice{dev: dev, initiator: newInitiator(dev)}
+			u := &userspaceDevice{dev: dev, initiator: newInitiator(t.Context(), dev)}
 			path := filepath.Join(t.TempDir(), "sock")
 			var err error
 			if u.socket, err = net.Listen("unix", path); err != nil {

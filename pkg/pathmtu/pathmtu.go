@@ -222,7 +222,7 @@ func (p *Prober) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		s, pause := p.next(time.Now())
 		if s == nil {
-			p.pause(ctx, pause)
+			_ = wait.ForOr(ctx, pause, p.added)
 			continue
 		}
 		select {
@@ -259,18 +259,7 @@ func echoes(pinger *ping.Pinger) func(ctx context.Context, p Path, size int, pat
 	}
 }
 
-// pause waits for d, or until there is another path to check.
-func (p *Prober) pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-p.added:
-	case <-timer.C:
-	}
-}
-
-// next is order.next with p.mu held.
+// next returns the path that must be checked now, or nil and the time until there may be one.
 func (p *Prober) next(now time.Time) (s *state, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

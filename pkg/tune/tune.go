@@ -130,11 +130,8 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 	if !t.threads && !t.memory {
 		return nil
 	}
-	select {
-	case <-ctx.Done():
+	if wait.ForOr(ctx, longStart, started) != nil {
 		return nil
-	case <-started:
-	case <-time.After(longStart):
 	}
 	late := time.Now().Add(longStart)
 	for over := false; !over; over = written() || !time.Now().Before(late) {

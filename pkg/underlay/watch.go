@@ -66,13 +66,8 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if len(facts.Links) > 0 { // empty if the check failed
 			usable(facts.cannotSend(f.now))
 		}
-		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil {
+		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil || wait.ForOr(ctx, again, notified) != nil {
 			return nil
-		}
-		select {
-		case <-ctx.Done():
-		case <-notified:
-		case <-time.After(again):
 		}
 	}
 	return nil

@@ -12,7 +12,11 @@ import (
 )
 
 // For blocks for d. It returns the error of ctx if ctx ends first, or has ended before.
-func For(ctx context.Context, d time.Duration) error {
+func For(ctx context.Context, d time.Duration) error { return ForOr(ctx, d, nil) }
+
+// ForOr is like For, but also returns nil as soon as it receives from wake or wake is closed. With a nil
+// wake it is the same as For.
+func ForOr(ctx context.Context, d time.Duration, wake <-chan struct{}) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -21,6 +25,8 @@ func For(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
 		return ctx.Err()
+	case <-wake:
+		return nil
 	case <-timer.C:
 		return nil
 	}

@@ -30,6 +30,36 @@ func TestFor(t *testing.T) {
 	})
 }
 
+// TestForOr expects the end of the wait by whichever comes first: the signal, the time or the end of the context.
+func TestForOr(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		wake, ended := NewSignal(), make(chan struct{})
+		close(ended)
+		brief, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		time.AfterFunc(time.Second, wake.Send)
+		for _, tt := range []struct {
+			what string
+			d    time.Duration
+			wake <-chan struct{}
+			want error
+			took time.Duration
+		}{
+			{"a signal during the wait", time.Hour, wake, nil, time.Second},
+			{"a time without a signal", 9 * time.Second, wake, nil, 9 * time.Second},
+			{"a closed channel", time.Hour, ended, nil, 0},
+			{"no channel", 10 * time.Second, nil, nil, 10 * time.Second},
+			{"the end of the context", time.Hour, wake, context.DeadlineExceeded, 40 * time.Second},
+			{"a context that has ended", time.Hour, ended, context.DeadlineExceeded, 0},
+		} {
+			start := time.Now()
+			if err := ForOr(brief, tt.d, tt.wake); !errors.Is(err, tt.want) || time.Since(start) != tt.took {
+				t.Errorf("%s: waited %v with error %v, want %v with %v", tt.what, time.Since(start), err, tt.took, tt.want)
+			}
+		}
+	})
+}
+
 func TestVary(t *testing.T) {
 	var shorter, longer bool
 	for range 1000 {
