@@ -32,16 +32,16 @@ func ForOr(ctx context.Context, d time.Duration, wake <-chan struct{}) error {
 	}
 }
 
-// HeldMost limits the time of WhileHeld.
-const HeldMost = 2 * time.Second
+// InUseLimit limits the time of WhileInUse.
+const InUseLimit = 2 * time.Second
 
-// WhileHeld calls try until it returns false. try returns true while a socket or lock is in use. WhileHeld
-// pauses shortly between the calls, and gives up after HeldMost or when ctx ends. The sockets and locks of
+// WhileInUse calls try until it returns false. try returns true while a socket or lock is in use. WhileInUse
+// pauses shortly between the calls, and gives up after InUseLimit or when ctx ends. The sockets and locks of
 // a process that has just ended may be in use for a moment: a child that the process has forked to run
 // another program, such as iptables, has them until that program starts.
-func WhileHeld(ctx context.Context, try func() (held bool)) {
+func WhileInUse(ctx context.Context, try func() (inUse bool)) {
 	const pause = 20 * time.Millisecond
-	for end := time.Now().Add(HeldMost); try() && time.Now().Before(end) && For(ctx, pause) == nil; {
+	for end := time.Now().Add(InUseLimit); try() && time.Now().Before(end) && For(ctx, pause) == nil; {
 		continue
 	}
 }

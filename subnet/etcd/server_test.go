@@ -93,7 +93,7 @@ func (s *server) start(tb testing.TB) {
 	cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
 	cfg.InitialCluster = cfg.InitialClusterFromName(cfg.Name)
 	cfg.ClientTLSInfo = s.tls.ClientTLSInfo
-	wait.WhileHeld(tb.Context(), func() bool { // after a stop the address may be in use for a moment
+	wait.WhileInUse(tb.Context(), func() bool { // after a stop the address may be in use for a moment
 		s.etcd, err = embed.StartEtcd(cfg)
 		return errors.Is(err, unix.EADDRINUSE)
 	})

@@ -173,7 +173,7 @@ func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	log := klog.FromContext(ctx)
 	var file *state.File[State]
 	var err error
-	wait.WhileHeld(ctx, func() bool {
+	wait.WhileInUse(ctx, func() bool {
 		file, err = state.Open[State](o.StateDir, o.StateName())
 		return errors.Is(err, state.ErrInUse)
 	})

@@ -451,7 +451,7 @@ func TestStartBackendWaitsForPort(t *testing.T) {
 				if !errors.Is(err, test.want) {
 					t.Errorf("error %v, want %v", err, test.want)
 				}
-				if waited := time.Since(began); waited > 2*wait.HeldMost || (waited > 0) != test.waits {
+				if waited := time.Since(began); waited > 2*wait.InUseLimit || (waited > 0) != test.waits {
 					t.Errorf("it waited %s", waited)
 				}
 			})
