@@ -384,7 +384,7 @@ func TestTokensGoOnlyToAgents(t *testing.T) {
 }
 
 func TestConfig(t *testing.T) {
-	backendtest.Config(t, New, map[string]backendtest.Complaint{
+	backendtest.Config(t, New, map[string]backendtest.Want{
 		`{"Writer":"leader"}`:                                      {},
 		`{"Writer":"me"}`:                                          {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"aws-vpc"}`:                                       {},

@@ -47,14 +47,14 @@ func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.Clo
 	return b.(*backend.CloudBackend)
 }
 
-// Complaint contains a part of the error and a part of the warnings that are expected about a
-// Backend object. An empty part means that none are expected.
-type Complaint struct{ Err, Warning string }
+// Want contains a part of the error and a part of the warnings that are expected about a Backend
+// object. An empty part means that none are expected.
+type Want struct{ Err, Warning string }
 
 // Config checks the error and the warnings of factory for each Backend object. The objects are
 // the keys of tests. Objects with a secret contain the text very-secret, which neither the
 // error nor a warning may contain.
-func Config(t *testing.T, factory backend.Factory, tests map[string]Complaint) {
+func Config(t *testing.T, factory backend.Factory, tests map[string]Want) {
 	t.Helper()
 	for raw, want := range tests {
 		_, warnings, err := factory([]byte(raw), Env(1500, prefix.IPv4))

@@ -919,7 +919,7 @@ func TestSecretsAreNeverShown(t *testing.T) {
 }
 
 func TestConfig(t *testing.T) {
-	backendtest.Config(t, New, map[string]backendtest.Complaint{
+	backendtest.Config(t, New, map[string]backendtest.Want{
 		`{"Writer":"leader"}`:           {},
 		`{"Writer":"me"}`:               {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"gce"}`:                {},

@@ -36,10 +36,10 @@ type layer struct {
 	views      [sides]*view
 	carried    map[netip.Prefix]struct{} // subnets of peers to which the next backend carries the packets
 
-	held  bool // changes wait for apply
-	all   bool // apply must pass on everything
-	delta delta
-	gone  []dataplane.Object // no longer wanted, and not swept yet
+	deferred bool // changes wait for apply
+	all      bool // apply must pass on everything
+	delta    delta
+	gone     []dataplane.Object // no longer wanted, and not swept yet
 }
 
 // view is the Reconciler of one backend.
@@ -68,7 +68,7 @@ func (l *layer) view(side int) *view {
 }
 
 // Reconcile implements backend.Reconciler. It changes the kernel at once, or if changes are
-// held, at the next apply.
+// deferred, at the next apply.
 func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error) {
 	v.gone = append(v.gone, lacking(v.want, want)...)
 	v.want, v.all = want, true
@@ -95,7 +95,7 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ 
 func (v *view) pass(ctx context.Context) (dataplane.Report, error) {
 	report := dataplane.Report{Rerouted: v.rerouted}
 	v.rerouted = false
-	if v.held {
+	if v.deferred {
 		return report, nil
 	}
 	report, err := v.apply(ctx, false)

@@ -94,7 +94,7 @@ func TestLayer(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			l, k := newTestLayer(t)
 			ctx := t.Context()
-			l.held = true
+			l.deferred = true
 			for i, dev := range []string{"old", "new"} {
 				v := l.view(i)
 				want := stateOf(link(dev), dataplane.Addr{Dev: dev, Prefix: netip.MustParsePrefix("10.5.1.0/32")})
@@ -150,7 +150,7 @@ func TestLayerRandomWalk(t *testing.T) {
 	l, _ := newTestLayer(t)
 	ctx := t.Context()
 	devices := []string{"old", "new"}
-	l.held = true
+	l.deferred = true
 	// The next backend has one route to the network, and one to a peer only while its path is narrow.
 	narrow := func(n int) dataplane.Route {
 		r := via(n, "new")

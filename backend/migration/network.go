@@ -230,12 +230,12 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		n.startNext(ctx)
 		set.All = set.All || n.running[next] != nil // the next backend knows no peers yet
 	}
-	n.layer.held = true
+	n.layer.deferred = true
 	changed, probed := n.update(set), n.prober.take()
 	answered := slices.Collect(maps.Keys(probed))
 	out, err := n.syncParts(ctx, set, answered)
 	n.decide(changed, probed)
-	n.layer.held = false
+	n.layer.deferred = false
 	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers may differ
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
 		n.layer.sweepGone()

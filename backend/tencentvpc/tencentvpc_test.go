@@ -271,7 +271,7 @@ func TestAnswers(t *testing.T) {
 func TestSecretsAreNeverShown(t *testing.T) { bed().KeyLeaks(t, "cvm:DescribeInstances") }
 
 func TestConfig(t *testing.T) {
-	backendtest.Config(t, New, map[string]backendtest.Complaint{
+	backendtest.Config(t, New, map[string]backendtest.Want{
 		`{"Writer":"leader"}`:                                 {},
 		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"tencent-vpc"}`:                              {},

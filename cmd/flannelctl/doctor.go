@@ -85,10 +85,10 @@ that several leases have. It changes nothing. The exit code is 1 if there is a s
 // examine returns all findings, serious ones first.
 func (h host) examine(ctx context.Context) []finding {
 	findings := []finding{}
-	for _, look := range []func() []finding{
+	for _, check := range []func() []finding{
 		h.daemon, h.sharedAddresses, h.forwarding, h.bridges, h.reversePath, h.firewalls, func() []finding { return h.dockers(ctx) }, h.mtus, h.udev, h.port, h.modules,
 	} {
-		findings = append(findings, look()...)
+		findings = append(findings, check()...)
 	}
 	findings = slices.Compact(findings) // both families may have the same finding
 	slices.SortStableFunc(findings, func(a, b finding) int {

@@ -62,7 +62,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	case err != nil && !n.Devices:
 		return fail(Unknown, err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
 	case err != nil:
-		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.carrier()))
+		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.packets()))
 	}
 	v.RTT = rtt
 	mtu := n.mtu(p)

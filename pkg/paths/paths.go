@@ -82,8 +82,8 @@ func (n Network) end(s netip.Prefix) netip.Addr {
 	return s.Masked().Addr()
 }
 
-// carrier describes the packets that a firewall must let through.
-func (n Network) carrier() string {
+// packets describes the packets that a firewall must let through.
+func (n Network) packets() string {
 	if len(n.Ports) == 0 {
 		return n.BackendType
 	}

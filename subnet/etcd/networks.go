@@ -118,8 +118,8 @@ func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) m
 // Sight implements subnet.Sighter.
 func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sighting, err error) {
 	defer m.outage.Forget(sourceSight)
-	look := func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // the lease is read with its value: with WithKeysOnly etcd 3.7 omits the id of the etcd lease
+	read := func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // with WithKeysOnly etcd 3.7 omits the etcd lease of a key
 		if err != nil {
 			return err
 		}
@@ -134,7 +134,7 @@ func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sightin
 		}
 		return nil
 	}
-	err = m.retry(ctx, sourceSight, func() error { return m.call(ctx, look) })
+	err = m.retry(ctx, sourceSight, func() error { return m.call(ctx, read) })
 	return s, err
 }
 

@@ -214,7 +214,7 @@ func TestPassword(t *testing.T) {
 			expectReported(t, m, &status, tc.want)
 			for _, err := range status.list() {
 				if err != nil && strings.Contains(err.Error(), "guess") {
-					t.Errorf("complaint has the password: %v", err)
+					t.Errorf("the reported error has the password: %v", err)
 				}
 			}
 		})
@@ -293,7 +293,7 @@ func TestMayOnlyRead(t *testing.T) {
 	if _, err := root.Delete(t.Context(), all+"subnets/"+l.Key); err != nil {
 		t.Fatal(err)
 	}
-	waittest.Until(t, patience, "the complaint", func() bool {
+	waittest.Until(t, patience, "the report of the missing permission", func() bool {
 		_, err := status.last()
 		return err != nil && strings.Contains(err.Error(), "permission denied")
 	})

@@ -39,7 +39,7 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 	if err != nil {
 		return l, err
 	}
-	heard, stop, err := b.listen(ctx, b.lab.Host(1), p)
+	announced, stop, err := b.listen(ctx, b.lab.Host(1), p)
 	if err != nil {
 		return l, err
 	}
@@ -63,9 +63,9 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 		write func() error
 		wait  func() (time.Time, error)
 	}{
-		{&l.add, func() error { return b.put(ctx, p.key(), value) }, func() (time.Time, error) { return heard(false) }},
+		{&l.add, func() error { return b.put(ctx, p.key(), value) }, func() (time.Time, error) { return announced(false) }},
 		{&l.watch, func() error { return b.put(ctx, barePrefix+p.subnet.String(), value) }, func() (time.Time, error) { return waitWatch(bare) }},
-		{&l.remove, func() error { return b.remove(ctx, p.key()) }, func() (time.Time, error) { return heard(true) }},
+		{&l.remove, func() error { return b.remove(ctx, p.key()) }, func() (time.Time, error) { return announced(true) }},
 		{&l.watch, func() error { return b.remove(ctx, barePrefix+p.subnet.String()) }, func() (time.Time, error) { return waitWatch(bare) }},
 	}
 	for range count {

@@ -233,7 +233,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 	n := r.large
 	p := makePeer(n)
-	heard, stop, err := r.listen(ctx, r.lab.Host(1), p)
+	announced, stop, err := r.listen(ctx, r.lab.Host(1), p)
 	if err != nil {
 		return err
 	}
@@ -257,7 +257,7 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 			written := make(chan error, 1)
 			began := time.Now()
 			go func() { written <- step.write(ctx, p) }()
-			at, err := heard(step.gone)
+			at, err := announced(step.gone)
 			if err := errors.Join(err, <-written); err != nil {
 				return err
 			}

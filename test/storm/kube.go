@@ -145,7 +145,7 @@ func (s *apiServer) reach() Store {
 	return Store{Kubeconfig: filepath.Join(s.dir, "kubeconfig"), NetConfig: filepath.Join(s.dir, "net-conf.json")}
 }
 
-func (s *apiServer) touch(ctx context.Context) error {
+func (s *apiServer) writeAndRead(ctx context.Context) error {
 	const path = "/api/v1/namespaces/default"
 	err := s.do(ctx, bystanderToken, http.MethodPatch, path, map[string]any{
 		"metadata": map[string]any{"annotations": map[string]string{"storm": time.Now().String()}},
@@ -156,8 +156,8 @@ func (s *apiServer) touch(ctx context.Context) error {
 	return s.do(ctx, bystanderToken, http.MethodGet, path, nil)
 }
 
-// touches is empty because only requests for Nodes are counted.
-func (*apiServer) touches() []string { return nil }
+// bystanderCalls is empty because only requests for Nodes are counted.
+func (*apiServer) bystanderCalls() []string { return nil }
 
 // calls counts the requests for Nodes that have ended, and so no running watch. The kind is the verb and,
 // if the server has refused the request, the status code.

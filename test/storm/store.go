@@ -30,10 +30,10 @@ type server interface {
 	restart(ctx context.Context) error
 	// calls returns how many requests the process has received, by kind.
 	calls(ctx context.Context) (figures.Counts, error)
-	// touch reads and writes something that is not flannel's, as other users of the store do.
-	touch(ctx context.Context) error
-	// touches returns the kinds of the requests that touch sends.
-	touches() []string
+	// writeAndRead writes and reads something that is not flannel's, as other users of the store do.
+	writeAndRead(ctx context.Context) error
+	// bystanderCalls returns the kinds of the requests that writeAndRead sends.
+	bystanderCalls() []string
 	// reach returns how hosts reach the store.
 	reach() Store
 	close()
@@ -194,7 +194,7 @@ func (s *etcdServer) reach() Store {
 	return Store{Etcd: []string{url}, Prefix: lab.Prefix}
 }
 
-func (s *etcdServer) touch(ctx context.Context) error {
+func (s *etcdServer) writeAndRead(ctx context.Context) error {
 	if _, err := s.client.Put(ctx, "/bystander", time.Now().String()); err != nil {
 		return err
 	}
@@ -202,7 +202,7 @@ func (s *etcdServer) touch(ctx context.Context) error {
 	return err
 }
 
-func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
+func (*etcdServer) bystanderCalls() []string { return []string{"Put", "Range"} }
 
 // calls counts messages and not gRPC calls, because one stream carries many requests.
 func (s *etcdServer) calls(ctx context.Context) (figures.Counts, error) {

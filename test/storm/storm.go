@@ -219,7 +219,7 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	r.Sent, r.Received = last.sent-m.first.sent, last.received-m.first.received
 	r.Calls = m.ended
 	r.Calls.Add(last.calls.Since(m.first.calls))
-	for _, kind := range s.store.touches() {
+	for _, kind := range s.store.bystanderCalls() {
 		r.Calls[kind] = max(0, r.Calls[kind]-float64(r.Bystanding))
 	}
 	if now.Right < now.Running {
@@ -278,7 +278,7 @@ func (s *storm) bystand(ctx context.Context) *bystander {
 			}
 			began := time.Now()
 			limited, cancel := context.WithTimeout(ctx, time.Minute)
-			err := s.store.touch(limited)
+			err := s.store.writeAndRead(limited)
 			cancel()
 			if ctx.Err() != nil {
 				return
