@@ -375,12 +375,11 @@ func TestRestartWithAFailedList(t *testing.T) {
 // its second start there. The second start continues from the last known state of the first one,
 // like most starts of a daemon. The tests do not depend on that: the state after the first start
 // already has a revision, a mark and a lease.
-func startedTwice(t *testing.T) (*fixture, subnet.LedgerState) {
+func startedOnce(t *testing.T) (*fixture, subnet.LedgerState) {
 	t.Helper()
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configSmall)
 	k := &restartableNode{f: f}
-	k.restart(t, "", nil)
 	k.restart(t, "", nil)
 	return f, k.savedState(t)
 }
@@ -401,7 +400,7 @@ func recognized(t *testing.T, m *Manager) *leaseCache {
 // for one fails here, because it must list.
 func TestRestartAtASlowStore(t *testing.T) {
 	t.Parallel()
-	f, state := startedTwice(t)
+	f, state := startedOnce(t)
 	f.populate(t, pageSize+1)
 	m := f.manager(t, func(c *Config) { c.Known = state })
 	m.timing.slow, m.timing.catchUp = 0, time.Nanosecond
@@ -414,7 +413,7 @@ func TestRestartAtASlowStore(t *testing.T) {
 // event does not come.
 func TestRestartAtAFastStore(t *testing.T) {
 	t.Parallel()
-	f, state := startedTwice(t)
+	f, state := startedOnce(t)
 	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 	m := f.manager(t, func(c *Config) { c.Known = state })
 	m.timing.slow, m.timing.catchUp, m.timing.catchUpLate = endless, time.Nanosecond, endless
@@ -432,7 +431,7 @@ func TestRestartAtAFastStore(t *testing.T) {
 // that says it.
 func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	t.Parallel()
-	f, state := startedTwice(t)
+	f, state := startedOnce(t)
 	f.put(t, "other", "")
 	m := f.manager(t, func(c *Config) { c.Known = state })
 	m.timing.quiet, m.timing.catchUp = endless, endless
@@ -448,7 +447,7 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 // because it must list.
 func TestRestartWithALateWatch(t *testing.T) {
 	t.Parallel()
-	f, state := startedTwice(t)
+	f, state := startedOnce(t)
 	f.populate(t, pageSize+1)
 	p := newProxy(t, f.server)
 	m := f.manager(t, throughProxy(p), func(c *Config) { c.Known = state })
