@@ -433,8 +433,8 @@ func TestOtherLocationAtOnce(t *testing.T) {
 	}
 }
 
-// TestRestartKeepsRoutes checks that a restarted host changes nothing in the kernel when it gets
-// the same peers from the store, so that the routes inside stay.
+// TestRestartKeepsRoutes checks that a restarted host changes nothing in the kernel, so that the routes
+// inside stay: neither before the store has answered, nor when it gets the same peers from the store.
 func TestRestartKeepsRoutes(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()
@@ -451,9 +451,22 @@ func TestRestartKeepsRoutes(t *testing.T) {
 	spy := &dataplanetest.Spy{Kernel: b.kernel}
 	b.env.Kernel = spy
 	b.start(claim)
-	b.sync(backend.Set{All: true, Complete: true})
-	for _, op := range spy.Take() {
-		t.Errorf("a restart makes the change %s", op)
+	peers := b.leases
+	for _, pass := range []struct {
+		what     string
+		leases   map[string]*subnet.Lease
+		complete bool
+	}{
+		{"no answer of the store", nil, false},
+		{"the first peers", peers, false},
+		{"all peers", peers, true},
+	} {
+		b.leases = pass.leases
+		b.sync(backend.Set{All: true, Complete: pass.complete})
+		for _, op := range spy.Take() {
+			t.Errorf("a pass with %s makes the change %s", pass.what, op)
+		}
+		b.expectInside(pass.what, "host2")
 	}
 }
 
