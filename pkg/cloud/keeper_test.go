@@ -442,13 +442,19 @@ func TestSlowRemovals(t *testing.T) {
 }
 
 // TestRemovalIsDenied expects that a host that may not remove routes names the missing right for each
-// route.
+// route, and tries it less and less often.
 func TestRemovalIsDenied(t *testing.T) {
 	run(t, func(b *bed) {
 		b.answer()
 		b.Do(func() { b.Denied = map[string]bool{"remove": true} })
 		b.after(10 * time.Minute)
 		b.expectResult("without the right", "remove route 10.5.5.0/24 to host-5 in table table-1, which leads to nowhere: permission memory:remove is missing: page.md has the policy to paste; remove route 10.5.4.0/24", 0)
+		b.hour()
+		b.Do(func() {
+			if b.Denials < 2 || b.Denials > 60 {
+				b.Errorf("%d tries to remove two routes in 70 minutes, want growing pauses", b.Denials)
+			}
+		})
 	}, routeTo(1, 1), routeTo(5, 5), routeTo(4, 4))
 }
 

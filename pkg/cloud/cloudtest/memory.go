@@ -34,6 +34,7 @@ type Memory struct {
 	Sought    int                     // number of hosts in all calls of Find
 	Stopped   map[string]bool         // targets of hosts that do not run
 	Refused   int                     // number of calls of Put that the quota has refused
+	Denials   int                     // number of calls that were refused because of Denied
 	Unfit     map[string]error        // errors with which Find returns hosts, by target
 	Follow    map[string]string       // tables that packets of hosts follow, by target; missing hosts follow the first table
 	Slow      time.Duration           // time that Remove takes
@@ -57,6 +58,7 @@ func (m *Memory) fail(right string) error {
 		return cloud.ErrThrottled
 	}
 	if m.Denied[right] {
+		m.Denials++
 		return &cloud.MissingError{Permissions: []string{"memory:" + right}, Page: "page.md"}
 	}
 	return nil
