@@ -5,6 +5,7 @@ package cloud_test
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 const resync = 5 * time.Minute
@@ -489,23 +491,51 @@ func TestQuotaIsNamed(t *testing.T) {
 			b.Errorf("%d tries in an hour, want growing pauses", n)
 		}
 		b.expectResult("with a full table", "put route 10.5.1.0/24 to host-1 in table table-1: table table-1 has reached its limit of 2 routes", 0)
-		if r := b.keeper.Report(); r.Tables[0].Quota != 2 || r.Routes[0].Present {
+		if r := b.keeper.Report(); r.Tables[0].Quota[prefix.IPv4] != 2 || r.Routes[0].Present {
 			b.Errorf("report %+v, want the quota and the missing route", r)
 		}
 		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
 		b.comparison()
 		b.expectResult("with place in the table", "", 0)
-		if r := b.keeper.Report(); r.Tables[0].Quota != 2 {
+		if r := b.keeper.Report(); r.Tables[0].Quota[prefix.IPv4] != 2 {
 			b.Errorf("report %+v, want the quota that is known", r)
 		}
 		b.Do(func() { b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(3, 3)) })
 		b.comparison()
-		if r := b.keeper.Report(); r.Tables[0].Quota != 0 {
+		if r := b.keeper.Report(); len(r.Tables[0].Quota) > 0 {
 			b.Errorf("report %+v, want no quota after it was raised", r)
 		}
 		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
 		b.expectRoutes("with place in the table", routeTo(2, 2), routeTo(1, 1))
 	}, routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
+}
+
+// TestQuotaOfOneFamilyIsKept expects that the known quota of IPv4 is not forgotten because the table has more routes
+// of IPv6.
+func TestQuotaOfOneFamilyIsKept(t *testing.T) {
+	routes := []cloud.Route{routeTo(1, 1), routeTo(2, 2)}
+	for n := range 3 {
+		routes = append(routes, cloud.Route{Table: "table-1", Dst: netip.MustParsePrefix(fmt.Sprintf("fd00:10:5:%d::/64", n)), Target: target(2), ByCall: true})
+	}
+	run(t, func(b *bed) {
+		expect := func(what string, want map[prefix.Family]int) {
+			b.Helper()
+			if got := b.keeper.Report().Tables[0]; !maps.Equal(got.Quota, want) || got.Used[prefix.IPv6] != 3 {
+				b.Errorf("%s: quotas %v with %v routes, want %v and 3 routes of IPv6", what, got.Quota, got.Used, want)
+			}
+		}
+		expect("at the start", map[prefix.Family]int{})
+		b.deleteOwn()
+		b.Do(func() {
+			b.Quota = 2
+			b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(3, 3))
+		})
+		b.hour()
+		expect("with a full table", map[prefix.Family]int{prefix.IPv4: 2})
+		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
+		b.comparison()
+		expect("with place in the table", map[prefix.Family]int{prefix.IPv4: 2})
+	}, routes...)
 }
 
 func TestRightIsRevoked(t *testing.T) {

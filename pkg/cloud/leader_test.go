@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // runAll runs test with the keeper of a leader on host 1.
@@ -156,7 +157,7 @@ func TestLeaderWithAFullTable(t *testing.T) {
 				t.Errorf("%d routes, %d calls refused in %d comparisons", len(b.Tabs[0].Routes), b.Refused, b.Compared)
 			}
 		})
-		if r := b.keeper.Report(); len(r.Routed) != 3 || len(r.Unrouted) != 96 || !strings.Contains(r.Unrouted[50].Reason, "limit of 3 routes") || r.Tables[0].Quota != 3 {
+		if r := b.keeper.Report(); len(r.Routed) != 3 || len(r.Unrouted) != 96 || !strings.Contains(r.Unrouted[50].Reason, "limit of 3 routes") || r.Tables[0].Quota[prefix.IPv4] != 3 {
 			t.Errorf("%d routes are in order, %d are not: %v", len(r.Routed), len(r.Unrouted), r.Unrouted)
 		}
 		b.expectResult("on the leader, which has a route", "", 0)

@@ -54,7 +54,7 @@ type TableReport struct {
 	Name  string                // see Table.Name
 	Own   bool                  // see Table.Own
 	Used  map[prefix.Family]int // number of routes that count towards the quota
-	Quota int                   // 0 if it is not known
+	Quota map[prefix.Family]int // contains only the families whose quota is known
 	// Hosts contains the first subnet of each host whose packets follow the table. Seen contains the
 	// destinations to which the table had the right route when it was read. Both are from the last
 	// comparison that knew all hosts. They are nil before it, and if this host is not the leader.
@@ -97,11 +97,12 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 		}
 		table := TableReport{
 			ID: t.ID, Name: t.Name(), Own: t.Own,
-			Used: map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
+			Used:  map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
+			Quota: map[prefix.Family]int{},
 		}
 		for _, one := range p.problems {
-			if quota, ok := errors.AsType[*QuotaError](one.err); ok && quota.Table == t.ID {
-				table.Quota = quota.Limit
+			if quota, ok := errors.AsType[*QuotaError](one.err); ok && quota.Table == t.ID && quota.Limit > 0 {
+				table.Quota[prefix.FamilyOf(one.dst.Addr())] = quota.Limit
 			}
 		}
 		if p.all {
@@ -154,8 +155,10 @@ func (t *TableReport) recall(before []TableReport, all bool) {
 	if i < 0 {
 		return
 	}
-	if t.Quota == 0 && max(t.Used[prefix.IPv4], t.Used[prefix.IPv6]) <= before[i].Quota {
-		t.Quota = before[i].Quota
+	for f, quota := range before[i].Quota {
+		if t.Quota[f] == 0 && t.Used[f] <= quota {
+			t.Quota[f] = quota
+		}
 	}
 	if !all {
 		t.Hosts, t.Seen = before[i].Hosts, before[i].Seen

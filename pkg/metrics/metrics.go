@@ -184,7 +184,7 @@ func gauges() map[string]gauge {
 		"cloudCalls": describe(prometheus.CounterValue, "cloud_calls_total",
 			"Calls of the cloud's API by name and result. If throttled ones keep growing, raise --resync; for denied ones the log names the permission.", "call", "result"),
 		"cloudRoutes":   describe(g, "cloud_routes", "Routes of a route table that count towards its quota.", "table", "family"),
-		"cloudQuota":    describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route.", "table"),
+		"cloudQuota":    describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route of the family.", "table", "family"),
 		"cloudPeers":    describe(g, "cloud_peers", "Other hosts by what carries the packets to them: the routers of the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"),
 		"locationPeers": describe(g, "location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If a peer at the location of this host is not served by the backend of that key, flannelctl status gives the reason.", "backend"),
 		"cloudLeads":    describe(g, "cloud_leader", "1 if this host is the leader that writes the routes of the cloud for all hosts, else 0. If the sum of all hosts is not 1 for minutes, the readiness of the hosts gives the reason. Absent unless Backend.Writer is leader."),
@@ -271,8 +271,8 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		for family, n := range t.Used {
 			set("cloudRoutes", float64(n), t.ID, family.String())
 		}
-		if t.Quota > 0 {
-			set("cloudQuota", float64(t.Quota), t.ID)
+		for family, n := range t.Quota {
+			set("cloudQuota", float64(n), t.ID, family.String())
 		}
 	}
 }

@@ -42,7 +42,7 @@ func full(context.Context) metrics.Values {
 		Cloud: &cloud.Report{
 			Writer: cloud.WriterLeader, Leading: true, Unrouted: []cloud.Unrouted{{}, {}},
 			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},
-			Tables: []cloud.TableReport{{ID: "rtb-1", Used: map[prefix.Family]int{prefix.IPv4: 7}, Quota: 50}, {ID: "rtb-2"}},
+			Tables: []cloud.TableReport{{ID: "rtb-1", Used: map[prefix.Family]int{prefix.IPv4: 7}, Quota: map[prefix.Family]int{prefix.IPv4: 50}}, {ID: "rtb-2"}},
 		},
 	}
 }
@@ -62,7 +62,7 @@ func TestMetrics(t *testing.T) {
 		"flannel_restart_needed 1", `flannel_paths{result="mtu"} 2`, "flannel_unreachable_peers 2", "flannel_relayed_peers 2", "flannel_config_rejected 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,
 		`flannel_migration_peers{backend="next"} 4`, `flannel_migration_peers{backend="present"} 1`,
 		`flannel_cloud_calls_total{call="CreateRoute",result="ok"} 4`, `flannel_cloud_routes{family="IPv4",table="rtb-1"} 7`,
-		`flannel_cloud_routes_quota{table="rtb-1"} 50`, `flannel_cloud_peers{by="cloud"} 2`, `flannel_cloud_peers{by="tunnel"} 1`, "flannel_cloud_last_good_timestamp_seconds 3000",
+		`flannel_cloud_routes_quota{family="IPv4",table="rtb-1"} 50`, `flannel_cloud_peers{by="cloud"} 2`, `flannel_cloud_peers{by="tunnel"} 1`, "flannel_cloud_last_good_timestamp_seconds 3000",
 		`flannel_location_peers{backend="host-gw"} 3`, `flannel_location_peers{backend="wireguard"} 4`,
 		"flannel_cloud_leader 1", "flannel_cloud_unrouted_subnets 2",
 		"flannel_sync_duration_seconds_count 2", `flannel_path_round_trip_seconds_bucket{le="0.001"} 0`, `flannel_path_round_trip_seconds_bucket{le="0.0025"} 1`, "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
@@ -72,7 +72,7 @@ func TestMetrics(t *testing.T) {
 			t.Errorf("no %q in\n%s", want, page)
 		}
 	}
-	if strings.Contains(page, `flannel_cloud_routes_quota{table="rtb-2"}`) {
+	if strings.Contains(page, `flannel_cloud_routes_quota{family="IPv4",table="rtb-2"}`) || strings.Contains(page, `flannel_cloud_routes_quota{family="IPv6"`) {
 		t.Error("there is a quota of a table whose quota is not known")
 	}
 	led := scrape(t, metrics.New("", true, func(context.Context) metrics.Values {
