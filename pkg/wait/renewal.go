@@ -4,6 +4,7 @@ package wait
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 )
@@ -12,8 +13,9 @@ import (
 type Renewal struct {
 	// TTL is the time from a renewal to the expiry.
 	TTL time.Duration
-	// Renew makes one attempt. With an error, lost is set if no later attempt can succeed.
-	Renew func(ctx context.Context) (lost bool, err error)
+	// Renew makes one attempt. Its error wraps Lost if no later attempt can succeed.
+	Renew func(ctx context.Context) error
+	Lost  error
 }
 
 // Hold calls f, and renews after each third of the TTL until f returns. began is the time at which the
@@ -47,8 +49,8 @@ func (r Renewal) next(ctx context.Context, due time.Time) (began time.Time, ok b
 	backoff := Backoff{Least: r.TTL / 60, Most: r.TTL / 15, Share: 0.5}
 	for err := For(ctx, time.Until(due)); err == nil; err = backoff.Wait(ctx, 0) {
 		began = time.Now()
-		lost, failed := r.Renew(ctx)
-		if failed == nil || lost {
+		failed := r.Renew(ctx)
+		if failed == nil || errors.Is(failed, r.Lost) {
 			return began, failed == nil && ctx.Err() == nil
 		}
 	}

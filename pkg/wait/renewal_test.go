@@ -5,6 +5,7 @@ package wait
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -12,23 +13,23 @@ import (
 
 // TestRenewal checks when the context of the function ends, with a TTL of 30 seconds.
 func TestRenewal(t *testing.T) {
-	failed := errors.New("failed")
+	failed, lost := errors.New("failed"), errors.New("lost")
 	for name, test := range map[string]struct {
-		renew func(at time.Duration) (lost bool, err error) // at is the time since the start
-		ends  time.Duration                                 // time from the start to the end of the context
+		renew func(at time.Duration) error // at is the time since the start
+		ends  time.Duration                // time from the start to the end of the context
 	}{
-		"it is renewed until the caller ends":        {func(time.Duration) (bool, error) { return false, nil }, time.Hour},
-		"no renewal succeeds":                        {func(time.Duration) (bool, error) { return false, failed }, 20 * time.Second},
-		"renewals fail after a successful one":       {func(at time.Duration) (bool, error) { return false, errorAfter(at, 15*time.Second, failed) }, 30 * time.Second},
-		"an outage is shorter than what is left":     {func(at time.Duration) (bool, error) { return false, errorBefore(at, 17*time.Second, failed) }, time.Hour},
-		"it is lost, so there is no further attempt": {func(time.Duration) (bool, error) { return true, failed }, 10 * time.Second},
+		"it is renewed until the caller ends":        {func(time.Duration) error { return nil }, time.Hour},
+		"no renewal succeeds":                        {func(time.Duration) error { return failed }, 20 * time.Second},
+		"renewals fail after a successful one":       {func(at time.Duration) error { return errorAfter(at, 15*time.Second, failed) }, 30 * time.Second},
+		"an outage is shorter than what is left":     {func(at time.Duration) error { return errorBefore(at, 17*time.Second, failed) }, time.Hour},
+		"it is lost, so there is no further attempt": {func(time.Duration) error { return fmt.Errorf("renew: %w", lost) }, 10 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				start := time.Now()
 				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 				defer cancel()
-				r := Renewal{TTL: 30 * time.Second, Renew: func(context.Context) (bool, error) { return test.renew(time.Since(start)) }}
+				r := Renewal{TTL: 30 * time.Second, Lost: lost, Renew: func(context.Context) error { return test.renew(time.Since(start)) }}
 				r.Hold(ctx, start, func(ctx context.Context) {
 					<-ctx.Done()
 					if took := time.Since(start); took != test.ends {
@@ -44,7 +45,7 @@ func TestRenewal(t *testing.T) {
 func TestRenewalEndsWithItsUser(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		renewals := 0
-		r := Renewal{TTL: 30 * time.Second, Renew: func(context.Context) (bool, error) { renewals++; return false, nil }}
+		r := Renewal{TTL: 30 * time.Second, Renew: func(context.Context) error { renewals++; return nil }}
 		r.Hold(t.Context(), time.Now(), func(context.Context) { time.Sleep(25 * time.Second) })
 		time.Sleep(time.Minute)
 		if renewals != 2 {

@@ -60,7 +60,7 @@ func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead 
 	if err := t.begin(ctx, found.revision); err != nil {
 		return err
 	}
-	wait.Renewal{TTL: m.timing.leader, Renew: t.renewOnce}.Hold(ctx, began, func(ctx context.Context) { lead(ctx, t.announce) })
+	wait.Renewal{TTL: m.timing.leader, Renew: t.renewOnce, Lost: errTermOver}.Hold(ctx, began, func(ctx context.Context) { lead(ctx, t.announce) })
 	return nil
 }
 
@@ -118,16 +118,18 @@ func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMe
 }
 
 // renewOnce implements wait.Renewal. lost is also true if an operator has deleted the key.
-func (t *term) renewOnce(ctx context.Context) (lost bool, err error) {
+func (t *term) renewOnce(ctx context.Context) error {
 	found, err := t.readLeader(ctx, t.key)
 	if err != nil {
-		return false, err
+		return err
 	}
 	if found.lease != int64(t.lease) {
-		return true, errTermOver
+		return errTermOver
 	}
-	_, err = t.renew(ctx, t.lease)
-	return errors.Is(err, errNoGrant), err
+	if _, err = t.renew(ctx, t.lease); errors.Is(err, errNoGrant) {
+		return errTermOver
+	}
+	return err
 }
 
 // announce implements subnet.Announce.

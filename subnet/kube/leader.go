@@ -119,7 +119,7 @@ func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead 
 		return err
 	}
 	defer t.end(ctx)
-	wait.Renewal{TTL: m.timing.leader, Renew: t.renewOnce}.Hold(ctx, began, func(ctx context.Context) { lead(ctx, t.announce) })
+	wait.Renewal{TTL: m.timing.leader, Renew: t.renewOnce, Lost: errTermOver}.Hold(ctx, began, func(ctx context.Context) { lead(ctx, t.announce) })
 	return nil
 }
 
@@ -214,10 +214,7 @@ func (t *leaderTerm) send(ctx context.Context, r request, object ...any) (l lead
 }
 
 // renewOnce implements wait.Renewal.
-func (t *leaderTerm) renewOnce(ctx context.Context) (lost bool, err error) {
-	err = t.update(ctx, nil)
-	return errors.Is(err, errTermOver), err
-}
+func (t *leaderTerm) renewOnce(ctx context.Context) error { return t.update(ctx, nil) }
 
 // announce implements subnet.Announce.
 func (t *leaderTerm) announce(ctx context.Context, text json.RawMessage) error {
