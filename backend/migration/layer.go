@@ -89,7 +89,7 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ 
 	return v.pass(ctx)
 }
 
-// pass changes the kernel unless changes are held. Nothing is deleted, because only the network
+// pass changes the kernel unless changes are deferred. Nothing is deleted, because only the network
 // knows whether both backends have named everything that they want. The report names only the
 // refused routes of this backend.
 func (v *view) pass(ctx context.Context) (dataplane.Report, error) {

@@ -165,7 +165,8 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 }
 
 // close stops the initiator, waits for its goroutines, and then until another device may start
-// handshakes with the same peers.
+// handshakes with the same peers. The last wait takes at most handshakePause. It does not end earlier
+// when the process stops, because the next process may start handshakes at once.
 func (i *initiator) close() {
 	i.cancel()
 	i.tasks.Wait()

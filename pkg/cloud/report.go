@@ -147,8 +147,8 @@ func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unroute
 	return routed, unrouted
 }
 
-// recall completes t from before, the tables of the earlier report. It sets an unknown quota to the earlier one,
-// unless the table has more routes than that: then the quota has been raised. If all is not set, the comparison
+// recall completes t from before, the tables of the earlier report. It sets the unknown quota of a
+// family to the earlier one, unless the table has more routes of that family: then the quota has been raised. If all is not set, the comparison
 // did not know all hosts, and recall also keeps the earlier Hosts and Seen.
 func (t *TableReport) recall(before []TableReport, all bool) {
 	i := slices.IndexFunc(before, func(b TableReport) bool { return b.ID == t.ID })

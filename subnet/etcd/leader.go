@@ -117,7 +117,8 @@ func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMe
 	return err == nil && resp.Succeeded, err
 }
 
-// renewOnce implements wait.Renewal. lost is also true if an operator has deleted the key.
+// renewOnce implements wait.Renewal. It returns errTermOver if the etcd lease is gone, or an operator has
+// deleted the key.
 func (t *term) renewOnce(ctx context.Context) error {
 	found, err := t.readLeader(ctx, t.key)
 	if err != nil {

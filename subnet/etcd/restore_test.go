@@ -371,10 +371,8 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
-// startedTwice returns an etcd without leases of hosts, and the last known state of a node after
-// its second start there. The second start continues from the last known state of the first one,
-// like most starts of a daemon. The tests do not depend on that: the state after the first start
-// already has a revision, a mark and a lease.
+// startedOnce returns an etcd without leases of hosts, and the last known state of a node that has
+// started there and stopped. The state has a revision, a mark and a lease.
 func startedOnce(t *testing.T) (*fixture, subnet.LedgerState) {
 	t.Helper()
 	f := newFixture(t, newServer(t))

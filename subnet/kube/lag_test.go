@@ -393,7 +393,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	f.deleteNode(t, "node2")
 	f.peer(t, 4)
 	heartbeat(1)
-	same("through a server that hears nothing", "node3", "node4")
+	same("through a server that gets no events", "node3", "node4")
 	expectStatus(t, statuses, "behind")
 	lb.use(a)
 	f.peer(t, 5)

@@ -251,7 +251,8 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// WatchConfig implements subnet.ConfigWatcher.
+// WatchConfig implements subnet.ConfigWatcher. It calls sink after every change of the store, even if the
+// configuration is the same.
 func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
 	for {
 		changed := m.store.changed.Changed()
