@@ -264,9 +264,8 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	s.leave(ctx)
 	before, _ := r.state.Get() // only now, because the session may have cleared Former before its end
 	before.Peers, before.Fresh = s.ledger.State(), nil
-	next, err := r.serveChanged(ctx, before, c)
+	next, err := r.serveChanged(ctx, before, c, pause)
 	if err == nil {
-		next.pause = pause
 		r.changed(ctx, c)
 		return next, nil
 	}
@@ -297,8 +296,8 @@ func (r *runner) changed(ctx context.Context, c *change) {
 
 // serveChanged starts a session with the configuration of c. before is the state that the last session
 // has left. The objects of the new session exist before those that only the last session needed are
-// removed.
-func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change) (*session, error) {
+// removed. pause is the time to wait before the own lease is published.
+func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change, pause time.Duration) (*session, error) {
 	now := before
 	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)
 	now.Config, now.Interface = c.config, c.iface
@@ -312,12 +311,7 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 		}
 		now.Own.BackendType, now.Own.NextType, now.Own.Endpoints = c.claim.BackendType, c.claim.NextType, c.claim.Endpoints
 	}
-	s, err := r.serve(ctx, c.be, func(to *lastknown.State) { *to = now })
-	if err != nil {
-		return nil, err
-	}
-	s.unpublished = now.Stored != nil
-	return s, nil
+	return r.serve(ctx, c.be, pause, func(to *lastknown.State) { *to = now })
 }
 
 // goBack starts a session from before, the state before change c, which has failed. It repeats the
@@ -333,13 +327,11 @@ func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) 
 		}
 		failed, _ := r.state.Get() // Former contains the configuration of c if the change has begun
 		before.Former, before.Rules = r.leftBehind(failed, be), failed.FormerNetworks(before.Config)
-		if s, err = r.serve(ctx, be, func(now *lastknown.State) { *now = before }); err != nil {
+		if s, err = r.serve(ctx, be, 0, func(now *lastknown.State) { *now = before }); err != nil {
 			r.ready.health.Beat()
 			r.ready.report(ctx, partDatapath, err)
-			return err
 		}
-		s.unpublished = before.Stored != nil
-		return nil
+		return err
 	})
 	return s, err
 }

@@ -46,7 +46,7 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 	published, prepared := make(chan struct{}), make(chan *change, 1)
 	group.Go(func() error {
 		defer close(published)
-		if !s.unpublished {
+		if s.begin.Load().Stored == nil { // the store has the own lease as it is
 			return nil
 		}
 		return ended(ctx, r.publish(ctx, m, s))
@@ -213,16 +213,11 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 	if err != nil {
 		return nil, err
 	}
-	s, err := r.serve(ctx, be, func(now *lastknown.State) {
+	return r.serve(ctx, be, 0, func(now *lastknown.State) {
 		now.Peers, now.Fresh = peers, nil
 		if stored := now.Own; now.Stored == nil {
 			now.Stored = &stored
 		}
 		now.Interface, now.Own.NextType, now.Own.Endpoints = to, claim.NextType, claim.Endpoints
 	})
-	if err != nil {
-		return nil, err
-	}
-	s.unpublished = true
-	return s, nil
 }

@@ -173,7 +173,7 @@ func (n *Network) startAndServe(ctx context.Context) error {
 func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
 	differs := n.differs(now.Config)
 	former, _ := n.state.Get()
-	s, err := n.serve(ctx, be, func(to *lastknown.State) { *to = now })
+	s, err := n.serve(ctx, be, 0, func(to *lastknown.State) { *to = now })
 	if err == nil {
 		n.config.use(now.Config)
 		return s, nil

@@ -7,25 +7,25 @@ import (
 	"fmt"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// newProber returns the prober of a session. A broken path is only reported: the prober never
-// changes anything.
-func (r *runner) newProber(s *session) *paths.Prober {
-	now := s.begin.Load()
+// newProber returns the prober of a session that begins with the state now. A broken path is only
+// reported: the prober never changes anything.
+func (p *parts) newProber(now lastknown.State, be backend.Backend, running backend.Network, syncer *backend.Syncer) *paths.Prober {
 	c := paths.Config{
 		Own:      now.Own.Subnets(),
-		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: backend.Ports(s.be)},
-		Peers:    s.reachable,
-		Limit:    r.host.Probes,
-		Answered: r.metrics.Answered,
+		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: running.MTU(), Devices: len(be.Scope().Devices) > 0, Ports: backend.Ports(be)},
+		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, syncer) },
+		Limit:    p.host.Probes,
+		Answered: p.metrics.Answered,
 	}
-	if s.sizer != nil {
-		c.Network.PathMTU = s.sizer.PathMTU
+	if s, ok := running.(backend.PathSizer); ok {
+		c.Network.PathMTU = s.PathMTU
 	}
-	if w, ok := r.store.(subnet.Warner); ok {
+	if w, ok := p.store.(subnet.Warner); ok {
 		c.Changed = func(p paths.Result) {
 			if !p.OK && p.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
 				w.Warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", p.Subnet, p.PublicIP, p.Broken, p.Advice))
@@ -37,10 +37,10 @@ func (r *runner) newProber(s *session) *paths.Prober {
 
 // reachable returns the peers that packets are sent to, with their paths. ok is false if the lease loop
 // does not answer within statusTimeout.
-func (s *session) reachable(ctx context.Context) (peers []paths.Peer, ok bool) {
+func reachable(ctx context.Context, syncer *backend.Syncer) (peers []paths.Peer, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	in, err := s.inspect(ctx, false)
+	in, err := syncer.Inspect(ctx, false)
 	if err != nil {
 		return nil, false
 	}

@@ -96,7 +96,7 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 		return nil, err
 	}
 	last.Former = r.leftBehind(last, be)
-	return r.serve(ctx, be, func(now *lastknown.State) { *now = last })
+	return r.serve(ctx, be, 0, func(now *lastknown.State) { *now = last })
 }
 
 // carryOn runs s without the store, until ctx ends.

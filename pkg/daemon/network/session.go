@@ -28,22 +28,20 @@ type session struct {
 	begin  atomic.Pointer[lastknown.State] // state at the begin, or after a change that kept the session; its Peers are empty, see ledger
 	mtu    int                             // maximum packet size of every path in bytes
 	be     backend.Backend
-	sizer  backend.PathSizer // nil if the backend's network does not implement it
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
-	// unpublished is set if the store may have another version of the own lease at the begin.
-	unpublished bool
-	compared    chan struct{}                      // closed after the first complete pass
-	pause       time.Duration                      // before the own lease is published
-	reclaim     <-chan struct{}                    // see backend.Reclaimer; nil never receives
-	publisher   backend.Publisher                  // nil if the backend's network does not implement it
-	republish   <-chan struct{}                    // see backend.Publisher; nil never receives
-	behind      bool                               // the backend has announced new data on republish, and it is not published yet
-	rules       wait.Signal                        // sent when the traffic rules may have to change: begin has changed, or the retirement has ended
-	prober      *paths.Prober                      // nil without --probe
-	left        atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
-	cancel      context.CancelFunc
-	done        chan struct{}
+
+	compared  chan struct{}                      // closed after the first complete pass
+	pause     time.Duration                      // before the own lease is published
+	reclaim   <-chan struct{}                    // see backend.Reclaimer; nil never receives
+	publisher backend.Publisher                  // nil if the backend's network does not implement it
+	republish <-chan struct{}                    // see backend.Publisher; nil never receives
+	behind    bool                               // the backend has announced new data on republish, and it is not published yet
+	rules     wait.Signal                        // sent when the traffic rules may have to change: begin has changed, or the retirement has ended
+	prober    *paths.Prober                      // nil without --probe
+	left      atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
+	cancel    context.CancelFunc
+	done      chan struct{}
 }
 
 // runner runs sessions, one after the other.
@@ -54,8 +52,9 @@ type runner struct {
 
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
 // subnet file, and the removal of what former configurations have left. serve calls change, perhaps
-// more than once, to turn the last known state into the state of the session.
-func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (*session, error) {
+// more than once, to turn the last known state into the state of the session. pause is the time to
+// wait before the own lease is published.
+func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Duration, change func(now *lastknown.State)) (*session, error) {
 	now, running, err := r.startNetwork(ctx, be, change)
 	if err != nil {
 		return nil, err
@@ -70,20 +69,26 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
 	file.expect() // otherwise the file of the last session would count as that of this one
 	tried := make(chan struct{})
-	ctx, cancel := context.WithCancel(ctx)
-	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, rules: rules, cancel: cancel, done: make(chan struct{})}
-	s.sizer, _ = running.(backend.PathSizer)
+	var reclaim, republish <-chan struct{}
 	if n, ok := running.(backend.Reclaimer); ok {
-		s.reclaim = n.Reclaim()
+		reclaim = n.Reclaim()
 	}
-	if n, ok := running.(backend.Publisher); ok {
-		s.publisher, s.republish = n, n.Republish()
+	publisher, ok := running.(backend.Publisher)
+	if ok {
+		republish = publisher.Republish()
+	}
+	var prober *paths.Prober
+	if r.opts.Probe {
+		prober = r.newProber(now, be, running, syncer)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	s := &session{
+		mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, pause: pause,
+		reclaim: reclaim, publisher: publisher, republish: republish,
+		rules: rules, prober: prober, cancel: cancel, done: make(chan struct{}),
 	}
 	s.begin.Store(&now)
-	if r.opts.Probe {
-		s.prober = r.newProber(s)
-	}
-	r.serving.Store(s)
+	r.serving.Store(s) // reports read s from now on
 	r.progress.session(now.Recalled, len(now.Former) > 0)
 	var wg sync.WaitGroup
 	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
@@ -95,8 +100,8 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, change func(now 
 		}
 	})
 	wg.Go(func() { past.run(ctx) })
-	if s.prober != nil {
-		wg.Go(func() { s.prober.Run(ctx) })
+	if prober != nil {
+		wg.Go(func() { prober.Run(ctx) })
 	}
 	go func() {
 		_ = syncer.Run(ctx)

@@ -399,7 +399,7 @@ func TestPublishAfterTheFirstPass(t *testing.T) {
 				n, former := runnerOn(t, starter{}, link(1500, "192.0.2.1"))
 				former.stop()
 				be := starter{start: func(backend.Env) error { return nil }, close: func() {}}
-				s, err := n.serve(t.Context(), be, func(now *lastknown.State) {
+				s, err := n.serve(t.Context(), be, 0, func(now *lastknown.State) {
 					now.Own = subnet.Lease{Key: "own", NextType: next, Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
 				})
 				if err != nil {
