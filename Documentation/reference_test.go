@@ -283,7 +283,7 @@ func fieldComments(t *testing.T, folder, name string) map[string]string {
 
 // scrape returns /metrics of a daemon that has a value for every metric.
 func scrape(t *testing.T) string {
-	m := metrics.New("", true, func(context.Context) metrics.Values {
+	s := metrics.New("", true).With(func(context.Context) metrics.Values {
 		one := map[string]int{"": 1}
 		return metrics.Values{
 			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
@@ -295,7 +295,7 @@ func scrape(t *testing.T) string {
 		}
 	})
 	w := httptest.NewRecorder()
-	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{m} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	metrics.Handler(func() []metrics.Source { return []metrics.Source{s} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	return w.Body.String()
 }
 

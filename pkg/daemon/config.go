@@ -43,7 +43,7 @@ type served interface {
 	Up() <-chan struct{}
 	StateIsWritten() bool
 	// all returns the metrics of all networks.
-	all() []*metrics.Metrics
+	all() []metrics.Source
 	// status is a status.Source.
 	status(ctx context.Context, q status.Query) (status.Report, error)
 }

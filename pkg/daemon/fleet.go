@@ -266,8 +266,8 @@ func (f *fleet) StateIsWritten() bool {
 }
 
 // all implements served.
-func (f *fleet) all() []*metrics.Metrics {
-	var all []*metrics.Metrics
+func (f *fleet) all() []metrics.Source {
+	var all []metrics.Source
 	for _, m := range f.list() {
 		if n := m.present(); n != nil {
 			all = append(all, n.Metrics())

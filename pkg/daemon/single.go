@@ -33,7 +33,7 @@ func announceReady(ctx context.Context) {
 	}
 }
 
-func (s single) all() []*metrics.Metrics { return []*metrics.Metrics{s.Metrics()} }
+func (s single) all() []metrics.Source { return []metrics.Source{s.Metrics()} }
 
 func (s single) status(ctx context.Context, q status.Query) (status.Report, error) {
 	if q.Network != "" {

@@ -50,9 +50,10 @@ type Values struct {
 	LocationPeers  map[string]int    // peers by type of the backend that carries the packets to them, with Backend.SameLocation
 }
 
-// Metrics contains the metrics of one network, in a registry of its own.
+// Metrics contains the counters and histograms of one network, in a registry of its own.
 type Metrics struct {
 	registry *prometheus.Registry
+	network  string
 
 	duration         prometheus.Histogram
 	failures         prometheus.Counter
@@ -63,16 +64,14 @@ type Metrics struct {
 	roundTrips       prometheus.Histogram
 }
 
-// New returns metrics that call read at each scrape. When the context of read ends, read may
-// return the values that it has so far. network is the name of the network if the daemon serves
-// several: all metrics get it as a label. If probe is set, there is a histogram of the round trips of
-// probes.
-func New(network string, probe bool, read func(context.Context) Values) *Metrics {
+// New returns the metrics of a network. network is its name if the daemon serves several: all metrics
+// get it as a label. If probe is set, there is a histogram of the round trips of probes.
+func New(network string, probe bool) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
 	}
 	m := &Metrics{
-		registry: prometheus.NewRegistry(),
+		registry: prometheus.NewRegistry(), network: network,
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Namespace: "flannel", Name: "sync_duration_seconds",
 			Help:    "Time to make the kernel match the leases. If it grows while the number of peers does not, find out what else changes routes on this host.",
@@ -90,27 +89,40 @@ func New(network string, probe bool, read func(context.Context) Values) *Metrics
 		}),
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
-	var registerer prometheus.Registerer = m.registry
-	if network != "" {
-		registerer = prometheus.WrapRegistererWith(prometheus.Labels{"network": network}, registerer)
-	}
-	registerer.MustRegister(
-		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures, &collector{read},
-	)
+	m.register(m.registry, m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures)
 	if probe {
-		registerer.MustRegister(m.roundTrips)
+		m.register(m.registry, m.roundTrips)
 	}
 	return m
 }
 
+// register adds metrics of the network to a registry.
+func (m *Metrics) register(to prometheus.Registerer, all ...prometheus.Collector) {
+	if m.network != "" {
+		to = prometheus.WrapRegistererWith(prometheus.Labels{"network": m.network}, to)
+	}
+	to.MustRegister(all...)
+}
+
+// Source is what Handler serves for one network.
+type Source struct{ gatherers prometheus.Gatherers }
+
+// With returns a source of m and of the values that read returns at each scrape. When the context of
+// read ends, read may return the values that it has so far.
+func (m *Metrics) With(read func(context.Context) Values) Source {
+	values := prometheus.NewRegistry()
+	m.register(values, &collector{read})
+	return Source{prometheus.Gatherers{m.registry, values}}
+}
+
 // Handler serves scrapes of the process and of the networks that list returns.
-func Handler(list func() []*Metrics) http.Handler {
+func Handler(list func() []Source) http.Handler {
 	process := prometheus.NewRegistry()
 	process.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	all := prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
 		gatherers := prometheus.Gatherers{process}
-		for _, m := range list() {
-			gatherers = append(gatherers, m.registry)
+		for _, s := range list() {
+			gatherers = append(gatherers, s.gatherers...)
 		}
 		return gatherers.Gather()
 	})

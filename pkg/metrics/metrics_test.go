@@ -22,10 +22,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-func scrape(t *testing.T, m *metrics.Metrics) string {
+func scrape(t *testing.T, s metrics.Source) string {
 	t.Helper()
 	w := httptest.NewRecorder()
-	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{m} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	metrics.Handler(func() []metrics.Source { return []metrics.Source{s} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	if w.Code != http.StatusOK {
 		t.Fatalf("scrape: %d %s", w.Code, w.Body)
 	}
@@ -48,13 +48,13 @@ func full(context.Context) metrics.Values {
 }
 
 func TestMetrics(t *testing.T) {
-	m := metrics.New("", true, full)
+	m := metrics.New("", true)
 	m.Synced(3*time.Millisecond, 2, nil)
 	m.Synced(time.Second, 0, errors.New("no"))
 	m.Firewall(true, nil)
 	m.Firewall(false, errors.New("no"))
 	m.Answered(2 * time.Millisecond)
-	page := scrape(t, m)
+	page := scrape(t, m.With(full))
 	for _, want := range []string{
 		"flannel_ready 1", `flannel_backend_info{mode="",type="vxlan"} 1`, `flannel_peers{state="served"} 3`, `flannel_peers{state="refused"} 1`,
 		`flannel_kernel_objects{kind="route"} 3`, `flannel_kernel_objects_wanted{kind="route"} 4`, "flannel_last_sync_timestamp_seconds 1000.5",
@@ -75,13 +75,13 @@ func TestMetrics(t *testing.T) {
 	if strings.Contains(page, `flannel_cloud_routes_quota{family="IPv4",table="rtb-2"}`) || strings.Contains(page, `flannel_cloud_routes_quota{family="IPv6"`) {
 		t.Error("there is a quota of a table whose quota is not known")
 	}
-	led := scrape(t, metrics.New("", true, func(context.Context) metrics.Values {
+	led := scrape(t, metrics.New("", true).With(func(context.Context) metrics.Values {
 		return metrics.Values{Cloud: &cloud.Report{Writer: cloud.WriterLeader}}
 	}))
 	if !strings.Contains(led, "\nflannel_cloud_leader 0") || strings.Contains(led, "flannel_cloud_unrouted_subnets") {
 		t.Errorf("a host that does not lead shows\n%s", led)
 	}
-	each := scrape(t, metrics.New("", true, func(context.Context) metrics.Values {
+	each := scrape(t, metrics.New("", true).With(func(context.Context) metrics.Values {
 		return metrics.Values{Cloud: &cloud.Report{Writer: cloud.WriterHost}}
 	}))
 	if strings.Contains(each, "flannel_cloud_leader") {
@@ -99,7 +99,7 @@ func TestMetrics(t *testing.T) {
 // TestUnknownIsAbsent checks that unknown values are absent instead of zero. Otherwise a
 // lease that does not expire would look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
-	page := scrape(t, metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }))
+	page := scrape(t, metrics.New("", false).With(func(context.Context) metrics.Values { return metrics.Values{} }))
 	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_location", "flannel_path_round_trip"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
@@ -113,9 +113,9 @@ func TestUnknownIsAbsent(t *testing.T) {
 // TestRulesAndDashboardUseExistingMetrics checks that alert rules and the dashboard use only
 // metrics that exist.
 func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
-	m := metrics.New("", true, full)
+	m := metrics.New("", true)
 	m.Synced(time.Second, 0, nil)
-	page := scrape(t, m)
+	page := scrape(t, m.With(full))
 	for _, file := range []string{"../../dist/prometheus/flannel-rules.yml", "../../dist/grafana/flannel.json"} {
 		text, err := os.ReadFile(file)
 		if err != nil {
@@ -136,10 +136,10 @@ func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 // TestSeveralNetworks scrapes a daemon with two networks. The metrics of a network must have its name as
 // a label, and the metrics of the process must not have that label.
 func TestSeveralNetworks(t *testing.T) {
-	red, green := metrics.New("red", true, full), metrics.New("green", true, full)
+	red, green := metrics.New("red", true), metrics.New("green", true)
 	red.Synced(time.Millisecond, 2, nil)
 	w := httptest.NewRecorder()
-	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{green, red} }).
+	metrics.Handler(func() []metrics.Source { return []metrics.Source{green.With(full), red.With(full)} }).
 		ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	page := w.Body.String()
 	for _, want := range []string{

@@ -38,8 +38,8 @@ type configWatch struct {
 	changed  wait.Broadcast // sent when the result of next may change
 }
 
-func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error)) *configWatch {
-	return &configWatch{follow: follow, validate: validate}
+func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
+	return &configWatch{follow: follow, validate: validate, warn: warn, changed: make(chan struct{})}
 }
 
 // use records the configuration that the network uses from now on.

@@ -21,7 +21,7 @@ func TestConfigWatch(t *testing.T) {
 	k := newConfigWatch(false, func(text []byte) (subnet.Config, error) {
 		cfg, _, _, err := Validate("", text, true, all.Registry)
 		return cfg, err
-	})
+	}, nil)
 	cfg, _, err := subnet.ParseConfig([]byte(used))
 	if err != nil {
 		t.Fatal(err)
@@ -59,7 +59,7 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) {
 		cfg, _, err := subnet.ParseConfig(text)
 		return cfg, err
-	})
+	}, nil)
 	used, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
 	if err != nil {
 		t.Fatal(err)
@@ -96,7 +96,7 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 		"a newer one":      {newer, "10.7.0.0/16", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return parse(string(text)), nil })
+			w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return parse(string(text)), nil }, nil)
 			if tt.told != "" {
 				w.apply(t.Context(), []byte(tt.told))
 			}
@@ -118,9 +118,8 @@ func TestConfigWatchFollows(t *testing.T) {
 		return cfg, err
 	}
 	const used, other, third = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
-	w := newConfigWatch(true, parse)
 	var warnings []string
-	w.warn = func(_, message string) { warnings = append(warnings, message) }
+	w := newConfigWatch(true, parse, func(_, message string) { warnings = append(warnings, message) })
 	cfg, err := parse([]byte(used))
 	if err != nil {
 		t.Fatal(err)

@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -61,64 +62,70 @@ type Holding struct {
 }
 
 // Network is one flat network on this host.
-type Network struct{ *runner }
+type Network struct {
+	*runner
+	source metrics.Source
+	opened closers
+}
+
+// closers release what Open has opened.
+type closers []func()
+
+func (c *closers) add(release func()) { *c = append(*c, release) }
+
+// close calls the closers, the last one first.
+func (c closers) close() {
+	for _, release := range slices.Backward(c) {
+		release()
+	}
+}
 
 // Open opens the state file and creates the connection to the store. It starts nothing.
 func Open(ctx context.Context, c Config) (n *Network, err error) {
 	opts := c.Options
-	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, holds: c.Holds}
-	n = &Network{&runner{parts: p}}
+	var opened closers
 	defer func() {
 		if err != nil {
-			n.Close()
-			n = nil
+			opened.close()
 		}
 	}()
-	if p.catalog, err = c.Backends(opts); err != nil {
-		return n, err
+	kernel, err := linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers})
+	if err != nil {
+		return nil, err
 	}
-	if p.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers}); err != nil {
-		return n, err
+	opened.add(func() { _ = kernel.Close() })
+	state, past, err := lastknown.Open(ctx, opts)
+	if err != nil {
+		return nil, err
 	}
-	p.config = newConfigWatch(opts.FollowConfig && !opts.ExitOnConfigChange, func(text []byte) (subnet.Config, error) {
-		now, _, _, err := Validate("", text, !opts.KubeSubnetMgr, p.catalog.Registry)
-		return now, err
-	})
-	p.progress.entered = func(now Phase) { klog.FromContext(ctx).V(1).Info("network", "phase", now) }
-	if p.state, p.past, err = lastknown.Open(ctx, opts); err != nil {
-		return n, err
+	opened.add(state.Close)
+	past.Rules = append(past.Rules, subnetfile.Networks(opts.SubnetFile)...)
+	devices := ownership.NewLocks(opts.StateDir)
+	opened.add(devices.ReleaseAll)
+	catalog, err := c.Backends(opts)
+	if err != nil {
+		return nil, err
 	}
-	p.past.Rules = append(p.past.Rules, subnetfile.Networks(opts.SubnetFile)...)
-	p.ready = newReadiness(opts, p.state.LeaseEnd, c.Announce)
-	p.metrics = metrics.New(c.Name, opts.Probe, reporter{n.runner}.values)
-	p.rules = p.newRuleKeeper(c.Host.Firewall)
-	if c.OpenStore == nil {
-		p.store, err = p.openStore(ctx)
-	} else {
-		p.store, err = c.OpenStore(p.etcdConfig(ctx))
+	if catalog.Close != nil {
+		opened.add(catalog.Close) // this runs before another daemon may take the devices
 	}
-	if w, ok := p.store.(subnet.Warner); ok {
-		p.config.warn = w.Warn
+	counters, ready := metrics.New(c.Name, opts.Probe), newReadiness(opts, state.LeaseEnd, c.Announce)
+	store, config, err := storeOpener{opts, catalog.Registry, past, state, ready, counters}.open(ctx, c.OpenStore)
+	if err != nil {
+		return nil, err
 	}
-	return n, err
+	opened.add(func() { _ = store.Close() })
+	r := &runner{parts: &parts{
+		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
+		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
+		others: c.Others, holds: c.Holds,
+		progress: progress{entered: func(now Phase) { klog.FromContext(ctx).V(1).Info("network", "phase", now) }},
+	}}
+	return &Network{runner: r, source: counters.With(reporter{r}.values), opened: opened}, nil
 }
 
 // Close releases what Open and sessions have taken. The kernel stays unchanged.
-func (n *Network) Close() {
-	if n.store != nil {
-		_ = n.store.Close()
-	}
-	if n.catalog.Close != nil { // before another daemon may take the devices
-		n.catalog.Close()
-	}
-	n.devices.ReleaseAll()
-	if n.state != nil {
-		n.state.Close()
-	}
-	if n.kernel != nil {
-		_ = n.kernel.Close()
-	}
-}
+func (n *Network) Close() { n.opened.close() }
 
 // Shutdown lets the backends do what they must do on the host when the daemon stops, such as running
 // ShutdownCommand.
@@ -276,7 +283,7 @@ func (n *Network) State() (now lastknown.State, ok bool) { return n.state.Get() 
 func (n *Network) Phase() Phase { return n.progress.phase() }
 
 // Metrics returns the metrics of the network.
-func (n *Network) Metrics() *metrics.Metrics { return n.metrics }
+func (n *Network) Metrics() metrics.Source { return n.source }
 
 // Report returns the report for /statusz. It ignores the name of the network in q.
 func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {

@@ -9,7 +9,6 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/paths"
-	"github.com/flanneld/flanneld/subnet"
 )
 
 // newProber returns the prober of a session that begins with the state now. A broken path is only
@@ -25,10 +24,10 @@ func (p *parts) newProber(now lastknown.State, be backend.Backend, running backe
 	if s, ok := running.(backend.PathSizer); ok {
 		c.Network.PathMTU = s.PathMTU
 	}
-	if w, ok := p.store.(subnet.Warner); ok {
+	if warn := warner(p.store); warn != nil {
 		c.Changed = func(p paths.Result) {
 			if !p.OK && p.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
-				w.Warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", p.Subnet, p.PublicIP, p.Broken, p.Advice))
+				warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", p.Subnet, p.PublicIP, p.Broken, p.Advice))
 			}
 		}
 	}

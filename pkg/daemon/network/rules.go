@@ -10,20 +10,21 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/rules"
 )
 
 // newRuleKeeper returns the keeper of the network's traffic rules.
-func (p *parts) newRuleKeeper(h *rules.Host) *rules.Keeper {
+func newRuleKeeper(h *rules.Host, o options.Options, state *lastknown.Store, ready *readiness, m *metrics.Metrics) *rules.Keeper {
 	return h.Keeper(rules.Config{
-		Resync: p.opts.Resync, LegacyResync: p.opts.IPTablesResync,
+		Resync: o.Resync, LegacyResync: o.IPTablesResync,
 		Report: func(ctx context.Context, repaired bool, err error) {
-			p.metrics.Firewall(repaired, err)
-			p.ready.report(ctx, partRules, err)
+			m.Firewall(repaired, err)
+			ready.report(ctx, partRules, err)
 		},
-		Cleaned: func() { p.state.Update(func(now *lastknown.State) { now.Rules = nil }) },
+		Cleaned: func() { state.Update(func(now *lastknown.State) { now.Rules = nil }) },
 	})
 }
 

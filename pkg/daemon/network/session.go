@@ -179,8 +179,8 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 			}
 		},
 	}
-	if w, ok := r.store.(subnet.Warner); ok {
-		config.OnRefused = func(key, reason string) { w.Warn("FlannelPeerRefused", key+": "+reason) }
+	if warn := warner(r.store); warn != nil {
+		config.OnRefused = func(key, reason string) { warn("FlannelPeerRefused", key+": "+reason) }
 	}
 	syncer = backend.NewSyncer(config)
 	return syncer

@@ -104,11 +104,11 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
 	p := &parts{
 		host: &Host{Tuner: &tune.Tuner{}, Firewall: rules.NewHost()}, devices: &ownership.Locks{},
-		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil),
-		metrics: metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }),
+		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
+		metrics: metrics.New("", false),
 	}
 	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
-	p.rules = p.newRuleKeeper(p.host.Firewall)
+	p.rules = newRuleKeeper(p.host.Firewall, o, p.state, p.ready, p.metrics)
 	n := &runner{parts: p}
 	now := lastknown.State{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
 	n.state.Set(now)

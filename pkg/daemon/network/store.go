@@ -9,27 +9,55 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// openStore creates the store that the options select.
-func (p *parts) openStore(ctx context.Context) (Store, error) {
-	if p.opts.KubeSubnetMgr {
-		return orNil(p.openKube(ctx))
-	}
-	return orNil(p.openEtcd(ctx))
+// storeOpener has what the store of a network needs.
+type storeOpener struct {
+	opts     options.Options
+	backends backend.Registry
+	past     lastknown.State
+	state    *lastknown.Store
+	ready    *readiness
+	metrics  *metrics.Metrics
 }
 
-// orNil returns a nil interface if there is an error: m may be a nil pointer then.
-func orNil(m Store, err error) (Store, error) {
-	if err != nil {
-		return nil, err
+// open opens the store of a network with the watch of its configuration. It opens them together, because
+// etcd passes the configuration to the watch, and the watch passes warnings to the Kubernetes API. one
+// opens the store of one of several networks. If one is nil, the options select the store.
+func (o storeOpener) open(ctx context.Context, one func(etcd.Config) (Store, error)) (Store, *configWatch, error) {
+	if one == nil && o.opts.KubeSubnetMgr {
+		m, err := kube.New(o.kubeConfig(ctx))
+		if err != nil {
+			return nil, nil, err
+		}
+		return m, newConfigWatch(o.follows(), o.validate, m.Warn), nil
 	}
-	return m, nil
+	config, c := newConfigWatch(o.follows(), o.validate, nil), o.etcdConfig(ctx)
+	if one != nil {
+		store, err := one(c)
+		return store, config, err
+	}
+	c.OnConfig = func(text []byte) { config.apply(ctx, text) }
+	m, err := etcd.New(c)
+	if err != nil {
+		return nil, nil, err
+	}
+	return m, config, nil
+}
+
+// follows reports whether the network changes to another configuration while it runs.
+func (o storeOpener) follows() bool { return o.opts.FollowConfig && !o.opts.ExitOnConfigChange }
+
+func (o storeOpener) validate(text []byte) (subnet.Config, error) {
+	cfg, _, _, err := Validate("", text, !o.opts.KubeSubnetMgr, o.backends)
+	return cfg, err
 }
 
 // EtcdConfig returns the options for a connection to etcd.
@@ -43,38 +71,41 @@ func EtcdConfig(o options.Options) etcd.Config {
 }
 
 // etcdConfig returns the options for the store of the network.
-func (p *parts) etcdConfig(ctx context.Context) etcd.Config {
-	c := EtcdConfig(p.opts)
-	c.Previous = previousSubnets(ctx, p.opts.SubnetFile)
-	c.Own, c.Known = *cmp.Or(p.past.Stored, &p.past.Own), p.past.Peers
-	c.OnRepaired = p.metrics.Differed
-	c.OnStatus = func(err error) { p.ready.reportStore(ctx, err) }
+func (o storeOpener) etcdConfig(ctx context.Context) etcd.Config {
+	c := EtcdConfig(o.opts)
+	c.Previous = previousSubnets(ctx, o.opts.SubnetFile)
+	c.Own, c.Known = *cmp.Or(o.past.Stored, &o.past.Own), o.past.Peers
+	c.OnRepaired = o.metrics.Differed
+	c.OnStatus = func(err error) { o.ready.reportStore(ctx, err) }
 	c.OnLease = func(own subnet.Lease) {
-		p.state.Update(func(now *lastknown.State) { now.Renewed(own) })
+		o.state.Update(func(now *lastknown.State) { now.Renewed(own) })
 	}
 	return c
 }
 
-func (p *parts) openEtcd(ctx context.Context) (*etcd.Manager, error) {
-	c := p.etcdConfig(ctx)
-	c.OnConfig = func(text []byte) { p.config.apply(ctx, text) }
-	return etcd.New(c)
+// kubeConfig returns the options for the store of the network.
+func (o storeOpener) kubeConfig(ctx context.Context) kube.Config {
+	c := kube.Config{
+		APIURL: o.opts.KubeAPIURL, Kubeconfig: o.opts.KubeconfigFile,
+		NodeName: o.opts.NodeName, PodName: o.opts.PodName, PodNamespace: o.opts.PodNamespace,
+		NetConfig: o.opts.NetConfigPath, AnnotationPrefix: o.opts.KubeAnnotationPrefix,
+		Own: o.past.Own, Known: o.past.Peers,
+		OnStatus:   func(err error) { o.ready.reportStore(ctx, err) },
+		OnRepaired: o.metrics.Differed, LocationLabel: o.opts.LocationLabel,
+	}
+	if o.opts.SetNodeNetworkUnavailable {
+		c.Ready = o.ready.up
+	}
+	return c
 }
 
-func (p *parts) openKube(ctx context.Context) (*kube.Manager, error) {
-	o := p.opts
-	c := kube.Config{
-		APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile,
-		NodeName: o.NodeName, PodName: o.PodName, PodNamespace: o.PodNamespace,
-		NetConfig: o.NetConfigPath, AnnotationPrefix: o.KubeAnnotationPrefix,
-		Own: p.past.Own, Known: p.past.Peers,
-		OnStatus:   func(err error) { p.ready.reportStore(ctx, err) },
-		OnRepaired: p.metrics.Differed, LocationLabel: o.LocationLabel,
+// warner returns the function with which the store tells operators of a problem, or nil if the store
+// cannot.
+func warner(m Store) func(reason, message string) {
+	if w, ok := m.(subnet.Warner); ok {
+		return w.Warn
 	}
-	if o.SetNodeNetworkUnavailable {
-		c.Ready = p.ready.up
-	}
-	return kube.New(c)
+	return nil
 }
 
 // publicIPs returns the addresses that peers send to, if the store prescribes them.
