@@ -135,8 +135,8 @@ func (n *Network) Shutdown(ctx context.Context) {
 	}
 }
 
-// Run starts the network and serves it until ctx ends. It then returns nil, or an error if the start
-// was not over. With --exit-on-config-change it returns ErrConfigChanged, wrapped, when the
+// Run starts the network and serves it until ctx ends. It then returns nil, even if the start was
+// not over, because the caller wanted that end. With --exit-on-config-change it returns ErrConfigChanged, wrapped, when the
 // configuration has changed.
 func (n *Network) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
@@ -155,12 +155,12 @@ func (n *Network) startAndServe(ctx context.Context) error {
 		be, now, err = start.prepare(ctx)
 	}
 	if err != nil {
-		return err
+		return ended(ctx, err)
 	}
 	start.stop()
 	s, err := n.serveFirst(ctx, be, now)
 	if err != nil {
-		return err
+		return ended(ctx, err)
 	}
 	defer n.stopServing()
 	for {

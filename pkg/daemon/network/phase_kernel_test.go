@@ -174,6 +174,31 @@ func TestKernelStartWaitsForAFormerSubnet(t *testing.T) {
 	}
 }
 
+// TestKernelStopWhileStarting stops a network while its start waits for the configuration, for the
+// interface, and for a subnet. Run must return nil each time: a daemon with several networks would
+// otherwise wait before it removes a network that was deleted meanwhile.
+func TestKernelStopWhileStarting(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		repeatInNamespace(t)
+		return
+	}
+	w := newWalk(t)
+	w.away(true)
+	stop := w.start()
+	w.expect(PhaseNoConfiguration)
+	stop()
+	w.away(false)
+	w.store.SetConfig(`{"Network": "10.5.0.0/23", "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0", "Backend": {"Type": "host-gw"}}`)
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseNoInterface)
+	stop()
+	w.address("192.0.2.1/24")
+	w.store.Put(peerOn("10.5.1.0/24", "192.0.2.9"))
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease)
+	stop()
+}
+
 // TestKernelHoldings changes the device of a network twice, the second time with a restart. The network
 // must report each former device to Holds until it has removed that device.
 func TestKernelHoldings(t *testing.T) {
