@@ -78,9 +78,9 @@ func Run(ctx context.Context, cfg Config) error {
 
 // waitForGroup waits until the group has returned, or until stopTimeout after it was told to end.
 func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
-	told := make(chan struct{})
+	notified := make(chan struct{})
 	context.AfterFunc(members, func() { // in the background, because systemd may not read the message
-		defer close(told)
+		defer close(notified)
 		if err := (health.Notifier{}).Stopping(); err != nil {
 			klog.FromContext(ctx).Error(err, "cannot notify systemd")
 		}
@@ -88,7 +88,7 @@ func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 	done := make(chan error, 1)
 	go func() {
 		err := group.Wait()
-		<-told
+		<-notified
 		done <- err
 	}()
 	<-members.Done() // ends at the latest when all members have returned

@@ -199,7 +199,7 @@ func (f *fleet) admit(ctx context.Context) {
 	for _, m := range f.members {
 		m.admit(ctx)
 	}
-	if f.listed && !slices.ContainsFunc(f.members, func(m *member) bool { return !m.settled() }) {
+	if f.listed && !slices.ContainsFunc(f.members, func(m *member) bool { return !m.isUp() }) {
 		f.once.Do(func() { close(f.up) })
 	}
 }

@@ -68,15 +68,15 @@ func (m *member) recall(last lastknown.State) error {
 	if catalog.Close != nil {
 		defer catalog.Close()
 	}
-	var held []claims
+	var claimed []claims
 	for _, f := range append([]lastknown.Former{{Config: last.Config, Interface: last.Interface}}, last.Former...) {
 		be, _, err := catalog.New(backend.Env{Network: m.name, Config: f.Config, Underlay: f.Interface})
 		if err != nil {
 			be = nil
 		}
-		held = append(held, claimsOf(f.Config, be))
+		claimed = append(claimed, claimsOf(f.Config, be))
 	}
-	m.roster.recall(m.name, held...)
+	m.roster.recall(m.name, claimed...)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.config, m.used, m.admitted, m.recalled, m.seen, m.began = last.Config, last.Config, true, make(chan struct{}), last.Seen, true
@@ -313,14 +313,14 @@ func (m *member) begin(t task, n *network.Network) bool {
 	return true
 }
 
-// holds implements network.Config.Holds. It also makes the fleet admit configurations again, because
+// claim implements network.Config.Claims. It also makes the fleet admit configurations again, because
 // another network may wait for something that this one does not have any more.
-func (m *member) holds(all []network.Holding) error {
-	var held []claims
-	for _, h := range all {
-		held = append(held, claimsOf(h.Config, h.Backend))
+func (m *member) claim(all []network.Claimed) error {
+	var claimed []claims
+	for _, c := range all {
+		claimed = append(claimed, claimsOf(c.Config, c.Backend))
 	}
-	err := m.roster.hold(m.name, held...)
+	err := m.roster.claim(m.name, claimed...)
 	m.news.Send()
 	return err
 }
@@ -336,7 +336,7 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 			}
 			return networkStore{manager, m, t.confirmed}, nil
 		},
-		Holds: m.holds,
+		Claims: m.claim,
 		Announce: func(ctx context.Context) {
 			klog.FromContext(ctx).Info("network is ready")
 			m.news.Send()
@@ -394,7 +394,7 @@ func (m *member) retire(ctx context.Context) error {
 	m.mu.Lock()
 	m.began, m.seen = false, subnet.Sighting{}
 	m.mu.Unlock()
-	return m.holds(nil)
+	return m.claim(nil)
 }
 
 // present returns the network while it is served, or nil.
@@ -404,9 +404,9 @@ func (m *member) present() *network.Network {
 	return m.net
 }
 
-// settled reports whether m has no configuration, was refused, or has been ready with the present
+// isUp reports whether m has no configuration, was refused, or has been ready with the present
 // configuration.
-func (m *member) settled() bool {
+func (m *member) isUp() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return !m.has() || m.refused != nil || m.net != nil && m.net.WasReady()
@@ -451,8 +451,8 @@ func (m *member) summary() status.NetworkSummary {
 		if m.net == nil {
 			s.Phase = string(phaseRefused)
 		}
-	case m.net != nil && m.net.Rejected() != "":
-		s.Reasons = append(s.Reasons, m.net.Rejected())
+	case m.net != nil && m.net.Refusal() != "":
+		s.Reasons = append(s.Reasons, m.net.Refusal())
 	}
 	return s
 }

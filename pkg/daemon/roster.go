@@ -25,7 +25,7 @@ type roster struct {
 type entry struct {
 	name     string
 	promised *claims  // claims of the admitted configuration; nil if there is none
-	held     []claims // claims of the configuration in use, and then of former ones that have left something on this host
+	claimed  []claims // claims of the configuration in use, and then of former ones that have left something on this host
 }
 
 func newRoster() *roster { return &roster{} }
@@ -47,37 +47,37 @@ func (r *roster) promise(name string, wanted claims) (err error) {
 // withdraw removes the promise to a network.
 func (r *roster) withdraw(name string) { r.change(name, func(e *entry) { e.promised = nil }) }
 
-// begin adds the promised claims of a network to those that it holds, because the network may use them
+// begin adds the promised claims of a network to what it has claimed, because the network may use them
 // from now on.
 func (r *roster) begin(name string) {
 	r.change(name, func(e *entry) {
-		if p := e.promised; p != nil && !slices.ContainsFunc(e.held, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
-			e.held = slices.Insert(e.held, 0, *p)
+		if p := e.promised; p != nil && !slices.ContainsFunc(e.claimed, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
+			e.claimed = slices.Insert(e.claimed, 0, *p)
 		}
 	})
 }
 
-// recall records what a network still holds from the last process: the claims of the configuration in
+// recall records what a network has claimed in the last process: the claims of the configuration in
 // use, and then those of former configurations.
-func (r *roster) recall(name string, held ...claims) {
-	r.change(name, func(e *entry) { e.held = held })
+func (r *roster) recall(name string, all ...claims) {
+	r.change(name, func(e *entry) { e.claimed = all })
 }
 
-// hold replaces what a network holds. It returns an error, and changes nothing, if another network
-// claims a part of what this network neither holds nor was promised. The promise may have been withdrawn
-// after the network began to prepare the configuration.
-func (r *roster) hold(name string, held ...claims) (err error) {
+// claim replaces what a network has claimed. It returns an error, and changes nothing, if another network
+// claims a part of what this network neither has claimed nor was promised. The promise may have been
+// withdrawn after the network began to prepare the configuration.
+func (r *roster) claim(name string, all ...claims) (err error) {
 	r.change(name, func(e *entry) {
-		has := slices.Clone(e.held)
+		has := slices.Clone(e.claimed)
 		if e.promised != nil {
 			has = append(has, *e.promised)
 		}
-		for _, c := range held {
+		for _, c := range all {
 			if err = r.clash(name, c.beyond(has)); err != nil {
 				return
 			}
 		}
-		e.held = held
+		e.claimed = all
 	})
 	return err
 }
@@ -122,7 +122,7 @@ func (r *roster) clash(name string, wanted claims) error {
 				return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
 			}
 		}
-		for i, has := range e.held {
+		for i, has := range e.claimed {
 			switch why := wanted.clash(has); {
 			case why == "":
 			case i == 0:
@@ -141,7 +141,7 @@ func (e *entry) prefixes() []netip.Prefix {
 	if e.promised != nil {
 		all = append(all, e.promised.networks...)
 	}
-	for _, c := range e.held {
+	for _, c := range e.claimed {
 		all = append(all, c.networks...)
 	}
 	return prefix.Merge(all)

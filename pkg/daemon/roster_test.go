@@ -37,11 +37,11 @@ func TestRoster(t *testing.T) {
 		{"withdrawn", func() { r.withdraw("red") }, ""},
 		{"begun", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
 		{"begun again", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
-		{"held", func() { _ = r.hold("red", was) }, "clashes with network red"},
+		{"claimed", func() { _ = r.claim("red", was) }, "clashes with network red"},
 		{"promised another", func() { _ = r.promise("red", is) }, "clashes with network red"},
-		{"changed", func() { _ = r.hold("red", is, was) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
-		{"removed", func() { _ = r.hold("red", is) }, ""},
-		{"deleted", func() { r.withdraw("red"); _ = r.hold("red") }, ""},
+		{"changed", func() { _ = r.claim("red", is, was) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
+		{"removed", func() { _ = r.claim("red", is) }, ""},
+		{"deleted", func() { r.withdraw("red"); _ = r.claim("red") }, ""},
 	} {
 		step.do()
 		err := r.promise("green", wants)
@@ -55,9 +55,9 @@ func TestRoster(t *testing.T) {
 	}
 }
 
-// TestRosterHold withdraws the promise to network red and promises a part of it to network green. red
-// must then not be able to hold what it was promised, but must keep what it has.
-func TestRosterHold(t *testing.T) {
+// TestRosterClaim withdraws the promise to network red and promises a part of it to network green. red
+// must then not be able to claim what it was promised, but must keep what it has.
+func TestRosterClaim(t *testing.T) {
 	on := func(network string, number int) claims {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}}
 	}
@@ -81,13 +81,13 @@ func TestRosterHold(t *testing.T) {
 				t.Fatal(err)
 			}
 			got := ""
-			if err := r.hold("red", is, was); err != nil {
+			if err := r.claim("red", is, was); err != nil {
 				got = err.Error()
 			}
 			if got != tt.want {
 				t.Errorf("red gets what was promised: %q, want %q", got, tt.want)
 			}
-			if err := r.hold("red", was); err != nil {
+			if err := r.claim("red", was); err != nil {
 				t.Errorf("red cannot go on with what it has: %v", err)
 			}
 		})
@@ -102,26 +102,26 @@ func TestRosterOthers(t *testing.T) {
 	}
 	r := newRoster()
 	for _, step := range []struct {
-		name string
-		do   func()
-		want []string
-		told bool
+		name  string
+		do    func()
+		want  []string
+		moves bool
 	}{
 		{"join", func() { r.join("red") }, nil, false},
 		{"promise", func() { _ = r.promise("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, true},
-		{"hold", func() { _ = r.hold("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, false},
+		{"claim", func() { _ = r.claim("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, false},
 		{"neighbour", func() { _ = r.promise("pink", of("10.5.0.0/16")) }, []string{"10.4.0.0/15"}, true},
-		{"former", func() { _ = r.hold("red", of("10.4.0.0/16"), of("10.9.0.0/16")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
+		{"former", func() { _ = r.claim("red", of("10.4.0.0/16"), of("10.9.0.0/16")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
 		{"refused", func() { _ = r.promise("grey", of("10.9.8.0/24")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
 		{"withdraw", func() { r.withdraw("red") }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
-		{"delete", func() { _ = r.hold("red") }, []string{"10.5.0.0/16"}, true},
+		{"delete", func() { _ = r.claim("red") }, []string{"10.5.0.0/16"}, true},
 	} {
 		_, moved := r.others("green")
 		step.do()
-		told := false
+		moves := false
 		select {
 		case <-moved:
-			told = true
+			moves = true
 		default:
 		}
 		var got []string
@@ -129,8 +129,8 @@ func TestRosterOthers(t *testing.T) {
 		for _, p := range all {
 			got = append(got, p.String())
 		}
-		if !slices.Equal(got, step.want) || told != step.told {
-			t.Errorf("%s: %v, told %v, want %v, %v", step.name, got, told, step.want, step.told)
+		if !slices.Equal(got, step.want) || moves != step.moves {
+			t.Errorf("%s: %v, the channel is closed: %v, want %v, %v", step.name, got, moves, step.want, step.moves)
 		}
 	}
 	if own, _ := r.others("pink"); len(own) > 0 {

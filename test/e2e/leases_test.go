@@ -245,7 +245,7 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 // and then wait for a free subnet.
 func TestNoSubnetForTheLastKnownState(t *testing.T) {
 	t.Parallel()
-	const why = "is not this node's any more"
+	const why = "is not this host's any more"
 	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
 	c, h := etcdClient(t, l), l.Host(1)
 	startOne(t, h, lab.FlanneldOptions{})

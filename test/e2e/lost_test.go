@@ -398,7 +398,7 @@ func TestClonedDisk(t *testing.T) {
 	if r := statusOf(t, clone); len(r.Peers) != 0 {
 		t.Errorf("peers are %+v, want none", r.Peers)
 	}
-	expectOnce(t, d, `"the last known state cannot be used yet" err="it is of a node with [192.168.77.1], this one has [192.168.77.3]"`)
+	expectOnce(t, d, `"the last known state cannot be used yet" err="it is of a host with [192.168.77.1], this one has [192.168.77.3]"`)
 }
 
 // vxlanObjects returns everything about vxlan devices that the host's kernel

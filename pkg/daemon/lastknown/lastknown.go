@@ -43,7 +43,7 @@ type State struct {
 	// PublicIPs are the addresses that peers send to, if the store and not the flags set
 	// them.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
-	// Location is the location of this node. LocationLabel is the label of its Node from which Location
+	// Location is the location of this host. LocationLabel is the label of its Node from which Location
 	// was read, or empty if Location is from an option.
 	Location      string `json:"location,omitempty"`
 	LocationLabel string `json:"locationLabel,omitempty"`
@@ -56,7 +56,7 @@ type State struct {
 	Recalled bool `json:"-"`
 }
 
-// Former is an earlier configuration and interface of this node, whose objects may still
+// Former is an earlier configuration and interface of this host, whose objects may still
 // be in the kernel.
 type Former struct {
 	Config    subnet.Config      `json:"config"`
@@ -85,7 +85,7 @@ const clockSlack = time.Minute
 // ErrExpired means that the lease of the last known state has run out.
 var ErrExpired = fmt.Errorf("%w: the lease of the last known state has run out", subnet.ErrUnfit)
 
-// Attempt records that the node begins to use the state next, which has another configuration. Until the
+// Attempt records that the host begins to use the state next, which has another configuration. Until the
 // backend has started, a restart begins with last, so the configuration of next becomes a former one,
 // which may have left objects. Stored becomes the lease of next that the store has.
 func (last *State) Attempt(next State) {
@@ -113,15 +113,15 @@ func (last *State) Usable(now time.Time) error {
 	return nil
 }
 
-// SameNode reports whether the state with interface a belongs to the node that has b now.
+// SameHost reports whether the state with interface a belongs to the host that has b now.
 // Cloned hosts have the same disk, but different addresses.
-func SameNode(a, b underlay.Interface) bool {
+func SameHost(a, b underlay.Interface) bool {
 	return len(a.Addrs) > 0 && reflect.DeepEqual(a.Addrs, b.Addrs)
 }
 
-// OtherNode reports whether the state with interface a belongs to another node than the
+// OtherHost reports whether the state with interface a belongs to another host than the
 // one that has b now: they have no address in common.
-func OtherNode(a, b underlay.Interface) bool {
+func OtherHost(a, b underlay.Interface) bool {
 	return !slices.ContainsFunc(a.Addrs, func(one underlay.Address) bool { return slices.Contains(b.Addrs, one) })
 }
 

@@ -161,9 +161,9 @@ func interfaceWith(addr string) underlay.Interface {
 	return underlay.Interface{Name: "eth0", Index: 2, Addrs: []underlay.Address{{Local: a, Public: a}}}
 }
 
-// TestOtherNode checks that a host with an additional family, or without the address of
-// one, is still the same node.
-func TestOtherNode(t *testing.T) {
+// TestOtherHost checks that a host with an additional family, or without the address of
+// one, is still the same host.
+func TestOtherHost(t *testing.T) {
 	four, six := interfaceWith("192.0.2.1"), interfaceWith("2001:db8::1")
 	dual := four
 	dual.Addrs = slices.Concat(four.Addrs, six.Addrs)
@@ -181,7 +181,7 @@ func TestOtherNode(t *testing.T) {
 		"another public address": {four, behind, true},
 		"not known":              {underlay.Interface{}, four, true},
 	} {
-		if got := OtherNode(tc.a, tc.b); got != tc.want {
+		if got := OtherHost(tc.a, tc.b); got != tc.want {
 			t.Errorf("%s: %v, want %v", name, got, tc.want)
 		}
 	}

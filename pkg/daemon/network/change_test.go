@@ -105,8 +105,8 @@ func TestGoBack(t *testing.T) {
 		if want := []string{string(other.Backend), ""}; !slices.Equal(started, want) {
 			t.Errorf("started backends with %q, want %q", started, want)
 		}
-		if got := n.config.rejection(); got != "start backend: the device is in use" {
-			t.Errorf("rejection %q", got)
+		if got := n.config.refusal(); got != "start backend: the device is in use" {
+			t.Errorf("refusal %q", got)
 		}
 		if again, _ := n.config.next(); again != nil {
 			t.Error("the configuration would be tried again")
@@ -189,7 +189,7 @@ func TestChangeThatIsNotFree(t *testing.T) {
 			return nil
 		}}
 		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
-		n.holds = func(all []Holding) error {
+		n.claims = func(all []Claimed) error {
 			if len(all[0].Config.Networks) > 0 {
 				return errors.New("it clashes with network green")
 			}

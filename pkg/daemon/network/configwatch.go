@@ -25,17 +25,17 @@ var ErrConfigChanged = errors.New("the network configuration has changed")
 type configWatch struct {
 	follow   bool // the network changes to a valid configuration while it runs
 	validate func(text []byte) (subnet.Config, error)
-	warn     func(reason, message string) // tells operators of a rejected configuration; nil if the store cannot
+	warn     func(reason, message string) // tells operators of a refused configuration; nil if the store cannot
 
-	mu       sync.Mutex
-	used     subnet.Config
-	running  bool           // used is set
-	stored   *subnet.Config // the configuration in the store; nil if there is none, or it is invalid
-	missing  bool           // the store has no configuration
-	failed   bool           // stored was tried and did not start
-	rejected string         // why the configuration in the store cannot be used; "" if it can
-	differs  []string       // changes from used to stored
-	changed  wait.Broadcast // sent when the result of next may change
+	mu      sync.Mutex
+	used    subnet.Config
+	running bool           // used is set
+	stored  *subnet.Config // the configuration in the store; nil if there is none, or it is invalid
+	missing bool           // the store has no configuration
+	failed  bool           // stored was tried and did not start
+	refused string         // why the configuration in the store cannot be used; "" if it can
+	differs []string       // changes from used to stored
+	changed chan struct{}  // closed and replaced when the result of next may change
 }
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
@@ -69,7 +69,7 @@ func (w *configWatch) compare() {
 		w.differs = subnet.Changes(w.used, *w.stored)
 	}
 	if w.stored != nil && len(w.differs) == 0 {
-		w.rejected = ""
+		w.refused = ""
 	}
 	if !slices.Equal(before, w.differs) {
 		w.changed.Send()
@@ -87,17 +87,17 @@ func (w *configWatch) restartNeeded() string {
 		return "there is no configuration any more"
 	case w.follow:
 		return ""
-	case w.rejected != "":
-		return w.rejected
+	case w.refused != "":
+		return w.refused
 	}
 	return strings.Join(w.differs, ", ")
 }
 
-// rejection returns why the configuration in the store cannot be used, or "" if it can.
-func (w *configWatch) rejection() string {
+// refusal returns why the configuration in the store cannot be used, or "" if it can.
+func (w *configWatch) refusal() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.rejected
+	return w.refused
 }
 
 // apply records and logs a change of the configuration in the store. text is nil if there is none. Only
@@ -111,16 +111,16 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
-	wasMissing, wasRejected, before, news := w.missing, w.rejected, w.differs, false
+	wasMissing, wasRefused, before, news := w.missing, w.refused, w.differs, false
 	w.missing = text == nil
 	switch {
 	case w.missing:
-		w.stored, w.rejected = nil, ""
+		w.stored, w.refused = nil, ""
 	case err != nil:
 		w.stored = nil
 	default:
 		if news = !w.stores(cfg); news {
-			w.rejected, w.failed = "", false
+			w.refused, w.failed = "", false
 		}
 		w.stored = &cfg
 	}
@@ -133,9 +133,9 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", "there is no configuration any more")
 	case w.missing:
 	case err != nil:
-		w.reject(ctx, err)
+		w.logRefusal(ctx, err)
 	case len(w.differs) == 0:
-		if wasMissing || wasRejected != "" || len(before) > 0 {
+		if wasMissing || wasRefused != "" || len(before) > 0 {
 			log.Info("the network configuration is again the one in use")
 		}
 	case !news:
@@ -154,10 +154,10 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 	defer w.mu.Unlock()
 	switch {
 	case !w.stores(cfg):
-	case w.rejected != "":
-		w.rejected = why.Error()
+	case w.refused != "":
+		w.refused = why.Error()
 	default:
-		w.reject(ctx, why)
+		w.logRefusal(ctx, why)
 	}
 }
 
@@ -166,14 +166,14 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if unknown := w.stored == nil && !w.missing && w.rejected == ""; unknown {
+	if unknown := w.stored == nil && !w.missing && w.refused == ""; unknown {
 		w.stored = &cfg
 	}
 	if !w.stores(cfg) {
 		return
 	}
 	w.compare()
-	w.reject(ctx, why)
+	w.logRefusal(ctx, why)
 }
 
 // giveUp is like refuse, and next does not return cfg any more: another attempt would disturb the
@@ -183,7 +183,7 @@ func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) 
 	defer w.mu.Unlock()
 	if w.stores(cfg) {
 		w.failed = true
-		w.reject(ctx, why)
+		w.logRefusal(ctx, why)
 	}
 }
 
@@ -192,23 +192,23 @@ func (w *configWatch) stores(cfg subnet.Config) bool {
 	return w.stored != nil && len(subnet.Changes(*w.stored, cfg)) == 0
 }
 
-// refused records why the configuration in the store cannot be used. The caller has logged it.
-func (w *configWatch) refused(why error) {
+// recordRefusal records why the configuration in the store cannot be used. The caller has logged it.
+func (w *configWatch) recordRefusal(why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.stored, w.missing, w.rejected = nil, false, why.Error()
+	w.stored, w.missing, w.refused = nil, false, why.Error()
 	w.compare()
 }
 
-// reject records and logs a reason, unless it is the present one. The caller holds w.mu.
-func (w *configWatch) reject(ctx context.Context, why error) {
-	if w.rejected == why.Error() {
+// logRefusal records and logs a reason, unless it is the present one. The caller holds w.mu.
+func (w *configWatch) logRefusal(ctx context.Context, why error) {
+	if w.refused == why.Error() {
 		return
 	}
-	w.rejected = why.Error()
-	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", w.rejected)
+	w.refused = why.Error()
+	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", w.refused)
 	if w.warn != nil {
-		w.warn("FlannelConfigRejected", w.rejected)
+		w.warn("FlannelConfigRejected", w.refused)
 	}
 }
 

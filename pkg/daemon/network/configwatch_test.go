@@ -74,13 +74,13 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	default:
 		t.Error("the corrected configuration has woken nothing")
 	}
-	if next, _ := w.next(); next == nil || w.rejection() != "" {
-		t.Errorf("next %v, rejection %q, want the corrected configuration", next, w.rejection())
+	if next, _ := w.next(); next == nil || w.refusal() != "" {
+		t.Errorf("next %v, refusal %q, want the corrected configuration", next, w.refusal())
 	}
 }
 
 // TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. If the watch
-// has reported a newer configuration by then, next must return that one, and it is not rejected.
+// has reported a newer configuration by then, next must return that one, and it is not refused.
 func TestConfigWatchRefusesTheFirst(t *testing.T) {
 	parse := func(text string) subnet.Config {
 		cfg, _, err := subnet.ParseConfig([]byte(text))
@@ -90,28 +90,28 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 		return cfg
 	}
 	const used, first, newer = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
-	for name, tt := range map[string]struct{ told, next, rejection string }{
-		"nothing was told": {"", "10.6.0.0/16", "does not start"},
-		"it was told":      {first, "10.6.0.0/16", "does not start"},
-		"a newer one":      {newer, "10.7.0.0/16", ""},
+	for name, tt := range map[string]struct{ text, next, refusal string }{
+		"the watch has not read it yet": {"", "10.6.0.0/16", "does not start"},
+		"the watch has read it":         {first, "10.6.0.0/16", "does not start"},
+		"a newer one":                   {newer, "10.7.0.0/16", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return parse(string(text)), nil }, nil)
-			if tt.told != "" {
-				w.apply(t.Context(), []byte(tt.told))
+			if tt.text != "" {
+				w.apply(t.Context(), []byte(tt.text))
 			}
 			w.use(parse(used))
 			w.refuseFirst(t.Context(), parse(first), errors.New("does not start"))
 			next, _ := w.next()
-			if next == nil || next.Networks[0].Prefix.String() != tt.next || w.rejection() != tt.rejection {
-				t.Errorf("next %v, rejection %q, want %s, %q", next, w.rejection(), tt.next, tt.rejection)
+			if next == nil || next.Networks[0].Prefix.String() != tt.next || w.refusal() != tt.refusal {
+				t.Errorf("next %v, refusal %q, want %s, %q", next, w.refusal(), tt.next, tt.refusal)
 			}
 		})
 	}
 }
 
 // TestConfigWatchFollows checks that next returns each usable configuration as soon as the store has it,
-// and that there is a rejection until the next usable configuration.
+// and that there is a refusal until the next usable configuration.
 func TestConfigWatchFollows(t *testing.T) {
 	parse := func(text []byte) (subnet.Config, error) {
 		cfg, _, err := subnet.ParseConfig(text)
@@ -125,14 +125,14 @@ func TestConfigWatchFollows(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.use(cfg)
-	expect := func(what, next, rejection string) {
+	expect := func(what, next, refusal string) {
 		t.Helper()
 		got := ""
 		if cfg, _ := w.next(); cfg != nil {
 			got = cfg.Networks[0].Prefix.String()
 		}
-		if got != next || !strings.Contains(w.rejection(), rejection) || (rejection == "") != (w.rejection() == "") || w.restartNeeded() != "" {
-			t.Errorf("%s: next %q, rejection %q, restart needed %q, want %q, %q and none", what, got, w.rejection(), w.restartNeeded(), next, rejection)
+		if got != next || !strings.Contains(w.refusal(), refusal) || (refusal == "") != (w.refusal() == "") || w.restartNeeded() != "" {
+			t.Errorf("%s: next %q, refusal %q, restart needed %q, want %q, %q and none", what, got, w.refusal(), w.restartNeeded(), next, refusal)
 		}
 	}
 	_, changed := w.next()
@@ -164,6 +164,6 @@ func TestConfigWatchFollows(t *testing.T) {
 	w.use(*now)
 	expect("it is in use", "", "")
 	if len(warnings) != 3 {
-		t.Errorf("warnings %q, want one for each rejection", warnings)
+		t.Errorf("warnings %q, want one for each refusal", warnings)
 	}
 }

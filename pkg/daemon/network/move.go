@@ -35,7 +35,7 @@ func (r *runner) work(ctx, attending context.Context, m Store, s *session, chang
 	}
 }
 
-// attend passes the leases of other nodes to s, and the own lease to the store, until ctx
+// attend passes the leases of other hosts to s, and the own lease to the store, until ctx
 // ends, the external interface changes, or the network can change to another configuration.
 // It returns the changed interface or the change, and nil for the other one.
 func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
@@ -82,7 +82,7 @@ func (r *runner) abandon(c *change, s *session) {
 }
 
 // publish writes the own lease with its new addresses and data to the store. It returns
-// ErrLeaseLost, wrapped, if the store has another key or other subnets for this node. It compares
+// ErrLeaseLost, wrapped, if the store has another key or other subnets for this host. It compares
 // the subnets too, because the same key may get other subnets.
 func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) error {
 	if err := wait.For(ctx, s.pause); err != nil {

@@ -47,16 +47,16 @@ type Config struct {
 	// these prefixes change. Packets to them are not masqueraded. The field is nil if there are no
 	// other networks, or if their prefixes are not exempt from masquerading.
 	Others func() ([]netip.Prefix, <-chan struct{})
-	// Holds is called with everything that the network has on this host from then on. The network
+	// Claims is called with everything that the network claims on this host from then on. The network
 	// calls it before it begins to use a configuration, and after it has removed objects of a former
-	// one. The first Holding is the configuration in use. Holds returns an error if another network
-	// claims something that this network does not have yet. This network then does not use the
-	// configuration. Holds may be nil.
-	Holds func([]Holding) error
+	// one. The first Claimed is the configuration in use. Claims returns an error if another network
+	// claims something that this network has not claimed yet. This network then does not use the
+	// configuration. Claims may be nil.
+	Claims func([]Claimed) error
 }
 
-// Holding is a configuration whose objects a network has on this host, or is about to create.
-type Holding struct {
+// Claimed is a configuration whose objects a network has on this host, or is about to create.
+type Claimed struct {
 	Config  subnet.Config
 	Backend backend.Backend // nil if this version does not know it
 }
@@ -118,7 +118,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	r := &runner{parts: &parts{
 		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
 		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
-		others: c.Others, holds: c.Holds,
+		others: c.Others, claims: c.Claims,
 		progress: progress{entered: func(now Phase) { klog.FromContext(ctx).V(1).Info("network", "phase", now) }},
 	}}
 	return &Network{runner: r, source: counters.With(reporter{r}.values), opened: opened}, nil
@@ -136,8 +136,8 @@ func (n *Network) Shutdown(ctx context.Context) {
 }
 
 // Run starts the network and serves it until ctx ends. It then returns nil, even if the start was
-// not over, because the caller wanted that end. With --exit-on-config-change it returns ErrConfigChanged, wrapped, when the
-// configuration has changed.
+// not over, because the caller wanted that end. With --exit-on-config-change it returns ErrConfigChanged,
+// wrapped, when the configuration has changed.
 func (n *Network) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -251,10 +251,10 @@ func (n *Network) Configure(ctx context.Context, text []byte) { n.config.apply(c
 
 // Refuse records why the configuration in the store cannot be used. It is for a caller that has
 // checked the configuration and logged the reason.
-func (n *Network) Refuse(why error) { n.config.refused(why) }
+func (n *Network) Refuse(why error) { n.config.recordRefusal(why) }
 
-// Rejected returns why the configuration in the store cannot be used, or "" if it can.
-func (n *Network) Rejected() string { return n.config.rejection() }
+// Refusal returns why the configuration in the store cannot be used, or "" if it can.
+func (n *Network) Refusal() string { return n.config.refusal() }
 
 // Retire removes everything that the network has on this host, and its lease in the store. The
 // caller must not have called Run.

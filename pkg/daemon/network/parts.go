@@ -67,7 +67,7 @@ type parts struct {
 	metrics  *metrics.Metrics
 	rules    *rules.Keeper
 	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
-	holds    func([]Holding) error                    // see Config.Holds
+	claims   func([]Claimed) error                    // see Config.Claims
 	progress progress
 	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
 }
@@ -138,30 +138,30 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	return be, warnings, nil
 }
 
-// hold calls Config.Holds, unless it is nil, with what the network has on this host from now on.
-func (p *parts) hold(held []Holding) error {
-	if p.holds == nil {
+// claim calls Config.Claims, unless it is nil, with what the network claims on this host from now on.
+func (p *parts) claim(all []Claimed) error {
+	if p.claims == nil {
 		return nil
 	}
-	return p.holds(held)
+	return p.claims(all)
 }
 
-// holdings returns what the network has on this host: the configuration of now, with its backend be,
+// claimed returns what the network claims on this host: the configuration of now, with its backend be,
 // and what former ones have left.
-func (p *parts) holdings(now lastknown.State, be backend.Backend) []Holding {
-	held := []Holding{{now.Config, be}}
+func (p *parts) claimed(now lastknown.State, be backend.Backend) []Claimed {
+	all := []Claimed{{now.Config, be}}
 	for _, f := range now.Former {
-		held = append(held, p.holding(f))
+		all = append(all, p.claimedBy(f))
 	}
-	return held
+	return all
 }
 
-func (p *parts) holding(f lastknown.Former) Holding {
+func (p *parts) claimedBy(f lastknown.Former) Claimed {
 	be, _, err := p.catalog.New(p.env(f.Interface, f.Config))
 	if err != nil {
 		be = nil
 	}
-	return Holding{f.Config, be}
+	return Claimed{f.Config, be}
 }
 
 // used returns the types of the backends whose data this host has published, according to last.

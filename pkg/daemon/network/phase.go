@@ -121,5 +121,5 @@ func (p *progress) move() { p.set(func() { p.moving = true }) }
 // configuration.
 func (p *progress) change() { p.set(func() { p.changing = true }) }
 
-// left records that the session has ended, because its subnet is not this node's any more.
+// left records that the session has ended, because its subnet is not this host's any more.
 func (p *progress) left() { p.set(func() { p.facts = facts{} }) }

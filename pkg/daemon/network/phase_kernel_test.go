@@ -199,9 +199,9 @@ func TestKernelStopWhileStarting(t *testing.T) {
 	stop()
 }
 
-// TestKernelHoldings changes the device of a network twice, the second time with a restart. The network
-// must report each former device to Holds until it has removed that device.
-func TestKernelHoldings(t *testing.T) {
+// TestKernelClaims changes the device of a network twice, the second time with a restart. The network
+// must claim each former device until it has removed that device.
+func TestKernelClaims(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
 		return
@@ -211,16 +211,16 @@ func TestKernelHoldings(t *testing.T) {
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
 	stop := w.start()
 	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
-	w.expectHeld("[[flannel.1]]")
+	w.expectClaims("[[flannel.1]]")
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`)
 	w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
-	w.expectHeld("[[flannel.7 flannel.1 flannel.1] [flannel.7 flannel.1] [flannel.7]]")
+	w.expectClaims("[[flannel.7 flannel.1 flannel.1] [flannel.7 flannel.1] [flannel.7]]")
 	stop()
 
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 8}}`)
 	stop = w.start()
 	w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseRetiring, PhaseServing)
-	w.expectHeld("[[flannel.7] [flannel.8 flannel.7 flannel.7] [flannel.8 flannel.7] [flannel.8]]")
+	w.expectClaims("[[flannel.7] [flannel.8 flannel.7 flannel.7] [flannel.8 flannel.7] [flannel.8]]")
 	stop()
 }
 
@@ -253,27 +253,27 @@ func TestKernelStartWithAnUnusableConfiguration(t *testing.T) {
 	stop()
 }
 
-// holds records the devices of all Holdings. It implements Config.Holds.
-func (w *walk) holds(all []Holding) error {
+// claims records the devices of all that the network claims. It implements Config.Claims.
+func (w *walk) claims(all []Claimed) error {
 	var devices []string
-	for _, h := range all {
-		devices = append(devices, h.Backend.Scope().Devices...)
+	for _, c := range all {
+		devices = append(devices, c.Backend.Scope().Devices...)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.held = append(w.held, devices)
+	w.claimed = append(w.claimed, devices)
 	return nil
 }
 
-// expectHeld compares the devices of each call of holds since the last expectHeld with want.
-func (w *walk) expectHeld(want string) {
+// expectClaims compares the devices of each call of claims since the last expectClaims with want.
+func (w *walk) expectClaims(want string) {
 	w.t.Helper()
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if got := fmt.Sprint(w.held); got != want {
-		w.t.Errorf("the network has told %s, want %s", got, want)
+	if got := fmt.Sprint(w.claimed); got != want {
+		w.t.Errorf("the network has claimed %s, want %s", got, want)
 	}
-	w.held = nil
+	w.claimed = nil
 }
 
 // repeatInNamespace runs the calling test again, in a new process with a network namespace.
@@ -300,8 +300,8 @@ type walk struct {
 	seen    map[Phase]bool
 	gate    gate
 	network *Network   // of the last start
-	held    [][]string // the devices of all Holdings, for each call of holds
-	mu      sync.Mutex // guards held
+	claimed [][]string // the claimed devices, for each call of claims
+	mu      sync.Mutex // guards claimed
 }
 
 func newWalk(t *testing.T) *walk {
@@ -359,7 +359,7 @@ func (w *walk) start() (stop func()) {
 	var background sync.WaitGroup
 	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
 	n, err := Open(ctx, Config{
-		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Holds: w.holds,
+		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Claims: w.claims,
 		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate}, nil },
 	})
 	if err != nil {
@@ -385,12 +385,12 @@ func (w *walk) start() (stop func()) {
 	}
 }
 
-// expectNoSubnets waits until Rejected says that the configuration in the store cannot be used because
+// expectNoSubnets waits until Refusal says that the configuration in the store cannot be used because
 // no subnet is free.
 func (w *walk) expectNoSubnets() {
 	w.t.Helper()
 	waittest.Eventually(w.t, 10*time.Second, "the configuration is refused", func() error {
-		if why := w.network.Rejected(); !strings.Contains(why, subnet.ErrNoSubnets.Error()) {
+		if why := w.network.Refusal(); !strings.Contains(why, subnet.ErrNoSubnets.Error()) {
 			return fmt.Errorf("it is refused because of %q, want that no subnet is free", why)
 		}
 		return nil

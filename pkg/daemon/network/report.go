@@ -27,9 +27,9 @@ const statusTimeout = 2 * time.Second
 // reporter tells operators the state of a network.
 type reporter struct{ *runner }
 
-// inspect returns the state of the present session, or zero values if there is none. holdings selects
+// inspect returns the state of the present session, or zero values if there is none. objects selects
 // whether it includes the kernel objects of each peer.
-func (o reporter) inspect(ctx context.Context, holdings bool) (lastknown.State, backend.Inspection) {
+func (o reporter) inspect(ctx context.Context, objects bool) (lastknown.State, backend.Inspection) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	s := o.serving.Load()
@@ -39,7 +39,7 @@ func (o reporter) inspect(ctx context.Context, holdings bool) (lastknown.State, 
 	now := *s.begin.Load()
 	last, _ := o.state.Get()
 	now.Own = last.Own // renewed in the meantime
-	in, err := s.inspect(ctx, holdings)
+	in, err := s.inspect(ctx, objects)
 	if s.left.Load() != nil { // s has ended: report why the next session does not start
 		_, err = o.ready.health.Part(partDatapath)
 	}
@@ -58,7 +58,7 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
-		Mode:  in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.rejection() != "",
+		Mode:  in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.refusal() != "",
 	}
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
@@ -146,7 +146,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	}
 	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
-	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.rejection()
+	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.refusal()
 	r.Ready, r.Reasons = o.ready.health.Ready()
 	if s := o.serving.Load(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)

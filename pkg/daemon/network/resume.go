@@ -27,7 +27,7 @@ type resumption struct {
 }
 
 // resume starts a session on the last known state and lets it run until it is stopped. It
-// does so only if the state belongs to this node and its lease has not expired. Pods then
+// does so only if the state belongs to this host and its lease has not expired. Pods then
 // keep their network while the store is unavailable. resume returns after the first
 // attempt. If that fails, for example because an address is missing at boot, a goroutine
 // repeats it. The session follows the external interface by work, and keeps its state in
@@ -78,7 +78,7 @@ func (r *runner) recall(ctx, waiting context.Context, last lastknown.State, choi
 	return s, err
 }
 
-// serveLast starts a session on the last known state, if the state belongs to this node.
+// serveLast starts a session on the last known state, if the state belongs to this host.
 func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice underlay.Options) (*session, error) {
 	if err := last.Usable(time.Now()); err != nil {
 		return nil, err
@@ -87,8 +87,8 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 	if err != nil {
 		return nil, err
 	}
-	if !lastknown.SameNode(last.Interface, iface) {
-		return nil, fmt.Errorf("it is of a node with %v, this one has %v", describe(last.Interface), describe(iface))
+	if !lastknown.SameHost(last.Interface, iface) {
+		return nil, fmt.Errorf("it is of a host with %v, this one has %v", describe(last.Interface), describe(iface))
 	}
 	last.Interface, last.Recalled = iface, true
 	be, _, err := r.catalog.New(r.env(iface, last.Config))

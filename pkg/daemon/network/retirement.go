@@ -29,8 +29,8 @@ func (p *parts) owned(f lastknown.Former) ownership.Objects {
 	return ownership.In(p.env(f.Interface, f.Config), p.catalog.Registry)
 }
 
-// leftBehind returns the configurations whose objects may be in the kernel although a node with
-// the present backend does not need them. last is the state before the node uses present.
+// leftBehind returns the configurations whose objects may be in the kernel although a host with
+// the present backend does not need them. last is the state before the host uses present.
 func (p *parts) leftBehind(last lastknown.State, present backend.Backend) []lastknown.Former {
 	all := append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface})
 	now := ownership.Of(present)
@@ -76,7 +76,7 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 			r.release(f.Scope)
 		}
 		now, _ := p.state.Get()
-		_ = p.hold(p.holdings(now, present)) // less than before, which cannot be refused
+		_ = p.claim(p.claimed(now, present)) // less than before, which cannot be refused
 		p.progress.retired()
 		rules.Send()
 	}

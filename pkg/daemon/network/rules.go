@@ -58,16 +58,16 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 			prefixes, others = p.others()
 			policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
 		}
-		keeping, stop := context.WithCancel(ctx)
+		unchanged, stop := context.WithCancel(ctx)
 		go func() {
 			defer stop()
 			select {
 			case <-others:
 			case <-s.rules:
-			case <-keeping.Done():
+			case <-unchanged.Done():
 			}
 		}()
-		p.rules.Keep(keeping, choice, policy, tried)
+		p.rules.Keep(unchanged, choice, policy, tried)
 		stop()
 	}
 }

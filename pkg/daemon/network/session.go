@@ -123,11 +123,11 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	change(&now)
 	// Without a session this host may have left the subnet in the state, which may then belong to another host.
 	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
-	held := r.holdings(now, be)
+	claimed := r.claimed(now, be)
 	if replaces {
-		held = append(held, r.holding(lastknown.Former{Config: before.Config, Interface: before.Interface}))
+		claimed = append(claimed, r.claimedBy(lastknown.Former{Config: before.Config, Interface: before.Interface}))
 	}
-	if err := r.hold(held); err != nil {
+	if err := r.claim(claimed); err != nil {
 		return now, nil, err
 	}
 	if err := r.devices.TakeAll(be.Scope()); err != nil {
@@ -144,7 +144,7 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	}
 	if replaces {
 		now = r.state.Change(change)
-		_ = r.hold(r.holdings(now, be)) // less than before, which cannot be refused
+		_ = r.claim(r.claimed(now, be)) // less than before, which cannot be refused
 	}
 	return now, running, nil
 }
@@ -218,13 +218,13 @@ func (s *session) stop() {
 }
 
 // inspect returns the present state of the session, or its last state if it has ended for
-// another session: the kernel stays unchanged until the next session has started. holdings
+// another session: the kernel stays unchanged until the next session has started. objects
 // selects whether the state includes the kernel objects of each peer.
-func (s *session) inspect(ctx context.Context, holdings bool) (backend.Inspection, error) {
+func (s *session) inspect(ctx context.Context, objects bool) (backend.Inspection, error) {
 	if in := s.left.Load(); in != nil {
 		return *in, nil
 	}
-	in, err := s.syncer.Inspect(ctx, holdings)
+	in, err := s.syncer.Inspect(ctx, objects)
 	if left := s.left.Load(); err != nil && left != nil { // it has ended in the meantime
 		return *left, nil
 	}

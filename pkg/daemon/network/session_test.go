@@ -370,7 +370,7 @@ func TestEndTries(t *testing.T) {
 	})
 }
 
-// otherSubnet is a manager that returns another subnet for this node under the same key.
+// otherSubnet is a manager that returns another subnet for this host under the same key.
 type otherSubnet struct{ subnet.Manager }
 
 func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {

@@ -132,7 +132,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		if now.Fresh != nil {
 			last.Peers, last.Fresh = now.Fresh(), nil
 		}
-	} else if lastknown.OtherNode(last.Interface, iface) {
+	} else if lastknown.OtherHost(last.Interface, iface) {
 		last.Peers = subnet.LedgerState{}
 	}
 	s.progress.waitFor(PhaseNoLease)
@@ -194,7 +194,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	if err != nil {
 		return own, fmt.Errorf("recall the own lease: %w", err)
 	}
-	if len(prev.Endpoints) == 0 && lastknown.SameNode(last.Interface, env.Underlay) {
+	if len(prev.Endpoints) == 0 && lastknown.SameHost(last.Interface, env.Underlay) {
 		prev = last.Own.Claim()
 	}
 	var backoff wait.Backoff
@@ -235,7 +235,7 @@ func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 }
 
 // claimAndAcquire calls acquire with the claim of be, and returns the own lease. prev is the last claim
-// of this node.
+// of this host.
 func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim, acquire func(subnet.Claim) (subnet.Lease, error)) (own subnet.Lease, err error) {
 	claim, err := be.Claim(ctx, prev)
 	if err != nil {
@@ -328,7 +328,7 @@ func outside(cfg subnet.Config, own subnet.Lease) error {
 }
 
 // leaveLast ends the session on the last known state, if there is one, and removes the
-// subnet file, because the store has answered and has no subnet for this node. Without
+// subnet file, because the store has answered and has no subnet for this host. Without
 // the file no pod gets an address of the old subnet. The kernel stays unchanged until
 // there is another subnet. leaveLast logs and returns the reason, or returns nil if there
 // is no session.
@@ -339,7 +339,7 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	}
 	why := s.outsideOf(cfg)
 	if why == nil {
-		why = fmt.Errorf("%v is not this node's any more", now.own().Subnets())
+		why = fmt.Errorf("%v is not this host's any more", now.own().Subnets())
 	}
 	s.resumed.stop()
 	s.serving.Store(nil)
@@ -354,5 +354,5 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	return why
 }
 
-// errNoSubnet is the state of the subnet file while this node has no subnet.
-var errNoSubnet = errors.New("this node has no subnet")
+// errNoSubnet is the state of the subnet file while this host has no subnet.
+var errNoSubnet = errors.New("this host has no subnet")
