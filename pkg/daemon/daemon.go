@@ -46,7 +46,7 @@ func Run(ctx context.Context, cfg Config) error {
 	var s served
 	var err error
 	if cfg.Options.Several() {
-		s, err = openFleet(h, cfg)
+		s, err = openFleet(ctx, h, cfg)
 	} else {
 		s, err = openSingle(ctx, h, cfg)
 	}

@@ -12,6 +12,7 @@ import (
 	"sync"
 
 	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/network"
@@ -37,14 +38,14 @@ type fleet struct {
 	listed  bool      // the store has answered
 }
 
-func openFleet(h *network.Host, cfg Config) (served, error) {
+func openFleet(ctx context.Context, h *network.Host, cfg Config) (served, error) {
 	o := cfg.Options
 	m, err := etcd.New(network.EtcdConfig(o))
 	if err != nil {
 		return nil, err
 	}
 	f := &fleet{
-		shared: &shared{host: h, cfg: cfg, etcd: m, roster: newRoster(), news: wait.NewSignal()},
+		shared: &shared{host: h, cfg: cfg, etcd: m, roster: newRoster(), news: wait.NewSignal(), log: klog.FromContext(ctx)},
 		up:     make(chan struct{}),
 	}
 	for _, name := range slices.Sorted(slices.Values(o.Networks)) {

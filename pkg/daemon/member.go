@@ -29,6 +29,7 @@ type shared struct {
 	etcd   *etcd.Manager // its connection is that of all networks
 	roster *roster
 	news   wait.Signal // sent when a network may claim less than before, and when one has become ready
+	log    klog.Logger // for the phases of the networks
 }
 
 // member is one of several networks. It begins to serve the network when a configuration is admitted,
@@ -37,8 +38,9 @@ type shared struct {
 // an earlier one. The methods of a member are safe for concurrent use.
 type member struct {
 	*shared
-	name string
-	wake wait.Signal
+	name     string
+	wake     wait.Signal
+	progress *network.Progress
 
 	mu         sync.Mutex
 	text       []byte // configuration in the store; nil if there is none
@@ -56,7 +58,8 @@ type member struct {
 
 func newMember(s *shared, name string) *member {
 	s.roster.join(name)
-	return &member{shared: s, name: name, wake: wait.NewSignal()}
+	progress := network.NewProgress(network.LogPhases(s.log.WithValues("network", name)))
+	return &member{shared: s, name: name, wake: wait.NewSignal(), progress: progress}
 }
 
 // recall makes m begin with the last known state, until the store answers.
@@ -102,6 +105,12 @@ func (m *member) offer(text []byte) {
 	}
 	m.admitted, m.refused = false, nil
 	m.roster.withdraw(m.name)
+	m.decided()
+}
+
+// decided makes m follow a change of its task. The caller holds m.mu.
+func (m *member) decided() {
+	m.progress.Decided(m.refused != nil, m.task().retire)
 	m.wake.Send()
 }
 
@@ -138,7 +147,7 @@ func (m *member) admit(ctx context.Context) {
 		m.config, m.generation = cfg, m.generation+1
 	}
 	m.confirmed()
-	m.wake.Send()
+	m.decided()
 }
 
 // validate parses a configuration of m.
@@ -336,7 +345,7 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 			}
 			return networkStore{manager, m, t.confirmed}, nil
 		},
-		Claims: m.claim,
+		Claims: m.claim, Progress: m.progress,
 		Announce: func(ctx context.Context) {
 			klog.FromContext(ctx).Info("network is ready")
 			m.news.Send()
@@ -375,6 +384,7 @@ func (m *member) closed(n *network.Network) {
 		m.used = now.Config
 	}
 	m.seen, m.net = m.lastSeen(), nil
+	m.progress.Stopped()
 	m.mu.Unlock()
 	n.Close()
 	m.host.Tuner.Backend(m.name, "")
@@ -391,8 +401,14 @@ func (m *member) retire(ctx context.Context) error {
 		return err
 	}
 	klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
+	return m.retired()
+}
+
+// retired records that nothing of the network is left.
+func (m *member) retired() error {
 	m.mu.Lock()
 	m.began, m.seen = false, subnet.Sighting{}
+	m.decided()
 	m.mu.Unlock()
 	return m.claim(nil)
 }
@@ -424,23 +440,17 @@ func (m *member) ready() (counts bool, reasons []string) {
 	return m.has(), reasons
 }
 
-// phaseRefused is the phase of a network that was not admitted.
-const phaseRefused network.Phase = "refused"
-
 // summary returns the entry of m in the overview.
 func (m *member) summary() status.NetworkSummary {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	s := status.NetworkSummary{Name: m.name, Prefixes: []netip.Prefix{}, Subnets: []netip.Prefix{}}
+	s := status.NetworkSummary{Name: m.name, Phase: string(m.progress.Phase()), Prefixes: []netip.Prefix{}, Subnets: []netip.Prefix{}}
 	if m.net != nil {
-		s.Phase = string(m.net.Phase())
 		s.Ready, s.Reasons = m.net.Ready()
 		if now, ok := m.net.State(); ok {
 			s.BackendType, s.Prefixes = now.Config.BackendType, now.Config.Prefixes()
 			s.Subnets = append(s.Subnets, now.Own.Subnets()...)
 		}
-	} else {
-		s.Phase = string(network.PhaseNoConfiguration)
 	}
 	if m.missing != nil {
 		s.Reasons = append(s.Reasons, m.missing.Error())
@@ -448,9 +458,6 @@ func (m *member) summary() status.NetworkSummary {
 	switch {
 	case m.refused != nil:
 		s.Reasons = append(s.Reasons, m.refused.Error())
-		if m.net == nil {
-			s.Phase = string(phaseRefused)
-		}
 	case m.net != nil && m.net.Refusal() != "":
 		s.Reasons = append(s.Reasons, m.net.Refusal())
 	}

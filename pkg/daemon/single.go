@@ -18,7 +18,10 @@ import (
 type single struct{ *network.Network }
 
 func openSingle(ctx context.Context, h *network.Host, cfg Config) (served, error) {
-	n, err := network.Open(ctx, network.Config{Host: h, Options: cfg.Options, Backends: cfg.Backends, Announce: announceReady})
+	n, err := network.Open(ctx, network.Config{
+		Host: h, Options: cfg.Options, Backends: cfg.Backends, Announce: announceReady,
+		Progress: network.NewProgress(network.LogPhases(klog.FromContext(ctx))),
+	})
 	if err != nil {
 		return nil, err
 	}

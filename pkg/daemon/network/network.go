@@ -15,7 +15,6 @@ import (
 	"sync"
 
 	"golang.org/x/sync/errgroup"
-	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
@@ -38,6 +37,8 @@ type Config struct {
 	Name    string // empty if it is the only network
 	// Backends returns the backends that the network may use.
 	Backends func(options.Options) (backend.Catalog, error)
+	// Progress gets the phases of the network.
+	Progress *Progress
 	// OpenStore opens the store of one of several networks, which share a connection to etcd. If
 	// it is nil, the options select the store.
 	OpenStore func(etcd.Config) (Store, error)
@@ -118,8 +119,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	r := &runner{parts: &parts{
 		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
 		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
-		others: c.Others, claims: c.Claims,
-		progress: progress{entered: func(now Phase) { klog.FromContext(ctx).V(1).Info("network", "phase", now) }},
+		others: c.Others, claims: c.Claims, progress: c.Progress,
 	}}
 	return &Network{runner: r, source: counters.With(reporter{r}.values), opened: opened}, nil
 }
@@ -278,9 +278,6 @@ func (n *Network) StateIsWritten() bool { return !n.WasReady() || n.state.Writte
 
 // State returns the present state. ok is false before the first session.
 func (n *Network) State() (now lastknown.State, ok bool) { return n.state.Get() }
-
-// Phase returns what the network does at present.
-func (n *Network) Phase() Phase { return n.progress.phase() }
 
 // Metrics returns the metrics of the network.
 func (n *Network) Metrics() metrics.Source { return n.source }

@@ -68,7 +68,7 @@ type parts struct {
 	rules    *rules.Keeper
 	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
 	claims   func([]Claimed) error                    // see Config.Claims
-	progress progress
+	progress *Progress
 	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
 }
 

@@ -34,9 +34,8 @@ import (
 // inNamespace is set in a process that has a network namespace of its own.
 const inNamespace = "DAEMON_TEST_IN_NAMESPACE"
 
-// TestKernelPhases leads a network through all its phases, in a network namespace with the real
-// kernel. The store is in memory. Each change of the phase must be a transition of the
-// diagram in design.md.
+// TestKernelPhases leads a network in use through all its phases, by all ways of the diagram in
+// design.md and by no others, in a network namespace with the real kernel. The store is in memory.
 func TestKernelPhases(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
@@ -57,8 +56,10 @@ func TestKernelPhases(t *testing.T) {
 	w.mtu(1400)
 	w.expect(PhaseMoving, PhaseServing)
 
-	// The configuration changes: another device, another network, the first configuration again, and
-	// then only other traffic rules.
+	// The configuration changes: another port of the same device, another device, another network, the
+	// first configuration again.
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "Port": 8473}}`)
+	w.expect(PhaseChanging, PhaseServing)
 	for _, config := range []string{
 		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`, `{"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}}`,
 		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`,
@@ -66,7 +67,26 @@ func TestKernelPhases(t *testing.T) {
 		w.store.SetConfig(config)
 		w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
 	}
+
+	// The store does not send leases. So the objects of the former configuration stay, while the interface
+	// and the configuration change.
+	w.watch.set(true)
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`)
+	w.expect(PhaseChanging, PhaseRetiring)
+	w.mtu(1390)
+	w.expect(PhaseMoving, PhaseRetiring)
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
+	w.expect(PhaseChanging, PhaseRetiring)
+	w.watch.set(false)
+	w.expect(PhaseServing)
+
+	// Only the traffic rules change. Then the network fails, and the daemon opens it again.
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, "EnableNFTables": true}`)
+	stop()
+	w.progress.Stopped()
+	w.expect(PhaseNoConfiguration)
+	stop = w.open(w.progress)
+	w.expect(PhaseLastKnown, PhaseServing)
 	stop()
 
 	// After a restart the store does not answer, and then has another backend.
@@ -99,11 +119,45 @@ func TestKernelPhases(t *testing.T) {
 	w.expect(PhaseNoLease)
 	w.store.Delete("10.6.1.0/25")
 	w.expect(PhaseServing)
+	w.store.SetConfig(`{"Network": "10.6.0.0/23", "Backend": {"Type": "vxlan"}}`)
+	w.expect(PhaseChanging, PhaseServing)
 	stop()
 
-	for phase := range following {
-		if !w.seen[phase] {
-			t.Errorf("the network was never in phase %q", phase)
+	// After a restart the interface gets an MTU that is too small for the last known state, and the store
+	// has a configuration without a free subnet.
+	w.away(true)
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseLastKnown)
+	w.mtu(100)
+	w.expect(PhaseMoving)
+	w.store.Put(peerOn("10.7.1.0/25", "192.0.2.9"))
+	w.store.SetConfig(`{"Network": "10.7.0.0/23", "SubnetMin": "10.7.1.0", "SubnetMax": "10.7.1.0", "Backend": {"Type": "host-gw"}}`)
+	w.away(false)
+	w.expect(PhaseNoLease)
+	w.store.Delete("10.7.1.0/25")
+	w.expect(PhaseRetiring, PhaseServing)
+	w.mtu(1500)
+	w.expect(PhaseMoving, PhaseServing)
+	stop()
+
+	// After a restart the interface has no address, and the store has a configuration that also needs an
+	// IPv6 address. The last known state needs only the IPv4 address.
+	w.noAddress("192.0.2.1/24")
+	w.store.SetConfig(`{"Network": "10.7.0.0/23", "EnableIPv6": true, "IPv6Network": "fd00:7::/48", "Backend": {"Type": "vxlan"}}`)
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseNoInterface)
+	w.address("192.0.2.1/24")
+	w.expect(PhaseLastKnown)
+	w.address("2001:db8::1/64")
+	w.expect(PhaseServing)
+	stop()
+
+	for before, all := range following {
+		for _, now := range all {
+			// TestMemberPhases of the package daemon walks the arrows at other phases.
+			if outer(before) == inUse && outer(now) == inUse && !w.walked[[2]Phase{before, now}] {
+				t.Errorf("no network went from %q to %q", before, now)
+			}
 		}
 	}
 }
@@ -152,7 +206,7 @@ func TestKernelStartWaitsForAFormerSubnet(t *testing.T) {
 		`{"Network": "10.6.0.0/16", "Backend": {"Type": "host-gw"}}`,
 	} {
 		stop := w.start()
-		if w.seen[PhaseLastKnown] {
+		if w.walked[[2]Phase{PhaseLastKnown, PhaseNoLease}] {
 			w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseServing)
 		} else {
 			w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
@@ -292,21 +346,24 @@ func repeatInNamespace(t *testing.T) {
 
 // walk is a host whose network changes its phase.
 type walk struct {
-	t       *testing.T
-	store   *subnettest.Store
-	dir     string
-	phases  chan Phase
-	last    Phase // "" before the first
-	seen    map[Phase]bool
-	gate    gate
-	network *Network   // of the last start
-	claimed [][]string // the claimed devices, for each call of claims
-	mu      sync.Mutex // guards claimed
+	t        *testing.T
+	store    *subnettest.Store
+	dir      string
+	phases   chan Phase
+	last     Phase             // "" before the first
+	walked   map[[2]Phase]bool // arrows of the drawing
+	gate     gate              // of the configuration
+	watch    gate              // of leases
+	progress *Progress         // of the last start
+	network  *Network          // of the last start
+	claimed  [][]string        // the claimed devices, for each call of claims
+	mu       sync.Mutex        // guards claimed
 }
 
 func newWalk(t *testing.T) *walk {
-	w := &walk{t: t, store: subnettest.NewStore(), dir: t.TempDir(), phases: make(chan Phase, 100), seen: map[Phase]bool{}}
+	w := &walk{t: t, store: subnettest.NewStore(), dir: t.TempDir(), phases: make(chan Phase, 100), walked: map[[2]Phase]bool{}}
 	w.gate.set(false)
+	w.watch.set(false)
 	// A veth pair has a carrier. A dummy device may be missing from the kernel.
 	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth0", MTU: 1500}, PeerName: "far"}); err != nil {
 		t.Fatal(err)
@@ -337,6 +394,15 @@ func (w *walk) address(addr string) {
 	w.link("eth0", func(l netlink.Link) error { return netlink.AddrAdd(l, a) })
 }
 
+func (w *walk) noAddress(addr string) {
+	w.t.Helper()
+	a, err := netlink.ParseAddr(addr)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.link("eth0", func(l netlink.Link) error { return netlink.AddrDel(l, a) })
+}
+
 func (w *walk) mtu(mtu int) {
 	w.t.Helper()
 	w.link("eth0", func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) })
@@ -347,6 +413,13 @@ func (w *walk) away(away bool) { w.gate.set(away) }
 
 // start starts a daemon's network. The returned function stops it and waits for its end.
 func (w *walk) start() (stop func()) {
+	w.t.Helper()
+	w.last, w.progress = "", NewProgress(func(_, now Phase) { w.phases <- now })
+	return w.open(w.progress)
+}
+
+// open is start for a daemon that has opened the network before.
+func (w *walk) open(progress *Progress) (stop func()) {
 	w.t.Helper()
 	opts, err := options.Parse([]string{
 		"--iface=eth0", "--state-dir=" + filepath.Join(w.dir, "state"), "--subnet-file=" + filepath.Join(w.dir, "subnet.env"),
@@ -359,14 +432,13 @@ func (w *walk) start() (stop func()) {
 	var background sync.WaitGroup
 	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
 	n, err := Open(ctx, Config{
-		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Claims: w.claims,
-		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate}, nil },
+		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Claims: w.claims, Progress: progress,
+		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate, &w.watch}, nil },
 	})
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	w.last, w.network = "", n
-	n.progress.entered = func(p Phase) { w.phases <- p }
+	w.network = n
 	background.Go(func() { _ = h.Firewall.Run(ctx) })
 	done := make(chan error, 1)
 	go func() {
@@ -406,10 +478,14 @@ func (w *walk) expect(phases ...Phase) {
 			if now != want {
 				w.t.Fatalf("after %q the phase is %q, want %q", w.last, now, want)
 			}
-			if w.last != "" && !slices.Contains(following[w.last], now) {
+			if !follows(w.last, now) {
 				w.t.Fatalf("the drawing has no way from %q to %q", w.last, now)
 			}
-			w.last, w.seen[now] = now, true
+			arrow := [2]Phase{w.last, now}
+			if !slices.Contains(following[w.last], now) {
+				arrow = [2]Phase{outer(w.last), outer(now)}
+			}
+			w.last, w.walked[arrow] = now, true
 		case <-time.After(10 * time.Second):
 			w.t.Fatalf("after %q the network does not reach %q", w.last, want)
 		}
@@ -455,7 +531,15 @@ func (g *gate) pass(ctx context.Context) error {
 // gatedStore is a store that can be unavailable.
 type gatedStore struct {
 	*subnettest.Manager
-	gate *gate
+	gate, watch *gate
+}
+
+// Watch implements subnet.Manager.
+func (s gatedStore) Watch(ctx context.Context, sink func(subnet.Update)) error {
+	if err := s.watch.pass(ctx); err != nil {
+		return err
+	}
+	return s.Manager.Watch(ctx, sink)
 }
 
 // Config implements subnet.Manager.

@@ -19,11 +19,11 @@ func TestPhasesAreDrawn(t *testing.T) {
 		t.Fatal(err)
 	}
 	names := map[string]Phase{}
-	for _, m := range regexp.MustCompile(`(?m)^    state "(.*)" as (\w+)$`).FindAllStringSubmatch(string(page), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^ +state "(.*)" as (\w+)( {)?$`).FindAllStringSubmatch(string(page), -1) {
 		names[m[2]] = Phase(m[1])
 	}
 	drawn := map[Phase][]Phase{}
-	for _, m := range regexp.MustCompile(`(?m)^    (\w+) --> (\w+)$`).FindAllStringSubmatch(string(page), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^ +(\w+) --> (\w+)$`).FindAllStringSubmatch(string(page), -1) {
 		from, to := names[m[1]], names[m[2]]
 		drawn[from] = append(drawn[from], to)
 	}
@@ -34,5 +34,29 @@ func TestPhasesAreDrawn(t *testing.T) {
 	}
 	if diff := cmp.Diff(following, drawn); diff != "" {
 		t.Errorf("the drawing differs from the code (-code +drawing):\n%s", diff)
+	}
+}
+
+// TestFollows checks ways that the drawing has, and some that it does not have. Every network in use can
+// fail or be deleted, and then begins again.
+func TestFollows(t *testing.T) {
+	for _, tt := range []struct {
+		before, now Phase
+		want        bool
+	}{
+		{"", PhaseNoConfiguration, true},
+		{"", PhaseRefused, true},
+		{PhaseServing, PhaseMoving, true},
+		{PhaseServing, PhaseNoConfiguration, true},
+		{PhaseServing, PhaseNoLease, false},
+		{PhaseMoving, PhaseRemoving, true},
+		{PhaseChanging, PhaseMoving, false},
+		{PhaseRefused, PhaseNoConfiguration, true},
+		{PhaseRefused, PhaseServing, false},
+		{PhaseRemoving, PhaseRefused, false},
+	} {
+		if got := follows(tt.before, tt.now); got != tt.want {
+			t.Errorf("%q follows %q: %v, want %v", tt.now, tt.before, got, tt.want)
+		}
 	}
 }

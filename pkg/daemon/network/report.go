@@ -142,7 +142,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	now, in := o.inspect(ctx, !q.AllPaths)
 	r := EmptyReport(o.host, o.opts)
 	r.Network = status.Network{
-		Name: o.name, Phase: string(o.progress.phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
+		Name: o.name, Phase: string(o.progress.Phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
 	}
 	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync

@@ -59,7 +59,7 @@ func TestStatusFirewall(t *testing.T) {
 // TestStatusWithoutAnything checks that empty lists in the status are [] from the start of a
 // daemon on, because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
-	n := reporter{&runner{parts: &parts{host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced), config: newConfigWatch(false, nil, nil)}}}
+	n := reporter{&runner{parts: &parts{host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced), config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t))}}}
 	r, err := n.report(t.Context(), status.Query{})
 	if err != nil {
 		t.Fatal(err)

@@ -105,11 +105,12 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	p := &parts{
 		host: &Host{Tuner: &tune.Tuner{}, Firewall: rules.NewHost()}, devices: &ownership.Locks{},
 		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
-		metrics: metrics.New("", false),
+		metrics: metrics.New("", false), progress: NewProgress(drawn(t)),
 	}
 	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
 	p.rules = newRuleKeeper(p.host.Firewall, o, p.state, p.ready, p.metrics)
 	n := &runner{parts: p}
+	p.progress.facts, p.progress.last = facts{serving: true}, PhaseServing
 	now := lastknown.State{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
 	n.state.Set(now)
 	ledger, done := &subnet.Ledger{}, make(chan struct{})
@@ -123,6 +124,15 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	s.begin.Store(&now)
 	n.serving.Store(s)
 	return n, s
+}
+
+// drawn returns a function for NewProgress. It fails the test if the drawing has no way to a phase.
+func drawn(t *testing.T) func(before, now Phase) {
+	return func(before, now Phase) {
+		if !follows(before, now) {
+			t.Errorf("the drawing has no way from %q to %q", before, now)
+		}
+	}
 }
 
 // TestStopWhileMoving stops the daemon while a session on another interface starts
@@ -340,6 +350,8 @@ func TestEndTries(t *testing.T) {
 		if last.Interface, err = underlay.Wait(ctx, n.underlayOptions(last.Config, last), 0); err != nil {
 			t.Fatal(err)
 		}
+		n.progress = NewProgress(drawn(t))
+		n.progress.waitFor(PhaseNoConfiguration)
 		store := &slow{known: make(chan struct{})}
 		n.store, n.past = store, last
 		r := n.resume(ctx)

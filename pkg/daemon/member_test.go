@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"testing"
+
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// TestMemberPhases leads one of several networks to the phases that its daemon decides about. Its summary
+// must have each phase, and it must go all ways of the diagram in design.md that these phases have.
+func TestMemberPhases(t *testing.T) {
+	dir := t.TempDir()
+	s := &shared{
+		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
+		roster: newRoster(), news: wait.NewSignal(),
+	}
+	red := newMember(s, "red")
+	const valid, invalid = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, `{`
+	offer := func(text string) func() {
+		return func() {
+			red.offer([]byte(text))
+			red.admit(t.Context())
+		}
+	}
+	remove := func() { red.offer(nil) }
+	removed := func() {
+		if err := red.retired(); err != nil {
+			t.Error(err)
+		}
+	}
+	begin := func() {
+		if !red.begin(red.next(), nil) {
+			t.Error("the network cannot begin")
+		}
+	}
+	before, walked := "InUse", map[[2]string]bool{}
+	for _, step := range []struct {
+		name  string
+		do    func()
+		phase network.Phase
+	}{
+		{"a configuration that cannot be used", offer(invalid), network.PhaseRefused},
+		{"a valid one", offer(valid), network.PhaseNoConfiguration},
+		{"it is used", begin, network.PhaseNoConfiguration},
+		{"it is deleted", remove, network.PhaseRemoving},
+		{"nothing is left", removed, network.PhaseNoConfiguration},
+		{"a valid one again", offer(valid), network.PhaseNoConfiguration},
+		{"it is used again", begin, network.PhaseNoConfiguration},
+		{"it cannot be used any more", offer(invalid), network.PhaseRefused},
+		{"it is deleted although it is refused", remove, network.PhaseRemoving},
+		{"nothing is left again", removed, network.PhaseNoConfiguration},
+	} {
+		step.do()
+		now := red.summary().Phase
+		if now != string(step.phase) {
+			t.Errorf("%s: the phase is %q, want %q", step.name, now, step.phase)
+		}
+		outer, ok := map[string]string{string(network.PhaseRefused): "Refused", string(network.PhaseRemoving): "Removing"}[now]
+		if !ok {
+			outer = "InUse"
+		}
+		if outer != before {
+			walked[[2]string{before, outer}] = true
+		}
+		before = outer
+	}
+	page, err := os.ReadFile("../../Documentation/design.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var drawn [][2]string
+	for _, m := range regexp.MustCompile(`(?m)^    (\w+) --> (\w+)$`).FindAllStringSubmatch(string(page), -1) {
+		if m[1] != m[2] { // TestKernelPhases of the package network walks that
+			drawn = append(drawn, [2]string{m[1], m[2]})
+		}
+	}
+	for _, arrow := range drawn {
+		if !walked[arrow] {
+			t.Errorf("the network does not go from %s to %s", arrow[0], arrow[1])
+		}
+	}
+	for arrow := range walked {
+		if !slices.Contains(drawn, arrow) {
+			t.Errorf("the drawing has no way from %s to %s", arrow[0], arrow[1])
+		}
+	}
+}
