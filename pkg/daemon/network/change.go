@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"reflect"
 	"slices"
 	"time"
@@ -34,20 +33,9 @@ type change struct {
 	taking bool            // the store may have given the host a lease, although own is nil
 }
 
-const (
-	// refusedPause is the time after which a configuration that was refused is tried again. The
-	// reason may be gone, such as an interface without an IPv6 address.
-	refusedPause = 30 * time.Second
-	// turnOfHost, multiplied by the number of hosts, is the time over which all hosts spread their
-	// writes after a change of the configuration, because etcd passes each write on to all hosts.
-	turnOfHost = 10 * time.Millisecond
-)
-
-// turn returns the time to wait before a request that all hosts make after the same change. It is
-// random, and grows with the number of hosts.
-func (s *session) turn() time.Duration {
-	return rand.N(time.Duration(len(s.syncer.Peers().Peers))*turnOfHost + 1)
-}
+// refusedPause is the time after which a configuration that was refused is tried again. The
+// reason may be gone, such as an interface without an IPv6 address.
+const refusedPause = 30 * time.Second
 
 // awaitChange waits until the network can change to another configuration, and sends that change to
 // prepared. Session s goes on meanwhile, and awaitChange publishes changes of the data in its lease. A
@@ -211,21 +199,6 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	}
 	c.taking = !errors.Is(err, subnet.ErrNoSubnets) && !errors.Is(err, subnet.ErrUnfit)
 	return c, err
-}
-
-// fits reports whether own has, for each network of cfg, one subnet that cfg can assign. With
-// Kubernetes the API assigns the subnets, so they only have to be in the networks.
-func (r *runner) fits(cfg subnet.Config, own subnet.Lease) bool {
-	if len(cfg.Networks) != len(own.Endpoints) {
-		return false
-	}
-	for _, n := range cfg.Networks {
-		e, ok := own.Endpoint(n.Family())
-		if !ok || !n.Prefix.Contains(e.Subnet.Addr()) || n.Prefix.Bits() > e.Subnet.Bits() {
-			return false
-		}
-	}
-	return r.opts.KubeSubnetMgr || outside(cfg, own) == nil
 }
 
 func families(cfg subnet.Config) []prefix.Family {

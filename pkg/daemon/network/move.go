@@ -4,17 +4,13 @@ package network
 
 import (
 	"context"
-	"fmt"
-	"reflect"
 	"slices"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/underlay"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -79,93 +75,6 @@ func (r *runner) abandon(c *change, s *session) {
 	if c.own != nil { // the next session publishes the lease of s again
 		r.state.Update(func(now *lastknown.State) { now.Stored = c.own })
 	}
-}
-
-// publish writes the own lease with its new addresses and data to the store. It returns
-// ErrLeaseLost, wrapped, if the store has another key or other subnets for this host. It compares
-// the subnets too, because the same key may get other subnets.
-func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) error {
-	if err := wait.For(ctx, s.pause); err != nil {
-		return err
-	}
-	cfg, own := s.begin.Load().Config, s.own()
-	if own.NextType != "" && own.NextType != r.storedNext() {
-		// When peers see this lease, they probe the way through the next backend. An earlier use of that
-		// backend may have left objects for the peers, and the probes might use these. The first pass
-		// removes them. If it fails, they may stay, but that must not prevent the publication.
-		select {
-		case <-s.compared:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-	var published subnet.Lease
-	err := retry(ctx, "cannot publish the own lease as it is now", func() (err error) {
-		published, err = m.Acquire(ctx, cfg, own.Claim())
-		return err
-	})
-	if err == nil {
-		err = lostTo(own, published)
-	}
-	if err != nil {
-		return err
-	}
-	r.state.Update(func(now *lastknown.State) { now.Stored = nil })
-	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
-	return nil
-}
-
-// storedNext returns the next backend in the store's version of the own lease. It returns "" if the store
-// has the same version as this host.
-func (r *runner) storedNext() string {
-	if now, _ := r.state.Get(); now.Stored != nil {
-		return now.Stored.NextType
-	}
-	return ""
-}
-
-// lostTo returns ErrLeaseLost, wrapped, if published, which the store has returned for own, has another
-// key or other subnets.
-func lostTo(own, published subnet.Lease) error {
-	had, has := own.Subnets(), published.Subnets()
-	if published.Key != own.Key || !slices.Equal(has, had) {
-		return fmt.Errorf("%w: the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
-	}
-	return nil
-}
-
-// republishTimeout limits the time for publishing changed data of the own lease. Meanwhile the network
-// does not notice a changed configuration.
-const republishTimeout = 30 * time.Second
-
-// republish writes the own lease with the data that the backend has by now, while s goes on. It returns
-// ErrLeaseLost, wrapped, like publish.
-func (r *runner) republish(ctx context.Context, m subnet.Manager, s *session) error {
-	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
-	defer cancel()
-	now := *s.begin.Load()
-	claim, err := s.be.Claim(ctx, now.Own.Claim())
-	if err != nil {
-		return err
-	}
-	if claim.NextType != now.Own.NextType { // only another session can use another next backend; see backend.Reclaimer
-		return fmt.Errorf("the next backend would be %q instead of %q", claim.NextType, now.Own.NextType)
-	}
-	if !reflect.DeepEqual(claim, now.Own.Claim()) {
-		now.Own.Endpoints = claim.Endpoints
-		got, err := m.Acquire(ctx, now.Config, claim)
-		if err == nil {
-			err = lostTo(now.Own, got)
-		}
-		if err != nil {
-			return err
-		}
-		s.begin.Store(&now)
-		r.state.Update(func(to *lastknown.State) { to.Own.Endpoints = claim.Endpoints })
-		klog.FromContext(ctx).Info("own lease is up to date", "lease", now.Own.Key)
-	}
-	s.publisher.Published(claim)
-	return nil
 }
 
 // move ends s and returns a session on another or changed external interface, which lasts until

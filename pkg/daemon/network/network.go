@@ -2,9 +2,11 @@
 
 // Package network serves one flat network on this host. network.go tells its life: startup.go
 // obtains configuration, interface and lease, resume.go serves from the last known state
-// meanwhile, session.go runs the backend, move.go follows the store and the external interface, and
-// change.go follows the network configuration. phase.go names the phases of this life, and report.go
-// describes it to operators.
+// meanwhile, move.go follows the store and the external interface, and change.go follows the network
+// configuration. All of them start sessions by runner.go, from the parts in parts.go. phase.go names the
+// phases of this life, and report.go describes it to operators. A file refers only to files below it in
+// this order: network, startup, resume, move, change, runner, publish and what they use; nothing refers
+// back.
 package network
 
 import (
@@ -15,6 +17,7 @@ import (
 	"sync"
 
 	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
@@ -56,17 +59,12 @@ type Config struct {
 	Claims func([]Claimed) error
 }
 
-// Claimed is a configuration whose objects a network has on this host, or is about to create.
-type Claimed struct {
-	Config  subnet.Config
-	Backend backend.Backend // nil if this version does not know it
-}
-
 // Network is one flat network on this host.
 type Network struct {
 	*runner
-	source metrics.Source
-	opened closers
+	reports reporter
+	source  metrics.Source
+	opened  closers
 }
 
 // closers release what Open has opened.
@@ -121,7 +119,11 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
 		others: c.Others, claims: c.Claims, progress: c.Progress,
 	}}
-	return &Network{runner: r, source: counters.With(reporter{r}.values), opened: opened}, nil
+	reports := reporter{
+		host: r.host, name: r.name, opts: r.opts, state: state, config: config, ready: ready, rules: r.rules, progress: r.progress,
+		serving: r.serving.Load,
+	}
+	return &Network{runner: r, reports: reports, source: counters.With(reports.values), opened: opened}, nil
 }
 
 // Close releases what Open and sessions have taken. The kernel stays unchanged.
@@ -284,5 +286,18 @@ func (n *Network) Metrics() metrics.Source { return n.source }
 
 // Report returns the report for /statusz. It ignores the name of the network in q.
 func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {
-	return reporter{n.runner}.report(ctx, q)
+	return n.reports.report(ctx, q)
+}
+
+// sight records the moment at which the store had the configuration of the network, if it has it. It
+// waits until the store answers.
+func (p *parts) sight(ctx context.Context, store subnet.Sighter, own subnet.Lease) {
+	seen, err := store.Sight(ctx, own)
+	switch {
+	case ctx.Err() != nil:
+	case err != nil:
+		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
+	case seen != subnet.Sighting{}:
+		p.state.Update(func(now *lastknown.State) { now.Seen = seen })
+	}
 }

@@ -41,15 +41,6 @@ type Host struct {
 	PathMTUs *rate.Limiter // limits the probes of path MTUs of all networks
 }
 
-// Store is a manager with its connection.
-type Store interface {
-	subnet.Manager
-	// Reconnect replaces the connection, after the local address of the old one was removed.
-	Reconnect()
-	// Close ends the connection.
-	Close() error
-}
-
 // parts are what one network has from its opening to its end. Start-up, sessions and reports use
 // them.
 type parts struct {
@@ -136,6 +127,12 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 		}
 	}
 	return be, warnings, nil
+}
+
+// Claimed is a configuration whose objects a network has on this host, or is about to create.
+type Claimed struct {
+	Config  subnet.Config
+	Backend backend.Backend // nil if this version does not know it
 }
 
 // claim calls Config.Claims, unless it is nil, with what the network claims on this host from now on.

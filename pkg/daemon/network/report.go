@@ -16,23 +16,31 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/paths"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// statusTimeout limits the time that a report waits for the lease loop.
-const statusTimeout = 2 * time.Second
-
 // reporter tells operators the state of a network.
-type reporter struct{ *runner }
+type reporter struct {
+	host     *Host
+	name     string // empty if it is the only network
+	opts     options.Options
+	state    *lastknown.Store
+	config   *configWatch
+	ready    *readiness
+	rules    *rules.Keeper
+	progress *Progress
+	serving  func() *session // the last session that was started; nil if there is none
+}
 
 // inspect returns the state of the present session, or zero values if there is none. objects selects
 // whether it includes the kernel objects of each peer.
 func (o reporter) inspect(ctx context.Context, objects bool) (lastknown.State, backend.Inspection) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	s := o.serving.Load()
+	s := o.serving()
 	if s == nil {
 		return lastknown.State{}, backend.Inspection{}
 	}
@@ -63,7 +71,7 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
-	if s := o.serving.Load(); s != nil && s.prober != nil {
+	if s := o.serving(); s != nil && s.prober != nil {
 		outcome := s.prober.Outcome(0)
 		l.Paths = &outcome
 	}
@@ -148,7 +156,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
 	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.refusal()
 	r.Ready, r.Reasons = o.ready.health.Ready()
-	if s := o.serving.Load(); s != nil {
+	if s := o.serving(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
 	if use := o.poolUse(now, in); use != nil {
@@ -163,7 +171,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	for kind, c := range in.Counts {
 		r.Kernel.Objects[kind] = status.Count(c)
 	}
-	if s := o.serving.Load(); s != nil && s.prober != nil {
+	if s := o.serving(); s != nil && s.prober != nil {
 		worst := worstPaths
 		if q.AllPaths {
 			worst = math.MaxInt
@@ -203,7 +211,7 @@ func (o reporter) firewall() (f status.Firewall) {
 	if !o.opts.IPMasq && !o.opts.IPTablesForwardRules {
 		return f
 	}
-	if o.serving.Load() != nil {
+	if o.serving() != nil {
 		f.Kind = string(o.rules.Flavour())
 	}
 	_, err := o.ready.health.Part(partRules)

@@ -30,10 +30,12 @@ func announced(context.Context) {}
 // TestStatusFirewall checks the firewall in the status of a network from its start until the
 // rules are applied and then fail.
 func TestStatusFirewall(t *testing.T) {
-	n := reporter{&runner{parts: &parts{
+	var present *session
+	n := reporter{
 		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil, announced),
-		rules: rules.NewHost().Keeper(rules.Config{Report: func(context.Context, bool, error) {}}),
-	}}}
+		rules:   rules.NewHost().Keeper(rules.Config{Report: func(context.Context, bool, error) {}}),
+		serving: func() *session { return present },
+	}
 	expect := func(want status.Firewall) {
 		t.Helper()
 		if got := n.firewall(); got != want {
@@ -41,7 +43,7 @@ func TestStatusFirewall(t *testing.T) {
 		}
 	}
 	expect(status.Firewall{Error: "not up yet"})
-	n.serving.Store(&session{})
+	present = &session{}
 	ended, end := context.WithCancel(t.Context())
 	end()
 	n.rules.Keep(ended, rules.Choice{Flavour: rules.NFTables}, firewall.Policy{}, func() {})
@@ -59,7 +61,10 @@ func TestStatusFirewall(t *testing.T) {
 // TestStatusWithoutAnything checks that empty lists in the status are [] from the start of a
 // daemon on, because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
-	n := reporter{&runner{parts: &parts{host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced), config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t))}}}
+	n := reporter{
+		host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced),
+		config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t)), serving: func() *session { return nil },
+	}
 	r, err := n.report(t.Context(), status.Query{})
 	if err != nil {
 		t.Fatal(err)
@@ -109,7 +114,7 @@ func TestPoolUse(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			use := (reporter{&runner{parts: &parts{}}}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
+			use := (reporter{}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
 			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}

@@ -50,37 +50,41 @@ type retirement struct {
 	migrated    bool // former contains the configuration of a migration
 	present     ownership.Objects
 	devices     *ownership.Locks
-	closeUnused func() error       // see backend.Catalog; may be nil
-	due         func(backend.Pass) // called after each complete pass without an error
-	done        func()             // called when everything is removed
+	closeUnused func() error // see backend.Catalog; may be nil
 	start       chan struct{}
+	begin       func() // closes start; may be called twice
+	forget      func() // called when everything is removed: clears the former configurations in the state
+	done        func() // called after that, when the locks of former devices are released too
 }
 
 // newRetirement returns the retirement of fs. When everything is removed, the retirement sends rules,
 // because the traffic rules guard the tunnels of fs until then.
 func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, rules wait.Signal) *retirement {
-	r := &retirement{present: ownership.Of(present), devices: p.devices, closeUnused: p.catalog.CloseUnused, start: make(chan struct{})}
+	var former []ownership.Objects
+	migrated := false
 	for _, f := range fs {
-		r.former = append(r.former, p.owned(f))
-		r.migrated = r.migrated || f.Config.Migrates()
+		former = append(former, p.owned(f))
+		migrated = migrated || f.Config.Migrates()
 	}
-	begin := sync.OnceFunc(func() { close(r.start) })
-	r.due = func(p backend.Pass) {
-		if !r.migrated || p.Settled {
-			begin()
-		}
+	start := make(chan struct{})
+	return &retirement{
+		former: former, migrated: migrated, present: ownership.Of(present), devices: p.devices, closeUnused: p.catalog.CloseUnused,
+		start: start, begin: sync.OnceFunc(func() { close(start) }),
+		forget: func() { p.state.Update(func(now *lastknown.State) { now.Former = nil }) },
+		done: func() {
+			now, _ := p.state.Get()
+			_ = p.claim(p.claimed(now, present)) // less than before, which cannot be refused
+			p.progress.retired()
+			rules.Send()
+		},
 	}
-	r.done = func() {
-		p.state.Update(func(now *lastknown.State) { now.Former = nil })
-		for _, f := range r.former { // after Former is cleared: until then releaseDevices keeps these locks when a change is refused
-			r.release(f.Scope)
-		}
-		now, _ := p.state.Get()
-		_ = p.claim(p.claimed(now, present)) // less than before, which cannot be refused
-		p.progress.retired()
-		rules.Send()
+}
+
+// due is called after each complete pass without an error.
+func (r *retirement) due(p backend.Pass) {
+	if !r.migrated || p.Settled {
+		r.begin()
 	}
-	return r
 }
 
 func (r *retirement) run(ctx context.Context) {
@@ -111,9 +115,14 @@ func (r *retirement) run(ctx context.Context) {
 		}
 		return nil
 	})
-	if err == nil {
-		r.done()
+	if err != nil {
+		return
 	}
+	r.forget()
+	for _, f := range r.former { // only now: until then releaseDevices keeps these locks when a change is refused
+		r.release(f.Scope)
+	}
+	r.done()
 }
 
 // retire removes the objects of one configuration, except for devices that another daemon

@@ -4,21 +4,19 @@ package network
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"sync"
+	"math/rand/v2"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
+
+// statusTimeout limits the time that a report or a probe waits for the lease loop.
+const statusTimeout = 2 * time.Second
 
 // lastLook limits the time for inspecting a session that is about to end.
 const lastLook = 200 * time.Millisecond
@@ -42,173 +40,6 @@ type session struct {
 	left      atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
 	cancel    context.CancelFunc
 	done      chan struct{}
-}
-
-// runner runs sessions, one after the other.
-type runner struct {
-	*parts
-	serving atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
-}
-
-// serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
-// subnet file, and the removal of what former configurations have left. serve calls change, perhaps
-// more than once, to turn the last known state into the state of the session. pause is the time to
-// wait before the own lease is published.
-func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Duration, change func(now *lastknown.State)) (*session, error) {
-	now, running, err := r.startNetwork(ctx, be, change)
-	if err != nil {
-		return nil, err
-	}
-	ledger := &subnet.Ledger{}
-	ledger.Restore(now.Peers, time.Now())
-	now.Peers = subnet.LedgerState{}
-	rules := wait.NewSignal()
-	past := r.newRetirement(now.Former, be, rules)
-	compared := make(chan struct{})
-	syncer := r.newSyncer(ctx, now, running, ledger, past, sync.OnceFunc(func() { close(compared) }))
-	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
-	file.expect() // otherwise the file of the last session would count as that of this one
-	tried := make(chan struct{})
-	var reclaim, republish <-chan struct{}
-	if n, ok := running.(backend.Reclaimer); ok {
-		reclaim = n.Reclaim()
-	}
-	publisher, ok := running.(backend.Publisher)
-	if ok {
-		republish = publisher.Republish()
-	}
-	var prober *paths.Prober
-	if r.opts.Probe {
-		prober = r.newProber(now, be, running, syncer)
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	s := &session{
-		mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, pause: pause,
-		reclaim: reclaim, publisher: publisher, republish: republish,
-		rules: rules, prober: prober, cancel: cancel, done: make(chan struct{}),
-	}
-	s.begin.Store(&now)
-	r.serving.Store(s) // reports read s from now on
-	r.progress.session(now.Recalled, len(now.Former) > 0)
-	var wg sync.WaitGroup
-	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
-	wg.Go(func() {
-		select { // wait for the rules: they must exist before a pod gets an address of the subnet
-		case <-tried:
-			file.run(ctx)
-		case <-ctx.Done():
-		}
-	})
-	wg.Go(func() { past.run(ctx) })
-	if prober != nil {
-		wg.Go(func() { prober.Run(ctx) })
-	}
-	go func() {
-		_ = syncer.Run(ctx)
-		wg.Wait()
-		_ = running.Close()
-		close(s.done)
-	}()
-	return s, nil
-}
-
-// startNetwork starts the network of be and changes the last known state by change. The state names the
-// configuration before the first of its objects exists, so that a later configuration can remove them.
-// If a session with another configuration came before, the state has the new configuration as a former
-// one until the network has started. If the process ends before that, the next process begins with the
-// configuration that has worked.
-func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
-	before, known := r.state.Get()
-	now = before
-	change(&now)
-	// Without a session this host may have left the subnet in the state, which may then belong to another host.
-	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
-	claimed := r.claimed(now, be)
-	if replaces {
-		claimed = append(claimed, r.claimedBy(lastknown.Former{Config: before.Config, Interface: before.Interface}))
-	}
-	if err := r.claim(claimed); err != nil {
-		return now, nil, err
-	}
-	if err := r.devices.TakeAll(be.Scope()); err != nil {
-		return now, nil, err
-	}
-	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
-	if replaces {
-		r.state.Change(func(to *lastknown.State) { to.Attempt(now) })
-	} else {
-		now = r.state.Change(change)
-	}
-	if running, err = startBackend(ctx, be, now.Own, r.catalog.FreePorts); err != nil {
-		return now, nil, fmt.Errorf("start backend: %w", err)
-	}
-	if replaces {
-		now = r.state.Change(change)
-		_ = r.claim(r.claimed(now, be)) // less than before, which cannot be refused
-	}
-	return now, running, nil
-}
-
-// newSyncer returns the lease-watch loop of a session. The loop reports each complete pass
-// without an error to past, and calls compared after each complete pass.
-func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement, compared func()) *backend.Syncer {
-	var syncer *backend.Syncer
-	config := backend.SyncerConfig{
-		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
-		Migrated: past.migrated,
-		OnSync: func(p backend.Pass) {
-			r.ready.health.Beat()
-			r.metrics.Synced(p.Took, p.Repaired, p.Err)
-			// Before the store has answered, a pass without an error does not make the
-			// network ready. Once it was ready, later sessions continue with the leases
-			// that the first one got from the store.
-			if p.Complete || p.Err != nil || r.ready.wasReady() {
-				r.ready.report(ctx, partDatapath, p.Err)
-			}
-			if p.Complete {
-				compared()
-			}
-			if p.Complete && p.Err == nil {
-				past.due(p)
-			}
-			switch {
-			case p.News:
-				r.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, syncer.Peers })
-			case p.Complete:
-				r.state.Check()
-			}
-		},
-	}
-	if warn := warner(r.store); warn != nil {
-		config.OnRefused = func(key, reason string) { warn("FlannelPeerRefused", key+": "+reason) }
-	}
-	syncer = backend.NewSyncer(config)
-	return syncer
-}
-
-// startBackend starts the network of a backend. If a UDP port is in use, startBackend tries again for
-// wait.InUseLimit, because a session or daemon that has just ended may still have the port. An earlier
-// network of this process may also have left a tunnel that uses the port. freePorts closes such a tunnel,
-// and may be nil.
-func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (n backend.Network, err error) {
-	var failed error
-	wait.WhileInUse(ctx, func() bool {
-		if n, err = be.Start(ctx, own); !errors.Is(err, unix.EADDRINUSE) {
-			return false
-		}
-		if freePorts != nil {
-			failed = freePorts(backend.Ports(be))
-		}
-		return failed == nil
-	})
-	return n, oneline.Join(err, failed)
-}
-
-// stopServing ends the present session, if there is one.
-func (r *runner) stopServing() {
-	if s := r.serving.Load(); s != nil {
-		s.stop()
-	}
 }
 
 // stop ends the session and waits for its end. It may be called twice.
@@ -241,4 +72,14 @@ func (s *session) leave(ctx context.Context) {
 	in, _ := s.inspect(ctx, true)
 	s.left.Store(&in)
 	s.stop()
+}
+
+// turnOfHost, multiplied by the number of hosts, is the time over which all hosts spread their
+// writes after a change of the configuration, because etcd passes each write on to all hosts.
+const turnOfHost = 10 * time.Millisecond
+
+// turn returns the time to wait before a request that all hosts make after the same change. It is
+// random, and grows with the number of hosts.
+func (s *session) turn() time.Duration {
+	return rand.N(time.Duration(len(s.syncer.Peers().Peers))*turnOfHost + 1)
 }

@@ -304,7 +304,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		}()
 		synctest.Wait()
 		begin := time.Now()
-		_, in := (reporter{n}).inspect(ctx, true)
+		_, in := (reporter{state: n.state, ready: n.ready, serving: n.serving.Load}).inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
 			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
@@ -395,7 +395,7 @@ func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
 	var s session
 	s.begin.Store(&lastknown.State{Own: own})
-	err := (&runner{}).publish(t.Context(), otherSubnet{}, &s)
+	err := (&parts{}).publish(t.Context(), otherSubnet{}, &s)
 	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
 	}

@@ -3,14 +3,12 @@
 package network
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-	"slices"
 	"strings"
 
 	"k8s.io/klog/v2"
@@ -27,14 +25,15 @@ import (
 // startup obtains what the first session with the store's answers needs. Meanwhile a session may
 // serve from the last known state.
 type startup struct {
-	*runner
-	resumed *resumption
+	*parts
+	runner  *runner     // of the session on the last known state
+	resumed *resumption // that session, or the attempts to start it
 }
 
 // newStartup begins a start, and the session on the last known state if it can be used.
 func newStartup(ctx context.Context, r *runner) *startup {
 	r.progress.waitFor(PhaseNoConfiguration)
-	return &startup{runner: r, resumed: r.resume(ctx)}
+	return &startup{parts: r.parts, runner: r, resumed: r.resume(ctx)}
 }
 
 // stop ends the session on the last known state.
@@ -59,17 +58,17 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
 	if errors.Is(err, errUnreadable) { // the watch of the configuration logs the reason
-		return s.prepareWith(ctx, attempt{config: *s.former(), waits: true})
+		return s.prepareWith(ctx, attempt{config: *s.runner.former(), waits: true})
 	}
 	if err != nil {
 		return nil, s.past, err
 	}
 	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &cfg})
-	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
+	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.runner.differs(cfg) {
 		return be, now, err
 	}
 	full := errors.Is(err, subnet.ErrNoSubnets)
-	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.former(), stored: &cfg, waits: !full})
+	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.runner.former(), stored: &cfg, waits: !full})
 	switch {
 	case errFormer == nil:
 		s.config.refuseFirst(ctx, cfg, err)
@@ -80,22 +79,6 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 		return s.prepareWith(ctx, attempt{config: cfg, stored: &cfg, waits: true})
 	}
 	return nil, now, err
-}
-
-// former returns the configuration of the session on the last known state. It returns nil if there
-// is no such session, or if the options do not let the network change its configuration while it runs.
-func (r *runner) former() *subnet.Config {
-	now := r.serving.Load()
-	if now == nil || !r.config.follow {
-		return nil
-	}
-	return &now.begin.Load().Config
-}
-
-// differs reports whether former returns a configuration, and that is another one than cfg.
-func (r *runner) differs(cfg subnet.Config) bool {
-	former := r.former()
-	return former != nil && len(subnet.Changes(*former, cfg)) > 0
 }
 
 // prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
@@ -136,7 +119,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		last.Peers = subnet.LedgerState{}
 	}
 	s.progress.waitFor(PhaseNoLease)
-	if s.differs(cfg) { // so that Renewed keeps the data of that lease, even if acquire publishes other data
+	if s.runner.differs(cfg) { // so that Renewed keeps the data of that lease, even if acquire publishes other data
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
 	own, err := s.acquire(ctx, be, env, last, a)
@@ -163,7 +146,7 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	var unreadable error
 	err := retry(ctx, "waiting for the network configuration", func() (err error) {
 		cfg, err = s.store.Config(ctx)
-		if s.former() != nil && errors.Is(err, subnet.ErrInvalidConfig) {
+		if s.runner.former() != nil && errors.Is(err, subnet.ErrInvalidConfig) {
 			unreadable = fmt.Errorf("%w: %w", errUnreadable, err)
 			return nil
 		}
@@ -201,7 +184,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	logged := ""
 	for {
 		own, err = claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
-		if ctx.Err() != nil || !cloud.Transient(err) || s.differs(env.Config) {
+		if ctx.Err() != nil || !cloud.Transient(err) || s.runner.differs(env.Config) {
 			return own, err
 		}
 		if logged != err.Error() {
@@ -234,44 +217,6 @@ func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 	return nil
 }
 
-// claimAndAcquire calls acquire with the claim of be, and returns the own lease. prev is the last claim
-// of this host.
-func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim, acquire func(subnet.Claim) (subnet.Lease, error)) (own subnet.Lease, err error) {
-	claim, err := be.Claim(ctx, prev)
-	if err != nil {
-		return own, err
-	}
-	if own, err = acquire(claim); err != nil {
-		return own, err
-	}
-	if lost(claim.Endpoints, own.Endpoints) { // the published data may depend on the subnet
-		again, err := be.Claim(ctx, own.Claim())
-		if err != nil {
-			return own, err
-		}
-		if !sameData(claim.Endpoints, again.Endpoints) {
-			if own, err = acquire(again); err != nil {
-				return own, err
-			}
-		}
-	}
-	klog.FromContext(ctx).Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
-	return own, nil
-}
-
-// lost reports whether a host no longer has one of its subnets.
-func lost(before, now []subnet.Endpoint) bool {
-	return slices.ContainsFunc(before, func(b subnet.Endpoint) bool {
-		return b.Subnet.IsValid() && !slices.ContainsFunc(now, func(n subnet.Endpoint) bool { return n.Subnet == b.Subnet })
-	})
-}
-
-func sameData(a, b []subnet.Endpoint) bool {
-	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
-		return bytes.Equal(a.Data, b.Data) && bytes.Equal(a.NextData, b.NextData)
-	})
-}
-
 // waitForSubnet acquires a lease for claim. If no subnet is free, it waits for one, unless the network
 // can go on with another configuration and a.waits is not set: it then returns ErrNoSubnets, wrapped. It
 // returns ErrConfigChanged, wrapped, if the configuration in the store changes while it waits.
@@ -282,7 +227,7 @@ func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Cla
 			return err
 		}
 		if errors.Is(err, subnet.ErrNoSubnets) {
-			if !a.waits && s.differs(*a.stored) {
+			if !a.waits && s.runner.differs(*a.stored) {
 				none = err
 				return nil
 			}
@@ -306,25 +251,11 @@ func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Cla
 // outsideOf returns an error if the last known state is in use and cfg cannot assign all of
 // its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
 func (s *startup) outsideOf(cfg subnet.Config) error {
-	now := s.serving.Load()
+	now := s.runner.serving.Load()
 	if now == nil || s.opts.KubeSubnetMgr {
 		return nil
 	}
 	return outside(cfg, now.own())
-}
-
-// outside returns an error if cfg assigns subnets, but cannot assign every subnet of own.
-func outside(cfg subnet.Config, own subnet.Lease) error {
-	pools, err := cfg.Pools()
-	if err != nil {
-		return nil //nolint:nilerr // the configuration assigns no subnets
-	}
-	for _, e := range own.Endpoints {
-		if !slices.ContainsFunc(pools, func(p subnet.Pool) bool { return p.Contains(e.Subnet) }) {
-			return fmt.Errorf("%s is not of the present configuration, which has %s", e.Subnet, pools)
-		}
-	}
-	return nil
 }
 
 // leaveLast ends the session on the last known state, if there is one, and removes the
@@ -333,7 +264,7 @@ func outside(cfg subnet.Config, own subnet.Lease) error {
 // there is another subnet. leaveLast logs and returns the reason, or returns nil if there
 // is no session.
 func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
-	now := s.serving.Load()
+	now := s.runner.serving.Load()
 	if now == nil {
 		return nil
 	}
@@ -342,7 +273,7 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 		why = fmt.Errorf("%v is not this host's any more", now.own().Subnets())
 	}
 	s.resumed.stop()
-	s.serving.Store(nil)
+	s.runner.serving.Store(nil)
 	s.progress.left()
 	s.ready.health.Pause()
 	s.ready.report(ctx, partSubnetFile, errNoSubnet)

@@ -7,8 +7,6 @@ import (
 	"context"
 	"net/netip"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/metrics"
@@ -17,6 +15,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
+
+// Store is a manager with its connection.
+type Store interface {
+	subnet.Manager
+	// Reconnect replaces the connection, after the local address of the old one was removed.
+	Reconnect()
+	// Close ends the connection.
+	Close() error
+}
 
 // storeOpener has what the store of a network needs.
 type storeOpener struct {
@@ -114,17 +121,4 @@ func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
 		return s.PublicIPs(ctx)
 	}
 	return nil, nil
-}
-
-// sight records the moment at which the store had the configuration of the network, if it has it. It
-// waits until the store answers.
-func (p *parts) sight(ctx context.Context, store subnet.Sighter, own subnet.Lease) {
-	seen, err := store.Sight(ctx, own)
-	switch {
-	case ctx.Err() != nil:
-	case err != nil:
-		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
-	case seen != subnet.Sighting{}:
-		p.state.Update(func(now *lastknown.State) { now.Seen = seen })
-	}
 }
