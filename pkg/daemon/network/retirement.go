@@ -46,15 +46,20 @@ const lingering = 10 * time.Second
 // retirement removes the objects of former configurations once the present one is
 // applied. After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
-	former      []ownership.Objects
-	migrated    bool // former contains the configuration of a migration
+	remover
+	former   []ownership.Objects
+	migrated bool // former contains the configuration of a migration
+	start    chan struct{}
+	begin    func() // closes start; may be called twice
+	forget   func() // called when everything is removed: clears the former configurations in the state
+	done     func() // called after that, when the locks of former devices are released too
+}
+
+// remover removes the objects of configurations, except for those of the present one.
+type remover struct {
 	present     ownership.Objects
 	devices     *ownership.Locks
 	closeUnused func() error // see backend.Catalog; may be nil
-	start       chan struct{}
-	begin       func() // closes start; may be called twice
-	forget      func() // called when everything is removed: clears the former configurations in the state
-	done        func() // called after that, when the locks of former devices are released too
 }
 
 // newRetirement returns the retirement of fs. When everything is removed, the retirement sends rules,
@@ -68,7 +73,8 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 	}
 	start := make(chan struct{})
 	return &retirement{
-		former: former, migrated: migrated, present: ownership.Of(present), devices: p.devices, closeUnused: p.catalog.CloseUnused,
+		remover: remover{ownership.Of(present), p.devices, p.catalog.CloseUnused},
+		former:  former, migrated: migrated,
 		start: start, begin: sync.OnceFunc(func() { close(start) }),
 		forget: func() { p.state.Update(func(now *lastknown.State) { now.Former = nil }) },
 		done: func() {
@@ -128,7 +134,7 @@ func (r *retirement) run(ctx context.Context) {
 // retire removes the objects of one configuration, except for devices that another daemon
 // uses now, and the objects on them. Before, it closes tunnels that a former network has
 // left in this process, which have carried packets until now.
-func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former ownership.Objects) error {
+func (r remover) retire(ctx context.Context, kernel dataplane.Kernel, former ownership.Objects) error {
 	if r.closeUnused != nil {
 		if err := r.closeUnused(); err != nil {
 			return err
@@ -156,7 +162,7 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 }
 
 // release releases the locks of the devices that only the former configuration has.
-func (r *retirement) release(former dataplane.Scope) {
+func (r remover) release(former dataplane.Scope) {
 	for _, name := range former.Devices {
 		if !slices.Contains(r.present.Scope.Devices, name) {
 			r.devices.Release(name)
@@ -181,7 +187,7 @@ func (p *parts) retireAll(ctx context.Context) error {
 			return err
 		}
 	}
-	r := &retirement{devices: p.devices, closeUnused: p.catalog.CloseUnused}
+	r := remover{ownership.Objects{}, p.devices, p.catalog.CloseUnused}
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 		former := p.owned(f)
 		if err := r.retire(ctx, kernel, former); err != nil {
