@@ -426,6 +426,25 @@ func TestNetworksReady(t *testing.T) {
 	s.expect(t, "STOPPING=1")
 }
 
+// TestNetworkDeletedBeforeItHasASubnet deletes a network that waits for a subnet. The daemon must remove it
+// at once: the end of the start is no failure.
+func TestNetworkDeletedBeforeItHasASubnet(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","SubnetMin":"10.6.1.0","SubnetMax":"10.6.1.0","Backend":{"Type":"host-gw"}}`)
+	putKey(t, s, networksRoot+"green/subnets/10.6.1.0-24", `{"PublicIP":"192.0.2.9","BackendType":"host-gw"}`)
+	startNetworks(t, l, "--watch-networks")
+	expectPhase(t, l, "green", "waiting for a subnet")
+	removeKey(t, s, networksRoot+"green/config")
+	d := l.Host(1).Daemon()
+	expectLog(t, d, "network was deleted: its lease, devices, routes, rules and files are gone")
+	expectPhase(t, l, "green", "waiting for the network configuration")
+	if log := d.Log(); strings.Contains(log, "network failed") {
+		t.Errorf("the daemon took the deletion for a failure:\n%s", log)
+	}
+}
+
 // TestNetworkDeletedMeanwhile deletes a network while the daemon is down, and removes another network
 // from the daemon's flags. etcd has compacted its history, which contained the deletion. After the start,
 // no device and no lease of the two networks may be left.
