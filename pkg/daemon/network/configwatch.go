@@ -35,11 +35,11 @@ type configWatch struct {
 	failed  bool           // stored was tried and did not start
 	refused string         // why the configuration in the store cannot be used; "" if it can
 	differs []string       // changes from used to stored
-	changed chan struct{}  // closed and replaced when the result of next may change
+	changed wait.Broadcast // sent when the result of next may change
 }
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
-	return &configWatch{follow: follow, validate: validate, warn: warn, changed: make(chan struct{})}
+	return &configWatch{follow: follow, validate: validate, warn: warn}
 }
 
 // use records the configuration that the network uses from now on.

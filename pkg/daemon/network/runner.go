@@ -163,12 +163,12 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 }
 
 // startBackend starts the network of a backend. If a UDP port is in use, startBackend tries again for
-// wait.HeldMost, because a session or daemon that has just ended may still have the port. An earlier
+// wait.InUseLimit, because a session or daemon that has just ended may still have the port. An earlier
 // network of this process may also have left a tunnel that uses the port. freePorts closes such a tunnel,
 // and may be nil.
 func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (n backend.Network, err error) {
 	var failed error
-	wait.WhileHeld(ctx, func() bool {
+	wait.WhileInUse(ctx, func() bool {
 		if n, err = be.Start(ctx, own); !errors.Is(err, unix.EADDRINUSE) {
 			return false
 		}
