@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// ali is Alibaba Cloud as a testCloud.
+// ali simulates Alibaba Cloud. It implements testCloud.
 type ali struct {
 	subnetTables
 	http.Handler
@@ -60,8 +60,8 @@ func TestAliVPCRestart(t *testing.T) {
 	newAli(t, 2, v4).testRestart()
 }
 
-// TestAliVPCFaults checks that daemons recover from faults of Alibaba Cloud, and delete no route but that of
-// the host that ends. Descriptions of the table show its state of half a second ago.
+// TestAliVPCFaults checks that daemons recover from faults of Alibaba Cloud, and delete only the route of the
+// host that ends for good. Calls read the route table as it was half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCFaults(t *testing.T) {

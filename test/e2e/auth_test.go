@@ -49,8 +49,9 @@ func TestTLS(t *testing.T) {
 	})
 }
 
-// expectRefused starts a daemon that etcd refuses. It checks that the daemon logs the reason
-// once and keeps trying. A second line is allowed, because a server that closes the
+// expectRefused starts a daemon that etcd refuses, and returns it. It waits for the reason
+// why in the log and five seconds more. Then the reason must be in one line, and the daemon
+// must still run. Two lines may say that etcd is not usable, because a server that closes the
 // connection may do so before the daemon has read the reason.
 func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string) *lab.Daemon {
 	t.Helper()
@@ -72,7 +73,7 @@ func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string)
 }
 
 // otherCA writes the certificate of an authority that has signed no certificate of the lab,
-// and returns the path.
+// and returns the path of the file.
 func otherCA(t *testing.T) string {
 	t.Helper()
 	s := httptest.NewTLSServer(nil)
@@ -85,8 +86,9 @@ func otherCA(t *testing.T) string {
 	return path
 }
 
-// requireLogin switches etcd's authentication on and returns a client of the user root. users
-// maps names to passwords. Each user may read and write all keys below the lab's prefix.
+// requireLogin switches etcd's authentication on and returns a client that is logged in as
+// root. users maps user names to passwords. Each of these users may read and write all keys
+// below the lab's prefix.
 func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.Client {
 	t.Helper()
 	const rootPassword, role = "toor", "flannel"

@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// ec2 is EC2 as a testCloud.
+// ec2 simulates EC2. It implements testCloud.
 type ec2 struct {
 	subnetTables
 	http.Handler
@@ -43,14 +43,15 @@ func (ec2) env(api string) []string {
 	return []string{"AWS_ENDPOINT_URL_EC2=http://" + api, "AWS_EC2_METADATA_SERVICE_ENDPOINT=http://" + metadataAddress}
 }
 
-// TestAWSVPC checks that pods reach each other, and that daemons switch the source/dest check off.
+// TestAWSVPC checks that pods reach each other, and that daemons switch the source/destination check
+// of their instances off.
 func TestAWSVPC(t *testing.T) {
 	t.Parallel()
 	v, c := newVPC(t, 3, dual)
 	v.expectPods("CreateRoute")
 
-	// Another program switches the check of an instance on. The router enforces it until flanneld
-	// notices that and switches it off again.
+	// Another program switches the check on for one instance. The router then drops packets until
+	// flanneld notices the change and switches the check off again.
 	from, to := v.Host(1).Pods()[0], v.Host(2).Pods()[0]
 	c.Restrict("i-2", true)
 	eventually(t, "packets dropped by the source/dest check", func() error {
@@ -85,8 +86,8 @@ func TestAWSVPCNewHostWaits(t *testing.T) {
 	expectLeaseCount(t, v.Lab, 1)
 }
 
-// TestAWSVPCFaults checks that daemons recover from faults of EC2, and delete no route but that of the
-// host that ends. Descriptions of the table show its state of half a second ago.
+// TestAWSVPCFaults checks that daemons recover from faults of EC2, and delete only the route of the
+// host that ends for good. Calls read the route table as it was half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPC repairs a fault too, and TestAWSVPCRestart looks for lost packets
 func TestAWSVPCFaults(t *testing.T) {

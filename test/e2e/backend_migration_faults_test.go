@@ -160,8 +160,8 @@ func TestBackendMigrationStoreOutage(t *testing.T) {
 }
 
 // TestBackendMigrationAborted checks that no packet is lost if migrations are aborted at different moments:
-// before hosts have read of them, while they publish, while they change their routes, and afterwards. One
-// host never follows the configuration, like a host with an older version.
+// before hosts have read of them, while hosts publish data for the next backend, while they change their
+// routes, and afterwards. One host never follows the configuration, like a host with an older version.
 //
 //stages:rest it makes many migrations, one after the other
 func TestBackendMigrationAborted(t *testing.T) {

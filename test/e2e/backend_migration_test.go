@@ -29,15 +29,16 @@ func oneByOne() lab.FlanneldOptions {
 	return lab.FlanneldOptions{Args: []string{"--follow-config=false"}}
 }
 
-// follow restarts the daemon of a host, so that it uses the configuration in the store.
+// follow restarts the daemon of a host with the options of oneByOne, so that it uses the configuration in
+// the store.
 func follow(t *testing.T, h *lab.Host) {
 	t.Helper()
 	expectStop(t, h.Daemon())
 	startOne(t, h, oneByOne())
 }
 
-// migrate writes a configuration with the given backends and restarts the daemons of hosts, one
-// after the other, so that they use it. present and next are JSON objects or arguments of
+// migrate writes a configuration with the given backends. Then it calls follow for hosts, one after the
+// other. Without hosts it restarts no daemon. present and next are JSON objects or arguments of
 // backendConfig. If next is empty, the configuration has no NextBackend.
 func migrate(t *testing.T, l *lab.Lab, present, next string, hosts ...*lab.Host) {
 	t.Helper()
@@ -117,7 +118,8 @@ func startTraffic(t *testing.T, l *lab.Lab, rate int) *traffic {
 	return &traffic{flows: startFlows(t, l, rate), streams: startStreams(t, l)}
 }
 
-// startStreams starts a TCP stream in both directions between each two pods, in every family.
+// startStreams starts one TCP stream between every two pods in every family. Each stream carries packets
+// in both directions.
 func startStreams(t *testing.T, l *lab.Lab) (all []*stream) {
 	t.Helper()
 	pods := l.Pods()
@@ -131,8 +133,8 @@ func startStreams(t *testing.T, l *lab.Lab) (all []*stream) {
 	return all
 }
 
-// expectNoLoss stops the traffic and fails the test if a packet was lost or a stream was
-// interrupted.
+// expectNoLoss stops the traffic. It fails the test if a packet was lost, or if a stream was interrupted
+// or has carried nothing.
 func (tr *traffic) expectNoLoss(t *testing.T) {
 	t.Helper()
 	expectNothingLost(t, tr.flows)
@@ -179,7 +181,8 @@ func startStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *stream {
 	return s
 }
 
-// run sends messages and waits for each of them to come back.
+// run sends one message after the other and waits for each to come back. It ends when stop is called, or
+// with an error in s.err.
 func (s *stream) run() {
 	defer close(s.ended)
 	buf := make([]byte, 8)
@@ -205,8 +208,8 @@ func (s *stream) run() {
 	}
 }
 
-// stop ends the stream. It returns the number of messages that have come back, and the error that
-// interrupted the stream, if any.
+// stop ends the stream. It returns the number of messages that have come back, and the error that had
+// interrupted the stream before, or nil.
 func (s *stream) stop() (int, error) {
 	close(s.stopped)
 	<-s.ended
@@ -237,8 +240,8 @@ func except(hosts []*lab.Host, h *lab.Host) []*lab.Host {
 	return slices.DeleteFunc(slices.Clone(hosts), func(o *lab.Host) bool { return o == h })
 }
 
-// eventuallyMigrated waits until all hosts send to each other by the next backend, which is of the
-// given type.
+// eventuallyMigrated waits until all hosts send to each other by the next backend, and their metrics
+// count no peer with the present one. backend is the type of the next backend.
 func eventuallyMigrated(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -277,8 +280,8 @@ func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next stri
 	})
 }
 
-// eventuallyWithout waits until no kernel shows text, which is part of an object of a former
-// backend, and no state file lists objects to remove.
+// eventuallyWithout waits until no kernel shows the text and no state file lists objects to remove. text
+// is a part of an object of a former backend.
 func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -377,7 +380,7 @@ func TestVMBackendMigration(t *testing.T) {
 	}
 }
 
-// backendMigration is a migration from one backend to another.
+// backendMigration describes a test of one migration.
 type backendMigration struct {
 	from, to string
 	families []prefix.Family
@@ -392,9 +395,9 @@ func (m backendMigration) name() string {
 	return m.from + " to " + m.to + " " + familiesName(m.families)
 }
 
-// test migrates a lab of three hosts and finishes the migration. It checks that hosts keep the
-// former device until all of them have finished, and that no packet is lost. If restartsLose is set,
-// it counts packets only until all hosts have changed their routes.
+// test migrates a lab of three hosts and finishes the migration. No packet may be lost. While one host
+// has not finished, all hosts must keep the former device. If restartsLose is set, test counts packets
+// only until all hosts have changed their routes.
 func (m backendMigration) test(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 3, Families: m.families}, backendConfig(m.from))
 	for _, h := range l.Hosts() {
@@ -413,7 +416,7 @@ func (m backendMigration) test(t *testing.T) {
 		tr.expectNoLoss(t)
 	}
 	migrate(t, l, m.to, "", l.Hosts()[:2]...)
-	for _, h := range l.Hosts() { // host-gw has no device, and its routes may go, because a host only sends by them
+	for _, h := range l.Hosts() { // a former host-gw has no device to keep, and its routes may go early, because hosts need them only to send
 		if state := kernelObjects(t, h); strings.HasPrefix(m.left, "flannel") && !strings.Contains(state, m.left) {
 			t.Errorf("%s has removed the former device although one host has not finished: no %q in\n%s", h.Name(), m.left, state)
 		}
@@ -463,8 +466,8 @@ func TestBackendMigrationBack(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationReturn checks that no packet is lost if hosts that have the next backend alone
-// go back: first to the configuration with both backends, and then to the former backend.
+// TestBackendMigrationReturn goes back after two of three hosts have finished a migration: first to the
+// configuration with both backends, and then to the former backend alone. No packet may be lost.
 //
 //stages:rest it waits until the devices may go
 func TestBackendMigrationReturn(t *testing.T) {

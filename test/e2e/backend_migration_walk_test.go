@@ -17,7 +17,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// allPairs returns a closed walk that goes from each backend to each other one exactly once.
+// allPairs returns a list of backends, which begins and ends with the first of them. Each ordered pair of backends
+// is in it exactly once as neighbours.
 func allPairs(backends ...string) []string {
 	var walk []string
 	for i, from := range backends {
@@ -28,11 +29,11 @@ func allPairs(backends ...string) []string {
 	return append(walk, backends[0])
 }
 
-// TestAloneBackendMigrationWalk migrates running networks from each backend to each other one, without a
-// restart of a daemon. All packets arrive, and no TCP stream is interrupted. Most migrations begin while
-// the devices of earlier ones are still there. Each flow has 1,000 packets per second, or fewer if the machine is
-// too slow. Two CPUs carry some 11,000 packets per second and their answers, so more than 1,000 between each two of
-// the five hosts. The test needs the whole machine for that.
+// TestAloneBackendMigrationWalk migrates running networks from each backend to each other one, without a restart of
+// a daemon. No packet may be lost, and no TCP stream interrupted. Most migrations begin while the devices of
+// earlier ones are still there. Each flow sends 1,000 packets per second, or fewer if the machine is too slow. Two
+// CPUs carry about 11,000 packets per second and their answers: more than 1,000 for each of the ten pairs of hosts.
+// So the test needs the whole machine.
 //
 //stages:rest it makes many migrations, one after the other
 func TestAloneBackendMigrationWalk(t *testing.T) {
@@ -46,9 +47,9 @@ func TestAloneBackendMigrationWalk(t *testing.T) {
 	})
 }
 
-// TestBackendMigrationWalkDualStack migrates networks with IPv6 away from host-gw and back, without a
-// restart of a daemon. No packet may be lost. On the way back the pods' bridge is older than the devices
-// of the backends, so the kernel treats the base address of the IPv6 subnet as an anycast address.
+// TestBackendMigrationWalkDualStack migrates dual-stack networks away from host-gw and back, without a restart of a
+// daemon. No packet may be lost. On the way back the bridge of the pods is older than the device of the other
+// backend. In this order the kernel treats the base address of the IPv6 subnet as an anycast address.
 //
 //stages:rest it makes several migrations, one after the other
 func TestBackendMigrationWalkDualStack(t *testing.T) {
@@ -62,8 +63,9 @@ func TestBackendMigrationWalkDualStack(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationPortOfFormerTunnel migrates from udp to vxlan, and at once to wireguard in user space
-// with the port of udp. The daemons still run the tunnel of udp then, and must close it.
+// TestBackendMigrationPortOfFormerTunnel migrates from udp to vxlan, and at once to wireguard in user space on the
+// port that udp had. At this time the daemons still run the tunnel of udp. They must close it, so that the port is
+// free.
 //
 //stages:rest TestBackendMigrationInUserspace changes between tunnels with different ports
 func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
@@ -106,19 +108,20 @@ func TestVMBackendMigrationWalk(t *testing.T) {
 	}
 }
 
-// migrationWalk migrates a network from one backend to the next one, several times.
+// migrationWalk describes a test that migrates a network again and again, each time to the next backend of a list.
 type migrationWalk struct {
 	hosts    int
 	families []prefix.Family
 	rate     int      // packets per second of each flow
 	walk     []string // the backends, which begin and end with the same one
-	// longQueues is set if the hosts need more CPU time than the machine has. See lengthenQueues.
+	// longQueues is set if all hosts together need more CPU time than the machine has. See lengthenQueues.
 	longQueues bool
 }
 
-// lengthenQueues gives the TUN devices of the hosts long queues, also the devices that daemons create later. All
-// daemons share the CPUs of one machine. So a daemon may wait for a CPU until Linux's default queue is full: its
-// 500 packets are 60 ms at 1 kHz between five hosts. Linux drops packets that find the queue full.
+// lengthenQueues gives the TUN devices of the hosts queues of 8,192 packets, also those that daemons create later.
+// A daemon may have to wait for a CPU, because the daemons of all hosts share the CPUs of one machine. Linux's
+// default queue of 500 packets is full after 60 ms if five hosts send 1,000 packets per second to each other. Linux
+// drops packets that find the queue full.
 func lengthenQueues(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	const packets = 8192
@@ -205,8 +208,8 @@ func eventuallyFinished(t *testing.T, l *lab.Lab, backend string) {
 	expectPeersProgrammed(t, l)
 }
 
-// leftBy returns a text for each backend whose objects differ from those of last. The kernel shows the text
-// as long as it has objects of the backend.
+// leftBy returns texts that the kernel must not show if only the backend last is in use: one for each backend whose
+// objects differ from those of last. The kernel shows a text as long as it has objects of that backend.
 func leftBy(backends []string, last string) []string {
 	texts := map[string]string{
 		"vxlan": "flannel.1:", vni7: "flannel.7:", "host-gw": ".0/24 via 192.168.77", "udp": "flannel0", udpKernel: "flannel0",

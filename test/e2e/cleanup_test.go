@@ -66,7 +66,8 @@ func TestCleanupNexthopObjects(t *testing.T) {
 	}
 }
 
-// TestVMCleanupUDPKernel checks cleanup for a data path that stays when the daemon ends.
+// TestVMCleanupUDPKernel checks cleanup with udp in the kernel and --udp-persist, whose
+// objects stay when the daemon ends.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMCleanupUDPKernel(t *testing.T) {

@@ -22,8 +22,8 @@ import (
 // marker is the payload of the packets that sendMarkers sends.
 const marker = "this packet is not encrypted"
 
-// sendMarkers makes a pod send packets to another one, in all families of the lab, until the test ends
-// or stop is called.
+// sendMarkers makes a pod send UDP packets with the payload marker to another pod in all families of the
+// lab, every 5 ms. They end with the test, or when stop is called.
 func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) (stop func()) {
 	t.Helper()
 	var conns []net.Conn
@@ -51,10 +51,10 @@ func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) (stop func()) {
 	}
 }
 
-// capture contains counts of the frames that a host sends through eth0.
+// capture counts the frames that a host sends through eth0: all, and those with a marker in clear text.
 type capture struct{ frames, marked atomic.Int64 }
 
-// captureSent counts frames until the test ends.
+// captureSent starts a capture on a host. It counts until the test ends.
 func captureSent(t *testing.T, h *lab.Host) *capture {
 	t.Helper()
 	c := &capture{}
@@ -67,9 +67,9 @@ func captureSent(t *testing.T, h *lab.Host) *capture {
 	return c
 }
 
-// captureFrames calls on, from one goroutine, for each frame that a host sends through eth0, until the test
-// ends. The frame is valid until on returns. A capture that misses frames fails the test. drained returns an
-// error while the socket has frames for which on has not been called yet.
+// captureFrames calls on for each frame that a host sends through eth0, until the test ends. All calls come
+// from one goroutine. on must not keep the frame. If frames were missed, the test fails. drained returns an
+// error while there are captured frames for which on has not been called yet.
 func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) (drained func() error) {
 	t.Helper()
 	fd := -1

@@ -25,7 +25,8 @@ func (v *cloudBed) useLeader() {
 	putKey(v.t, c, key, config)
 }
 
-// takeRole takes the role of a host's instance away, so that the host has no keys for calls.
+// takeRole makes the metadata service of a host answer that the instance has no role. So the host gets no
+// keys for calls to the cloud.
 func (v *cloudBed) takeRole(host int) {
 	h := *v.metadata[host-1].Load()
 	var without http.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -38,8 +39,9 @@ func (v *cloudBed) takeRole(host int) {
 	v.metadata[host-1].Store(&without)
 }
 
-// expectLeader waits until all hosts except host number without name the same leader, and one of them leads.
-// It returns the number of that host. With 0 for without, it asks all hosts. It fails the test after limit.
+// expectLeader waits until all hosts name the same leader and one of them leads, and returns the number of
+// this host. It does not ask the host with the number without, which is 0 if all are to be asked. Numbers
+// begin with 1. The test fails after limit.
 func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	v.t.Helper()
 	within(v.t, limit, "a leader", func() error {
@@ -68,7 +70,7 @@ func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	return leader
 }
 
-// expectCalls checks that calls of a host to the cloud have succeeded, or that none has if want is false.
+// expectCalls fails the test unless want says whether any call of a host to the cloud has succeeded so far.
 func (v *cloudBed) expectCalls(host int, want bool) {
 	v.t.Helper()
 	_, body := getStatus(v.t, v.Host(host), "/metrics", "")
@@ -78,7 +80,8 @@ func (v *cloudBed) expectCalls(host int, want bool) {
 }
 
 // testLeader checks a cloud with three hosts, of which only the first two have rights. If the leader stops
-// while packets flow, the other host with rights must take over, and no packet may be lost.
+// while packets flow, the other host with rights must take over. No packet may be lost. Afterwards the new
+// leader must repair all routes.
 func (v *cloudBed) testLeader() {
 	t := v.t
 	t.Helper()
@@ -143,8 +146,9 @@ func TestGCELeader(t *testing.T) {
 	v.testLeader()
 }
 
-// TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. No packet may be
-// lost, and no call may change the cloud. A host without rights gives the reason while no host leads.
+// TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. No packet may be lost,
+// and no call may change the cloud. While no host leads, a host without rights must give the reason. At the
+// end all hosts lose the right to put routes, and get it back.
 //
 //stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCLeader stops one
 func TestCloudLeaderIsKilled(t *testing.T) {
@@ -179,7 +183,7 @@ func TestCloudLeaderIsKilled(t *testing.T) {
 	}
 	expectReady(t, third)
 
-	// The store is unavailable for longer than a term. The leader must give its task up.
+	// The store is unavailable for longer than a leader's term. The leader must stop leading.
 	v.Etcd().Kill()
 	within(t, time.Minute, "the end of the term", func() error {
 		if c := statusOf(t, v.Host(3-leader)).Network.Cloud; c.Leading {
@@ -201,8 +205,8 @@ func TestCloudLeaderIsKilled(t *testing.T) {
 	v.deleteRoute(dst)
 	v.expectRoute(dst, 3)
 
-	// All hosts lose the right to put routes. The leader names the right. When the right is back, a
-	// leader must put the route.
+	// All hosts lose the right to put routes. The leader must name the missing right. When the right is
+	// back, the leader or its successor must put the route.
 	missing := "permission " + v.deny(true) + " is missing"
 	v.deleteRoute(dst)
 	expectReason(t, v.Host(now).Daemon(), missing)

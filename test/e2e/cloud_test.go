@@ -18,43 +18,44 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// testCloud simulates a cloud with instances and a route table. Its http.Handler answers the
-// calls of the cloud's API. The numbers of hosts begin with 1, like those of the lab.
+// testCloud simulates a cloud with instances and a route table. ServeHTTP answers the calls of the cloud's
+// API. The numbers of hosts and instances begin with 1, like those of the hosts of the lab.
 type testCloud interface {
 	http.Handler
-	// add adds the instance with the given number, on which a host runs. It returns the metadata
-	// service of the instance.
+	// add adds the instance with the given number and addresses, on which the given host runs. It returns the
+	// metadata service of the instance.
 	add(number, host int, addresses []netip.Addr) http.Handler
 	end(number int)
-	// env returns the environment variables with which a daemon calls the API at the address api,
-	// and the metadata service at metadataAddress.
+	// env returns the environment variables that make a daemon call the API at the address api and the
+	// metadata service at metadataAddress.
 	env(api string) []string
 	table() string
 	target(number int) string
-	// routeTo returns the target of the route to dst; ok is false if there is no such route.
+	// routeTo returns the target of the route to dst, as target returns it for an instance. ok is false if
+	// there is no such route.
 	routeTo(dst netip.Prefix) (target string, ok bool)
 	deleteRoute(dst netip.Prefix)
 	// addRoute adds a route to the instance with the given number, as an operator does.
 	addRoute(dst netip.Prefix, number int)
-	// forwarding returns the routes that the routers of the cloud use: for each destination the
-	// addresses of the instance that gets the packets.
+	// forwarding returns the routes that the routers of the cloud use: for each destination, all addresses of
+	// the instance that gets the packets.
 	forwarding() map[netip.Prefix][]netip.Addr
-	// restricted returns the addresses of the instances whose source addresses the cloud checks:
-	// it drops their packets from other addresses, such as those of pods.
+	// restricted returns all addresses of the instances that may send only from their own addresses. The cloud
+	// drops packets that they send from others, such as those of pods.
 	restricted() []netip.Addr
-	// deny takes the right to put routes away from all hosts, or gives it back if denied is false.
-	// missing is the name of the right.
+	// deny takes the right to put routes away from all hosts, or gives it back if denied is false. In both
+	// cases it returns the name of the right.
 	deny(denied bool) (missing string)
 	SetAway(away bool)
 	Throttle(calls int)
 	setQuota(n int)
-	// deletions returns the number of routes that calls have deleted.
+	// deletions returns the number of calls that have deleted a route.
 	deletions() int
 	Writes() int
 	secrets() []string
 }
 
-// subnetTables is the common part of the clouds that have a route table for each subnet.
+// subnetTables implements most of testCloud for the clouds that have a route table for each subnet.
 type subnetTables struct {
 	*vpctest.State
 	instance func(number int) string // returns the target of the routes to an instance
@@ -107,8 +108,8 @@ func (c subnetTables) deletions() int { return c.Succeeded(c.removal) }
 
 func (subnetTables) secrets() []string { return []string{vpctest.Secret, vpctest.Token} }
 
-// cloudBed is a lab whose router has the routes of a table of a cloud. Each host is in an L2
-// segment of its own, so that packets to pods pass the router.
+// cloudBed is a lab whose router forwards as the route table of a cloud says. Each host is in an L2 segment of
+// its own, so that packets to pods pass the router.
 type cloudBed struct {
 	*lab.Lab
 	testCloud
@@ -121,8 +122,8 @@ const (
 	apiAddress      = "127.0.0.1:8443" // on loopback, because daemons send tokens to other hosts only by HTTPS
 )
 
-// newCloudBed builds a lab whose hosts are instances of the cloud c. The network configuration has the
-// given Backend object. newCloudBed starts no daemons.
+// newCloudBed builds a lab whose hosts are instances of the cloud c. backend is the Backend object of the
+// network configuration. newCloudBed starts no daemons.
 func newCloudBed(t *testing.T, hosts int, families []prefix.Family, backend string, c testCloud) *cloudBed {
 	t.Helper()
 	return newCloudBedOn(t, newLab(t, lab.Config{Hosts: hosts, Segments: hosts, Families: families}, backend), c)
@@ -145,8 +146,8 @@ func newCloudBedOn(t *testing.T, l *lab.Lab, c testCloud) *cloudBed {
 	return v
 }
 
-// serve answers HTTP requests to an address of a host until the test ends, with the handler that the
-// result contains at that time. The caller must store a handler before the first request.
+// serve answers HTTP requests to an address of a host until the test ends. The result contains the handler for
+// the requests. The caller must store one in it before the first request, and may replace it later.
 func (v *cloudBed) serve(n *lab.Namespace, address string) *atomic.Pointer[http.Handler] {
 	v.t.Helper()
 	now := &atomic.Pointer[http.Handler]{}
@@ -182,8 +183,8 @@ func (v *cloudBed) options() lab.FlanneldOptions {
 	return lab.FlanneldOptions{Args: []string{"--resync=2s"}, Env: v.env(apiAddress)}
 }
 
-// route makes the router follow the table until ctx ends. If an instance is restricted, the router
-// drops its packets from other source addresses than its own.
+// route makes the router follow the route table until ctx ends. For a restricted instance, the router drops
+// packets that come from the segment of its host and not from its own address.
 func (v *cloudBed) route(ctx context.Context) {
 	have := map[netip.Prefix]string{}
 	checked := ""
@@ -263,7 +264,8 @@ func expectReason(t *testing.T, d *lab.Daemon, text string) {
 	})
 }
 
-// expectNoSecrets fails the test if a secret of the cloud is in a daemon's log, status or metrics.
+// expectNoSecrets fails the test if the log of a daemon contains a secret of the cloud, or the status, metrics
+// or readiness of a running one.
 func (v *cloudBed) expectNoSecrets() {
 	v.t.Helper()
 	for _, h := range v.Hosts() {
@@ -302,8 +304,9 @@ func (v *cloudBed) stop(host int) {
 	}
 }
 
-// expectPods starts daemons and pods, and checks that pods reach each other with the full MTU. A
-// host must have no routes to pods of other hosts. call is the name of the call that puts a route.
+// expectPods starts daemons and pods, and checks that pods reach each other with the full MTU. No host may
+// have a route to pods of other hosts. Each host must have made one successful call for each family to put its
+// route. call is the name of this call.
 func (v *cloudBed) expectPods(call string) {
 	t := v.t
 	t.Helper()
@@ -365,8 +368,9 @@ func (v *cloudBed) testRestart() {
 	}
 }
 
-// expectOutageLogged checks that a host has logged an outage of the cloud once. If the outage began in the middle
-// of a comparison, another line is allowed: the next comparison fails at its first call, which finds the host.
+// expectOutageLogged checks that a host has logged an outage of the cloud in one line. Another line before it
+// is allowed if the outage began in the middle of a comparison of the routes: the next comparison then fails
+// with another reason, at its first call, which finds the host in the cloud.
 func (v *cloudBed) expectOutageLogged(host int) {
 	t := v.t
 	t.Helper()
@@ -380,9 +384,9 @@ func (v *cloudBed) expectOutageLogged(host int) {
 	}
 }
 
-// testFaults causes faults of the cloud one after the other. flanneld must keep the leases and
-// repair the routes. The cloudBed must have four hosts; host 4 starts late. testFaults returns the
-// number of routes that calls have deleted.
+// testFaults causes faults of the cloud one after the other, in a cloudBed of four hosts. It starts host 4
+// later than the others. flanneld must keep the leases and repair the routes. testFaults returns the number of
+// calls that have deleted a route.
 func (v *cloudBed) testFaults() (deleted int) {
 	t := v.t
 	t.Helper()
@@ -444,7 +448,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 	expectReason(t, fourth, "has reached its limit of 3 routes")
 	expectReason(t, fourth, fmt.Sprintf("put route %s to %s in table %s", v.subnetOf(4), v.target(4), v.table()))
 	expectReason(t, fourth, "or set Backend.Overflow")
-	v.setQuota(5) // four routes, and one more because some clouds need it to replace a route
+	v.setQuota(5) // four routes, and one more, because some clouds need a free place to replace a route
 	expectReady(t, fourth)
 	of4 := v.subnetOf(4)
 	v.expectRoute(of4, 4)
@@ -468,7 +472,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 	outside := netip.MustParsePrefix("10.99.0.0/24")
 	v.addRoute(outside, 4)
 	c, key := etcdClient(t, v.Lab), subnets+strings.ReplaceAll(of4.String(), "/", "-")
-	putKey(t, c, subnets+"10.5.210.0-24", "unreadable") // until it is readable, daemons must delete no route
+	putKey(t, c, subnets+"10.5.210.0-24", "unreadable") // while daemons cannot read a lease, they must delete no route
 	if _, err := c.Delete(testContext(t), key); err != nil {
 		t.Fatal(err)
 	}

@@ -33,7 +33,7 @@ const (
 	runtimeCache = "/var/lib/cni/cache"
 )
 
-// cni is a container runtime on one host.
+// cni is the container runtime of one host.
 type cni struct {
 	t    *testing.T
 	host *lab.Host
@@ -44,8 +44,9 @@ type cni struct {
 // plugin's masquerading off, because the manifests start flanneld with masquerading.
 const manifestDelegate = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
 
-// newCNI returns a container runtime with the network configuration that flannel's manifests
-// install. version is the version of CNI. keys are JSON keys with values for flannel's plugin.
+// newCNI installs plugins on a host and returns its container runtime, with the network
+// configuration that flannel's manifests install. version is the version of the CNI specification.
+// keys are JSON keys with values for flannel's plugin.
 func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	t.Helper()
 	from := debianPlugins
@@ -82,7 +83,8 @@ func (c *cni) do(f func(runtime *libcni.CNIConfig) error) error {
 	})
 }
 
-// conf returns the data about a pod that the runtime passes to the plugins.
+// conf returns what the runtime tells the plugins about a pod: its container ID, network
+// namespace, interface eth0 and port mappings.
 func conf(p *lab.Pod, ports ...map[string]any) *libcni.RuntimeConf {
 	rt := &libcni.RuntimeConf{ContainerID: strings.ReplaceAll(p.Name(), "/", "-"), NetNS: p.NetNS(), IfName: "eth0"}
 	if len(ports) > 0 {
@@ -91,7 +93,7 @@ func conf(p *lab.Pod, ports ...map[string]any) *libcni.RuntimeConf {
 	return rt
 }
 
-// tryAdd executes ADD for a container.
+// tryAdd executes ADD for a container. It returns the error of a plugin, or else the result.
 func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error) {
 	err = c.do(func(runtime *libcni.CNIConfig) error {
 		r, err := runtime.AddNetworkList(testContext(c.t), c.list, rt)
@@ -103,8 +105,8 @@ func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error)
 	return result, err
 }
 
-// add creates a pod and attaches it with the plugins. It checks that the result contains the
-// addresses of the pod.
+// add creates a pod and attaches it with the plugins. The test fails unless ADD succeeds and its
+// result contains the addresses of the pod.
 func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 	c.t.Helper()
 	p, err := c.host.AddEmptyPod(testContext(c.t), name)
@@ -128,14 +130,14 @@ func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 	return p
 }
 
-// check executes CHECK for a pod.
+// check executes CHECK for a pod and returns the error of a plugin, if any.
 func (c *cni) check(p *lab.Pod) error {
 	return c.do(func(runtime *libcni.CNIConfig) error {
 		return runtime.CheckNetworkList(testContext(c.t), c.list, conf(p))
 	})
 }
 
-// del executes DEL for a pod.
+// del executes DEL for a pod. The test fails if a plugin returns an error.
 func (c *cni) del(p *lab.Pod) {
 	c.t.Helper()
 	if err := c.do(func(runtime *libcni.CNIConfig) error {
@@ -145,7 +147,8 @@ func (c *cni) del(p *lab.Pod) {
 	}
 }
 
-// left returns the files about pods that the plugins keep on the host.
+// left returns the paths on the host of the files that the plugins keep about pods: the notes of
+// flannel's plugin and the reserved addresses.
 func (c *cni) left() (files []string) {
 	c.t.Helper()
 	for _, dir := range []string{"/var/lib/cni/flannel", "/var/lib/cni/networks/cbr0"} {
@@ -363,8 +366,8 @@ func TestCNIOverrides(t *testing.T) {
 	}
 }
 
-// TestCNIFailures checks ADD without flanneld, a second ADD, CHECK without the plugin's note, and
-// DEL after the host has got another subnet.
+// TestCNIFailures checks ADD without flanneld, a second ADD, CHECK without the plugin's note,
+// CHECK in a newer version of CNI than ADD, and DEL after the host has got another subnet.
 //
 //stages:rest TestCNI has the calls that succeed; TestErrors and TestAddTwice of cmd/flannel-cni have failures
 func TestCNIFailures(t *testing.T) {
@@ -423,9 +426,10 @@ func TestCNIFailures(t *testing.T) {
 	}
 }
 
-// TestCNIAfterFlannelPlugin checks DEL of one interface of a pod that flannel's own plugin
-// attached twice. That plugin has one note for a pod, which belongs to the interface that it
-// attached last. This plugin must read the note and leave the other interface.
+// TestCNIAfterFlannelPlugin checks DEL of one interface of a pod that flannel's own plugin has
+// attached twice. flannel's plugin keeps one note for each pod, which describes the interface that
+// it has attached last. The plugin of this project must read that note, and leave the other
+// interface as it is.
 //
 //stages:rest TestDelAfterFlannelsPlugin of cmd/flannel-cni has one interface
 func TestCNIAfterFlannelPlugin(t *testing.T) {
@@ -461,11 +465,11 @@ func TestCNIAfterFlannelPlugin(t *testing.T) {
 	}
 }
 
-// TestCNIPowerLoss checks that DEL frees a pod's addresses if the plugin's note is empty, as
-// after a power failure, and flanneld has not started yet.
+// TestCNIPowerLoss checks that DEL releases a pod's addresses although the plugin's note is empty,
+// as after a power failure, and flanneld has not started yet.
 func TestCNIPowerLoss(t *testing.T) {
 	t.Parallel()
-	for _, version := range []string{"1.0.0", "1.1.0"} { // each with other plugins
+	for _, version := range []string{"1.0.0", "1.1.0"} { // the two versions use different plugins
 		t.Run(version, func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)

@@ -18,12 +18,14 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// network returns a dual-stack network configuration.
+// network returns a dual-stack network configuration with these networks. backend is a JSON
+// object.
 func network(v4, v6, backend string) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"Network":%q,"EnableIPv6":true,"IPv6Network":%q,"Backend":%s}`, v4, v6, backend))
 }
 
-// kernelObjects returns the devices, addresses, routes, neighbours and FDB entries of a host.
+// kernelObjects returns the output of ip(8) and bridge(8) about the devices, addresses, routes,
+// permanent neighbours, FDB entries and nexthop objects of a host.
 func kernelObjects(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(testContext(t), "sh", "-c", `ip -d link; ip addr; ip route show table all; ip -6 route show table all
@@ -34,7 +36,7 @@ func kernelObjects(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// TestConfigurationChange checks that daemons that restart with another configuration remove
+// TestConfigurationChange checks that daemons that start again with another configuration remove
 // all objects of the former one, and that all pods reach each other.
 func TestConfigurationChange(t *testing.T) {
 	t.Parallel()
@@ -93,8 +95,8 @@ func TestConfigurationChange(t *testing.T) {
 	}
 }
 
-// expectNoFormer waits until the state file of a host lists no objects to remove. The
-// next start would remove them again, even if they belong to another program by then.
+// expectNoFormer waits until the state file of a host lists no objects to remove. Otherwise the
+// next start would remove listed objects again, even if they belong to another program by then.
 func expectNoFormer(t *testing.T, h *lab.Host) {
 	t.Helper()
 	eventually(t, "state file of "+h.Name(), func() error {
@@ -110,8 +112,9 @@ func expectNoFormer(t *testing.T, h *lab.Host) {
 	})
 }
 
-// restartWith stops or kills all daemons that run, writes the configuration and starts a
-// daemon on each host. It waits until each host has a route to each other host.
+// restartWith stops or kills all daemons that run, writes the configuration and starts a daemon
+// on each host. It waits until each host has as many routes as there are other hosts, in each of
+// both families.
 func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -166,9 +169,9 @@ const (
 	bootProtocol = 3
 )
 
-// TestConfigurationChangeAndLostSubnet checks a change of the VNI on a host whose subnet now
-// belongs to a peer. The device of the former VNI still has the address of the gateway to that
-// peer. The daemon must remove the device and add the route to the peer.
+// TestConfigurationChangeAndLostSubnet changes the VNI while a host is down and its subnet goes
+// to a peer. The device of the former VNI has an address that is now the peer's gateway. The
+// daemon must remove this device and add the route to the peer.
 //
 //stages:rest TestConfigurationChange keeps the subnet
 func TestConfigurationChangeAndLostSubnet(t *testing.T) {
@@ -232,7 +235,7 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 }
 
 // TestConfigurationChangeInterrupted checks that the daemon remembers a former configuration
-// until all of its objects are removed, even if it is killed at various moments after the change.
+// until all of its objects are removed, even if it is killed at various moments after a change.
 //
 //stages:rest TestConfigurationChange removes what the former configuration has left
 func TestConfigurationChangeInterrupted(t *testing.T) {

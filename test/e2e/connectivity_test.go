@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestEveryPodReachesEveryPod checks that all pods reach each other, and which packet size
-// fits, with each backend and combination of address families.
+// TestEveryPodReachesEveryPod checks that all pods reach each other, and that the MTU is right,
+// with each backend that needs no module of the kernel and each combination of address families.
 func TestEveryPodReachesEveryPod(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "udp"} {
@@ -27,7 +27,7 @@ func TestEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
-// testFamilies calls testEveryPodReachesEveryPod for labs with the given address families.
+// testFamilies calls testEveryPodReachesEveryPod for labs with these address families.
 func testFamilies(t *testing.T, backend string, labs ...[]prefix.Family) {
 	for _, families := range labs {
 		t.Run(familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, backend, families) })
@@ -49,8 +49,8 @@ func testEveryPodReachesEveryPod(t *testing.T, backend string, families []prefix
 	}
 }
 
-// expectMTU checks that packets of mtu bytes pass between all pods of different hosts, and
-// that larger packets are refused.
+// expectMTU checks that packets of mtu bytes pass between all pods of different hosts, and that a
+// packet with one byte more is reported as too big.
 func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
 	for _, from := range l.Pods() {
@@ -95,7 +95,8 @@ func TestVXLANAcrossSegments(t *testing.T) {
 // the underlay, and routes through the vxlan device to other hosts.
 func TestDirectRouting(t *testing.T) { testDirectRouting(t, "vxlan") }
 
-// testDirectRouting checks the device of each route in a lab of two segments with two hosts each.
+// testDirectRouting checks the device of the route to each pod, in a lab of two segments with two
+// hosts each.
 func testDirectRouting(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, fmt.Sprintf(`{"Type":%q,"DirectRouting":true}`, backend))
@@ -120,7 +121,8 @@ func testDirectRouting(t *testing.T, backend string) {
 	}
 }
 
-// deviceTo returns the device of the most specific route to a.
+// deviceTo returns the device of the most specific route to a, or an empty string if there is no
+// route.
 func deviceTo(routes []lab.Route, a netip.Addr) string {
 	var dev string
 	bits := -1

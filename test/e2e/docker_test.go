@@ -90,16 +90,16 @@ func TestDocker(t *testing.T) {
 	}
 }
 
-// dockerSetting is the configuration of Docker that an operator has made.
+// dockerSetting is a configuration of Docker, as an operator may make it.
 type dockerSetting struct {
 	config string   // daemon.json
-	dropIn bool     // whether the drop-in is complete, or only passes the options
+	dropIn bool     // whether the drop-in is complete; otherwise it only passes the options
 	mark   bool     // whether the drop-in contains the line that marks packets
 	args   []string // of docker network create; nil for the default bridge
 }
 
-// startDocker runs the commands of the drop-in on h as systemd would, and starts Docker's network
-// with one container.
+// startDocker runs the commands of the drop-in on h as systemd would. Then it starts Docker's
+// network with one container, which becomes a pod of h.
 func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 	t.Helper()
 	m := newMachine(t, h)
@@ -153,7 +153,8 @@ func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 	}
 }
 
-// dockerConfig returns the daemon.json. It contains the host's IPv6 subnet if there is one.
+// dockerConfig returns the content of daemon.json: the keys of s.config, and the host's IPv6
+// subnet if it has one.
 func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	t.Helper()
 	config := map[string]any{}
@@ -174,9 +175,9 @@ func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	return string(text)
 }
 
-// expectUnreachable checks that the pod from, which is on host, cannot reach an unpublished port
-// of the pod to. First it waits until host reaches the bridge of to, so that a missing route is
-// not the cause. The bridge has the address before that of to.
+// expectUnreachable checks that the pod from on host does not reach an unpublished port of the
+// pod to within two seconds. First it waits until host reaches the bridge of to, so that a
+// missing route is not the cause. The address of the bridge is the one before that of to.
 func expectUnreachable(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 	t.Helper()
 	eventually(t, "the host reaches the bridge", func() error {
@@ -207,8 +208,9 @@ func dockerFixes(t *testing.T, h *lab.Host) (fixes []string) {
 	return fixes
 }
 
-// reachableFromOutside reports whether the underlay's namespace, which is not a host of the
-// network, reaches a port of a container through h.
+// reachableFromOutside reports whether a port of a container can be reached through h from the
+// router of the underlay, which is not a host of the network. It waits two seconds for the
+// connection.
 func reachableFromOutside(t *testing.T, l *lab.Lab, h *lab.Host, container *lab.Pod) bool {
 	t.Helper()
 	to := container.Addr(prefix.IPv4)

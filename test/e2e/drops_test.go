@@ -17,12 +17,12 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// tracing is the folder in which the guest of test/vm has the trace of the packets that its kernel
-// drops. Other machines do not trace them.
+// tracing is the folder in which the guest of test/vm has the trace of the packets that its kernel drops.
+// Outside the guest there is no such trace.
 const tracing = "/sys/kernel/tracing"
 
-// droppedBetween returns which packets the kernel dropped between two times, for the message of a test
-// that has missed packets. The result is empty outside the guest of test/vm.
+// droppedBetween returns a text about the packets that the kernel dropped between two times, for the message
+// of a test that has lost packets. Outside the guest of test/vm the text is empty.
 func droppedBetween(from, to time.Time) string {
 	if !emulated() {
 		return ""
@@ -34,8 +34,8 @@ func droppedBetween(from, to time.Time) string {
 	return fmt.Sprintf("; the kernel dropped in these %v: %q", to.Sub(from).Round(time.Millisecond), drops)
 }
 
-// sessions returns the times of the last handshakes of WireGuard in the kernel with all peers, and the
-// bytes received from them and sent to them. The result is empty if the hosts have no such device.
+// sessions returns a text about the WireGuard sessions in the kernels of all hosts: the times of the last
+// handshakes, and the bytes received and sent. It is empty if no host has such a device.
 func sessions(t *testing.T, l *lab.Lab) (text string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -49,9 +49,9 @@ func sessions(t *testing.T, l *lab.Lab) (text string) {
 }
 
 // kernelDrops returns which functions of the kernel dropped packets between two times, in all network
-// namespaces of the guest. Each text has the number of packets, the function and the EtherType. An EtherType
-// of 0 is a netlink message that the kernel frees. The kernel does not print the reason for a drop if it
-// prints the addresses of functions.
+// namespaces of the guest. Each text consists of the number of packets, the function and the EtherType.
+// EtherType 0 means a netlink message that the kernel has freed. The trace shows the address of the
+// function, so it cannot show the reason for the drop too.
 func kernelDrops(from, to time.Time) ([]string, error) {
 	trace, err := os.ReadFile(tracing + "/trace")
 	if err != nil {
@@ -124,12 +124,12 @@ func kernelSymbols() (symbols, error) {
 }
 
 // of returns the name of the function that contains location, a hexadecimal address. It returns location if
-// no function is known.
+// that is no such address, or if no function begins before it.
 func (s symbols) of(location string) string {
 	address, err := strconv.ParseUint(strings.TrimPrefix(location, "0x"), 16, 64)
 	i, _ := slices.BinarySearchFunc(s, address, func(one symbol, address uint64) int { return cmp.Compare(one.address, address) })
 	if err != nil || i == 0 {
 		return location
 	}
-	return s[i-1].name // a return address is behind the call
+	return s[i-1].name // location is a return address, so it is greater than the address of its function
 }

@@ -13,7 +13,7 @@ import (
 )
 
 // TestEmbedded runs the program of embedding.md on two hosts, and flanneld on a third one. All pods must
-// reach each other, also while the program is stopped and after its restart.
+// reach each other, also while the program of one host is stopped and after its restart.
 //
 //stages:rest it builds a program
 func TestEmbedded(t *testing.T) {

@@ -17,11 +17,11 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// calls is the file in which commands record that they ran.
+// calls is the file on a host in which commands record that they ran.
 const calls = "/run/calls"
 
-// extensionVXLANConfig returns a configuration like the samples that are published for flannel: it
-// creates the device anew, and its commands fail if they run twice.
+// extensionVXLANConfig returns a configuration of the backend extension like the samples that are
+// published for flannel. Its commands create the device anew, and fail if they run twice.
 func extensionVXLANConfig(t *testing.T) string {
 	t.Helper()
 	return extensionConfig(t, map[string]any{
@@ -48,8 +48,8 @@ func extensionConfig(t *testing.T, commands map[string]any) string {
 	return string(text)
 }
 
-// expectCalls waits until the record of a host contains exactly the wanted commands, and then
-// clears the record.
+// expectCalls waits until the record of a host contains exactly the wanted commands in this order,
+// and then deletes the record. Without want the record must be empty or missing.
 func expectCalls(t *testing.T, h *lab.Host, want ...string) {
 	t.Helper()
 	eventually(t, "commands on "+h.Name(), func() error {
@@ -154,8 +154,8 @@ func TestExtensionLostSubnet(t *testing.T) {
 	}
 }
 
-// publishedData returns the key and BackendData of a host's lease. BackendData is the output of
-// PreStartupCommand.
+// publishedData returns the key and BackendData of a host's lease, or fails the test if there is
+// none. BackendData is the output of PreStartupCommand.
 func publishedData(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
 	t.Helper()
 	all, err := l.Leases(testContext(t))
@@ -172,8 +172,8 @@ func publishedData(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
 	return "", ""
 }
 
-// expectKernelHas waits until the output of ip(8) and bridge(8) contains have and does not
-// contain lack.
+// expectKernelHas waits until the output of ip(8) and bridge(8) about the data path contains have
+// and does not contain lack.
 func expectKernelHas(t *testing.T, h *lab.Host, have, lack string) {
 	t.Helper()
 	expectKernel(t, h, []string{have}, []string{lack})

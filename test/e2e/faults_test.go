@@ -26,8 +26,8 @@ func TestVMIPIPFaults(t *testing.T) { testFaults(t, backendConfig("ipip"), true)
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardFaults(t *testing.T) { testFaults(t, backendConfig("wireguard"), true) }
 
-// TestUserspaceWireGuardFaults checks faults of etcd with WireGuard in the daemon. Packets pass
-// through the daemon, so the test expects none while it is down.
+// TestUserspaceWireGuardFaults checks faults of etcd with WireGuard in the daemon. The daemon
+// carries the packets, so the test counts none while the daemon is down.
 func TestUserspaceWireGuardFaults(t *testing.T) { testFaults(t, backendConfig(userspace), false) }
 
 // TestExtensionFaults checks faults of etcd with routes that are written by commands.
@@ -41,9 +41,9 @@ func TestExtensionFaults(t *testing.T) {
 }
 
 // testFaults checks that two hosts lose no packets through invalid leases of others, the loss of
-// all data of etcd, and an outage of etcd with a kill of the daemon. Before that it deletes the
-// lease of one host, which must take it again. survives says whether packets pass while the
-// daemon is down.
+// all data of etcd, and an outage of etcd during which a daemon is killed. Before that it deletes
+// the lease of one host, which must take it again. survives is true if packets pass while the
+// daemon is down; otherwise testFaults counts packets only until the outage.
 func testFaults(t *testing.T, backend string, survives bool) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(dual, json.RawMessage(backend))
@@ -57,8 +57,9 @@ func testFaults(t *testing.T, backend string, survives bool) {
 	own := subnets + leaseOf(t, l, one).Key
 	removeKey(t, c, own)
 	expectLog(t, one.Daemon(), "own lease was gone, taken again")
-	// Host 2 removes its routes to host 1 for a moment. When it has refused a later lease, it has
-	// done so, because it handles leases in order.
+	// Host 2 may remove its routes to host 1 for a moment, because the lease was deleted. Wait
+	// until this is over before packets are counted: hosts handle leases in order, so it is over
+	// when host 2 has refused a later lease.
 	const later = "10.5.204.0-24"
 	putKey(t, c, subnets+later, `{"PublicIP":"192.168.77.204","BackendType":"pigeon"}`)
 	expectLog(t, l.Host(2).Daemon(), fmt.Sprintf(`"lease refused" lease=%q`, later))
@@ -118,7 +119,7 @@ func testFaults(t *testing.T, backend string, survives bool) {
 	expectMatrix(t, l)
 }
 
-// leaseType returns the type that leases of the backend contain.
+// leaseType returns the backend type in the leases of this backend.
 func leaseType(t *testing.T, backend string) string {
 	t.Helper()
 	var b struct{ Type string }

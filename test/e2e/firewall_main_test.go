@@ -18,11 +18,11 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// flavour is a firewall that can contain a host's traffic rules.
+// flavour is a kind of firewall that can contain a host's traffic rules.
 type flavour struct {
 	name string
 	args []string
-	list string // the script that prints flannel's rules of both families
+	list string // a script that prints flannel's rules of both families, and nothing if there are none
 }
 
 // legacy reports whether the rules are in iptables-legacy.
@@ -41,7 +41,8 @@ func flavours() []flavour {
 	}
 }
 
-// shell runs a script on a host.
+// shell runs a script in a namespace and returns its output. The test fails if a command of the
+// script fails.
 func shell(t *testing.T, n *lab.Namespace, script string) string {
 	t.Helper()
 	out, err := n.Exec(testContext(t), "sh", "-ec", script)
@@ -51,11 +52,12 @@ func shell(t *testing.T, n *lab.Namespace, script string) string {
 	return string(out)
 }
 
-// programs is a folder with the programs of the flavour's variant of iptables, which record
-// each run. env is the PATH that begins with the folder.
+// programs is a folder with programs of iptables that record each run. Those without a variant
+// in their name are of the flavour's variant, and for nftables of the variant nft. env sets PATH
+// so that daemons find these programs first.
 type programs struct{ dir, env string }
 
-// newPrograms creates the folder.
+// newPrograms creates the folder for a flavour. It exists until the test ends.
 func newPrograms(t *testing.T, f flavour) programs {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "programs") //nolint:usetesting // daemons may still run when t.TempDir is removed
@@ -87,7 +89,7 @@ func newPrograms(t *testing.T, f flavour) programs {
 	return p
 }
 
-// write creates a program from a shell script.
+// write creates or replaces a program in the folder. script is a shell script.
 func (p programs) write(t *testing.T, name, script string) {
 	t.Helper()
 	if err := writeProgram(filepath.Join(p.dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil {
@@ -95,7 +97,7 @@ func (p programs) write(t *testing.T, name, script string) {
 	}
 }
 
-// run returns the recorded command lines.
+// run returns the command lines that have been recorded so far.
 func (p programs) run(t *testing.T) []string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(p.dir, "log"))
@@ -106,7 +108,7 @@ func (p programs) run(t *testing.T) []string {
 }
 
 // masqueradeConfig returns a dual-stack network configuration with NonMasqueradeCIDRs. keys are
-// added to it, or replace its keys.
+// added to it, and replace keys with the same name.
 func masqueradeConfig(keys map[string]any) json.RawMessage {
 	config := map[string]any{
 		"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": map[string]any{"Type": "vxlan"},
@@ -124,7 +126,7 @@ func masqueradeConfig(keys map[string]any) json.RawMessage {
 // NonMasqueradeCIDRs, and packets to marked get kube-proxy's mark in some tests.
 type outside struct{ any, exempt, marked netip.Addr }
 
-// outsideOf returns the addresses of one family.
+// outsideOf returns the addresses of this family.
 func outsideOf(f prefix.Family) outside {
 	if f == prefix.IPv4 {
 		return outside{netip.MustParseAddr("198.51.100.200"), netip.MustParseAddr("198.51.100.7"), netip.MustParseAddr("198.51.100.201")}
@@ -147,11 +149,11 @@ func addOutsideAddresses(t *testing.T, l *lab.Lab) {
 	}
 }
 
-// connection contains both ends of a TCP connection.
+// connection is a TCP connection. near is the end that has opened it.
 type connection struct{ near, far net.Conn }
 
-// connect opens a TCP connection from one namespace to an address of another. local is the
-// source address, or the zero value for the one that the kernel chooses.
+// connect opens a TCP connection from the namespace from to the address to in the namespace at,
+// until the test ends. local is the source address, or the zero value if the kernel chooses one.
 func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namespace, to netip.Addr) connection {
 	t.Helper()
 	ctx := testContext(t)
@@ -180,7 +182,8 @@ func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namesp
 	return c
 }
 
-// sourceAddr returns the source address that the far end of the connection sees.
+// sourceAddr returns the source address that the far end of the connection sees, or the zero
+// value if that is not an IP address.
 func (c connection) sourceAddr() netip.Addr {
 	a, err := netip.ParseAddrPort(c.far.RemoteAddr().String())
 	if err != nil {

@@ -21,7 +21,8 @@ import (
 )
 
 // TestMasquerade checks which source address the far end of a connection sees: the host's for
-// packets that must be masqueraded, and the pod's for others.
+// packets of pods to the outside, and an address of the pods' network for packets of a host to
+// pods of another one. All other packets must keep their source address.
 func TestMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -183,9 +184,9 @@ func TestFirewallRepair(t *testing.T) {
 }
 
 // TestTablesWithRulesOfNFT checks tables that contain our rules of iptables-nft and rules that
-// another program has written with nft, so that iptables-save cannot print the tables. Each jump
-// to our chains must exist exactly once. If the daemon cannot repair a jump, it must report this
-// and write nothing.
+// another program has written with nft. iptables-save cannot print such tables. Each jump to our
+// chains must exist exactly once. If the daemon cannot repair a jump, it must report this and
+// write nothing.
 //
 //stages:rest it waits for time in which nothing must happen
 func TestTablesWithRulesOfNFT(t *testing.T) {
@@ -262,7 +263,8 @@ func TestTablesWithRulesOfNFT(t *testing.T) {
 	}
 }
 
-// sortLines sorts lines, because nft prints chains in the order of their creation.
+// sortLines returns the lines of text in alphabetical order. nft prints chains in the order of
+// their creation, so a repair changes the order.
 func sortLines(text string) string {
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	slices.Sort(lines)
@@ -318,15 +320,17 @@ func TestFirewallRestarts(t *testing.T) {
 	}
 }
 
-// flannelRules returns all lines of the host's rules that contain a name or network of flannel's.
+// flannelRules returns all lines of the host's rules that contain a name or a network of
+// flannel's, of both variants of iptables and of nftables. It returns an empty string if there
+// are none.
 func flannelRules(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	return shell(t, h.Namespace, `for v in nft legacy; do for f in ip ip6; do ${f}tables-$v-save; done; done 2>/dev/null | grep -iE 'flannel|10\.[56]\.|fd00:[56]:' || true
 		nft list ruleset 2>/dev/null | grep -E 'flannel-ipv' || true`)
 }
 
-// TestFirewallSwitch checks that no rules of a former firewall, network or option are left when
-// the daemon starts with others, even if its state directory was lost.
+// TestFirewallSwitch checks that a daemon that starts with another firewall, network or option
+// leaves no rules of the former one, even if its state directory was lost.
 //
 //stages:rest it waits for several resyncs; TestFirewallSwitchIsLogged and TestFirewallRepair have one flavour each
 func TestFirewallSwitch(t *testing.T) {
@@ -393,9 +397,9 @@ func TestFirewallSwitch(t *testing.T) {
 	}
 }
 
-// TestFirewallSwitchIsLogged checks the log after the firewall was changed in the configuration
-// while the daemon was down. Until etcd answers, the daemon uses the firewall of the last known
-// configuration, and logs that and the change.
+// TestFirewallSwitchIsLogged changes the firewall in the configuration while the daemon is down.
+// Until etcd answers, the daemon must use the firewall of the last known state. It must log this
+// choice, and then the change.
 func TestFirewallSwitchIsLogged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
@@ -413,9 +417,9 @@ func TestFirewallSwitchIsLogged(t *testing.T) {
 	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true in the last known configuration"`)
 }
 
-// TestTwoDaemonsMasquerade checks that two daemons for two networks on one host do not change
-// each other's rules, even if one of them is killed, and starts again without masquerading and
-// then with it.
+// TestTwoDaemonsMasquerade checks that two daemons on one host, for two networks, do not change
+// each other's rules. The second daemon is killed and starts again without masquerading, is
+// killed again, and starts with masquerading.
 //
 //stages:rest TestMasquerade has one daemon, and TestTwoNetworksOnOneHost two
 func TestTwoDaemonsMasquerade(t *testing.T) {
@@ -444,7 +448,7 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 			off := start(t, h, lab.FlanneldOptions{Args: append(slices.Clone(twin.Args), "--ip-masq=false"), Env: env})
 			expectLog(t, off, "traffic rules are in place")
 			pause(t, 2*time.Second)
-			// Two rules accept forwarded packets, and three guard the tunnel.
+			// Two rules accept forwarded packets of the network, and three guard the tunnel.
 			if less := rules(); strings.Count(less, "10.6.0.0/16") != 2+3 || strings.Count(less, "10.5.0.0/16") != strings.Count(both, "10.5.0.0/16") {
 				t.Errorf("with masquerading off for 10.6.0.0/16 the rules contain it %d times, want 5, and 10.5.0.0/16 as before:\n%s", strings.Count(less, "10.6.0.0/16"), less)
 			}
@@ -461,9 +465,9 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 	}
 }
 
-// TestXtablesLockTaken checks that the daemon starts few programs, one at a time, and reports
-// failures while another program has taken the lock of iptables for 30 s. It must be ready soon
-// after.
+// TestXtablesLockTaken checks a daemon while another program has the lock of iptables for 30 s.
+// The daemon must report failures, run at most one program at a time, and few in total. When the
+// lock is free, it must become ready.
 //
 //stages:rest it waits until a lock is free; TestStopWhileTheLockIsTaken takes the same one
 func TestXtablesLockTaken(t *testing.T) {
@@ -502,7 +506,7 @@ func TestXtablesLockTaken(t *testing.T) {
 	}
 }
 
-// takeXtablesLock takes the lock of iptables on a host. Closing the file releases it.
+// takeXtablesLock takes the lock of iptables on a host. To release it, close the file.
 func takeXtablesLock(t *testing.T, h *lab.Host) *os.File {
 	t.Helper()
 	lock, err := os.Create(h.Path("/run/xtables.lock"))
@@ -517,7 +521,7 @@ func takeXtablesLock(t *testing.T, h *lab.Host) *os.File {
 }
 
 // TestStopWhileTheLockIsTaken checks that the daemon stops without waiting for the lock of
-// iptables, and that no program that waits for it is left.
+// iptables, and stops its program that waits for the lock.
 func TestStopWhileTheLockIsTaken(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
@@ -538,8 +542,9 @@ func TestStopWhileTheLockIsTaken(t *testing.T) {
 	}
 }
 
-// TestFirewallAtRest checks that a daemon runs no program of iptables while nothing changes,
-// except iptables-legacy's, which must be polled. With nftables it never runs one.
+// TestFirewallAtRest checks that a daemon runs no program of iptables while nothing changes.
+// iptables-legacy is an exception: the daemon must poll its rules. With nftables the daemon runs
+// no program of iptables even at its start.
 //
 //stages:rest it watches daemons for 20 seconds in which nothing must happen
 func TestFirewallAtRest(t *testing.T) {
@@ -573,8 +578,9 @@ func TestFirewallAtRest(t *testing.T) {
 	}
 }
 
-// TestNoPrograms checks which firewall a daemon uses on a host without the programs of iptables,
-// and what it reports if iptables is required. At the end it checks the choice beside kube-proxy.
+// TestNoPrograms checks which firewall a daemon chooses on a host without the programs of
+// iptables, and what it reports if the flags require iptables. With the programs, it checks the
+// choice with and without kube-proxy in nftables mode.
 func TestNoPrograms(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false, "EnableNFTables": true})}, "")
@@ -604,9 +610,9 @@ func TestNoPrograms(t *testing.T) {
 	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="iptables"`)
 }
 
-// TestIptablesVariants checks hosts whose iptables and ip6tables are of any variant, and whose
-// programs fail at first. The daemon must not remove rules in use as if a former firewall had
-// left them, neither at the start nor after a restart.
+// TestIptablesVariants checks hosts on which the programs iptables and ip6tables are of the same
+// variant or of different ones, and fail at first. The daemon must not take its own rules for
+// those of a former firewall and remove them, neither at the start nor after a restart.
 func TestIptablesVariants(t *testing.T) {
 	t.Parallel()
 	all := flavours()
@@ -619,7 +625,8 @@ func TestIptablesVariants(t *testing.T) {
 				for _, suffix := range []string{"-save", "-restore"} {
 					p.write(t, family+suffix, fmt.Sprintf("exec /usr/sbin/%s-%s%s \"$@\"", family, variant, suffix))
 				}
-				// The program fails twice: for the choice of the variant, and for the first rules.
+				// The program fails twice: when the daemon asks it for its variant, and when the
+				// daemon writes the first rules.
 				p.write(t, family, fmt.Sprintf("mkdir %[1]s/%[2]s.asked 2>/dev/null && exit 1\nmkdir %[1]s/%[2]s.again 2>/dev/null && exit 1\nexec /usr/sbin/%[2]s-%[3]s \"$@\"", p.dir, family, variant))
 			}
 			o := lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq"}, Env: []string{p.env}}
@@ -658,7 +665,7 @@ func TestVariantOfKubernetes(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 	h, nft, legacy := l.Host(1), flavours()[1], flavours()[2]
-	in := func(f flavour, script string) string { // in both families
+	in := func(f flavour, script string) string { // runs the script for both families
 		script = strings.ReplaceAll(script, "PROGRAM", f.name) + "\n"
 		return script + strings.ReplaceAll(script, "iptables", "ip6tables")
 	}
@@ -738,9 +745,9 @@ func TestWithoutBridgeNetfilter(t *testing.T) {
 	}
 }
 
-// TestServicesOnABridge checks the reason for the warning about br_netfilter: with the rules of
-// kube-proxy, in both of its modes, a pod reaches a service that a pod on the same bridge serves
-// only if bridged packets pass netfilter.
+// TestServicesOnABridge shows why flanneld warns if br_netfilter is missing. With a rule like
+// kube-proxy's, in both of its modes, a pod reaches a service that another pod on the same bridge
+// serves only if bridged packets pass netfilter.
 func TestServicesOnABridge(t *testing.T) {
 	t.Parallel()
 	const service = "10.96.0.10"
@@ -802,8 +809,9 @@ func TestHostFirewall(t *testing.T) {
 	}
 }
 
-// TestBlackhole checks that --ip-blackhole-route adds a blackhole route for the host's subnet,
-// restores it, and keeps pods reachable, and that a start without the option removes it.
+// TestBlackhole checks --ip-blackhole-route: the daemon must add a blackhole route for each
+// subnet of the host and restore it, and pods must stay reachable. A start without the option
+// must remove the routes.
 func TestBlackhole(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "alloc", "udp", userspace, "extension"} {

@@ -19,16 +19,17 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// flannelctl runs flannelctl on h with the etcd of its lab.
+// flannelctl runs flannelctl on h with the etcd of its lab. It returns the output, also that on
+// stderr.
 func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err error) {
 	t.Helper()
 	text, err := h.Exec(testContext(t), "env", append([]string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint(), built("flannelctl")}, args...)...)
 	return string(text), err
 }
 
-// watchFlannelctl runs flannelctl until the test ends. expect waits for a line that consists of a
-// time, sign and the texts of want. The line must come after the line that the previous call of
-// expect has found.
+// watchFlannelctl runs flannelctl until the test ends. expect waits for a line that ends with
+// sign and the texts of want, separated by spaces. Before them the line has only a time. expect
+// searches behind the line that its previous call has found.
 func watchFlannelctl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
 	out, err := os.Create(filepath.Join(t.TempDir(), "out"))
@@ -69,8 +70,8 @@ func watchFlannelctl(t *testing.T, h *lab.Host, args ...string) (expect func(sig
 	}
 }
 
-// expectFlannelctl runs flannelctl and checks that it succeeds and that its output contains all
-// of want.
+// expectFlannelctl runs flannelctl and returns its output. The test fails unless flannelctl
+// succeeds and the output contains all of want.
 func expectFlannelctl(t *testing.T, h *lab.Host, args []string, want ...string) string {
 	t.Helper()
 	out, err := flannelctl(t, h, args...)
@@ -143,7 +144,8 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	}
 	expectLine("~", reservedKey, bIP, "vxlan")
 
-	// A reservation that is deleted becomes a lease of its running host.
+	// If a reservation is deleted, its running host takes the subnet again with a lease that
+	// expires.
 	expectFlannelctlFails(t, a, []string{"revoke", reserved}, "is a reservation")
 	expectFlannelctl(t, a, []string{"unreserve", reserved}, "is no longer reserved")
 	eventually(t, "host 2 takes its subnet again", func() error {
@@ -171,8 +173,9 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	expectFlannelctlFails(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
-// freeSubnet returns a subnet that a host can get, and its key. None of the given hosts has it.
-// Hosts choose subnets at random, so any subnet may be taken.
+// freeSubnet returns a subnet that a host can get, such as 10.5.77.0/24, and its key. It is none
+// of the subnets of hosts. Hosts choose subnets at random, so a fixed one could belong to a host
+// already.
 func freeSubnet(t *testing.T, hosts ...*lab.Host) (subnet, key string) {
 	t.Helper()
 	var taken []string
@@ -250,8 +253,8 @@ func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	expectFlannelctl(t, h, []string{"reserve", "10.9.7.0/25", "192.0.2.8"}, "10.9.7.0-25 is reserved")
 }
 
-// TestFlannelctlOnConfiguration checks the commands config get, validate and set, and that set
-// writes nothing invalid and asks before a change that invalidates leases.
+// TestFlannelctlOnConfiguration checks the commands config get, validate and set. set must write
+// nothing invalid, and ask before a change that invalidates leases.
 func TestFlannelctlOnConfiguration(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -282,8 +285,8 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 	expectFlannelctl(t, h, []string{"config", "get"}, "10.9.0.0/16")
 }
 
-// TestFlannelctlStatus checks the output of status for a ready daemon, for a daemon on another
-// host, for a daemon without etcd, and if no daemon runs.
+// TestFlannelctlStatus checks the output of status when no daemon runs, for a ready daemon, for a
+// daemon on another host, and for a daemon without etcd.
 func TestFlannelctlStatus(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

@@ -22,10 +22,11 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// followed is the message that a daemon logs after it has followed a change of the configuration.
+// followed is the message that a daemon logs when it has changed to another configuration.
 const followed = "the network uses the changed configuration"
 
-// edits writes network configurations, and counts the changes that each daemon must have followed.
+// edits writes network configurations. done counts how many changes each daemon must have followed so
+// far.
 type edits struct {
 	t    *testing.T
 	lab  *lab.Lab
@@ -45,7 +46,8 @@ func (e *edits) put(config string) {
 	e.expectFollowed()
 }
 
-// expectFollowed waits until all daemons have followed one more change, and are ready.
+// expectFollowed waits until all daemons have followed exactly one more change than before and are
+// ready, with routes to all peers.
 func (e *edits) expectFollowed() {
 	e.t.Helper()
 	for _, h := range e.lab.Hosts() {
@@ -87,8 +89,9 @@ func expectInOutput(t *testing.T, h *lab.Host, command string, want ...string) {
 	})
 }
 
-// TestConfigurationFollowedInPlace makes changes that a running network can follow without a loss, under
-// a steady stream of packets between all pods. No packet may be lost, and the device must stay.
+// TestConfigurationFollowedInPlace makes changes that a running network can follow without a loss, while
+// packets flow between all pods. No packet may be lost. The device, the process and the leases must stay
+// the same.
 func TestConfigurationFollowedInPlace(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: json.RawMessage(dualConfig("", `{"Type":"vxlan"}`))}, "")
@@ -148,8 +151,8 @@ func TestConfigurationFollowedInPlace(t *testing.T) {
 	}
 }
 
-// TestConfigurationFollowedInUserspace is TestConfigurationFollowedInPlace with backends whose packets
-// the daemon carries.
+// TestConfigurationFollowedInUserspace makes such changes as TestConfigurationFollowedInPlace with
+// backends whose packets the daemon carries. No packet may be lost.
 //
 //stages:rest TestConfigurationFollowedInPlace has the same changes in the kernel
 func TestConfigurationFollowedInUserspace(t *testing.T) {
@@ -181,9 +184,10 @@ func TestConfigurationFollowedInUserspace(t *testing.T) {
 	}
 }
 
-// TestConfigurationFollowedAfterAMove changes the configuration after the external interface of a host
-// has changed, so that the host's first session has ended. The first change affects only traffic rules,
-// the second one the backend. The host must serve a peer that joins in between.
+// TestConfigurationFollowedAfterAMove changes the configuration twice, each time after the external
+// interface of a host has changed and the host has begun another session. The first change affects only
+// traffic rules, and the second one the backend. Between the changes a peer joins, which the host must
+// serve. The host's former sessions must not undo changes.
 func TestConfigurationFollowedAfterAMove(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
@@ -226,7 +230,7 @@ func TestConfigurationFollowedAfterAMove(t *testing.T) {
 	put("", `{"Type":"vxlan","VNI":7}`)
 	expectPeersProgrammed(t, l)
 	expectInOutput(t, h, "ip link", "flannel.7")
-	pause(t, 2*time.Second) // a former session that still runs would restore its objects in this time
+	pause(t, 2*time.Second) // if a former session still ran, it would restore its objects in this time
 	if state := kernelObjects(t, h); strings.Contains(state, "flannel.1:") {
 		t.Errorf("the former device is back:\n%s", state)
 	}
@@ -254,7 +258,7 @@ func TestConfigurationFollowed(t *testing.T) {
 	for _, step := range []struct {
 		name   string
 		config json.RawMessage
-		left   []string // texts that no kernel may show afterwards
+		left   []string // texts that no kernel may show after the step
 	}{
 		{"VNI", network(old, old6, `{"Type":"vxlan","VNI":7}`), []string{"flannel.1:", "flannel-v6.1:"}},
 		{"port", network(old, old6, `{"Type":"vxlan","VNI":7,"Port":8473}`), []string{"dstport 8472"}},
@@ -292,7 +296,7 @@ func TestConfigurationFollowed(t *testing.T) {
 }
 
 // TestConfigurationEnablesIPv6 adds IPv6 to an IPv4 network, and removes it again. No IPv4 packet may be
-// lost, and all hosts must keep their IPv4 subnets.
+// lost, and each host must keep its IPv4 subnet.
 func TestConfigurationEnablesIPv6(t *testing.T) {
 	t.Parallel()
 	const one = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
@@ -377,15 +381,16 @@ func TestConfigurationRejected(t *testing.T) {
 		switch i {
 		case 4: // the only subnet belongs to another host
 			putKey(t, etcdClient(t, l), subnets+"10.6.1.0-24", `{"PublicIP":"192.0.2.9","BackendType":"vxlan"}`)
-		case 6: // packets may be lost: the lease in the other Network is in the store before the backend fails
-			pause(t, time.Second) // a late pass would lose packets in this time
+		case 6: // packets may be lost from here on: hosts publish leases in the other Network before its backend fails
+			pause(t, time.Second) // late effects of the former configurations would lose packets in this time
 			expectNothingLost(t, flows)
 		}
 		if err := l.PutNetwork(testContext(t), json.RawMessage(step.config)); err != nil {
 			t.Fatal(err)
 		}
 		eventually(t, "the configuration is rejected: "+step.want, func() error {
-			// The former configuration may have been rejected for the same reason.
+			// The status may still show the rejection of the step before, for the same reason. So count
+			// the lines, too.
 			if n := len(linesWith(h.Daemon(), "the network configuration cannot be used")); n <= i {
 				return fmt.Errorf("%d lines about configurations that cannot be used, want %d", n, i+1)
 			}
@@ -422,10 +427,10 @@ func TestConfigurationRejected(t *testing.T) {
 	}
 }
 
-// TestConfigurationRejectedAtAStart restarts a daemon while the store has a configuration that cannot
-// be used. The host must go on with the former one as if it had not been restarted: it keeps its
-// lease, learns of new peers, gives the reason, and follows the next usable configuration. No packet may
-// be lost, except with the first configuration, whose backend does not start.
+// TestConfigurationRejectedAtAStart restarts a daemon while the store has a configuration that cannot be
+// used. The host must go on with the former configuration as if it had not been restarted: it keeps its
+// lease, gives the reason, and follows the next usable configuration. Then it must reach a host that has
+// joined. No packet may be lost, except with the first configuration, whose backend does not start.
 //
 //stages:rest TestConfigurationRejected refuses configurations while the daemon runs
 func TestConfigurationRejectedAtAStart(t *testing.T) {
@@ -458,7 +463,7 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 		{`{"Network":`, "invalid network configuration"},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlam"}}`, "unknown backend type"},
 	} {
-		if i == 1 { // packets may be lost before: the store had a lease with the backend ipip for a moment
+		if i == 1 { // before this, packets may be lost: the store had a lease with the backend ipip for a moment
 			expectMatrix(t, l)
 			var err error
 			if flow, err = l.Pods()[0].StartFlow(testContext(t), l.Pods()[1], prefix.IPv4, 1000); err != nil {
@@ -509,7 +514,7 @@ func TestConfigurationFollowedAfterACrash(t *testing.T) {
 	expectConverged(t, l)
 	h := l.Host(1)
 	for i, ms := range []int{2, 8, 20, 50} {
-		// Each second change also takes other subnets.
+		// The third change replaces the Network, too. The others change only the VNI.
 		n := 5 + i/2
 		config := network(fmt.Sprintf("10.%d.0.0/16", n), fmt.Sprintf("fd00:%d::/48", n), fmt.Sprintf(`{"Type":"vxlan","VNI":%d}`, i+2))
 		if err := l.PutNetwork(testContext(t), config); err != nil {
@@ -593,8 +598,9 @@ func TestConfigurationFollowedInKubernetes(t *testing.T) {
 	}
 }
 
-// TestConfigurationFollowedByNetworks changes one of several networks. Packets of both networks
-// arrive, and nothing of the other network changes in the kernel.
+// TestConfigurationFollowedByNetworks changes the configuration of one of two networks. No packet of the
+// other network may be lost, and nothing of it may change in the kernel. While the first change is
+// followed, no packet of the changed network may be lost either.
 //
 //stages:rest TestConfigurationFollowedInPlace has one network
 func TestConfigurationFollowedByNetworks(t *testing.T) {
@@ -666,15 +672,15 @@ func TestConfigurationFollowedByNetworks(t *testing.T) {
 	}
 }
 
-// edit is a random configuration.
+// edit is a network configuration that a test has chosen at random.
 type edit struct {
 	network string // IPv4 network
 	more    string // further keys of the configuration
 	backend string // keys of the backend
-	path    string // the type of the backend, and the VNI and port of vxlan: with another path packets may be lost
+	path    string // the type of the backend, and VNI and port of vxlan; a change of it without a migration may lose packets
 }
 
-// config returns the text of the configuration. If next is given, the network migrates to its backend.
+// config returns the configuration as JSON. If next is given, its backend is the NextBackend.
 func (e edit) config(next ...edit) string {
 	text := fmt.Sprintf(`{"Network":%q%s,"Backend":{%s}`, e.network, e.more, e.backend)
 	for _, n := range next {
@@ -683,13 +689,13 @@ func (e edit) config(next ...edit) string {
 	return text + "}"
 }
 
-// inUserspace reports whether the daemon carries the packets.
+// inUserspace reports whether the daemon carries the packets with this configuration.
 func (e edit) inUserspace() bool { return e.path == "udp" }
 
-// lossless reports whether no packet may be lost when hosts change to another configuration without a
-// migration.
+// lossless reports whether no packet may be lost when hosts change from e to another configuration
+// without a migration.
 func (e edit) lossless(to edit) bool {
-	if e.inUserspace() && e.network != to.network { // the backend has to start again
+	if e.inUserspace() && e.network != to.network { // the daemon must start the backend again, and carries nothing meanwhile
 		return false
 	}
 	return e.path == to.path
@@ -714,7 +720,7 @@ func (e edit) typeOf() string {
 	return name
 }
 
-// randomEdit returns a configuration that differs from the one before.
+// randomEdit returns a random configuration other than before.
 func randomEdit(r *rand.Rand, before edit) edit {
 	pick := func(values ...string) string { return values[r.IntN(len(values))] }
 	for {
@@ -736,8 +742,8 @@ func randomEdit(r *rand.Rand, before edit) edit {
 	}
 }
 
-// randomNext returns a configuration to which a network can migrate from the configuration before. Both
-// differ only in their backends, which must not have the same device.
+// randomNext returns a random configuration to which a network can migrate from before. The two differ
+// only in their backends, and their backends have different devices.
 func randomNext(r *rand.Rand, before edit) edit {
 	for {
 		next := randomEdit(r, before)
@@ -748,9 +754,10 @@ func randomNext(r *rand.Rand, before edit) edit {
 	}
 }
 
-// usedBy returns the configuration in the state file of a host.
+// usedBy returns the configuration in the state file of a host. It returns an error if the host has not
+// exactly one such file, or if the file cannot be read.
 func usedBy(h *lab.Host) (cfg subnet.Config, err error) {
-	names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not the files of backends
+	names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // the pattern excludes the files of backends
 	if err != nil || len(names) != 1 {
 		return cfg, fmt.Errorf("state files %q, %w", names, err)
 	}
@@ -767,7 +774,7 @@ func usedBy(h *lab.Host) (cfg subnet.Config, err error) {
 	return file.State.Config, err
 }
 
-// eventuallyUsed waits until all hosts serve with the given configuration.
+// eventuallyUsed waits until all hosts serve with the given configuration and have routes to all peers.
 func eventuallyUsed(t *testing.T, l *lab.Lab, config string) {
 	t.Helper()
 	want, _, err := subnet.ParseConfig([]byte(config))
@@ -805,14 +812,14 @@ type configWalk struct {
 // walkRate is the number of packets per second of each flow of a configWalk.
 const walkRate = 200
 
-// walkOptions are the options of the daemons of a configWalk.
+// walkOptions returns the options of the daemons of a configWalk.
 func walkOptions() lab.FlanneldOptions { return lab.FlanneldOptions{Args: []string{"--ip-masq"}} }
 
-// walkEdits changes the configuration at random, as many times as steps says. If migrations is set, one
-// of four changes is a migration, which is finished or aborted. During some changes it kills a daemon. At
-// the end all pods must reach each other. A change may lose packets only if it gives them another path
-// without a migration of which all hosts have read, or if the daemon carries them and its backend or the
-// daemon starts again.
+// walkEdits changes the configuration at random. steps is the number of changes. If migrations is set,
+// about one in four changes is a migration, which is finished or aborted. During some changes walkEdits
+// kills a daemon. At the end all pods must reach each other. Packets may be lost during a change only in
+// two cases: if the change gives them another path, unless it is a migration of which all hosts have
+// read; or if the daemon carries them, and the daemon or its backend starts again.
 func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -843,7 +850,8 @@ func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	}
 }
 
-// edit changes the configuration from now to a random one. It returns the new configuration.
+// edit changes the configuration from now to a random one, which it returns. It waits until all hosts
+// use the new one.
 func (w *configWalk) edit(now edit) edit {
 	next := randomEdit(w.r, now)
 	if w.r.IntN(4) == 0 { // write an invalid configuration first
@@ -861,22 +869,24 @@ func (w *configWalk) edit(now edit) edit {
 	return next
 }
 
-// The moments at which migrate ends a migration.
+// The moments at which configWalk.migrate ends a migration.
 const (
-	anyMoment     = iota // perhaps before some hosts have read of the migration
+	anyMoment     = iota // after at most 0.3 s: some hosts may not have read of the migration yet
 	whenPublished        // when all hosts have published data for both backends
 	whenMigrated         // when all hosts send by the next backend
 	moments
 )
 
-// migrate starts a migration and finishes or aborts it. It returns the configuration afterwards.
+// migrate starts a migration from now, and finishes or aborts it. It returns the configuration
+// afterwards, which all hosts use by then.
 func (w *configWalk) migrate(now edit) edit {
 	next, moment, finish, crash := randomNext(w.r, now), w.r.IntN(moments), w.r.IntN(2) == 0, w.r.IntN(4) == 0
 	end := now
 	if finish {
 		end = next
 	}
-	// Hosts that have finished cannot reach those that have not read of the migration.
+	// If a migration ends too early, hosts that have finished it cannot reach those that have not read
+	// of it.
 	lossless := !now.inUserspace() && !next.inUserspace() && (moment != anyMoment || !finish)
 	w.through(lossless, func() {
 		w.put(now.config(next))
@@ -908,7 +918,7 @@ func (w *configWalk) put(config string) {
 	}
 }
 
-// crash kills a daemon and starts it again.
+// crash waits up to 60 ms, kills the daemon of a random host, and starts it again.
 func (w *configWalk) crash() {
 	w.t.Helper()
 	h := w.lab.Host(1 + w.r.IntN(len(w.lab.Hosts())))
@@ -917,8 +927,8 @@ func (w *configWalk) crash() {
 	startOne(w.t, h, walkOptions())
 }
 
-// through makes a change. If the change is not lossless, through stops the flows before it and starts new
-// flows after it, so that packets may be lost in between.
+// through makes a change. If it is lossless, the flows go on meanwhile. Otherwise through stops them before the
+// change, checks that nothing was lost until then, and starts new flows after it.
 func (w *configWalk) through(lossless bool, change func()) {
 	w.t.Helper()
 	if !lossless {

@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// gce is Google Cloud as a testCloud.
+// gce simulates Google Cloud. It implements testCloud.
 type gce struct{ *gcetest.Server }
 
 // newGCE builds a cloudBed in Google Cloud with the given number of hosts. It starts no daemons.
@@ -51,7 +51,7 @@ func (gce) table() string { return gcetest.Network }
 
 func (gce) target(number int) string { return fmt.Sprintf("%s/host-%d", gcetest.Zone, number) }
 
-// routeTo returns true without a target while there are several routes to dst.
+// routeTo returns true without a target if there are several routes to dst, as while a route is replaced.
 func (g gce) routeTo(dst netip.Prefix) (target string, ok bool) {
 	all := g.RoutesTo(gcetest.Network, dst)
 	if len(all) != 1 {
@@ -69,7 +69,7 @@ func (g gce) addRoute(dst netip.Prefix, number int) {
 	})
 }
 
-// forwarding leaves out instances that cannot forward.
+// forwarding leaves out routes to instances that cannot forward.
 func (g gce) forwarding() map[netip.Prefix][]netip.Addr {
 	to := map[netip.Prefix][]netip.Addr{}
 	for dst, i := range g.Forwarding(gcetest.Network) {
@@ -105,8 +105,8 @@ func (g gce) deletions() (n int) {
 
 func (gce) secrets() []string { return []string{gcetest.Token} }
 
-// TestGCE checks that pods reach each other, and that a host whose instance cannot forward names
-// the reason.
+// TestGCE checks that pods reach each other, and that a host whose instance cannot forward is not ready and
+// gives the reason.
 func TestGCE(t *testing.T) {
 	t.Parallel()
 	v, c := newGCE(t, 3, dual)
@@ -135,8 +135,9 @@ func TestGCERestart(t *testing.T) {
 	v.testRestart()
 }
 
-// TestGCEFaults checks that daemons recover from faults of Google Cloud, and delete only the routes of the host
-// that ends and of the instance that is replaced.
+// TestGCEFaults checks that daemons recover from faults of Google Cloud. They must delete only two routes: that
+// of the host that ends for good, and that of the instance that is replaced. Two instances must never share the
+// packets to a subnet.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestGCEFaults(t *testing.T) {

@@ -19,16 +19,18 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// listenPort is the port on which the receiving pod listens.
+// listenPort is the UDP port on which the receiving pod listens. packetFrom also uses it as the
+// source port.
 const listenPort = 9999
 
-// packetFromOutside returns an IP packet with a UDP datagram to a pod. Its source address is
-// outside the pods' network.
+// packetFromOutside returns an IP packet with a UDP datagram that contains text, to listenPort of
+// a pod. Its source address is outside the pods' network.
 func packetFromOutside(to netip.Addr, text string) []byte {
 	return packetFrom(netip.MustParseAddr("203.0.113.9"), to, text)
 }
 
-// packetFrom returns an IP packet with a UDP datagram to a pod, with the given source address.
+// packetFrom returns an IP packet with a UDP datagram that contains text, to listenPort of a pod,
+// with the given source address.
 func packetFrom(from, to netip.Addr, text string) []byte {
 	udp := make([]byte, 8, 8+len(text))
 	binary.BigEndian.PutUint16(udp, listenPort)
@@ -45,7 +47,8 @@ func packetFrom(from, to netip.Addr, text string) []byte {
 	return append(ip, udp...)
 }
 
-// encapsulateVXLAN returns the payload of a datagram that carries packet to the VXLAN device of h.
+// encapsulateVXLAN returns the payload of a UDP datagram that carries an IPv4 packet to the device
+// flannel.1 of h.
 func encapsulateVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
 	t.Helper()
 	var mac net.HardwareAddr
@@ -62,7 +65,8 @@ func encapsulateVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
 	return slices.Concat([]byte{8, 0, 0, 0, 0, 0, 1, 0}, mac, []byte{2, 0, 0, 0, 0, 9, 8, 0}, packet)
 }
 
-// sendFrom sends a datagram from a port of a namespace. With port 0 the kernel chooses one.
+// sendFrom sends a UDP datagram with the payload b from a port in a namespace. If port is 0, the
+// kernel chooses one.
 func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []byte) {
 	t.Helper()
 	err := n.Do(testContext(t), func() error {
@@ -79,8 +83,8 @@ func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []b
 	}
 }
 
-// sendProtocol sends an IP packet with payload b from a namespace, as a pod with CAP_NET_RAW
-// can.
+// sendProtocol sends an IP packet with the payload b and this protocol number from a namespace, as
+// a pod with CAP_NET_RAW can.
 func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b []byte) {
 	t.Helper()
 	err := n.Do(testContext(t), func() error {
@@ -98,8 +102,9 @@ func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b
 }
 
 // listenInPod makes pod listen for texts. arrived returns the texts that have arrived since its
-// last call, sorted and without duplicates. It first sends a text from the other pod, which is
-// allowed, and waits for its arrival. Earlier texts have arrived by then or never will.
+// last call, sorted and without duplicates. To know that no more will come, arrived first sends a
+// text from the pod other, which is allowed, and waits for this text. It does not return texts of
+// that kind.
 func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	t.Helper()
 	var conn *net.UDPConn
@@ -139,8 +144,9 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 // firstPods returns the first pod of each of the two hosts.
 func firstPods(l *lab.Lab) []*lab.Pod { return []*lab.Pod{l.Host(1).Pods()[0], l.Host(2).Pods()[0]} }
 
-// newGuardLab returns a lab with pods on two hosts. restart restarts the first host's daemon with
-// additional arguments.
+// newGuardLab returns a lab of two hosts with pods. Its daemons have the guard on. restart
+// restarts the first host's daemon with additional arguments, and waits until pods reach each
+// other.
 func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart func(args ...string)) {
 	t.Helper()
 	l = newLab(t, lab.Config{Hosts: 2}, backend)
@@ -161,7 +167,8 @@ func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart f
 	}
 }
 
-// expectArrived checks the texts that have arrived. when describes the options of the daemon.
+// expectArrived fails the test unless exactly the texts in want have arrived. when describes the
+// options of the daemon.
 func expectArrived(t *testing.T, when string, got, want []string) {
 	t.Helper()
 	if !slices.Equal(got, want) {
@@ -169,10 +176,10 @@ func expectArrived(t *testing.T, when string, got, want []string) {
 	}
 }
 
-// TestGuardUDP checks that a pod cannot send packets into the network by sending datagrams of
-// the backend udp to a host. The guard drops them on the pod's host. Without the guard the other
-// host drops them if their source port is not that of a host, as after masquerading with a
-// random port.
+// TestGuardUDP checks that a pod cannot send packets into the network by sending datagrams of the
+// backend udp to a host. The guard drops the datagrams on the pod's host. Without the guard the
+// other host drops them if masquerading has given them a random source port, because hosts send
+// from another port. If masquerading keeps the pod's port, nothing protects without the guard.
 func TestGuardUDP(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -183,7 +190,7 @@ func TestGuardUDP(t *testing.T) {
 			arrived := listenInPod(t, pods[1], pods[0])
 			shell(t, l.Host(1).Namespace, "sysctl -w net.netfilter.nf_conntrack_udp_timeout=1 net.netfilter.nf_conntrack_udp_timeout_stream=1")
 			send := func() {
-				pause(t, 3*time.Second) // until conntrack forgets the hosts' own datagrams, which occupy the port
+				pause(t, 3*time.Second) // until conntrack has forgotten the hosts' own datagrams; before that, masquerading cannot keep the port
 				to := netip.AddrPortFrom(host.Addr(prefix.IPv4), 8285)
 				sendFrom(t, pods[0].Namespace, 0, to, packetFromOutside(pods[1].Addr(prefix.IPv4), "from any port"))
 				sendFrom(t, pods[0].Namespace, 8285, to, packetFromOutside(pods[1].Addr(prefix.IPv4), "from the hosts' port"))
@@ -203,7 +210,8 @@ func TestGuardUDP(t *testing.T) {
 			if n := refused(); n != 2 {
 				t.Errorf("without the guard the other host dropped %v datagrams for their port, want 2", n)
 			}
-			// The port alone does not protect: masquerading may keep the pod's port.
+			// The check of the port alone does not protect, because masquerading may keep the
+			// pod's port.
 			restart("--guard-tunnel=false", "--ip-masq-fully-random-disable")
 			send()
 			expectArrived(t, "without the guard, the pod's port kept", arrived(), []string{"from the hosts' port"})
@@ -274,8 +282,8 @@ func TestVMGuardIPIP(t *testing.T) {
 	expectArrived(t, "with the guard", arrived(), nil)
 	restart("--guard-tunnel=false")
 	send()
-	// The packets to host 2 do not arrive. After masquerading, they would have the same addresses
-	// as the hosts' own IPIP packets, which conntrack knows already. IPIP has no ports that could
-	// differ, so masquerading drops the packets.
+	// The packets to host 2 do not arrive. Masquerading would give them the same addresses as the
+	// hosts' own IPIP packets, which conntrack already knows. IPIP has no ports, so masquerading
+	// cannot make them differ, and drops the packets.
 	expectArrived(t, "without the guard", arrived(), []string{"to host 1"})
 }

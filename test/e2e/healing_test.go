@@ -21,13 +21,13 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// repairTimeout is the time within which the daemon must repair any damage. On an idle machine a
-// repair takes less than a second, and on a busy or emulated one several times as long. The next
-// resync is minutes away. Tests log the real times.
+// repairTimeout is the time within which the daemon must repair any damage. On an idle machine a repair
+// takes less than a second. On a busy or emulated one it takes several times as long. The daemon must not
+// wait for its next resync, which is minutes away. Tests log the real times.
 const repairTimeout = 20 * time.Second
 
-// emulated reports whether test/vm runs the test on an emulated machine, where everything takes
-// several times as long.
+// emulated reports whether the test runs in the guest of test/vm, whose machine is emulated. Everything
+// takes several times as long there.
 func emulated() bool { return os.Getenv("EMULATED") != "" }
 
 // pollInterval returns the interval at which tests poll the kernel. On an emulated machine
@@ -39,31 +39,30 @@ func pollInterval() time.Duration {
 	return 20 * time.Millisecond
 }
 
-// damage is a change of the kernel's objects on the first host of a lab.
+// damage is a change of the kernel's objects on the first host of a lab, which the daemon must undo.
 type damage struct {
 	name string
 	do   string // a shell script; damagedHost.expandScript replaces its variables in braces
-	// restores is set if the script ends with a repair that flanneld has to wait for. The
-	// time of the daemon's repair counts from the end of the script.
+	// restores is set if the end of the script restores something that the daemon needs for the repair.
+	// The time of the repair then counts from the end of the script, and otherwise from its begin.
 	restores bool
 	// moves is set if the daemon must move to another external interface. The kernel's state may be right
-	// before the move. The test waits for the move, because WireGuard in user space loses packets in it.
+	// even before that. The test waits until the daemon has moved, because WireGuard in user space loses
+	// packets during the move.
 	moves bool
 }
 
-// underlayDamages are for all backends.
-
+// underlayDamages are damages of the underlay. Tests use them with every backend.
 var underlayDamages = []damage{
 	{name: "underlay down and up", do: "ip link set eth0 down; sleep 0.2; ip link set eth0 up; {restore}", restores: true},
 	{name: "underlay deleted and created again", do: "ip link del eth0; sleep 0.2; {recreate}; {restore}", restores: true, moves: true},
 }
 
-// deleteAllRoutes deletes every route of the backend once. "ip route flush" lists and deletes routes until
-// none is left. So it competes with flanneld, which restores routes, and in rare cases it fails with "No such
-// process".
+// deleteAllRoutes deletes each route of the backend once. "ip route flush" repeats until no route is
+// left, while flanneld restores routes. In rare cases it then fails with "No such process".
 const deleteAllRoutes = `{ip} route show proto 98 | sed -E 's/^((blackhole )?[^ ]+).*/route del \1/' | {ip} -batch -`
 
-// damages contains the damages for each backend.
+// damages contains the damages of the kernel's objects of each backend.
 var damages = map[string][]damage{
 	"vxlan": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
@@ -134,7 +133,8 @@ var wireguardDamages = []damage{
 	{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
 }
 
-// devices contains the names of the devices that a backend creates.
+// devices contains the names of the devices that each backend creates, by address family. The backends
+// host-gw and udp in user space have no entry: their damages use no {dev}.
 var devices = map[string]map[prefix.Family]string{
 	"vxlan": {prefix.IPv4: "flannel.1", prefix.IPv6: "flannel-v6.1"},
 	"ipip":  {prefix.IPv4: "flannel.ipip", prefix.IPv6: "flannel-v6.ipip"},
@@ -159,7 +159,7 @@ func TestHealingOfOneFamily(t *testing.T) {
 	testHealing(t, v4, v6)
 }
 
-// testHealing runs the damages with vxlan and host-gw, on hosts with each set of families.
+// testHealing applies the damages with vxlan and host-gw, in a lab for each set of families.
 func testHealing(t *testing.T, hosts ...[]prefix.Family) {
 	t.Helper()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -172,7 +172,8 @@ func testHealing(t *testing.T, hosts ...[]prefix.Family) {
 	}
 }
 
-// testAllRepairs applies all damages to the host, one after the other, and checks the repairs.
+// testAllRepairs applies all damages of the backend and of the underlay, one after the other, and checks
+// the repairs. On an emulated machine it applies each damage of the backend to one family only.
 func (p *damagedHost) testAllRepairs(t *testing.T) {
 	families := p.lab.Families()
 	for i, one := range damages[p.backend] {
@@ -191,7 +192,7 @@ func (p *damagedHost) testAllRepairs(t *testing.T) {
 	expectMatrix(t, p.lab)
 }
 
-// damagedHost is the host whose kernel objects tests damage: the first of its lab.
+// damagedHost is the host whose kernel objects a test damages: the first one of its lab.
 type damagedHost struct {
 	lab     *lab.Lab
 	backend string
@@ -199,7 +200,8 @@ type damagedHost struct {
 	mac     string // of eth0
 }
 
-// newDamagedHost starts a lab of three hosts with pods that reach each other.
+// newDamagedHost starts a lab of three hosts with pods, and waits until these reach each other. args are
+// flags of the daemons.
 func newDamagedHost(t *testing.T, backend string, families []prefix.Family, args ...string) *damagedHost {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 3, Families: families}, backendConfig(backend))
@@ -210,7 +212,7 @@ func newDamagedHost(t *testing.T, backend string, families []prefix.Family, args
 	return p
 }
 
-// macOf returns the MAC of a device.
+// macOf returns the MAC of a device, or an empty string if it is no Ethernet device.
 func macOf(t *testing.T, h *lab.Host, dev string) string {
 	t.Helper()
 	out, err := h.Exec(testContext(t), "ip", "-o", "link", "show", dev)
@@ -222,7 +224,8 @@ func macOf(t *testing.T, h *lab.Host, dev string) string {
 	return mac
 }
 
-// run runs a shell script on the host and returns its output.
+// run runs a shell script on the host and returns its output. The test fails if a command of the script
+// fails.
 func (p *damagedHost) run(t *testing.T, script string) string {
 	t.Helper()
 	out, err := p.host.Exec(testContext(t), "sh", "-ec", script)
@@ -255,8 +258,9 @@ var stateCommands = []struct {
 
 var everyLine, nothing = regexp.MustCompile(`.`), regexp.MustCompile(`^$`)
 
-// kernelState returns all objects of flannel's in the host's kernel, as sorted lines. It runs all
-// commands in one shell, because starting a program is slow on an emulated machine.
+// kernelState returns all objects of flannel's in the host's kernel as sorted lines, without the parts
+// that tests ignore. It runs all commands in one shell, because starting a program is slow on an emulated
+// machine.
 func kernelState(t *testing.T, h *lab.Host) []string {
 	t.Helper()
 	const next = "--"
@@ -284,8 +288,8 @@ func kernelState(t *testing.T, h *lab.Host) []string {
 	return lines
 }
 
-// expectKernelState waits until the state of the host's kernel is want, and returns the time at
-// which it began to read that state. The test fails after repairTimeout.
+// expectKernelState waits until kernelState returns want. It returns the time at which it began to read
+// that state. The test fails after repairTimeout.
 func expectKernelState(t *testing.T, h *lab.Host, want []string) time.Time {
 	t.Helper()
 	deadline := time.Now().Add(repairTimeout)
@@ -308,8 +312,8 @@ func linesMissing(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(line string) bool { return slices.Contains(b, line) })
 }
 
-// testRepair applies a damage for one family and waits until the kernel's state is the same as
-// before.
+// testRepair applies a damage for one family. It waits until the kernel's state is the same as before,
+// and checks that pods reach each other.
 func (p *damagedHost) testRepair(t *testing.T, d damage, f prefix.Family) {
 	const moved = `"own lease is up to date"`
 	before, moves := kernelState(t, p.host), len(linesWith(p.host.Daemon(), moved))
@@ -353,7 +357,7 @@ func (p *damagedHost) expectPings(t *testing.T) {
 	}
 }
 
-// expandScript replaces the variables in braces by the values for one family.
+// expandScript replaces the variables in braces by the values of the host and its peers for one family.
 func (p *damagedHost) expandScript(t *testing.T, text string, f prefix.Family) string {
 	t.Helper()
 	ip, own, wrong, network := "ip -4", "/32", "192.168.77.77", "192.168.77."
@@ -378,7 +382,7 @@ func (p *damagedHost) expandScript(t *testing.T, text string, f prefix.Family) s
 	).Replace(text)
 }
 
-// podSubnet returns the subnet of the host's pods.
+// podSubnet returns the subnet of the host's first pod, which is that of its lease.
 func podSubnet(t *testing.T, h *lab.Host, f prefix.Family) netip.Prefix {
 	t.Helper()
 	bits := 24
@@ -392,7 +396,7 @@ func podSubnet(t *testing.T, h *lab.Host, f prefix.Family) netip.Prefix {
 	return p
 }
 
-// routerOf returns the address of the underlay's router.
+// routerOf returns the address of the underlay's router in the segment of the hosts.
 func routerOf(f prefix.Family) string {
 	if f == prefix.IPv6 {
 		return "fd00:77::fe"
@@ -400,8 +404,9 @@ func routerOf(f prefix.Family) string {
 	return "192.168.77.254"
 }
 
-// restoreScript returns a script that restores addresses and default routes like a network manager
-// when a link comes back: IPv4 at once, and IPv6 after two seconds.
+// restoreScript returns a script that gives eth0 addresses and default routes again, as a network manager
+// does when a link comes back: for IPv4 at once, and for IPv6 two seconds later. addr returns the address
+// of a family.
 func (p *damagedHost) restoreScript(addr func(prefix.Family) netip.Addr) string {
 	var script []string
 	for _, f := range p.lab.Families() {
@@ -421,7 +426,7 @@ func (p *damagedHost) restoreScript(addr func(prefix.Family) netip.Addr) string 
 	return strings.Join(script, "; ")
 }
 
-// recreateScript returns a script that creates eth0 as the lab did.
+// recreateScript returns a script that creates eth0 and its port at the router, as the lab did.
 func (p *damagedHost) recreateScript() string {
 	router, _, _ := strings.Cut(strings.TrimPrefix(p.lab.Underlay().Nsenter(), "nsenter -t "), " ")
 	return fmt.Sprintf("ip link add eth0 address %s type veth peer name %s; ip link set %s netns %s; "+
@@ -429,8 +434,8 @@ func (p *damagedHost) recreateScript() string {
 		p.mac, p.host.Name(), p.host.Name(), router, router, p.host.Name())
 }
 
-// testMTUChange checks that flannel's devices and subnet.env follow a change of the underlay's
-// MTU.
+// testMTUChange lowers the MTU of the underlay and raises it again. The MTUs of flannel's devices and the
+// MTU in subnet.env must follow.
 func (p *damagedHost) testMTUChange(t *testing.T) {
 	before, env := kernelState(t, p.host), readSubnetFile(t, p.host)
 	var mtu int
@@ -481,9 +486,8 @@ func eventuallyRepaired(t *testing.T, what string, check func() error) {
 	}
 }
 
-// testAddressChange changes the addresses of the host and then changes them back, as DHCP may do.
-// The host must keep its lease, its MAC and its process, and its peers must send to the new
-// addresses.
+// testAddressChange changes the addresses of the host, as DHCP may do, and then changes them back. The
+// host must keep its subnet, its MAC and its process, and its peers must send to the new addresses.
 func (p *damagedHost) testAddressChange(t *testing.T) {
 	l, d := p.lab, p.host.Daemon()
 	had := leases(t, l)
@@ -530,7 +534,7 @@ func (p *damagedHost) testAddressChange(t *testing.T) {
 			}
 			return nil
 		})
-		if tunIndex(t, p.host) != 0 { // daemons carry the packets, and the kernel does not show the addresses that they have learned
+		if tunIndex(t, p.host) != 0 { // daemons carry the packets, and the kernel does not show to which addresses they send
 			expectConverged(t, l)
 		}
 		p.expectPings(t)
@@ -540,13 +544,13 @@ func (p *damagedHost) testAddressChange(t *testing.T) {
 	}
 }
 
-// replaceWord replaces all occurrences of a whole word, such as an address, in text.
+// replaceWord returns text with all occurrences of a whole word, such as an address, replaced.
 func replaceWord(text, word, by string) string {
 	return regexp.MustCompile(`(^|[^\w.:])`+regexp.QuoteMeta(word)+`($|[^\w.:])`).ReplaceAllString(text, "${1}"+by+"${2}")
 }
 
-// TestDirectRouteFollowsTheUnderlay checks that the daemon uses VXLAN for a peer that moves
-// behind the router, and a plain route again when it moves back.
+// TestDirectRouteFollowsTheUnderlay checks the route to a peer that moves behind the router and back. The
+// daemon must use VXLAN for it meanwhile, and then a plain route again.
 func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
@@ -583,9 +587,9 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 	}
 }
 
-// TestDirectRouteByAnotherInterface checks that direct routes are restored after the link of a
-// second interface went down and up, and that a refused peer gets its route when the bridge with
-// its subnet is deleted. The kernel announces none of the routes that it deletes then.
+// TestDirectRouteByAnotherInterface checks that direct routes are restored after the link of a second
+// interface went down and up. It also checks that a refused peer gets its route when the bridge that has
+// its subnet is deleted. In both cases the kernel deletes routes without announcing it.
 //
 //stages:rest TestDirectRouteFollowsTheUnderlay changes the underlay too
 func TestDirectRouteByAnotherInterface(t *testing.T) {
@@ -616,8 +620,8 @@ func TestDirectRouteByAnotherInterface(t *testing.T) {
 	expect("10.5.211.0/24 via " + routerOf(prefix.IPv4) + " dev eth0")
 }
 
-// TestHealingTouchesNothingElse checks with the kernel's announcements that a repair writes only
-// the damaged entry.
+// TestHealingTouchesNothingElse checks that a repair writes only the damaged entry. For this it reads the
+// kernel's announcements about flannel's devices.
 //
 //stages:rest it takes half a minute; TestHealing repairs the same damages
 func TestHealingTouchesNothingElse(t *testing.T) {
@@ -664,8 +668,8 @@ func TestHealingTouchesNothingElse(t *testing.T) {
 	}
 }
 
-// TestConstantInterference checks that the daemon uses little CPU time and log while another
-// program deletes a route a hundred times a second, and restores the route afterwards.
+// TestConstantInterference lets another program delete a route up to a hundred times a second. The daemon
+// must use little CPU time and log little meanwhile, and restore the route afterwards.
 func TestConstantInterference(t *testing.T) {
 	p := newDamagedHost(t, "vxlan", v4)
 	d, before := p.host.Daemon(), kernelState(t, p.host)
@@ -685,8 +689,8 @@ func TestConstantInterference(t *testing.T) {
 	p.expectPings(t)
 }
 
-// TestChecksumOffload checks that the daemon sets and keeps the configured ChecksumOffload even
-// if another program changes it or deletes the device, and that auto leaves the kernel's default.
+// TestChecksumOffload checks that the daemon sets the configured ChecksumOffload and keeps it, even if
+// another program changes it or deletes the device. With auto the kernel's default must stay.
 func TestChecksumOffload(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct{ option, want, other string }{{"off", "off", "on"}, {"on", "on", "off"}, {"auto", "on", ""}} {
@@ -727,9 +731,9 @@ func TestChecksumOffload(t *testing.T) {
 	}
 }
 
-// TestTwoHostsWithOnePublicAddress starts host 2 with the public address of host 1. Host 2 deletes
-// the lease of host 1, like an old lease of its own from a restored backup. Host 1 must take its
-// subnet again. Each host must refuse the lease of the other and log the conflict.
+// TestTwoHostsWithOnePublicAddress starts host 2 with the public address of host 1. Host 2 then takes the
+// lease of host 1 for an old one of its own, such as from a restored backup, and deletes it. Host 1 must
+// take its subnet again. Each host must refuse the lease of the other and log the conflict.
 //
 //stages:rest TestLeasesWithOnePublicAddress has the peers of such hosts
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
@@ -750,9 +754,8 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	expectLog(t, second, refused(one.Key))
 }
 
-// TestAddressChangesDuringStoreOutage checks a change of the host's address while etcd is
-// down. The host must apply the address at once, and the lease and the peers must follow when
-// etcd is back.
+// TestAddressChangesDuringStoreOutage changes the host's address while etcd is down. The kernel must have
+// the new address without etcd, and the lease and the peers must follow when etcd is back.
 //
 //stages:rest TestAddressChangesAfterTheConfiguration and TestStoreOutages have the parts
 func TestAddressChangesDuringStoreOutage(t *testing.T) {
@@ -767,8 +770,9 @@ func TestAddressChangesDuringStoreOutage(t *testing.T) {
 	}
 }
 
-// testAddressChangeDuringOutage restarts the daemon before or after the change of the address
-// if before or after is set.
+// testAddressChangeDuringOutage changes the address of a host during an outage. If before is set, the
+// daemon restarts before the change, and if after is set, after it. Both restarts happen during the
+// outage.
 func testAddressChangeDuringOutage(t *testing.T, before, after bool) {
 	p := newDamagedHost(t, "vxlan", v4)
 	had := leaseOf(t, p.lab, p.host)
@@ -797,9 +801,9 @@ func testAddressChangeDuringOutage(t *testing.T, before, after bool) {
 	p.expectMoved(t, had)
 }
 
-// TestReadyAgainDuringStoreOutage checks a change of the host's address while another device
-// occupies the VNI and etcd is down. The daemon must not be ready, and must become ready again
-// when the device is deleted, without etcd.
+// TestReadyAgainDuringStoreOutage changes the host's address while etcd is down and another device has
+// flannel's VNI. The daemon must not be ready. When the device is deleted, it must become ready again,
+// still without etcd.
 func TestReadyAgainDuringStoreOutage(t *testing.T) {
 	t.Parallel()
 	p := newDamagedHost(t, "vxlan", v4)
@@ -828,8 +832,8 @@ func occupyVNI(t *testing.T, h *lab.Host) {
 	}
 }
 
-// TestInterfaceWithoutAddress checks that the host is not ready while the external interface has
-// no address, because it cannot send packets then, and that it recovers.
+// TestInterfaceWithoutAddress checks that the host is not ready while the external interface has no
+// address, because it cannot send packets then. When the address is back, the host must be ready again.
 func TestInterfaceWithoutAddress(t *testing.T) {
 	t.Parallel()
 	p := newDamagedHost(t, "host-gw", v4)
@@ -847,7 +851,7 @@ func TestInterfaceWithoutAddress(t *testing.T) {
 }
 
 // TestOtherAddressesAreAdded checks that the host keeps its public address when its interface gets
-// addresses that the daemon would have preferred at its first start.
+// further addresses, although a daemon that starts for the first time would prefer those.
 //
 //stages:rest TestInterfaceWithoutAddress has an interface whose addresses change
 func TestOtherAddressesAreAdded(t *testing.T) {
@@ -868,7 +872,7 @@ func TestOtherAddressesAreAdded(t *testing.T) {
 		p := newDamagedHost(t, "vxlan", dual)
 		had := leases(t, p.lab)
 		others(t, p)
-		p.testMTUChange(t) // afterwards the daemon has seen the addresses, too
+		p.testMTUChange(t) // the MTU changes after the addresses, so the daemon has seen these, too
 		expectSame(t, p, had)
 	})
 	t.Run("restarted", func(t *testing.T) {
@@ -895,14 +899,14 @@ func TestOtherAddressesAreAdded(t *testing.T) {
 	})
 }
 
-// changeAddress gives the host another IPv4 address.
+// changeAddress gives the host the IPv4 address 192.168.77.101 instead of its own.
 func (p *damagedHost) changeAddress(t *testing.T) {
 	t.Helper()
 	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restoreScript(func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }))
 }
 
-// expectMoved checks that all pods reach each other, and that the store has three leases. The lease with
-// the key of had must have the new address and the same backend data.
+// expectMoved checks that all pods reach each other, and that the store has three leases. had is the
+// host's lease before changeAddress: one lease must have the same key and MAC, and the new address.
 func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 	t.Helper()
 	expectMatrix(t, p.lab)
@@ -916,7 +920,8 @@ func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 }
 
 // TestAddressChangesAfterTheConfiguration checks that a daemon with --follow-config=false keeps the
-// configuration of its start after another was written, also when it publishes a new address.
+// configuration of its start. The configuration changes or is deleted, and then the daemon has to publish
+// a new address.
 func TestAddressChangesAfterTheConfiguration(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct{ config, log string }{

@@ -15,8 +15,8 @@ import (
 	"testing"
 )
 
-// unpackImage builds the image and unpacks it like a container runtime. root is the folder of its
-// files.
+// unpackImage builds the image and unpacks it like a container runtime. root is the folder with
+// its files. unpackImage also checks the name of the image in the archive.
 func unpackImage(t *testing.T) (root string, config imageConfig) {
 	t.Helper()
 	dir := t.TempDir()
@@ -50,7 +50,7 @@ func unpackImage(t *testing.T) (root string, config imageConfig) {
 	return root, config
 }
 
-// imageConfig is the part of an image's configuration that tests read.
+// imageConfig contains the keys of an image's configuration that tests read.
 type imageConfig struct {
 	Config struct {
 		Entrypoint []string
@@ -58,7 +58,7 @@ type imageConfig struct {
 	}
 }
 
-// decodeJSONFile decodes a JSON file.
+// decodeJSONFile decodes a JSON file into the value that into points to.
 func decodeJSONFile(t *testing.T, path string, into any) {
 	t.Helper()
 	text, err := os.ReadFile(path)
@@ -70,14 +70,15 @@ func decodeJSONFile(t *testing.T, path string, into any) {
 	}
 }
 
-// extract unpacks a tar archive, which may be compressed with gzip. It runs the program tar. In
-// this process each large copy would be slow under the race detector, and would delay other tests.
+// extract unpacks a tar archive, which may be compressed with gzip. The test fails if the archive
+// contains anything but folders, links and regular files. extract runs the program tar: in this
+// process each large copy would be slow under the race detector, and would delay other tests.
 func extract(t *testing.T, archive, dir string) {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	// With --verbose twice it prints the type of each file, as --list does.
+	// With --verbose twice, tar prints the type of each file first, as with --list.
 	list, err := exec.CommandContext(t.Context(), "tar", "--extract", "--verbose", "--verbose", "--file", archive, "--directory", dir).Output()
 	if err != nil {
 		t.Fatalf("extract %s: %v", archive, err)
@@ -178,7 +179,7 @@ func TestImage(t *testing.T) {
 }
 
 // expectLibraries checks that the image contains all libraries that its programs and libraries
-// load.
+// load. It compares only the names of files.
 func expectLibraries(t *testing.T, root string) {
 	t.Helper()
 	have, needs := map[string]bool{}, map[string][]string{}

@@ -8,8 +8,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestVMIPIPEveryPodReachesEveryPod checks that all pods reach each other with ipip, and which
-// packet size fits.
+// TestVMIPIPEveryPodReachesEveryPod checks with ipip that all pods reach each other, and that
+// the MTU is right.
 func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) { testEveryPodReachesEveryPod(t, "ipip", dual) }
 
 // TestVMIPIPOfOneFamily is TestVMIPIPEveryPodReachesEveryPod with a single address family.
@@ -27,14 +27,15 @@ func TestVMIPIPDirectRouting(t *testing.T) { testDirectRouting(t, "ipip") }
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPRestartsUnderTraffic(t *testing.T) { testRestartsUnderTraffic(t, "ipip") }
 
-// TestVMIPIPHealing checks with ipip that the daemon repairs all damages.
+// TestVMIPIPHealing checks with ipip that the daemon repairs all damages of a damagedHost.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPHealing(t *testing.T) { newDamagedHost(t, "ipip", dual).testAllRepairs(t) }
 
-// TestVMIPIPForeignDevice checks a start beside devices that occupy the name or the address of
-// the tunnel. The daemon must name the device of another program, adopt a device that another
-// flannel daemon has left, and replace a tunnel to a single address.
+// TestVMIPIPForeignDevice checks starts on a host where a device occupies the name or the
+// address of the tunnel. If that device belongs to another program, the daemon must exit and
+// name it. A tunnel with flannel's name must become the same as one that the daemon creates:
+// one to a single address, and one as another flannel daemon creates it.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPForeignDevice(t *testing.T) {
@@ -54,8 +55,8 @@ func TestVMIPIPForeignDevice(t *testing.T) {
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "tunl7 is a tunnel from 192.168.77.1 to anywhere already: remove it (ip link delete tunl7)")
 	run("link", "del", "tunl7")
 
-	// A tunnel to one address is replaced. A tunnel that another flannel daemon has left is
-	// adopted.
+	// First a tunnel to a single address has the name, and then one as another flannel daemon
+	// creates it.
 	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "remote", "192.168.77.2")
 	startOne(t, h, lab.FlanneldOptions{})
 	adopted := kernelState(t, h)

@@ -18,8 +18,8 @@ import (
 )
 
 // TestKubeAWSVPC checks a cluster in a VPC, with the roles of the manifests. Pods must reach each other by the routes
-// to the podCIDRs, and the route of a deleted Node must be removed. With a leader, a Lease elects one of the two Nodes
-// with permissions, which writes all routes.
+// to the podCIDRs, restarts must lose no packet, and the route of a deleted Node must be removed. In the second case,
+// a Lease elects one of the two hosts with permissions as the leader, which writes all routes.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeAWSVPC(t *testing.T) {

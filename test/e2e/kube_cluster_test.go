@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// cluster is a lab whose store is a Kubernetes API server. The API server runs on the
-// router and stores its data in the lab's etcd.
+// cluster is a lab whose store is a Kubernetes API server. The API server runs on the router. It
+// stores its data in the lab's etcd, or in that of newClusterOn.
 type cluster struct {
 	*lab.Lab
 	t       *testing.T
@@ -29,7 +29,7 @@ type cluster struct {
 	api     *lab.APIServer
 	client  *http.Client
 	backend string
-	server  string // the cluster of a kubeconfig as JSON; empty means the API server itself
+	server  string // the key cluster of the kubeconfigs as JSON; empty for the API server itself
 }
 
 const (
@@ -46,8 +46,8 @@ func newCluster(t *testing.T, cfg lab.Config, backend string) *cluster {
 	return newClusterOn(t, cfg, backend, "")
 }
 
-// newClusterOn builds a cluster whose API server stores its data in the etcd of the given
-// program. An empty path means the lab's own etcd.
+// newClusterOn builds a cluster whose API server stores its data in another etcd. The argument etcd is
+// the path of its program. If it is empty, the API server uses the lab's own etcd.
 func newClusterOn(t *testing.T, cfg lab.Config, backend, etcd string) *cluster {
 	t.Helper()
 	c := &cluster{Lab: newLab(t, cfg, ""), t: t, dir: t.TempDir(), backend: backend}
@@ -77,7 +77,8 @@ func (c *cluster) write(name string, text []byte) string {
 	return path
 }
 
-// startEtcd runs an etcd program in addition to the lab's own etcd, and returns its URL.
+// startEtcd runs another etcd on the router until the test ends, in addition to the lab's own, and
+// returns its URL. program is the path of its program.
 func (c *cluster) startEtcd(program string) string {
 	c.t.Helper()
 	const client, peer = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
@@ -104,8 +105,8 @@ func (c *cluster) startEtcd(program string) string {
 	return client
 }
 
-// startAPI starts the API server with an audit log of the daemons' requests. An empty
-// etcd means the lab's.
+// startAPI starts the API server with an audit log of the daemons' requests. etcd is the URL of its
+// store, or empty for the lab's etcd.
 func (c *cluster) startAPI(etcd string) {
 	c.t.Helper()
 	binary, err := filepath.Abs("../../bin/tools/kube-apiserver")
@@ -133,11 +134,12 @@ func (c *cluster) start() {
 	c.starting(c.api.Start)
 }
 
-// apiServerStarts limits the API servers that start at the same time. A start takes six seconds of CPU
-// time. Many at once take longer than a test waits.
+// apiServerStarts lets two API servers start at the same time. A start takes six seconds of CPU time.
+// If many started at once, they would take longer than a test waits.
 var apiServerStarts = make(chan struct{}, 2)
 
-// starting calls start, which starts an API server, as soon as apiServerStarts allows it.
+// starting waits until apiServerStarts has room and calls start, which starts an API server. The test
+// fails if start returns an error.
 func (c *cluster) starting(start func(context.Context) error) {
 	c.t.Helper()
 	apiServerStarts <- struct{}{}
@@ -185,7 +187,7 @@ func (c *cluster) do(method, path string, body any, contentType string) []byte {
 	return answer
 }
 
-// addFlannelRole gives the daemons the ClusterRole of flannel's first manifests, and the
+// addFlannelRole gives the user of the daemons the ClusterRole of flannel's first manifests, and the
 // permission to create Events.
 func (c *cluster) addFlannelRole() {
 	rule := func(resource string, verbs ...string) map[string]any {
@@ -245,8 +247,8 @@ func (c *cluster) deleteNode(n int) {
 	c.do(http.MethodDelete, nodesPath+"/"+nodeName(n), nil, "")
 }
 
-// annotate changes annotations of Node n. The keys are names without the prefix. A nil
-// value removes an annotation.
+// annotate changes annotations of Node n. The keys are names without flannel's prefix. A nil value
+// removes an annotation.
 func (c *cluster) annotate(n int, annotations map[string]any) {
 	c.t.Helper()
 	full := map[string]any{}
@@ -290,7 +292,7 @@ func (c *cluster) node(n int) kubeNode {
 	return node
 }
 
-// events returns the messages of the Events about Node n.
+// events returns the Events about Node n, each as its reason and its message.
 func (c *cluster) events(n int) []string {
 	c.t.Helper()
 	var list struct {
@@ -311,7 +313,8 @@ func (c *cluster) events(n int) []string {
 	return messages
 }
 
-// options returns the options of a daemon on host n, followed by args.
+// options returns the options of a daemon on host n, with args at the end of its flags. It also writes
+// the kubeconfig of this daemon.
 func (c *cluster) options(n int, args ...string) lab.FlanneldOptions {
 	c.t.Helper()
 	token := filepath.Join(c.dir, fmt.Sprintf("token%d", n))
@@ -336,7 +339,8 @@ func (c *cluster) kubeconfig(n int, token string) string {
 "users":[{"name":"u","user":{"tokenFile":%q}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`, server, token))
 }
 
-// startDaemons starts a daemon and a pod on every host.
+// startDaemons starts a daemon on every host and waits until all are ready. Then it adds a pod on
+// every host.
 func (c *cluster) startDaemons(args ...string) {
 	c.t.Helper()
 	for n := 1; n <= len(c.Hosts()); n++ {

@@ -22,15 +22,15 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// proxy is an HTTP proxy in front of a cluster's API server. If status is not 0, it answers
-// every request with that status.
+// proxy is an HTTPS proxy in front of a cluster's API server. If status is not 0, it answers
+// every request with that status. refused counts these answers.
 type proxy struct {
 	*httptest.Server
 	status, refused atomic.Int32
 }
 
-// startProxy starts a proxy and makes it the server in the kubeconfigs of the cluster's
-// daemons.
+// startProxy starts a proxy. The kubeconfigs that options writes afterwards name the proxy
+// as the server.
 func (c *cluster) startProxy() *proxy {
 	c.t.Helper()
 	f := &proxy{}
@@ -67,9 +67,10 @@ func (c *cluster) startProxy() *proxy {
 	return f
 }
 
-// refuse makes the proxy answer every request with a status, closes all connections so
-// that watches get the status too, and waits until the proxy has answered several
-// requests. With status 0, the proxy passes requests to the API server again.
+// refuse makes the proxy answer every request with a status. It closes all connections, so
+// that watches get the status too, and waits until the proxy has answered several requests.
+// With status 0, refuse returns at once, and the proxy passes requests to the API server
+// again.
 func (f *proxy) refuse(t *testing.T, status int) {
 	t.Helper()
 	f.status.Store(int32(status))
@@ -87,8 +88,8 @@ func (f *proxy) refuse(t *testing.T, status int) {
 }
 
 // TestKubeErrorAnswers checks that daemons start and forward packets although the API server
-// answers requests with errors for a while, at the start and while Nodes are added and
-// deleted. No answer with an error may change the kernel.
+// answers requests with errors for a while: at the start, and while Nodes are added and
+// deleted. These answers must not change the kernel.
 //
 //stages:rest it starts an API server
 func TestKubeErrorAnswers(t *testing.T) {
@@ -140,11 +141,12 @@ func TestKubeErrorAnswers(t *testing.T) {
 }
 
 // mounts is the folder in which a pod finds the token of its ServiceAccount. The kubelet
-// replaces its whole content at once, through the symbolic link ..data.
+// replaces all files in it at once, by means of the symbolic link ..data.
 const mounts = "/run/secrets/kubernetes.io/serviceaccount"
 
-// mount writes a token of a ServiceAccount into the mounts folder of a host. The token is
-// bound to a Secret, so deleting the Secret revokes the token.
+// mount creates a Secret and a token of the ServiceAccount flannel, and writes the token
+// into the folder mounts of a host, as the kubelet does. It returns the token. The token is
+// bound to the Secret, so deleting the Secret revokes it.
 func (c *cluster) mount(h *lab.Host, secret string) (token string) {
 	c.t.Helper()
 	const namespace = "/api/v1/namespaces/kube-flannel/"
@@ -182,8 +184,8 @@ func (c *cluster) mount(h *lab.Host, secret string) (token string) {
 	return answer.Status.Token
 }
 
-// TestKubeTokenRotated checks that a daemon whose mounted token is revoked reads the new
-// token as soon as it is mounted, without a restart and without packet loss.
+// TestKubeTokenRotated revokes the mounted token of a daemon. When a new token is mounted,
+// the daemon must use it, without a restart and without packet loss.
 //
 //stages:rest it starts an API server
 func TestKubeTokenRotated(t *testing.T) {
@@ -210,7 +212,7 @@ func TestKubeTokenRotated(t *testing.T) {
 	flows := startFlows(t, c.Lab, 200)
 
 	c.do(http.MethodDelete, "/api/v1/namespaces/kube-flannel/secrets/first", nil, "")
-	c.kill() // a running API server caches for a while that a token is valid
+	c.kill() // a running API server would consider the token valid for a while, from its cache
 	c.start()
 	if status, answer, err := c.tryAs(old, http.MethodGet, nodesPath, nil, ""); err != nil || status != http.StatusUnauthorized {
 		t.Fatalf("request with a revoked token: %d, %v: %s, want 401", status, err, answer)

@@ -42,7 +42,7 @@ func TestKubeFlannelctl(t *testing.T) {
 }
 
 // TestKubeFlannelctlWatch checks that flannelctl leases --watch reports added, changed
-// and deleted leases, and continues after a restart of the API server.
+// and deleted leases, also after a restart of the API server.
 //
 //stages:rest it starts an API server
 func TestKubeFlannelctlWatch(t *testing.T) {
@@ -65,8 +65,8 @@ func TestKubeFlannelctlWatch(t *testing.T) {
 	expectLine("-", nodeName(102), "192.168.77.77", "vxlan")
 }
 
-// TestKubeFlannelctlConfig checks that flannelctl config reads the configuration of the
-// daemons: a file, or the ConfigMap that is mounted as this file in their pods.
+// TestKubeFlannelctlConfig checks that flannelctl config reads the configuration that the
+// daemons use: a file, or the ConfigMap that their pods mount as this file.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeFlannelctlConfig(t *testing.T) {
@@ -103,13 +103,14 @@ func TestKubeFlannelctlConfig(t *testing.T) {
 	expectFlannelctlFails(t, h, []string{"config", "set", file, admin}, "kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg")
 	c.followEdit(h)
 
-	// The role of the daemons does not allow this: they read the mounted file.
+	// The role of the daemons does not allow them to read ConfigMaps: they read the
+	// mounted file.
 	daemon := "--kubeconfig-file=" + c.kubeconfig(1, c.write("token", []byte(flannelToken)))
 	expectFlannelctlFails(t, h, []string{"config", "get", daemon}, "403", "configmaps")
 }
 
-// followEdit runs the commands that flannelctl.md recommends instead of config set. An
-// editor script makes the change.
+// followEdit runs the commands that flannelctl.md recommends instead of config set. A
+// script in place of an editor makes the change.
 func (c *cluster) followEdit(h *lab.Host) {
 	c.t.Helper()
 	const after = `{"Network":"10.5.1.0/29","Backend":{"Type":"vxlan"}}`

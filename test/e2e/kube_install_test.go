@@ -28,8 +28,8 @@ func newBareCluster(t *testing.T, cfg lab.Config) *cluster {
 	return c
 }
 
-// tool runs kubectl or helm as an administrator. It also fails the test if the API server
-// prints a warning.
+// tool runs kubectl or helm as an administrator and returns the output. The test fails if
+// the program fails or the output contains a warning.
 func (c *cluster) tool(name string, args ...string) string {
 	c.t.Helper()
 	path, err := filepath.Abs("../../bin/tools/" + name)
@@ -121,7 +121,7 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 	}
 }
 
-// runBlock runs the commands of a block of a page as an administrator. begins is the text
+// runBlock runs the commands of a block on a page as an administrator. begins is the text
 // with which the block begins.
 func (c *cluster) runBlock(page, begins string) {
 	c.t.Helper()
@@ -166,7 +166,7 @@ func TestPageKubernetesInstall(t *testing.T) {
 			typed(begins)
 			expectImages()
 			typed("kubectl label namespace")
-			expectReconfigured(t, c, how == "helm", func() { // only the chart replaces the pods by itself
+			expectReconfigured(t, c, how == "helm", func() { // only the chart makes Kubernetes replace the pods
 				if how == "helm" {
 					c.tool("helm", "upgrade", "flannel", filepath.Join(dir, "dist/kubernetes/chart"), "--namespace=kube-flannel",
 						"--reuse-values", "--set=flannel.backend=host-gw")
@@ -192,8 +192,9 @@ func TestPageKubernetesInstall(t *testing.T) {
 	}
 }
 
-// expectReconfigured calls change and checks that the ConfigMap contains host-gw
-// afterwards, and that the pods are replaced if and only if replaced is true.
+// expectReconfigured calls change. Afterwards the ConfigMap must contain host-gw. The
+// template of the DaemonSet must differ if and only if replaced is true: then Kubernetes
+// replaces the pods.
 func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) {
 	t.Helper()
 	get := func(what, path string) string {
@@ -211,7 +212,7 @@ func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) 
 }
 
 // flannelManifest writes the manifest of a cluster that runs flannel, and returns its path.
-// install is the command that installs the CNI configuration.
+// install is the command of the init container that installs the CNI configuration.
 func (c *cluster) flannelManifest(install ...string) string {
 	c.t.Helper()
 	text, err := os.ReadFile("testdata/existing.yaml")
@@ -221,9 +222,9 @@ func (c *cluster) flannelManifest(install ...string) string {
 	return c.write("existing.yaml", []byte(strings.Replace(string(text), "[INSTALL]", "["+strings.Join(install, ", ")+"]", 1)))
 }
 
-// requests returns the requests of the daemons to the API server, sorted and without
-// duplicates. If status is not 0, it returns only requests that were answered with that
-// status.
+// requests returns the requests of the daemons to the API server, such as "list nodes",
+// sorted and without duplicates. If status is not 0, it returns only requests that the API
+// server answered with that status.
 func (c *cluster) requests(status int) []string {
 	c.t.Helper()
 	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
@@ -260,8 +261,9 @@ func errorLines(d *lab.Daemon) []string {
 	return lines
 }
 
-// revokeVerb removes one verb from a role and waits until the API server refuses it.
-// restore adds the verb again.
+// revokeVerb removes a verb on a resource from a role, and waits until the API server
+// refuses it. restore adds the verb again, and waits until the API server allows it. role
+// is the path of the role below the API group.
 func (c *cluster) revokeVerb(role, resource, verb string) (restore func()) {
 	c.t.Helper()
 	type rule struct {
@@ -293,8 +295,8 @@ func (c *cluster) revokeVerb(role, resource, verb string) (restore func()) {
 	}
 }
 
-// expectAllowed waits until the API server allows the request, or refuses it if want is
-// false. The API server needs a moment to notice a changed role.
+// expectAllowed waits until the API server allows the daemons a verb on a resource, or
+// refuses it if want is false. The API server needs a moment to notice a changed role.
 func (c *cluster) expectAllowed(verb, resource string, want bool) {
 	c.t.Helper()
 	name, sub, _ := strings.Cut(resource, "/")
@@ -321,7 +323,7 @@ func (c *cluster) expectAllowed(verb, resource string, want bool) {
 	})
 }
 
-// addPolicy adds a NetworkPolicy.
+// addPolicy adds a NetworkPolicy in the namespace default.
 func (c *cluster) addPolicy() {
 	c.t.Helper()
 	c.do(http.MethodPost, "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies", map[string]any{
@@ -350,8 +352,8 @@ func TestKubeNetworkPolicies(t *testing.T) {
 }
 
 // TestKubeRole checks that the shipped roles allow what the daemon needs and nothing else.
-// Without one of their verbs the daemon cannot do the respective work, and it continues
-// without a restart when the verb is allowed again.
+// If one of their verbs is missing, the daemon must go on without the work that needs it.
+// When the verb is allowed again, the daemon must do this work without a restart.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeRole(t *testing.T) {
@@ -373,8 +375,8 @@ func TestKubeRole(t *testing.T) {
 	})
 	for _, tc := range []struct {
 		role, resource, verb string
-		missed               func(c *cluster) // checks what the daemon does not do without the verb
-		done                 func(c *cluster) // checks that the daemon does it with the verb
+		missed               func(c *cluster) // checks that the daemon does not do the work without the verb
+		done                 func(c *cluster) // checks that the daemon does the work with the verb
 	}{
 		{role, "nodes", "list", (*cluster).notReady, func(c *cluster) {
 			c.ready()
@@ -450,8 +452,8 @@ func (c *cluster) ready() {
 	expectReady(c.t, c.Host(1).Daemon())
 }
 
-// notReady waits until the API server has refused a request, and checks that the daemon
-// is not ready then.
+// notReady waits until the daemon on host 1 logs that a request is forbidden, and checks
+// that it is not ready then.
 func (c *cluster) notReady() {
 	c.t.Helper()
 	d := c.Host(1).Daemon()
@@ -461,8 +463,8 @@ func (c *cluster) notReady() {
 	}
 }
 
-// addHostile adds a Node that claims the subnet of host 1, and waits until the daemon
-// refuses it.
+// addHostile adds Node n, which claims the subnet of host 1, and waits until the daemon on
+// host 1 refuses it.
 func (c *cluster) addHostile(n int) {
 	c.t.Helper()
 	c.addNodeWith(n, c.peerAnnotations(n), c.podCIDRs(1)...)

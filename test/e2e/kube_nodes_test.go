@@ -19,11 +19,11 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// configure replaces the network configuration of the daemons.
+// configure replaces the network configuration file of the daemons.
 func (c *cluster) configure(config string) { c.write("net-conf.json", []byte(config)) }
 
 // TestKubeAnnotations checks that the daemon understands annotations in all forms that
-// flannel writes, on Nodes with podCIDRs in both orders, under the default prefix and
+// flannel writes: on Nodes with podCIDRs in both orders, and under the default prefix and
 // another one.
 func TestKubeAnnotations(t *testing.T) {
 	t.Parallel()
@@ -37,7 +37,7 @@ func TestKubeAnnotations(t *testing.T) {
 		}
 	}
 	vtep := func(n int) string { return fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)) }
-	c.addNode(100, notes(other, "vxlan", vtep(100), vtep(0x80+100), 100)) // IPv6 is first here and last in the next Node
+	c.addNode(100, notes(other, "vxlan", vtep(100), vtep(0x80+100), 100)) // podCIDRs: IPv6 comes first here, and second in the next Node
 	c.addNode(101, notes(other, "vxlan", fmt.Sprintf(`{"VtepMAC":%q}`, peerMAC(101)), vtep(0x80+101), 101))
 	c.addNode(102, notes(usual, "vxlan", vtep(102), vtep(0x80+102), 102))
 	c.addNode(103, notes(usual, "host-gw", "null", "null", 103))
@@ -58,7 +58,7 @@ func TestKubeAnnotations(t *testing.T) {
 			fmt.Sprintf("10.5.%d.0/24 via %s dev eth0", n, c.peerIP(n)), fmt.Sprintf("fd00:5:0:%x::/64 via fd00:77::%x dev eth0", n, n),
 		}
 	}
-	routes := func(peers ...int) (all []string) { // the routes that the host must not have
+	routes := func(peers ...int) (all []string) { // parts of the routes that the host must not have
 		for _, n := range peers {
 			all = append(all, fmt.Sprintf("10.5.%d.0/24 via", n), fmt.Sprintf("fd00:5:0:%x::/64 via", n))
 		}
@@ -105,7 +105,8 @@ func TestKubeAnnotations(t *testing.T) {
 	}
 }
 
-// each calls f with the numbers from 0 to n-1, in a few goroutines.
+// each calls f with the numbers from 0 to n-1, in eight goroutines, and waits for them. After
+// an error a goroutine ends, and the test fails when all have ended.
 func each(t *testing.T, n int, f func(int) error) {
 	t.Helper()
 	const workers = 8
@@ -128,8 +129,8 @@ func each(t *testing.T, n int, f func(int) error) {
 	}
 }
 
-// wantedEntries returns the entries on flannel.1 that the Nodes require: a route, a neighbour
-// and an FDB entry for each Node except own.
+// wantedEntries returns sorted descriptions of the entries on flannel.1 that the Nodes
+// require: a route, a neighbour and an FDB entry for each Node except own.
 func (c *cluster) wantedEntries(own string) []string {
 	c.t.Helper()
 	var list struct {
@@ -158,8 +159,8 @@ func (c *cluster) wantedEntries(own string) []string {
 	return lines
 }
 
-// kernelEntries returns the entries on flannel.1 in the kernel of the host, in the form of
-// wantedEntries.
+// kernelEntries returns the entries on flannel.1 in the kernel of the host, sorted and in the
+// form of wantedEntries.
 func (c *cluster) kernelEntries(h *lab.Host) ([]string, error) {
 	out, err := h.Exec(testContext(c.t), "sh", "-ec", `
 		ip route show | sed -nE 's/^(\S+)( nhid \S+)? via (\S+) dev flannel\.1 .*/route \1 via \3/p'
@@ -170,8 +171,8 @@ func (c *cluster) kernelEntries(h *lab.Host) ([]string, error) {
 	return lines, err
 }
 
-// TestKubeThousandNodes checks that the kernel has exactly the entries of the Nodes after
-// a thousand Nodes are replaced by others at the same time.
+// TestKubeThousandNodes replaces a thousand Nodes by a thousand others as fast as it can.
+// Afterwards the kernel must have exactly the entries of the new Nodes.
 //
 //stages:rest it creates a thousand nodes
 func TestKubeThousandNodes(t *testing.T) {
@@ -233,9 +234,9 @@ func TestKubeThousandNodes(t *testing.T) {
 	}
 }
 
-// TestKubeNodesWithOneAddress checks that a new Node is served although an old Node has
-// the same public address, and stays served when the old Node is deleted. A host that is
-// installed anew may get the address of a Node that is not deleted yet.
+// TestKubeNodesWithOneAddress checks that a new Node is served although an old Node has the
+// same public address, and is still served after the old Node is deleted. This happens when a
+// host is installed anew with the address of a Node that is not deleted yet.
 //
 //stages:rest it starts an API server
 func TestKubeNodesWithOneAddress(t *testing.T) {

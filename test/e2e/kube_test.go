@@ -45,15 +45,13 @@ func (c *cluster) expectNodeCondition(n int, want string) {
 	})
 }
 
-// peerIP returns the public address of Node n. Nodes without a host of the lab have
+// peerIP returns the public address of Node n. Nodes that are no host of the lab have
 // numbers from 100.
-
 func (c *cluster) peerIP(n int) string { return fmt.Sprintf("192.168.77.%d", n) }
 
 func peerMAC(n int) string { return fmt.Sprintf("3a:99:44:2f:e5:%02x", n) }
 
-// peerAnnotations returns the annotations of Node n as flannel writes them, recorded from
-// flannel.
+// peerAnnotations returns annotations for Node n like those that flannel was seen to write.
 func (c *cluster) peerAnnotations(n int) map[string]string {
 	return map[string]string{
 		annotation("backend-data"):                         fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)),
@@ -68,8 +66,8 @@ func (c *cluster) peerEntries(n int) []string {
 	return datapathLines(fmt.Sprintf("10.5.%d.0/24", n), c.peerIP(n), peerMAC(n))
 }
 
-// TestKubePeersAreAddedChangedAndRemoved checks that the kernel follows Nodes that are added,
-// changed, deleted and recreated, and that a Node which loses its annotations keeps its
+// TestKubePeersAreAddedChangedAndRemoved checks that the kernel follows Nodes that are
+// added, changed, deleted and recreated. A Node that loses its annotations must keep its
 // last good state.
 func TestKubePeersAreAddedChangedAndRemoved(t *testing.T) {
 	t.Parallel()
@@ -97,10 +95,10 @@ func TestKubePeersAreAddedChangedAndRemoved(t *testing.T) {
 	expectKernel(t, h, c.peerEntries(100), nil)
 }
 
-// TestKubeOlderEtcd checks that a Node that was deleted while the daemon was down has no
-// entries in the kernel as soon as the daemon is ready, and that the API is never
-// reported as unusable. Older etcds report little progress to the API server, so its
-// cache of Nodes is behind if the last write concerned another resource.
+// TestKubeOlderEtcd deletes a Node while the daemon is down. After its next start the
+// daemon must remove the entries of this Node from the kernel, and must never report that
+// the API is not usable. Older etcds report little progress to the API server. So the API
+// server's cache of Nodes is behind if the last write changed another resource.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestKubeOlderEtcd(t *testing.T) {
@@ -134,16 +132,16 @@ func TestKubeOlderEtcd(t *testing.T) {
 				if log := d.Log(); strings.Contains(log, "not usable") {
 					t.Errorf("the API was reported as not usable after node %d was deleted:\n%s", gone, log)
 				}
-				// After this write, the daemon's next state file has a revision that the
-				// cache does not reach by itself.
+				// With this write the revision in the next state file of the daemon becomes
+				// higher than that of the cache. The cache does not reach it by itself.
 				otherwise()
 			}
 		})
 	}
 }
 
-// TestKubeNodesDeletedWhileDown checks that a daemon removes the entries of a Node that
-// was deleted while the daemon was down, with its state file and without.
+// TestKubeNodesDeletedWhileDown checks that a daemon removes the entries of a Node that was
+// deleted while the daemon was down, both with its state file and without it.
 //
 //stages:rest it starts API servers
 func TestKubeNodesDeletedWhileDown(t *testing.T) {
@@ -172,7 +170,7 @@ func TestKubeNodesDeletedWhileDown(t *testing.T) {
 }
 
 // TestKubeHostilePeers checks that the daemon refuses Nodes with wrong or hostile data,
-// logs the reason, and still serves the other Nodes. It also reports the refusal in an
+// logs the reason, and still serves the other Nodes. It must also report a refusal in an
 // Event on its own Node.
 //
 //stages:rest it starts an API server
@@ -196,7 +194,7 @@ func TestKubeHostilePeers(t *testing.T) {
 	}{
 		110: {c.peerAnnotations(110), "10.5.1.0/24", "10.5.1.0/24"},                                                   // the subnet of host 1
 		111: {c.peerAnnotations(111), "10.5.100.0/24", "node100"},                                                     // the subnet of another Node
-		112: {c.peerAnnotations(112), "10.5.0.0/17", "10.5.0.0/17"},                                                   // contains many subnets
+		112: {c.peerAnnotations(112), "10.5.0.0/17", "10.5.0.0/17"},                                                   // has many subnets inside, those of other Nodes too
 		113: {c.peerAnnotations(113), "10.99.0.0/24", "10.99.0.0/24"},                                                 // outside the network
 		114: {with(114, "backend-data", fmt.Sprintf(mac, "01:00:5e:00:00:01")), "10.5.114.0/24", "01:00:5e:00:00:01"}, // multicast
 		115: {with(115, "backend-data", fmt.Sprintf(mac, peerMAC(100))), "10.5.115.0/24", peerMAC(100)},               // the MAC of another Node
@@ -232,9 +230,9 @@ func TestKubeHostilePeers(t *testing.T) {
 	})
 }
 
-// TestKubeWithoutAPIServer checks that daemons wait for an API server that is not there
-// at their first start, and that forwarding continues while it is away later, even
-// through a restart of a daemon.
+// TestKubeWithoutAPIServer checks that daemons wait for an API server that is not there at
+// their first start. If it is away later, forwarding must continue, even when a daemon
+// restarts.
 func TestKubeWithoutAPIServer(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -253,7 +251,8 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 	}
 	flows := startFlows(t, c.Lab, 200)
 
-	// While the API server is away again, forwarding continues, also through a restart.
+	// While the API server is away again, forwarding continues, also during a restart of a
+	// daemon.
 	c.kill()
 	h := c.Host(1)
 	pause(t, 2*time.Second)
@@ -319,9 +318,10 @@ func TestKubeWipedServer(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// TestKubeOwnNode checks that the daemon waits for the podCIDR of its Node, repairs its
-// annotations and the condition NetworkUnavailable, keeps its MAC through the annotation,
-// and ends if the Node gets another podCIDR.
+// TestKubeOwnNode checks that the daemon waits for the podCIDR of its Node, and restores
+// the Node's annotations and its condition NetworkUnavailable. If the device and the state
+// file are lost, the daemon must take its MAC from the annotation. It must end if the Node
+// gets another podCIDR.
 //
 //stages:rest it starts an API server of its own; TestKubeAnnotations shows what a node says of itself
 func TestKubeOwnNode(t *testing.T) {
@@ -354,7 +354,7 @@ func TestKubeOwnNode(t *testing.T) {
 		}
 		return nil
 	})
-	// Only the annotation still contains the MAC after this.
+	// From here on only the annotation still contains the MAC.
 	if _, err := d.Stop(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
@@ -413,8 +413,9 @@ func TestKubeConditionIsNotChanged(t *testing.T) {
 	c.expectNodeCondition(1, "")
 }
 
-// TestKubeNodePublicIP checks that the daemon publishes the public address that the
-// administrator sets in an annotation, and can start with it from the last known state.
+// TestKubeNodePublicIP checks that the daemon publishes the public address that an
+// administrator has set in an annotation, and that this address does not prevent a start
+// from the last known state.
 //
 //stages:rest it starts an API server
 func TestKubeNodePublicIP(t *testing.T) {
@@ -434,8 +435,8 @@ func TestKubeNodePublicIP(t *testing.T) {
 }
 
 // TestKubeAddressChanges checks that the daemon publishes a new address of its host and
-// follows Nodes afterwards. It must connect to the API server again, because a connection
-// from the old address stays silent until a long timeout.
+// follows Nodes afterwards. For this it must connect to the API server again: a connection
+// from the old address gets no answer until a long timeout.
 //
 //stages:rest it starts an API server
 func TestKubeAddressChanges(t *testing.T) {

@@ -49,7 +49,7 @@ func removeKey(t *testing.T, c *clientv3.Client, key string) {
 	}
 }
 
-// lease is a lease in the store.
+// lease is a lease in the store. The fields after Value are keys of Value.
 type lease struct {
 	Key         string
 	Value       string
@@ -65,7 +65,8 @@ func (l lease) subnet() string {
 	return strings.ReplaceAll(first, "-", "/")
 }
 
-// leases returns all leases whose values are valid JSON.
+// leases returns the leases in the order of their keys. It leaves out values that are not JSON or do not fit into
+// lease, such as BackendData that is not an object.
 func leases(t *testing.T, l *lab.Lab) []lease {
 	t.Helper()
 	all, err := l.Leases(testContext(t))
@@ -82,7 +83,7 @@ func leases(t *testing.T, l *lab.Lab) []lease {
 	return ls
 }
 
-// leaseOf returns the lease with the host's IPv4 address.
+// leaseOf returns the lease with the host's IPv4 address, or fails the test if there is none.
 func leaseOf(t *testing.T, l *lab.Lab, h *lab.Host) lease {
 	t.Helper()
 	ls := leases(t, l)
@@ -93,20 +94,21 @@ func leaseOf(t *testing.T, l *lab.Lab, h *lab.Host) lease {
 	return ls[i]
 }
 
-// vxlanLease returns a lease's value as a daemon with the backend vxlan and the address ip
-// writes it.
+// vxlanLease returns the value of a lease as a daemon with the backend vxlan, the public address ip and
+// this MAC writes it.
 func vxlanLease(ip, mac string) string {
 	return fmt.Sprintf(`{"PublicIP":%q,"PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":%q}}`, ip, mac)
 }
 
-// vxlanKernelState returns the vxlan data path of a host as ip(8) and bridge(8) print it.
+// vxlanKernelState returns the routes, neighbours and FDB entries of a host as ip(8) and bridge(8)
+// print them.
 func vxlanKernelState(ctx context.Context, h *lab.Host) (string, error) {
 	out, err := h.Exec(ctx, "sh", "-c", "ip route show; ip -6 route show; ip neigh show; bridge fdb show")
 	return string(out), err
 }
 
-// expectKernel waits until the host's kernel contains all lines in have and no line in
-// lack. Each is a part of a line.
+// expectKernel waits until vxlanKernelState contains all texts in have and no text in lack. Each text
+// is a part of a line.
 func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
 	t.Helper()
 	eventually(t, "kernel of "+h.Name(), func() error {
@@ -128,7 +130,8 @@ func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
 	})
 }
 
-// datapathLines returns parts of the lines that show the data path to a peer.
+// datapathLines returns a part of each line of vxlanKernelState about a peer: of its route, its neighbour and
+// its FDB entry.
 func datapathLines(subnet, ip, mac string) []string {
 	vtep := netip.MustParsePrefix(subnet).Addr()
 	return []string{
@@ -138,8 +141,8 @@ func datapathLines(subnet, ip, mac string) []string {
 	}
 }
 
-// TestFiftyDaemonsGetFiftySubnets checks that each of fifty daemons that start at the
-// same time gets one lease.
+// TestFiftyDaemonsGetFiftySubnets starts fifty daemons at the same time. Each must get exactly one
+// lease.
 func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 50}, `{"Type":"alloc"}`)
 	if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{}); err != nil {
@@ -157,8 +160,8 @@ func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	}
 }
 
-// TestPoolThatIsTooSmall checks that hosts for which no subnet is left log that once and
-// are not ready, and that one of them gets a subnet as soon as a lease is deleted.
+// TestPoolThatIsTooSmall checks hosts for which no subnet is left. They must log that once and not be
+// ready. As soon as a lease is deleted, one of them must get its subnet.
 //
 //stages:rest TestRestartIntoAFullNetwork has a pool without a free subnet
 func TestPoolThatIsTooSmall(t *testing.T) {
@@ -174,8 +177,7 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// ready returns the hosts that have a subnet, and those that have logged that none
-	// is left.
+	// ready returns the hosts that are ready, and the others that have logged that no subnet is left.
 	ready := func() (with, without []*lab.Host) {
 		for _, h := range l.Hosts() {
 			if status, _, err := h.Daemon().Get(ctx, "/readyz"); err == nil && status == 200 {
@@ -214,8 +216,8 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 	})
 }
 
-// TestNetworkIsWidenedWhileHostsWait checks that hosts for which no subnet was left use a
-// new configuration as soon as it has subnets for them, including its other keys.
+// TestNetworkIsWidenedWhileHostsWait checks hosts for which no subnet was left. They must use a new
+// configuration as soon as it has subnets for them, with all of its keys.
 func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
@@ -290,8 +292,8 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 	}
 }
 
-// takeSubnets gives all three subnets of a /22 network to other hosts. begin is the first two bytes
-// of the network, such as "10.5". takeSubnets returns the keys of the leases.
+// takeSubnets gives all three subnets of a /22 network to other hosts and returns the keys of their
+// leases. begin is the first two bytes of the network, such as "10.5".
 func takeSubnets(t *testing.T, c *clientv3.Client, begin string) (keys []string) {
 	t.Helper()
 	for i := 1; i <= 3; i++ {
@@ -301,9 +303,9 @@ func takeSubnets(t *testing.T, c *clientv3.Client, begin string) (keys []string)
 	return keys
 }
 
-// TestRestartIntoAFullNetwork restarts a host while the store has another Network, in which no subnet is
-// free. The host must go on with the former configuration without losing a packet, give the reason, and
-// use the first subnet that becomes free.
+// TestRestartIntoAFullNetwork restarts a host while the store has another Network, in which no subnet
+// is free. The host must go on with the former configuration without losing a packet, and give the
+// reason. All hosts must use the new Network when subnets become free.
 func TestRestartIntoAFullNetwork(t *testing.T) {
 	t.Parallel()
 	config := func(begin string) json.RawMessage {
@@ -360,9 +362,9 @@ func TestRestartIntoAFullNetwork(t *testing.T) {
 	}
 }
 
-// TestRestartKeepsTheSubnet checks that a restarted host gets its subnet again by its
-// public IP, by its subnet file or by its state file, even if the other sources are gone,
-// but not if the subnet belongs to another host by then.
+// TestRestartKeepsTheSubnet checks that a restarted host gets its subnet again from any of three
+// sources alone: the lease with its public IP, its subnet file, or its state file. It must not get the
+// subnet if that belongs to another host by then.
 func TestRestartKeepsTheSubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -408,9 +410,9 @@ func TestRestartKeepsTheSubnet(t *testing.T) {
 	}
 }
 
-// TestStaleEntriesAreRemovedForeignOnesStay checks that a restarted daemon removes the entries
-// of peers that are gone and other entries on its device in its network, but no routes of
-// other programs.
+// TestStaleEntriesAreRemovedForeignOnesStay checks that a restarted daemon removes the entries of peers
+// that are gone, and other entries in the network on its device. Routes of other programs must stay:
+// those on its device to other networks, and those on other devices.
 func TestStaleEntriesAreRemovedForeignOnesStay(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -443,8 +445,8 @@ func TestStaleEntriesAreRemovedForeignOnesStay(t *testing.T) {
 		[]string{gone, "10.5.200.0", "10.5.222.0", "02:00:00:00:00:cc"})
 }
 
-// TestChangedPeerIsReplaced checks that the entries of a peer are replaced
-// completely when its MAC, its address or both change.
+// TestChangedPeerIsReplaced checks that the entries of a peer are replaced when its MAC, its address or
+// both change, and removed with its lease. No entry may have a former MAC.
 func TestChangedPeerIsReplaced(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -465,8 +467,8 @@ func TestChangedPeerIsReplaced(t *testing.T) {
 	expectKernel(t, h, nil, []string{"10.5.200.0", "02:00:00:00:00:cc"})
 }
 
-// TestGarbageInTheStore checks that invalid keys and values among the leases cost one log
-// line each, and have no effect on valid leases.
+// TestGarbageInTheStore checks that each invalid key or value among the leases causes one line in the
+// log, and that valid leases are still served.
 func TestGarbageInTheStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -474,7 +476,7 @@ func TestGarbageInTheStore(t *testing.T) {
 	c, h := etcdClient(t, l), l.Host(1)
 	d := h.Daemon()
 	own, ofHost2 := leaseOf(t, l, h).subnet(), leaseOf(t, l, l.Host(2)).subnet()
-	// log is a part of the log line about the key.
+	// log is a text that exactly one line of the log must contain.
 	garbage := map[string]struct{ value, log string }{
 		"garbage":         {"x", "garbage"},
 		"10.5.210.0-24":   {"{", "10.5.210.0-24"},
@@ -511,7 +513,7 @@ func TestGarbageInTheStore(t *testing.T) {
 	if !strings.Contains(fmt.Sprint(h.Routes(t.Context())), ofHost2) {
 		t.Errorf("the route to the other host's %s is gone", ofHost2)
 	}
-	// One of the leases above has the address of host 1. All hosts keep their own leases.
+	// One of the leases above has the address of host 1. Still the hosts must keep their own leases.
 	if now := statusOf(t, h).Lease.Subnets[0].String(); now != own {
 		t.Errorf("host1 has %s, had %s", now, own)
 	}

@@ -25,12 +25,12 @@ import (
 )
 
 // stopTime is the longest time from the signal to the end of the process. The daemon itself takes
-// at most 2 s. A kernel that is busy with the namespaces of other tests takes seconds more to
+// at most 2 s. If the kernel is busy with the namespaces of other tests, it takes seconds more to
 // close the sockets of the process.
 const stopTime = 6 * time.Second
 
-// expectStop asks the daemon to stop, and fails the test unless it exits within stopTime
-// with code 0.
+// expectStop asks the daemon to stop. If the daemon does not exit within stopTime with code 0,
+// the test fails and expectStop kills the daemon.
 func expectStop(t *testing.T, d *lab.Daemon) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(testContext(t), stopTime)
@@ -41,8 +41,9 @@ func expectStop(t *testing.T, d *lab.Daemon) {
 	}
 }
 
-// datapath returns the wanted lines that the host's kernel contains, and the number of
-// the vxlan device. A device that was created again would have another number.
+// datapath returns those of the texts in wanted that vxlanKernelState contains. If flannel.1
+// exists, datapath appends a text with the number of the device, which would differ if the device
+// was created again.
 func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 	t.Helper()
 	state, err := vxlanKernelState(testContext(t), h)
@@ -57,8 +58,8 @@ func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 	return have
 }
 
-// TestStopAtAnyMoment stops daemons at ever later moments of their start, and checks that
-// a stop never removes entries that are already in the kernel.
+// TestStopAtAnyMoment stops daemons, each a bit later after its start than the one before. A stop
+// must never remove entries that are already in the kernel.
 //
 //stages:rest it stops a daemon at many moments
 func TestStopAtAnyMoment(t *testing.T) {
@@ -94,8 +95,8 @@ func TestStopAtAnyMoment(t *testing.T) {
 	}
 }
 
-// TestStopWhileTheStoreHangs checks that daemons stop in time although their store does
-// not answer or is not there.
+// TestStopWhileTheStoreHangs checks that daemons stop in time although their store does not
+// answer, or is not there.
 func TestStopWhileTheStoreHangs(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -118,7 +119,7 @@ func TestStopWhileTheStoreHangs(t *testing.T) {
 	expectStop(t, d)
 }
 
-// supervisor receives the notifications of a host's daemons in place of systemd.
+// supervisor receives the notifications of a host's daemons in the place of systemd.
 type supervisor struct {
 	conn *net.UnixConn
 	path string
@@ -140,8 +141,8 @@ func newSupervisor(t *testing.T, h *lab.Host, socket string) supervisor {
 
 func (s supervisor) env(more ...string) []string { return append(more, "NOTIFY_SOCKET="+s.path) }
 
-// next returns the next notification of the daemon, or an empty string if there is none
-// within wait.
+// next returns the next notification, such as READY=1, or an empty string if there is none within
+// wait.
 func (s supervisor) next(t *testing.T, wait time.Duration) string {
 	t.Helper()
 	if err := s.conn.SetReadDeadline(time.Now().Add(wait)); err != nil {
@@ -162,8 +163,9 @@ func (s supervisor) expect(t *testing.T, want string) {
 	}
 }
 
-// TestStopRightAfterReady checks that a daemon which is stopped right after READY=1 has
-// programmed the kernel and written its subnet file: READY=1 must not come too early.
+// TestStopRightAfterReady stops daemons right after READY=1, or a few milliseconds later. By then
+// they must have written their routes and entries to the kernel, and their subnet file: READY=1
+// must not come too early.
 //
 //stages:rest it stops a daemon again and again
 func TestStopRightAfterReady(t *testing.T) {
@@ -189,8 +191,9 @@ func TestStopRightAfterReady(t *testing.T) {
 	}
 }
 
-// TestWatchdog checks that the daemon sends WATCHDOG=1 well within the interval of the watchdog. On a busy
-// machine single notifications are late, so the test examines the median.
+// TestWatchdog checks that the median pause between two WATCHDOG=1 is at most three quarters of
+// the watchdog's interval. On a busy machine single notifications are late, so the test does not
+// check each pause.
 func TestWatchdog(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -198,7 +201,7 @@ func TestWatchdog(t *testing.T) {
 	const interval = 400 * time.Millisecond
 	d := start(t, l.Host(1), lab.FlanneldOptions{Env: s.env(fmt.Sprintf("WATCHDOG_USEC=%d", interval.Microseconds()))})
 	notified := map[string]int{}
-	var pauses []time.Duration // before each WATCHDOG=1; the first one contains the start
+	var pauses []time.Duration // before each WATCHDOG=1; the first pause includes the start
 	last := time.Now()
 	for deadline := last.Add(patience); (notified["READY=1"] == 0 || len(pauses) < 9) && time.Now().Before(deadline); {
 		n := s.next(t, patience)
@@ -215,16 +218,16 @@ func TestWatchdog(t *testing.T) {
 	expectStop(t, d)
 }
 
-// TestMainLoopHangs checks that /healthz reports a main loop that makes no
-// progress, so that a liveness probe can restart the daemon. The loop blocks because the
-// supervisor does not read its socket.
+// TestMainLoopHangs checks that /healthz reports a main loop that makes no progress, so that a
+// liveness probe can restart the daemon. The main loop blocks because the supervisor never reads
+// from its socket.
 //
 //stages:rest it waits for the watchdog
 func TestMainLoopHangs(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	deaf := newSupervisor(t, l.Host(1), "notify")
-	const most = time.Minute + 2*time.Second // with this resync, a main loop counts as healthy for so long without a round
+	const most = time.Minute + 2*time.Second // with this resync, the main loop counts as healthy for this time after its last round
 	begin := time.Now()
 	d := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--resync=1s"}, Env: deaf.env("WATCHDOG_USEC=2000")})
 	within(t, most+patience, "/healthz", func() error {
@@ -240,9 +243,9 @@ func TestMainLoopHangs(t *testing.T) {
 	d.Kill()
 }
 
-// TestSecondSignalKills checks that a daemon stops in time although one of its goroutines
-// blocks, and that a second signal kills it at once. The goroutine blocks because the
-// supervisor does not read its socket, whose queue fills up.
+// TestSecondSignalKills checks that a daemon stops in time although one of its goroutines blocks,
+// and that a second signal kills it at once. The goroutine blocks because the supervisor never
+// reads from its socket, whose queue is full.
 func TestSecondSignalKills(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -304,8 +307,8 @@ func testRestartsUnderTraffic(t *testing.T, backend string) {
 	expectMatrix(t, l)
 }
 
-// TestRefusesToRun checks that a daemon with invalid settings exits with one line that
-// names the setting, and changes nothing on its host.
+// TestRefusesToRun checks that a daemon with invalid settings exits with one line that names the
+// setting, and leaves neither a device nor a subnet file.
 func TestRefusesToRun(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"carrier-pigeon"}`)
@@ -339,8 +342,8 @@ func TestRefusesToRun(t *testing.T) {
 	}
 }
 
-// TestHelpAndVersion checks that the flags for help and version print to stderr, as flannel
-// does.
+// TestHelpAndVersion checks that the flags for help and version print to stderr and not to
+// stdout, as flannel does.
 func TestHelpAndVersion(t *testing.T) {
 	t.Parallel()
 	for arg, want := range map[string]string{
@@ -373,7 +376,7 @@ func TestStdoutIsEmpty(t *testing.T) {
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started, done := make(chan struct{}), make(chan error, 1)
-	go func() { // the kernel sends Pdeathsig when the thread that started the process ends, so this thread must wait
+	go func() { // this thread must wait: when the thread that started the process ends, the kernel sends Pdeathsig to the process
 		done <- h.Do(ctx, func() error {
 			err := cmd.Start()
 			close(started)

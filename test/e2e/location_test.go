@@ -18,29 +18,30 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// way counts the frames that one host has sent to another.
+// way contains the numbers of frames that one host has sent to another. A frame with a marker in vxlan
+// counts in clear and in vxlan.
 type way struct {
-	clear     int // frames with a marker in clear text, in vxlan or without a tunnel
+	clear     int // frames with a marker in clear text, with or without vxlan
 	vxlan     int // frames of vxlan
 	encrypted int // frames of WireGuard that carry a packet
 }
 
-// locationBed is a lab whose hosts have locations. It counts the frames that they send to each other.
+// locationBed is a lab whose hosts have locations. It counts the frames that its hosts send to each other.
 type locationBed struct {
 	*lab.Lab
 	t      *testing.T
-	inside string // type of the backend inside of locations
+	inside string // type of the backend inside of a location
 
 	drained []func() error // results of captureFrames, in the order of the hosts
 
-	markers map[[2]string]func() // functions that end the markers, by the names of the sending and the receiving pod
+	markers map[[2]string]func() // functions that stop the markers, by the names of the sending and the receiving pod
 
 	mu   sync.Mutex
 	ways map[[2]int]way // by the numbers of the sending and the receiving host, from 1
 }
 
-// newLocationBed builds a lab in which pods will send markers to each other. inside is the type of the
-// backend inside of locations. The capture of all frames begins before the first daemon starts.
+// newLocationBed builds a lab of hosts without daemons and without pods. inside is the type of the backend
+// inside of a location. The captures of all frames begin before the first daemon starts.
 func newLocationBed(t *testing.T, inside string, hosts int) *locationBed {
 	t.Helper()
 	b := &locationBed{t: t, inside: inside, ways: map[[2]int]way{}, markers: map[[2]string]func(){}}
@@ -64,7 +65,7 @@ func newLocationBed(t *testing.T, inside string, hosts int) *locationBed {
 				return
 			}
 			to, ok := numbers[[6]byte(frame)]
-			if !ok { // broadcast, or the router
+			if !ok { // the frame goes to all hosts, or to the router
 				return
 			}
 			b.mu.Lock()
@@ -103,14 +104,15 @@ func (w *way) add(frame []byte) {
 	}
 }
 
-// sent returns the counts so far, by the numbers of the sending and the receiving host.
+// sent returns a copy of the counts so far, by the numbers of the sending and the receiving host.
 func (b *locationBed) sent() map[[2]int]way {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return maps.Clone(b.ways)
 }
 
-// start starts the daemon of host n with a location, or without one if location is empty.
+// start starts the daemon of host n and waits until it is ready. If location is empty, the daemon gets no
+// location.
 func (b *locationBed) start(n int, location string) *lab.Daemon {
 	b.t.Helper()
 	var o lab.FlanneldOptions
@@ -132,16 +134,18 @@ func (b *locationBed) sendMarkers() {
 	}
 }
 
-// stopMarkers ends the markers between the pods of hosts n and m, in both directions.
+// stopMarkers stops the markers between the pods of hosts n and m, in both directions. sendMarkers must
+// have been called.
 func (b *locationBed) stopMarkers(n, m int) {
 	p, q := b.Pods()[n-1].Name(), b.Pods()[m-1].Name()
 	b.markers[[2]string{p, q}]()
 	b.markers[[2]string{q, p}]()
 }
 
-// expectLocations waits until all hosts report the given locations, which are in the order of the hosts and
-// may be empty. Then it waits until packets have passed between all hosts: between hosts of one location by
-// the backend inside, and otherwise encrypted. It fails the test if a frame goes the wrong way.
+// expectLocations waits until all hosts report their locations, which are given in the order of the hosts.
+// An empty one means no location. Then it waits until frames have passed between all hosts: in clear text
+// by the backend inside if both hosts have the same location, and otherwise encrypted. It fails the test if
+// a frame goes another way.
 func (b *locationBed) expectLocations(locations ...string) {
 	t := b.t
 	t.Helper()
@@ -197,9 +201,9 @@ func (b *locationBed) expectLocations(locations ...string) {
 	})
 }
 
-// testLocations checks a lab with two hosts at each of two locations. Host 2 restarts at the other location
-// while packets flow between it and host 1 of its former location. No packet may be lost. Then host 4
-// restarts without a location.
+// testLocations checks a lab with two hosts at each of two locations. While packets flow between hosts 1
+// and 2, host 2 restarts at the other location. No packet may be lost. Then host 4 restarts without a
+// location.
 func testLocations(t *testing.T, inside string) {
 	t.Helper()
 	b := newLocationBed(t, inside, 4)
@@ -224,9 +228,10 @@ func testLocations(t *testing.T, inside string) {
 	}
 	t.Log(expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peers by "+inside+", to 2 by wireguard"))
 
-	// WireGuard in user space carries nothing while its daemon restarts, so the flows are only between the
-	// two hosts that had the same location. The flows are slow, and the markers between these hosts stop,
-	// because at most 128 packets wait for a handshake.
+	// WireGuard in user space carries nothing while its daemon restarts, so only hosts 1 and 2 have flows:
+	// they send without WireGuard until host 2 has restarted. After that, up to 128 packets wait for the
+	// first handshake. So that no more have to wait, the flows are slow and the markers between the two
+	// stop.
 	b.stopMarkers(1, 2)
 	var flows []flow
 	for _, pair := range [][2]int{{0, 1}, {1, 0}} {
@@ -268,7 +273,8 @@ func TestLocationsHostGW(t *testing.T) {
 }
 
 // TestLocationRefused checks that a host with a location does not start if the configuration has no
-// SameLocation. If SameLocation is removed later, a running host must keep its former configuration.
+// SameLocation. If SameLocation is removed while a host with a location runs, the host must reject the
+// change and go on.
 func TestLocationRefused(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
@@ -287,7 +293,7 @@ func TestLocationRefused(t *testing.T) {
 }
 
 // TestLocationMigration migrates from vxlan to wireguard with locations, and back. No packet may be lost
-// until all hosts send by wireguard.
+// until all hosts send by wireguard; later the test does not count packets.
 //
 //stages:rest TestLocationsVXLAN changes the way of packets, and other tests migrate
 func TestLocationMigration(t *testing.T) {
@@ -320,7 +326,7 @@ func TestLocationMigration(t *testing.T) {
 	if err != nil || strings.Contains(out, "in clear text") {
 		t.Errorf("packets to host2 leave host1 in clear text, but flannelctl prints %v\n%s", err, out)
 	}
-	expectNothingLost(t, flows) // later, WireGuard in user space carries nothing while its daemon restarts
+	expectNothingLost(t, flows) // later packets may be lost, because WireGuard in user space carries nothing while its daemon restarts
 	migrate(t, l, located, "")
 	restart("east", "east", "west")
 	expectMatrix(t, l)
@@ -342,7 +348,7 @@ func TestLocationMigration(t *testing.T) {
 }
 
 // TestKubeLocationLabel checks that hosts take their locations from a label of their Nodes. A host that
-// restarts while the API is unavailable must keep its location.
+// restarts while the API server is down must keep its location.
 //
 //stages:rest TestLocation in subnet/kube reads the label, and TestLocationsVXLAN uses locations
 func TestKubeLocationLabel(t *testing.T) {

@@ -24,7 +24,8 @@ import (
 
 func milliseconds(n int) time.Duration { return time.Duration(n) * time.Millisecond }
 
-// expectLeases waits until the store contains exactly the leases with these keys.
+// expectLeases waits until the store contains leases with exactly these keys, in this
+// order.
 func expectLeases(t *testing.T, l *lab.Lab, want []string) {
 	t.Helper()
 	eventually(t, "leases", func() error {
@@ -44,9 +45,8 @@ func keys(t *testing.T, l *lab.Lab) []string {
 	return ks
 }
 
-// TestStoreOutageLongerThanALease checks that no packet is lost although all leases
-// expire at the same time while the store is away, and that every host has its subnet
-// again afterwards.
+// TestStoreOutageLongerThanALease checks two outages that are so long that all leases
+// expire. No packet may be lost, and afterwards every host must have its subnet again.
 //
 //stages:rest it waits for several lease times
 func TestStoreOutageLongerThanALease(t *testing.T) {
@@ -80,8 +80,9 @@ func TestStoreOutageLongerThanALease(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStoreWiped checks that no packet is lost and every host keeps its subnet if the
-// store loses all data, even a host whose daemon is down at this time.
+// TestStoreWiped checks that no packet is lost and every host keeps its subnet if the store
+// loses all data. One host is down when this happens, and starts before the store has a
+// configuration again.
 func TestStoreWiped(t *testing.T) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(dual, json.RawMessage(`{"Type":"vxlan"}`))
@@ -119,8 +120,9 @@ func TestStoreWiped(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStoreRestoredFromBackup checks that no packet is lost if the store returns to an
-// old state, in which one host has no lease and a peer has another subnet.
+// TestStoreRestoredFromBackup checks that no packet is lost if the store returns to an old
+// state. In this state one host has no lease, and another peer has a former lease instead
+// of its present one.
 func TestStoreRestoredFromBackup(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
@@ -167,15 +169,15 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 	expectLog(t, l.Host(3).Daemon(), "own lease was gone, taken again")
 	for _, h := range l.Hosts() {
 		expectLog(t, h.Daemon(), "the store has forgotten peers")
-		// Hosts keep peers that the backup does not contain, and serve those that it
-		// contains.
+		// Hosts keep a peer whose lease is not in the backup, and also serve one whose
+		// lease is only in the backup.
 		expectKernel(t, h, slices.Concat(datapathLines("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"),
 			datapathLines("10.5.200.0/24", "192.168.77.200", "02:00:00:00:00:aa")), nil)
 		if now := leaseOf(t, l, h).Key; now != own[h] {
 			t.Errorf("%s has the lease %s, want %s as before", h.Name(), now, own[h])
 		}
 	}
-	// The held peer is dropped when another node has its subnet.
+	// The held peer is dropped when another host gets its subnet.
 	putKey(t, c, subnets+"10.5.201.0-24", vxlanLease("192.168.77.202", "02:00:00:00:00:cc"))
 	for _, h := range l.Hosts() {
 		expectKernel(t, h, datapathLines("10.5.201.0/24", "192.168.77.202", "02:00:00:00:00:cc"), []string{"02:00:00:00:00:bb"})
@@ -185,7 +187,7 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 }
 
 // TestOwnLeaseDeleted checks that a daemon takes its lease again, with the same key and
-// value, if the lease is deleted or expires.
+// value, after the lease was deleted or has expired.
 func TestOwnLeaseDeleted(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -221,14 +223,13 @@ func TestOwnLeaseDeleted(t *testing.T) {
 	}
 }
 
-// rebootTime is the longest time that a host may be without its subnet file and the
-// entries of its peers after the daemon starts. It is less than the five seconds for which
-// the daemon waits for an answer of its store, and several times what a busy machine needs.
+// rebootTime is the time after the start of the daemon in which a booted host must have its
+// subnet file and the entries of its peers. It is less than the five seconds for which the
+// daemon waits for an answer of its store, and several times what a busy machine needs.
 const rebootTime = 4500 * time.Millisecond
 
-// TestLastKnownLeaseExpires checks that a host which starts without its store uses the
-// last known state until the lease expires, counted from its last renewal, and not
-// longer.
+// TestLastKnownLeaseExpires checks a host that starts without its store. It must use the
+// last known state until its lease expires, counted from the last renewal, and not longer.
 //
 //stages:rest it waits for several lease times
 func TestLastKnownLeaseExpires(t *testing.T) {
@@ -252,12 +253,12 @@ func TestLastKnownLeaseExpires(t *testing.T) {
 	expectLog(t, d, goesOn)
 	expectStop(t, d)
 
-	pause(t, time.Until(last)+ttl/3) // the lease may have been renewed since last was read
+	pause(t, time.Until(last)+ttl/3) // the lease may have been renewed once more after the test has read last
 	if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {
 		t.Fatal(err)
 	}
 	d = start(t, h, o)
-	expectLog(t, d, "is not usable") // logged after the daemon has dealt with the last known state
+	expectLog(t, d, "is not usable") // the daemon logs this after it has decided about the last known state
 	pause(t, time.Second)
 	if _, err := os.Stat(h.Path(lab.SubnetFile)); err == nil || len(linesWith(d, goesOn)) > 0 {
 		t.Errorf("the daemon uses an expired lease: %q, %v", linesWith(d, goesOn), err)
@@ -271,9 +272,9 @@ func TestLastKnownLeaseExpires(t *testing.T) {
 	}
 }
 
-// TestRebootDuringStoreOutage checks that a host which boots while the store does not
-// answer gets its subnet file and all kernel entries from its disk within rebootTime. A
-// boot empties the kernel and /run.
+// TestRebootDuringStoreOutage checks a host that boots while the store does not answer.
+// Within rebootTime it must get its subnet file and all kernel entries from its disk. The
+// test deletes the devices and /run/flannel, as a boot does.
 func TestRebootDuringStoreOutage(t *testing.T) {
 	t.Parallel()
 	for name, away := range map[string]func(*lab.Etcd) error{
@@ -325,9 +326,9 @@ func TestRebootDuringStoreOutage(t *testing.T) {
 	}
 }
 
-// TestRebootBeforeTheAddresses checks that a host which boots while the store is away
-// uses the last known state although its interface gets its addresses after the daemon
-// has started, one after the other.
+// TestRebootBeforeTheAddresses checks a host that boots while the store is away, and whose
+// interface gets its addresses one after the other, after the daemon has started. The
+// daemon must still use the last known state.
 //
 //stages:rest TestRebootDuringStoreOutage reboots, and TestInterfaceWithoutAddress waits for an address
 func TestRebootBeforeTheAddresses(t *testing.T) {
@@ -359,8 +360,9 @@ func TestRebootBeforeTheAddresses(t *testing.T) {
 	expectReady(t, d)
 }
 
-// TestClonedDisk checks that a host with a copy of another host's disk ignores the peers
-// in the copied state. The state is of another node, and here also of another store.
+// TestClonedDisk checks a host with a copy of another host's state directory. It must not
+// use the peers in the copied state, because the state belongs to another host. Here it
+// also belongs to another store.
 func TestClonedDisk(t *testing.T) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(v4, json.RawMessage(`{"Type":"vxlan"}`))
@@ -401,8 +403,9 @@ func TestClonedDisk(t *testing.T) {
 	expectOnce(t, d, `"the last known state cannot be used yet" err="it is of a host with [192.168.77.1], this one has [192.168.77.3]"`)
 }
 
-// vxlanObjects returns everything about vxlan devices that the host's kernel
-// contains, sorted.
+// vxlanObjects returns the devices of flannel's in the host's kernel, with their addresses,
+// routes, neighbours and FDB entries, as sorted lines. It omits the numbers of devices and
+// link-local addresses.
 func vxlanObjects(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(testContext(t), "sh", "-c", `{ ip -o link show type vxlan | sed 's/^[0-9]*//; s/ qlen.*//'
@@ -414,8 +417,8 @@ func vxlanObjects(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// fillDisk mounts a small file system on a directory of the host and fills it. room removes
-// the file that fills it.
+// fillDisk mounts a file system of 64 kB on a directory of the host and fills it. room
+// deletes the file that fills it.
 func fillDisk(t *testing.T, h *lab.Host, dir string) (room func()) {
 	t.Helper()
 	filler := filepath.Join(dir, "filler")
@@ -443,7 +446,8 @@ func fillDisk(t *testing.T, h *lab.Host, dir string) (room func()) {
 }
 
 // TestFullDisk checks that a daemon works although it cannot save its state, and is not
-// ready if it cannot write its subnet file. It writes both as soon as the disk has room.
+// ready if it cannot write its subnet file. As soon as the disk has room, it must write
+// them.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
@@ -485,9 +489,9 @@ func TestFullDisk(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStateFile checks that the state file contains the peers. The daemon writes it when
-// something has changed, not in every round, and writes it again if another program has
-// removed or truncated it.
+// TestStateFile checks that the state file contains the peers. The daemon must write it
+// when something has changed, and when another program has removed or truncated it, but not
+// in every round.
 func TestStateFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -520,7 +524,7 @@ func TestStateFile(t *testing.T) {
 	expectQuiet := func() {
 		t.Helper()
 		expectWritten("a state file with the peer")
-		for range 2 { // a change right after the last write may still be written
+		for range 2 { // twice, because a change just before may be written in the first pause
 			before := written
 			pause(t, 4*time.Second)
 			expectWritten("a state file with the peer")
@@ -545,8 +549,9 @@ func TestStateFile(t *testing.T) {
 	expectQuiet()
 }
 
-// TestReadOnlyStateDirectory checks that a daemon which cannot write its state logs that
-// once and works without it. It still reports the renewal of its lease.
+// TestReadOnlyStateDirectory checks that a daemon that cannot write its state logs that
+// once and works without it. Its status and metrics must still show the renewals of its
+// lease. No packet may be lost when it restarts.
 func TestReadOnlyStateDirectory(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -574,11 +579,11 @@ func TestReadOnlyStateDirectory(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// second contains the arguments of a second daemon on a host, for another network.
+// second contains the arguments of a second daemon on a host, which serves another network.
 var second = []string{"--etcd-prefix=/second/network", "--subnet-file=/run/second/subnet.env", "--healthz-port=0"}
 
-// TestTwoNetworksOnOneHost checks that two daemons on each host, for different networks,
-// do not disturb each other, also when they restart.
+// TestTwoNetworksOnOneHost checks that two daemons on each host, for different networks, do
+// not disturb each other, even when they restart.
 func TestTwoNetworksOnOneHost(t *testing.T) {
 	t.Parallel()
 	for name, backend := range map[string]string{"vxlan": `{"Type":"vxlan","VNI":2}`, "host-gw": `{"Type":"host-gw"}`} {
@@ -617,7 +622,7 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 				}
 			}
 			both()
-			// Each daemon restarts and finds the other's entries.
+			// When one daemon restarts, it finds the entries of the other one.
 			for i, h := range l.Hosts() {
 				seconds[i].Kill()
 				seconds[i] = start(t, h, lab.FlanneldOptions{Args: second})
@@ -645,9 +650,9 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 	}
 }
 
-// TestTwoDaemonsOnOneDevice checks that a second daemon exits if the first one uses its
-// device, because each would replace the other's settings. The second daemon must start
-// after the first one has changed to another device.
+// TestTwoDaemonsOnOneDevice checks that a second daemon exits if the first one uses the
+// device that it needs, because each would replace the other's settings. When the first
+// daemon has changed to another device, the second one must be able to start.
 func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -673,8 +678,9 @@ func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	}
 }
 
-// TestKilledWhileStarting checks that the next start repairs everything after a daemon
-// was killed at random moments of its start, many times and with changing configurations.
+// TestKilledWhileStarting kills daemons at random moments of their starts, many times and
+// with changing configurations. After the next start that is not interrupted, everything
+// must be right again.
 //
 //stages:rest it kills a daemon at many moments
 func TestKilledWhileStarting(t *testing.T) {

@@ -23,11 +23,12 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// patience limits every wait of a test. It is much longer than anything normally takes.
+// patience limits the waits of tests, unless they give another limit. It is much longer than anything
+// normally takes.
 const patience = 60 * time.Second
 
-// TestMain runs the tests. It exits with code 1 if the user is not root or a binary is
-// missing, because all tests would fail.
+// TestMain runs the tests. It exits with code 1 if the user is not root or a binary is missing,
+// because all tests would fail. In a process that a lab has started, it runs the lab's store instead.
 func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Geteuid() != 0 {
@@ -46,7 +47,7 @@ func TestMain(m *testing.M) {
 // flanneld returns the path of the binary under test.
 func flanneld() string { return built("flanneld") }
 
-// built returns the path of a binary that make build builds.
+// built returns the absolute path of a binary that make build builds.
 func built(name string) string {
 	path, err := filepath.Abs(filepath.Join("../../bin", name))
 	if err != nil {
@@ -55,9 +56,9 @@ func built(name string) string {
 	return path
 }
 
-// writeProgram writes an executable file. It prevents other tests from starting a process
-// meanwhile, because that process would inherit the open file, and the kernel refuses to
-// execute a file that is open for writing.
+// writeProgram writes a file that may be executed at once. Meanwhile it prevents other tests from
+// starting a process: that process would inherit the open file, and the kernel does not execute a
+// file that a process has open for writing.
 func writeProgram(path string, text []byte, mode os.FileMode) error {
 	syscall.ForkLock.RLock()
 	defer syscall.ForkLock.RUnlock()
@@ -82,7 +83,7 @@ func familiesName(families []prefix.Family) string {
 	}
 }
 
-// testContext returns a context that ends with the test, or after patience.
+// testContext returns a context that ends with the test, or after patience if that is earlier.
 func testContext(t *testing.T) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -108,10 +109,10 @@ func backendConfig(backend string) string {
 	return fmt.Sprintf(`{"Type":%q}`, backend)
 }
 
-// newLab builds a lab, and writes a network configuration to the store: cfg.Network, or
-// otherwise one with the JSON object backend. If both are empty, the store stays empty. newLab
-// does not start daemons. At the end of the test it fails the test if a daemon has crashed. If
-// the test has failed, it logs the daemons' logs.
+// newLab builds a lab, and writes a network configuration to the store: cfg.Network, or one with the
+// JSON object backend if there is none. If both are empty, the store stays empty. newLab starts no
+// daemons. When the test ends, it fails the test if a daemon has crashed. If the test has failed, it
+// also prints the log of the last daemon of each host.
 func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	t.Helper()
 	if cfg.Families == nil {
@@ -125,7 +126,8 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		cfg.Network = reserveSubnetsFrom200(t, network)
 	}
 	cfg.Flanneld, cfg.Etcd.Program = flanneld(), built("flannelctl")
-	// A store has little to do. With several threads, most of its CPU time would go into waking them.
+	// The store has little to do. With several threads, most of its CPU time would be spent on waking
+	// them.
 	cfg.Etcd.Env = []string{"GOMAXPROCS=1"}
 	l, err := lab.New(testContext(t), cfg)
 	if err != nil {
@@ -152,7 +154,8 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	return l
 }
 
-// putNetwork replaces the lab's network configuration by one with the JSON object backend.
+// putNetwork replaces the lab's network configuration by one for these address families. backend is
+// the JSON object of its key Backend.
 func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend string) {
 	t.Helper()
 	network, err := lab.NetworkConfig(families, json.RawMessage(backend))
@@ -164,8 +167,9 @@ func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend stri
 	}
 }
 
-// reserveSubnetsFrom200 reserves the IPv4 subnets from 10.5.200.0/24 on for peers that tests add
-// to the store: hosts do not get them.
+// reserveSubnetsFrom200 returns the network configuration with a SubnetMax that keeps hosts from the
+// IPv4 subnets from 10.5.200.0/24 on. Tests give these to peers that they add to the store. A
+// configuration without IPv4 stays as it is.
 func reserveSubnetsFrom200(t *testing.T, network json.RawMessage) json.RawMessage {
 	t.Helper()
 	var keys map[string]any
@@ -182,7 +186,8 @@ func reserveSubnetsFrom200(t *testing.T, network json.RawMessage) json.RawMessag
 	return network
 }
 
-// startAll starts a daemon and a pod on every host.
+// startAll starts a daemon on every host and waits until all are ready. Then it adds a pod on every
+// host, in each network of the lab.
 func startAll(t *testing.T, l *lab.Lab, o lab.FlanneldOptions) {
 	t.Helper()
 	ctx := testContext(t)
@@ -265,8 +270,8 @@ func expectSoonOnce(t *testing.T, d *lab.Daemon, text string) {
 	expectOnce(t, d, text)
 }
 
-// expectFailure waits until the daemon ends, and fails the test unless its exit code is 1
-// and one line of its log contains all of why.
+// expectFailure waits until the daemon ends. The test fails unless its exit code is 1, and one line
+// of its log gives the reason and contains all of why.
 func expectFailure(t *testing.T, d *lab.Daemon, why ...string) {
 	t.Helper()
 	code, err := d.Wait(testContext(t))
@@ -287,7 +292,7 @@ func expectFailure(t *testing.T, d *lab.Daemon, why ...string) {
 	}
 }
 
-// pause waits for d, so that the test can check that something does not happen in this
+// pause waits for d, most often so that the test can check that something does not happen in this
 // time.
 func pause(t *testing.T, d time.Duration) {
 	t.Helper()
@@ -304,9 +309,9 @@ type flow struct {
 	name string
 }
 
-// startFlows starts a flow between every two pods, in both directions and in every
-// family, as soon as all pods reach each other. Each flow has rate packets per second. The rate
-// is lower if all flows together would exceed what a small machine carries beside other tests.
+// startFlows waits until all pods reach each other. Then it starts a flow between every two pods, in
+// both directions and in every family. Each flow sends rate packets per second, or fewer if all flows
+// together would exceed what a small machine carries beside other tests.
 func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
 	const most = 2400 // packets per second of all flows together
@@ -314,7 +319,8 @@ func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	return startFlowsAt(t, l, min(rate, most/(pods*(pods-1)*len(l.Families()))))
 }
 
-// startFlowsAt is startFlows without a limit for all flows together: each has rate packets per second.
+// startFlowsAt is startFlows without the limit for all flows together. Each flow sends rate packets
+// per second.
 func startFlowsAt(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
 	expectConverged(t, l)
@@ -337,8 +343,8 @@ func startFlowsAt(t *testing.T, l *lab.Lab, rate int) []flow {
 	return flows
 }
 
-// expectNothingLost stops the flows, and fails the test if a packet was lost or none was
-// sent. It stops all of them at once, because each may wait for late packets.
+// expectNothingLost stops the flows. The test fails if a flow has lost a packet or sent none. It
+// stops all flows at once, because each may wait for late packets.
 func expectNothingLost(t *testing.T, flows []flow) {
 	t.Helper()
 	results := make([]lab.FlowStats, len(flows))
@@ -365,8 +371,9 @@ func nft(t *testing.T, n *lab.Namespace, rules string) {
 	}
 }
 
-// expectConverged waits until every pod gets an answer from every other. Hosts may learn
-// of each other shortly after they are ready.
+// expectConverged waits until every pod gets an answer from every other. It is needed after a start,
+// because hosts may learn of each other after they are ready. It fails the test if there are less
+// than two pods.
 func expectConverged(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	if len(l.Pods()) < 2 {
@@ -386,8 +393,8 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// expectPeersProgrammed is like expectConverged, but for hosts without pods: it waits until
-// every daemon has programmed the kernel for every other host.
+// expectPeersProgrammed waits until every daemon reports that its kernel has all entries for all
+// other hosts of the lab. Unlike expectConverged it needs no pods.
 func expectPeersProgrammed(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -406,7 +413,8 @@ func expectPeersProgrammed(t *testing.T, l *lab.Lab) {
 	}
 }
 
-// expectMatrix fails the test unless every pod reaches every other.
+// expectMatrix first does what expectConverged does. Then it tests once how every pod reaches every
+// other, by ping and by TCP. The test fails if any of that fails.
 func expectMatrix(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	expectConverged(t, l)
@@ -418,14 +426,14 @@ func expectMatrix(t *testing.T, l *lab.Lab) {
 	}
 }
 
-// eventually polls until check returns nil. After patience it fails the test with the
-// last error. In the message, what names the expected result.
+// eventually calls check again and again until it returns nil. If patience is over before, the test fails with
+// the last error. The parameter what names the expected result in the message.
 func eventually(t *testing.T, what string, check func() error) {
 	t.Helper()
 	within(t, patience, what, check)
 }
 
-// within is eventually with another limit, for results that are known to take long.
+// within is eventually with another limit than patience.
 func within(t *testing.T, limit time.Duration, what string, check func() error) {
 	t.Helper()
 	deadline := time.Now().Add(limit)

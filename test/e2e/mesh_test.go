@@ -19,15 +19,15 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// meshArgs are flags of daemons that flannelctl mesh can ask.
+// meshArgs are flags of daemons that send probes and that flannelctl mesh can ask from other hosts.
 var meshArgs = []string{"--probe", "--statusz-address=0.0.0.0:8287"}
 
-// meshOf returns the JSON output of flannelctl mesh. failure is not nil if a path is broken, because
-// the exit code says that, or if the output is not valid.
+// meshOf runs flannelctl mesh and returns its JSON output. failure is not nil if flannelctl fails, which
+// it also does if a path is broken, or if its output is not JSON.
 func meshOf(t *testing.T, h *lab.Host, args ...string) (m mesh.Data, failure error) {
 	t.Helper()
 	out, err := flannelctl(t, h, append([]string{"mesh", "-o", "json"}, args...)...)
-	if i := strings.LastIndex(out, "\n}"); i >= 0 { // an error message may follow
+	if i := strings.LastIndex(out, "\n}"); i >= 0 { // flannelctl may print an error message after the JSON
 		out = out[:i+2]
 	}
 	if e := json.Unmarshal([]byte(out), &m); e != nil {
@@ -36,7 +36,8 @@ func meshOf(t *testing.T, h *lab.Host, args ...string) (m mesh.Data, failure err
 	return m, err
 }
 
-// breakDirection makes host to drop the probes of host from, but not the answers to its own probes.
+// breakDirection makes the host to drop the probes that come from the host from. It does not drop the
+// answers of from to probes of the host to.
 func breakDirection(t *testing.T, from, to *lab.Host) {
 	t.Helper()
 	device := statusOf(t, from).Lease.Subnets[0].Addr()
@@ -44,9 +45,9 @@ func breakDirection(t *testing.T, from, to *lab.Host) {
 		"table netdev broken { chain in { type filter hook ingress device flannel.1 priority 0; ip saddr %s icmp type echo-request drop; } ; }", device))
 }
 
-// TestMesh breaks one direction between two of four hosts, of which the last one sends no probes.
-// flannelctl mesh must name exactly this direction, in every form of its output. It must also name leases
-// without a host that answers for them.
+// TestMesh breaks one direction between two of four hosts. The last host sends no probes. flannelctl mesh
+// must name exactly this direction, in every form of its output. It must also name a lease whose host
+// does not answer, and one at whose address the host of another lease answers.
 func TestMesh(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, `{"Type":"vxlan"}`)
@@ -122,7 +123,7 @@ func TestMesh(t *testing.T) {
 	expect("the path works again", 9, 0)
 }
 
-// addDaemonPod creates the Pod of the daemon on host n, as the kubelet would report it.
+// addDaemonPod creates the Pod of the daemon on host n, with the status that a kubelet would report.
 func (c *cluster) addDaemonPod(n int) {
 	c.t.Helper()
 	const pods = "/api/v1/namespaces/kube-flannel/pods"
@@ -140,7 +141,7 @@ func (c *cluster) addDaemonPod(n int) {
 }
 
 // TestKubeMesh checks that flannelctl mesh asks the daemons of a cluster through the proxy of the API
-// server. Without the rights that the documentation names, it must report which right is missing.
+// server. Without the permissions that the documentation names, it must report which one is missing.
 //
 //stages:rest a real API server, and TestMesh shows the command
 func TestKubeMesh(t *testing.T) {
@@ -148,7 +149,7 @@ func TestKubeMesh(t *testing.T) {
 	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
 	c.startDaemons(meshArgs...)
 	a, b := c.Host(1), c.Host(2)
-	config := "--kubeconfig-file=" + filepath.Join(c.dir, "kubeconfig1") // the user of the daemons may list Nodes
+	config := "--kubeconfig-file=" + filepath.Join(c.dir, "kubeconfig1") // this user is that of the daemons, which may list Nodes
 	expectFlannelctlFails(t, a, []string{"mesh", config}, "list pods with the label app=flannel in namespace kube-flannel", "403", "forbidden")
 
 	c.do(http.MethodPost, "/api/v1/namespaces", map[string]any{"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": "kube-flannel"}}, "")
@@ -189,7 +190,7 @@ func TestKubeMesh(t *testing.T) {
 	}
 	expect("every path works", 6, 0)
 
-	// The page on security shows how to grant access to one port of one pod.
+	// The page on security shows how to grant access to a single port of a single pod.
 	grant := func(rule map[string]any) {
 		rule["apiGroups"], rule["verbs"] = []string{""}, []string{"get"}
 		rule["resources"] = []string{"pods/proxy"}

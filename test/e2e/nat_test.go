@@ -18,7 +18,7 @@ import (
 
 // TestHostBehindNAT checks that pods of all hosts reach each other if one host has a
 // private address behind a NAT and publishes the NAT's address. The router drops packets
-// that other hosts send to the private address.
+// that other hosts send to the private address itself.
 func TestHostBehindNAT(t *testing.T) {
 	t.Parallel()
 	const public = "192.0.2.3"
@@ -79,9 +79,9 @@ func TestHostBehindNAT(t *testing.T) {
 	}
 }
 
-// TestPodsWithTheMTUOfAnotherDaemon checks that pods with an MTU that is right for IPv4
-// and too large for IPv6 get an ICMP answer for IPv6 packets that are too big, and still
-// transfer data. Another daemon may have created the pods with this MTU.
+// TestPodsWithTheMTUOfAnotherDaemon checks pods whose MTU is right for IPv4 and too large
+// for IPv6, as if another daemon had created them. The host must answer IPv6 packets that
+// are too big by ICMP, and TCP must still transfer data.
 func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 	t.Parallel()
 	const theirs, ours = 1450, 1430

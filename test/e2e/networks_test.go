@@ -25,14 +25,14 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// networksRoot is the prefix of all networks in the store.
+// networksRoot is the prefix of the keys of all networks in the store.
 const networksRoot = "/coreos.com/network/"
 
-// overviewOf returns the networks that the daemon of h lists, by name.
+// overviewOf waits until the daemon of h gives its status, and returns the networks in it, by name.
 func overviewOf(t *testing.T, h *lab.Host) map[string]status.NetworkSummary {
 	t.Helper()
 	var r status.Report
-	eventually(t, "the status of "+h.Name(), func() error { // the daemon may be starting
+	eventually(t, "the status of "+h.Name(), func() error { // the daemon may still be starting
 		_, body, err := h.Daemon().Get(testContext(t), "/statusz.json")
 		if err != nil {
 			return err
@@ -59,7 +59,7 @@ func expectPhase(t *testing.T, l *lab.Lab, network, phase string) {
 	}
 }
 
-// addNetworkPods adds a pod of the network on every host.
+// addNetworkPods adds a pod of the network on every host, and returns the pods in the order of the hosts.
 func addNetworkPods(t *testing.T, l *lab.Lab, network string) []*lab.Pod {
 	t.Helper()
 	var pods []*lab.Pod
@@ -73,7 +73,7 @@ func addNetworkPods(t *testing.T, l *lab.Lab, network string) []*lab.Pod {
 	return pods
 }
 
-// expectAnswers waits until every pod reaches every other.
+// expectAnswers waits until every one of the pods gets an answer from every other.
 func expectAnswers(t *testing.T, pods []*lab.Pod) {
 	t.Helper()
 	eventually(t, "pods of one network reach each other", func() error {
@@ -90,9 +90,9 @@ func expectAnswers(t *testing.T, pods []*lab.Pod) {
 	})
 }
 
-// TestNetworks checks networks with different backends that one daemon on each host serves. While packets
-// flow in one network, others are changed, broken, deleted and added. No packet may be lost, and no kernel
-// object of the first network may change.
+// TestNetworks checks several networks with different backends, which one daemon on each host serves. While
+// packets flow in the network red, others are changed, broken, deleted and added. No packet of red may be
+// lost, and none of its kernel objects may change.
 func TestNetworks(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, "")
@@ -118,7 +118,7 @@ func TestNetworks(t *testing.T) {
 	}
 	monitor := newKernelMonitor(t, l.Host(1))
 
-	// Another network clashes with red, until it gets a VNI of its own.
+	// The network pink clashes with red until it gets a VNI of its own.
 	putKey(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan"}}`)
 	expectPhase(t, l, "pink", "refused")
 	if why := overviewOf(t, l.Host(1))["pink"].Reasons; len(why) != 1 || !strings.Contains(why[0], "network red, which was there first: both have the device flannel.1") {
@@ -128,7 +128,7 @@ func TestNetworks(t *testing.T) {
 	expectPhase(t, l, "pink", "serving")
 	expectAnswers(t, addNetworkPods(t, l, "pink"))
 
-	// A configuration that cannot be used leaves the network as it is.
+	// If a configuration cannot be used, the network goes on with the former one.
 	putKey(t, s, networksRoot+"green/config", `{`)
 	eventually(t, "the broken configuration is named", func() error {
 		if n := overviewOf(t, l.Host(1))["green"]; n.Phase != "serving" || len(n.Reasons) != 1 {
@@ -140,7 +140,8 @@ func TestNetworks(t *testing.T) {
 	expectPhase(t, l, "green", "serving")
 	expectAnswers(t, podsIn(l, "10.6."))
 
-	// A deleted network must leave nothing. Then a network that has clashed with it must start.
+	// The network green is deleted and must leave nothing. Then grey, which has clashed with green, must
+	// start.
 	putKey(t, s, networksRoot+"grey/config", `{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
 	expectPhase(t, l, "grey", "refused")
 	removeKey(t, s, networksRoot+"green/config")
@@ -182,8 +183,8 @@ func TestNetworks(t *testing.T) {
 	}
 }
 
-// TestNetworkTakesOverADevice changes the device of one network by a migration, and gives the former
-// device to another network at once. That one must wait until the device is removed.
+// TestNetworkTakesOverADevice changes the device of the network red by a migration, and gives the former
+// device to the network green at once. green must wait until red has removed the device.
 //
 //stages:rest TestNetworks changes and deletes networks, each with a device of its own
 func TestNetworkTakesOverADevice(t *testing.T) {
@@ -221,9 +222,9 @@ func TestNetworkTakesOverADevice(t *testing.T) {
 	}
 }
 
-// TestRefusedNetworkIsServedAgain takes the subnet of a host away while a changed configuration of the
-// network is refused. The host must take another subnet of the former configuration, and follow the next
-// configuration that is admitted.
+// TestRefusedNetworkIsServedAgain gives the subnet of a host to another one while the present configuration
+// of the network is refused. The host must take another subnet of the former configuration. When the
+// configuration changes to one that is admitted, all hosts must follow it.
 //
 //stages:rest TestConfigurationRejected refuses changes of a network
 func TestRefusedNetworkIsServedAgain(t *testing.T) {
@@ -269,7 +270,7 @@ func TestRefusedNetworkIsServedAgain(t *testing.T) {
 	expectAnswers(t, podsIn(l, "10.5."))
 }
 
-// podsIn returns the pods whose address begins with the text.
+// podsIn returns the pods whose first address begins with the text.
 func podsIn(l *lab.Lab, begin string) []*lab.Pod {
 	return slices.DeleteFunc(l.Pods(), func(p *lab.Pod) bool { return !strings.HasPrefix(p.Addrs()[0].String(), begin) })
 }
@@ -321,7 +322,7 @@ func TestNetworksWithoutTheStore(t *testing.T) {
 	}
 }
 
-// startNetworks starts daemons with several networks on all hosts.
+// startNetworks starts a daemon on every host and does not wait until it is ready. args are its flags.
 func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -329,9 +330,9 @@ func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
 	}
 }
 
-// TestNetworksOfFlannel07 starts a daemon on the keys that flannel 0.7 has written: a host's reservation, a
-// lease of a peer whose backend data has no VNI, and the keys of a single network beside them. The daemon
-// must serve only the network red.
+// TestNetworksOfFlannel07 starts a daemon on keys as flannel 0.7 writes them: the reservation of a host, the
+// lease of a peer whose backend data has no VNI, keys of a single network, and a lease of a network without a
+// configuration. The daemon must serve the network red and no other.
 func TestNetworksOfFlannel07(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -361,8 +362,8 @@ func TestNetworksOfFlannel07(t *testing.T) {
 	})
 }
 
-// TestNetworkMasquerade checks that packets from a pod of one network to a pod of another are masqueraded
-// if and only if --masquerade-between-networks is true.
+// TestNetworkMasquerade checks packets from a pod of one network to a pod of another. They must be
+// masqueraded if and only if --masquerade-between-networks is true.
 func TestNetworkMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, between := range []bool{false, true} {
@@ -373,7 +374,7 @@ func TestNetworkMasquerade(t *testing.T) {
 			putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
 			startNetworks(t, l, "--watch-networks", "--ip-masq", fmt.Sprintf("--masquerade-between-networks=%v", between))
 			expectPhase(t, l, "red", "serving")
-			// The second network comes later: the rules of the first one must follow.
+			// The second network is added later, and the rules of the first one must allow for it.
 			putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
 			expectPhase(t, l, "green", "serving")
 			red, green := addNetworkPods(t, l, "red"), addNetworkPods(t, l, "green")
@@ -393,9 +394,9 @@ func TestNetworkMasquerade(t *testing.T) {
 	}
 }
 
-// TestNetworksReady starts a daemon with four networks. One works. One cannot start, because another
-// host has its only subnet: READY=1 must wait for it. READY=1 must not wait for the other two: one is
-// refused, and one has no configuration.
+// TestNetworksReady starts a daemon with four networks: red works. green cannot start, because another host
+// has its only subnet. pink is refused, and grey has no configuration. READY=1 must wait for green, but not
+// for pink and grey.
 func TestNetworksReady(t *testing.T) {
 	t.Parallel()
 	const taken = networksRoot + "green/subnets/10.6.1.0-24"
@@ -445,9 +446,9 @@ func TestNetworkDeletedBeforeItHasASubnet(t *testing.T) {
 	}
 }
 
-// TestNetworkDeletedMeanwhile deletes a network while the daemon is down, and removes another network
-// from the daemon's flags. etcd has compacted its history, which contained the deletion. After the start,
-// no device and no lease of the two networks may be left.
+// TestNetworkDeletedMeanwhile deletes a network while the daemon is down, and removes another one from the
+// daemon's flags. etcd compacts its history, so the daemon cannot read of the deletion. After the start, no
+// device and no lease of the two networks may be left.
 //
 //stages:rest TestNetworks deletes a network while the daemon runs
 func TestNetworkDeletedMeanwhile(t *testing.T) {
@@ -485,8 +486,8 @@ func TestNetworkDeletedMeanwhile(t *testing.T) {
 	expectPhase(t, l, "red", "serving")
 }
 
-// TestNetworksRestart restarts a daemon with ten networks of several backends, of both families.
-// Nothing may change in the kernel, and no packet may be lost.
+// TestNetworksRestart restarts a daemon with ten dual-stack networks, half of them with vxlan and half with
+// host-gw. Nothing may change in the kernel, and no packet may be lost.
 //
 //stages:rest TestNetworks has restarts of one network
 func TestNetworksRestart(t *testing.T) {
@@ -530,7 +531,7 @@ func TestNetworksRestart(t *testing.T) {
 		for _, name := range names {
 			expectPhase(t, l, name, "serving")
 		}
-		// The kernel gives link-local addresses to the ports of new pods meanwhile.
+		// Meanwhile the kernel may give link-local addresses to the bridge ports of new pods.
 		changes := slices.DeleteFunc(monitor.notifications(t), func(s string) bool { return strings.Contains(s, " fe80::") })
 		if len(changes) > 0 {
 			t.Errorf("restart %d changed the kernel: %q", i, changes)
@@ -567,9 +568,9 @@ func TestNetworksOfOneBackend(t *testing.T) {
 	}
 }
 
-// TestNetworksOfCommands checks two networks with extension and one with alloc beside one with vxlan. The test
-// itself adds the routes of the network with alloc. If a network with extension is deleted, its commands must
-// run.
+// TestNetworksOfCommands checks two networks with extension, one with alloc and one with vxlan in one daemon.
+// The test itself adds the routes for alloc. If a network with extension is deleted, its commands must run,
+// and if it is added again, too.
 //
 //stages:rest TestNetworks has networks of other backends
 func TestNetworksOfCommands(t *testing.T) {
@@ -651,7 +652,7 @@ func TestVMNetworksIPIP(t *testing.T) {
 	expectAnswers(t, podsIn(l, "10.52."))
 }
 
-// TestNetworksFlannelctl checks commands of flannelctl for one of two networks, and that cleanup removes
+// TestNetworksFlannelctl checks the commands of flannelctl for one of two networks. cleanup must remove
 // everything that the daemon has left of both.
 //
 //stages:rest TestFlannelctlOnLeases has the commands for one network
@@ -685,7 +686,7 @@ func TestNetworksFlannelctl(t *testing.T) {
 	}
 }
 
-// TestNetworksOfAnEmptiedStore checks that a network loses no packet if etcd loses all data: hosts must
+// TestNetworksOfAnEmptiedStore checks that a network loses no packet if etcd loses all data. Hosts must
 // publish their leases again, and serve the network when its configuration is back.
 func TestNetworksOfAnEmptiedStore(t *testing.T) {
 	t.Parallel()
@@ -718,8 +719,9 @@ func TestNetworksOfAnEmptiedStore(t *testing.T) {
 	}
 }
 
-// TestNetworksOfACompactedStore starts daemons after etcd has lost all data while they were down. etcd has a
-// higher revision than before, and no history from that time. The network must go on until it is deleted.
+// TestNetworksOfACompactedStore starts daemons after etcd has lost all data while they were down. The new
+// etcd has a higher revision than the daemons have seen and a compacted history, so they cannot know whether
+// the network was deleted. It must go on until it is deleted as the log advises.
 //
 //stages:rest TestNetworksOfAnEmptiedStore has a store that has lost its networks
 func TestNetworksOfACompactedStore(t *testing.T) {
@@ -742,7 +744,7 @@ func TestNetworksOfACompactedStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := etcdClient(t, l)
-	for range 100 { // more than the revision that the daemons have seen
+	for range 100 { // so that the revision becomes higher than the one that the daemons have seen
 		putKey(t, s, "/other", "")
 	}
 	last, err := s.Get(testContext(t), "/other")
@@ -781,8 +783,8 @@ func TestNetworksOfACompactedStore(t *testing.T) {
 	}
 }
 
-// TestPageNetworks runs the commands of networks.md on a host, in their order. It starts the daemon where
-// the page does, and checks that flannelctl networks prints the same as on the page.
+// TestPageNetworks runs the commands of networks.md on a host, in their order. It starts the daemon where the
+// page does. flannelctl networks must print the same as on the page, except for the host's subnets.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageNetworks(t *testing.T) {
@@ -805,7 +807,7 @@ func TestPageNetworks(t *testing.T) {
 				continue
 			}
 			got, want := "$ "+command+"\n"+out, pageBlock(t, page, "$ "+command)
-			words := func(s string) []string { return strings.Fields(subnet.ReplaceAllString(s, "$1")) } // widths depend on the subnets
+			words := func(s string) []string { return strings.Fields(subnet.ReplaceAllString(s, "$1")) } // the widths of columns depend on the subnets
 			if !slices.Equal(words(got), words(want)) {
 				t.Errorf("%s\nwant as on the page\n%s", got, want)
 			}
@@ -815,7 +817,7 @@ func TestPageNetworks(t *testing.T) {
 	expectPhase(t, l, "red", "serving")
 }
 
-// TestNetworksCNI gives pods on two hosts an interface in each of two networks, by two CNI
+// TestNetworksCNI gives a pod on each of two hosts an interface in each of two networks, by two CNI
 // configurations. The pods must reach each other in both networks.
 //
 //stages:rest it needs the CNI plugins of a component

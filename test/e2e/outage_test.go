@@ -17,10 +17,10 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// resourceUsage is what a daemon has used since its start.
+// resourceUsage contains what a daemon has used since its start.
 type resourceUsage struct {
-	lines int           // of log
-	cpu   time.Duration // in user and kernel mode
+	lines int           // number of lines of its log
+	cpu   time.Duration // CPU time in user and kernel mode
 }
 
 func readUsage(t *testing.T, d *lab.Daemon) resourceUsage {
@@ -29,7 +29,8 @@ func readUsage(t *testing.T, d *lab.Daemon) resourceUsage {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The name of the program may contain spaces, so fields are counted from its end.
+	// The name of the program may contain spaces, so fields are counted from the end of
+	// the name.
 	const user, system, tick = 11, 12, time.Second / 100
 	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 	u := resourceUsage{lines: strings.Count(d.Log(), "\n")}
@@ -43,9 +44,9 @@ func readUsage(t *testing.T, d *lab.Daemon) resourceUsage {
 	return u
 }
 
-// TestStoreOutages checks that no packet is lost during different outages of the store,
-// that changes during an outage arrive after it, and that daemons log a few lines and use
-// little CPU time meanwhile.
+// TestStoreOutages checks three kinds of outages of the store. No packet may be lost, and
+// changes during an outage must arrive after it. Daemons must log fewer than 15 lines and
+// use at most 1% of a CPU.
 func TestStoreOutages(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
@@ -76,8 +77,8 @@ func TestStoreOutages(t *testing.T) {
 		used[h] = readUsage(t, h.Daemon())
 	}
 
-	// First outage: the store hangs for longer than the timeout of requests, and longer
-	// than daemons trust a watch without events.
+	// First outage: the store hangs for longer than the timeout of requests, and for
+	// longer than daemons trust a watch that gives no events.
 	if err := l.Etcd().Stop(); err != nil {
 		t.Fatal(err)
 	}
@@ -100,8 +101,8 @@ func TestStoreOutages(t *testing.T) {
 	removeKey(t, c, addedKey)
 	everywhere(slices.Concat(gone, before), added)
 
-	// Third outage: a firewall cuts off the hosts. Compaction removes the changes that
-	// happen meanwhile from the history of the store.
+	// Third outage: a firewall cuts off the hosts. The store changes meanwhile, and a
+	// compaction removes these changes from its history.
 	nft(t, l.Underlay(), `table inet outage {
 		chain input {
 			type filter hook input priority filter
@@ -151,9 +152,9 @@ func TestStoreOutages(t *testing.T) {
 	}
 }
 
-// TestStoreStartsAfterDaemon checks that a daemon which starts before its store logs each
-// obstacle once and within seconds, stays healthy, and becomes ready when the last
-// obstacle is gone.
+// TestStoreStartsAfterDaemon checks a daemon that starts before its store. It must log
+// each obstacle once and within seconds, and stay healthy. When the last obstacle is
+// gone, it must become ready.
 //
 //stages:rest TestStoreOutages has a store that comes back
 func TestStoreStartsAfterDaemon(t *testing.T) {

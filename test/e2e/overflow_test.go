@@ -17,9 +17,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// expectByTunnel waits until packets from and to the hosts in outside go by the tunnel, and all other packets by
-// the cloud. The keys of outside are the numbers of hosts, from 1. Each value is a part of the reason that the
-// hosts not in outside must report for this peer.
+// expectByTunnel waits until packets from and to certain hosts go by the tunnel, and all others by the cloud.
+// The keys of outside are the numbers of these hosts, from 1. The other hosts must report why they send to such
+// a host by the tunnel. The value in outside is a part of this reason, and may be empty.
 func (v *cloudBed) expectByTunnel(outside map[int]string) {
 	t := v.t
 	t.Helper()
@@ -65,8 +65,8 @@ func (v *cloudBed) expectByTunnel(outside map[int]string) {
 	}
 }
 
-// newOverflowBed builds a cloudBed with three hosts and place for two routes, with a backend of type kind and
-// vxlan as Overflow. It starts all hosts.
+// newOverflowBed builds a cloudBed with three hosts and a table with place for two routes. kind is the type of
+// the backend, which has vxlan as Overflow. newOverflowBed starts daemons and pods as startInOrder does.
 func newOverflowBed(t *testing.T, kind string, c testCloud) *cloudBed {
 	t.Helper()
 	v := newCloudBed(t, 3, v4, fmt.Sprintf(`{"Type":%q,"Overflow":"vxlan"}`, kind), c)
@@ -75,8 +75,8 @@ func newOverflowBed(t *testing.T, kind string, c testCloud) *cloudBed {
 	return v
 }
 
-// startInOrder starts a daemon and a pod on all hosts, one after the other. Hosts 1 and 2 have a route before
-// the next host starts.
+// startInOrder starts a daemon and a pod on all hosts, one after the other. Before it starts the next host, it
+// waits until hosts 1 and 2 have their routes. So these two get the places in a table that is too small.
 func (v *cloudBed) startInOrder() {
 	t := v.t
 	t.Helper()
@@ -91,8 +91,9 @@ func (v *cloudBed) startInOrder() {
 	}
 }
 
-// testOverflow checks a cloudBed of newOverflowBed, where the table has no place for the route of host 3. It
-// restarts all daemons, and then raises the quota, while packets flow between all pods. No packet may be lost.
+// testOverflow checks a cloudBed of newOverflowBed, whose table has no place for the route of host 3. While
+// packets flow between all pods, it restarts all daemons and then raises the quota. No packet may be lost. At
+// the end the quota is too small again.
 func (v *cloudBed) testOverflow() {
 	t := v.t
 	t.Helper()
@@ -129,7 +130,7 @@ func (v *cloudBed) testOverflow() {
 	expectOnce(t, v.Host(3).Daemon(), "the routes of the cloud to this host are in order")
 	v.expectNoSecrets()
 
-	// A route is deleted, and the table has no place for it any more.
+	// The route of host 3 is deleted, and the table has no place for it any more.
 	v.setQuota(2)
 	v.deleteRoute(v.subnetOf(3))
 	v.expectByTunnel(map[int]string{3: "the quota of routes is used up"})
@@ -162,7 +163,8 @@ func TestGCEOverflow(t *testing.T) {
 }
 
 // TestOverflowOutside checks two hosts in a VPC, one in another VPC, and one outside of the cloud. Packets from
-// and to the last two must go by the tunnel, because the router has only the routes of the first VPC.
+// and to the last two must go by the tunnel, because the router has only the routes of the first VPC. Restarts
+// of the last two must lose no packet.
 //
 //stages:rest TestGCE and TestAWSVPC show routes of clouds
 func TestOverflowOutside(t *testing.T) {
@@ -172,7 +174,7 @@ func TestOverflowOutside(t *testing.T) {
 	other.AddTable("rtb-other", "subnet-3")
 	v.setServers(3, other, ec2test.Metadata(other.AddInstance(3, "subnet-3", v.Host(3).Addr(prefix.IPv4), v.Host(3).Addr(prefix.IPv6))))
 	v.setServers(4, http.NotFoundHandler(), http.NotFoundHandler())
-	for _, h := range v.Hosts() { // with the strict filter, both directions must go by the same device
+	for _, h := range v.Hosts() { // this filter drops packets if the two directions do not go by the same device
 		if out, err := h.Exec(testContext(t), "sysctl", "-w", "net.ipv4.conf.all.rp_filter=1"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
@@ -189,7 +191,7 @@ func TestOverflowOutside(t *testing.T) {
 		t.Errorf("the problem of host 4 is %q, want the reason", o.Problem)
 	}
 
-	// A host outside restarts while packets flow.
+	// The two hosts outside restart while packets flow.
 	flows := startFlows(t, v.Lab, 100)
 	for i := 3; i <= 4; i++ {
 		v.stop(i)
@@ -198,7 +200,7 @@ func TestOverflowOutside(t *testing.T) {
 	pause(t, 3*time.Second)
 	expectNothingLost(t, flows)
 
-	// Host 1 loses its right and its route. Its log must say why its packets go by the tunnel.
+	// Host 1 loses its right to put routes, and its route. Its log must say which permission is missing.
 	v.deny(true)
 	v.deleteRoute(v.subnetOf(1))
 	v.expectByTunnel(map[int]string{1: "permissions are missing", 3: "", 4: ""})
@@ -227,8 +229,8 @@ func TestOverflowFollowed(t *testing.T) {
 	expectMatrix(t, v.Lab)
 }
 
-// TestOverflowWithLeader checks Overflow with a leader, and with a table that has place for the routes of two of
-// three hosts. Host 3 has no rights, and learns from the leader that it has no route. While packets flow, the
+// TestOverflowWithLeader checks Overflow with a leader. The table has place for the routes of two of three
+// hosts. Host 3 has no rights, and must learn from the leader that it has no route. While packets flow, the
 // leader is killed, all daemons restart, and a place becomes free. No packet may be lost.
 //
 //stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCOverflow and TestAWSVPCLeader show the two alone
@@ -266,7 +268,7 @@ func TestOverflowWithLeader(t *testing.T) {
 		startOne(t, h, v.options())
 	}
 	v.expectLeader(patience, 0)
-	pause(t, 5*time.Second) // more than one comparison, after which hosts have read the leader's announcement
+	pause(t, 5*time.Second) // more than one comparison: after it, hosts have read what the leader announces
 	v.expectByTunnel(full)
 	if n := v.Writes() - writes; n != 0 {
 		t.Errorf("%d calls have changed the cloud, want none", n)
@@ -282,7 +284,7 @@ func TestOverflowWithLeader(t *testing.T) {
 	expectNothingLost(t, flows)
 	v.expectCalls(3, false)
 
-	// A route is deleted, and the table has no place for it any more.
+	// The route of host 3 is deleted, and the table has no place for it any more.
 	v.setQuota(2)
 	v.deleteRoute(v.subnetOf(3))
 	v.expectByTunnel(full)

@@ -19,17 +19,17 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// machine is a host with its own root file system: an overlay over the root file system
-// of this machine, which does not change.
+// machine is a host with its own root file system. It is an overlay over the root file system of
+// the machine that runs the tests, which does not change.
 type machine struct {
 	*lab.Host
 	t      *testing.T
-	before []string // commands that set variables for later commands
+	before []string // commands that set variables, which run before each later command
 }
 
 const (
 	machineRoot = "/run/machine/root"
-	machineTree = "/tree" // where commands run, with bin and dist of this project
+	machineTree = "/tree" // the folder in which commands run; it contains bin and dist of this project
 	machineLog  = "/var/log/flanneld"
 )
 
@@ -55,7 +55,8 @@ func newMachine(t *testing.T, h *lab.Host) *machine {
 	return &machine{Host: h, t: t}
 }
 
-// run runs a command of a page without changes.
+// run runs a command of a page on the machine, as it stands on the page, and returns the output.
+// The test fails if the command fails.
 func (m *machine) run(command string) string {
 	m.t.Helper()
 	out, err := m.Exec(testContext(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(), "ETCDCTL_ENDPOINTS="+m.EtcdEndpoint(),
@@ -67,8 +68,8 @@ func (m *machine) run(command string) string {
 	return string(out)
 }
 
-// runInShell runs a command as run does. If the command sets variables in the shell, later
-// commands see them.
+// runInShell runs a command as run does. If the command sets variables of the shell, later
+// commands see them, too.
 func (m *machine) runInShell(command string) {
 	m.t.Helper()
 	m.run(command)
@@ -77,7 +78,7 @@ func (m *machine) runInShell(command string) {
 	}
 }
 
-// file returns the path at which tests reach a file of the machine.
+// file returns the path by which tests reach the file with this path on the machine.
 func (m *machine) file(name string) string { return m.Path(machineRoot + name) }
 
 func (m *machine) write(name, text string) {
@@ -96,9 +97,9 @@ var (
 	prompted  = regexp.MustCompile(`^(?:\$|# (?:flannelctl|systemctl|ip)) `)
 )
 
-// indentedBlocks returns the indented blocks of a page, line by line without the
-// indentation. A block may contain empty lines. An indented line that continues a list
-// item is not a block.
+// indentedBlocks returns the indented blocks of a page. A block is a list of lines without
+// indentation and without its empty lines. An indented line that continues a list item is not a
+// block.
 func indentedBlocks(text string) (blocks [][]string) {
 	var block []string
 	before, empty := "", 0
@@ -122,8 +123,8 @@ func indentedBlocks(text string) (blocks [][]string) {
 	return blocks
 }
 
-// pageCommands returns the commands on a page, in order: all lines of a block, or only
-// the lines with a prompt if the block has some.
+// pageCommands returns the commands on a page, in order. If a block has lines with a prompt,
+// these are its commands, without the prompt. Otherwise all of its lines are.
 func pageCommands(t *testing.T, page string) (commands []string) {
 	t.Helper()
 	raw, err := os.ReadFile("../../Documentation/" + page)
@@ -143,7 +144,8 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 	return commands
 }
 
-// pageBlock returns the block of a page that begins with begins.
+// pageBlock returns the first block of a page that begins with the text begins, up to an empty
+// line and without indentation. The test fails if there is no such block.
 func pageBlock(t *testing.T, page, begins string) string {
 	t.Helper()
 	raw, err := os.ReadFile("../../Documentation/" + page)
@@ -158,9 +160,10 @@ func pageBlock(t *testing.T, page, begins string) string {
 	return begins + strings.ReplaceAll(block, "\n    ", "\n")
 }
 
-// followPage runs all commands of a page on the machines, each command on all machines before
-// the next. Commands that begin with a key of special are passed to its function instead,
-// for example because they need systemd or are output.
+// followPage runs all commands of a page on the machines, each command on all machines before the
+// next. A command that begins with a key of special goes to the function of that key instead, for
+// example because it needs systemd, or because it is an output and no command. The test fails if
+// the page does not use a key.
 func followPage(t *testing.T, page string, machines []*machine, special map[string]func(m *machine, command string)) {
 	t.Helper()
 	commands := pageCommands(t, page)
@@ -193,8 +196,8 @@ func followPage(t *testing.T, page string, machines []*machine, special map[stri
 
 var message = regexp.MustCompile(`\] ("[^"]+")`)
 
-// logMessages returns the messages of a daemon's log, without their values, up to the message
-// that the daemon is ready. They are sorted, because concurrent messages have no fixed order.
+// logMessages returns the messages in a daemon's log, without their values, up to the message
+// that the daemon is ready. It sorts them, because the order of concurrent messages varies.
 func logMessages(log string) (messages []string) {
 	for _, m := range message.FindAllStringSubmatch(log, -1) {
 		messages = append(messages, m[1])
@@ -265,8 +268,8 @@ func TestPageGettingStarted(t *testing.T) {
 	})
 }
 
-// enable starts a program as its systemd unit would, with the variables in the file
-// settings. Its log is in machineLog.
+// enable starts a program as its systemd unit would, and stops it when the test ends. settings is
+// the path of a file with its variables. The log is in machineLog.
 func (m *machine) enable(program, settings string) {
 	m.t.Helper()
 	cmd := exec.Command("chroot", machineRoot, program)
@@ -296,8 +299,9 @@ func (m *machine) enable(program, settings string) {
 	})
 }
 
-// TestPageEtcd runs the commands of etcd.md and etcd-outages.md on hosts of two labs. The
-// commands add users to the first store. The second store requires client certificates.
+// TestPageEtcd runs the commands of etcd.md and etcd-outages.md on hosts of two labs. Some
+// commands switch on authentication in the store of the first lab. The store of the second lab
+// requires client certificates.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPageEtcd(t *testing.T) {
@@ -372,9 +376,9 @@ func TestPageEtcd(t *testing.T) {
 	}
 }
 
-// TestPageMigration runs the commands of migration.md on two hosts, one after the other.
-// Before the migration, a flanneld runs in flannel's place. The test itself stops and starts
-// the daemons instead of systemd.
+// TestPageMigration runs the commands of migration.md on two hosts, one after the other. Before
+// the migration a flanneld runs under the name that flannel has on the page. The test stops and
+// starts the daemons in the place of systemd.
 //
 //stages:rest TestFlannelctlMigrate runs most commands of the page
 func TestPageMigration(t *testing.T) {
@@ -456,11 +460,12 @@ func TestPagesAboutAHost(t *testing.T) {
 	}
 }
 
-// tryTwice starts a second daemon, and expects that a third one with the same flags ends. Then it
-// stops the second daemon and removes everything that both have left.
+// tryTwice starts a second daemon on the machine with the given flags. A third one with the same
+// flags must end with an error, because both would have the same subnet file. Then tryTwice stops
+// the second daemon and runs flannelctl cleanup.
 func tryTwice(t *testing.T, m *machine, args []string) {
 	t.Helper()
-	options := lab.FlanneldOptions{Args: append(args, "--healthz-port=0")} // the page has the port of a real host
+	options := lab.FlanneldOptions{Args: append(args, "--healthz-port=0")} // not the port on the page, which is that of a real host
 	second := start(t, m.Host, options)
 	eventually(t, "the second daemon has a subnet", func() error {
 		_, err := os.Stat(m.Path("/run/flannel/blue.env"))
@@ -474,8 +479,8 @@ func tryTwice(t *testing.T, m *machine, args []string) {
 	m.run("bin/flannelctl cleanup --yes")
 }
 
-// TestPageDocker runs the commands of docker.md on a host whose dockerd records the
-// arguments that it gets, instead of running containers.
+// TestPageDocker runs the commands of docker.md on a host. Its dockerd runs no containers, but
+// records the arguments that it gets.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page; dist has tests of the drop-in
 func TestPageDocker(t *testing.T) {
@@ -506,7 +511,7 @@ func TestPageDocker(t *testing.T) {
 			}
 		},
 		"ExecStart=":    func(_ *machine, line string) { added = append(added, line) },
-		"ExecStartPre=": func(*machine, string) {}, // TestDocker tests this with a Docker that uses nftables
+		"ExecStartPre=": func(*machine, string) {}, // TestDocker runs this line with a Docker that uses nftables
 		"10.5.49.0/24":  func(*machine, string) {}, // output of the script
 		"flannelctl doctor": func(m *machine, command string) { // this Docker has no rules
 			if out, _ := m.Exec(testContext(t), "chroot", machineRoot, machineTree+"/bin/"+command); strings.Contains(string(out), "Docker") {
@@ -517,13 +522,14 @@ func TestPageDocker(t *testing.T) {
 	if len(added) != 2 || added[0] != "ExecStart=" {
 		t.Fatalf("lines for the drop-in: %q, want two", added)
 	}
-	// The unit of Docker's own packages does not use DOCKER_OPTS.
+	// The unit of Docker's own packages does not use DOCKER_OPTS, so it needs the added lines.
 	m.write(units+"docker.service", "[Service]\nType=notify\nExecStart=/usr/bin/dockerd -H fd://\n")
 	m.run(fmt.Sprintf("printf '%%s\\n' '%s' >>%s", strings.Join(added, "\n"), dockerDropIn))
 	restart()
 }
 
-// expectDocker starts dockerd as systemd would, and checks its arguments.
+// expectDocker runs dockerd as systemd would, with the last settings of the unit and the drop-in,
+// and checks its arguments. bip is the expected flag --bip.
 func expectDocker(t *testing.T, m *machine, bip string) {
 	t.Helper()
 	text := m.run("cat /etc/systemd/system/docker.service " + dockerDropIn)
@@ -544,8 +550,8 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 	}
 }
 
-// TestPagesOnTheLab runs every command with flannelctl lab and --once that a page contains. It runs a
-// command once, even if several pages contain it.
+// TestPagesOnTheLab runs the commands on pages that begin with bin/flannelctl lab and contain
+// --once. If several pages contain a command, it runs only once.
 //
 //stages:rest it runs many commands of the documentation
 func TestPagesOnTheLab(t *testing.T) {
@@ -555,7 +561,7 @@ func TestPagesOnTheLab(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	fails := map[string]bool{ // commands that fail, as their pages say
+	fails := map[string]bool{ // commands that must fail, as their pages say
 		"bin/flannelctl lab --hosts 2 --once --backend alloc":          true,
 		"bin/flannelctl lab --hosts 3 --l2 2 --backend host-gw --once": true,
 	}

@@ -36,15 +36,16 @@ func probing(t *testing.T, backend string) string {
 	return string(text)
 }
 
-// narrowRouter makes the router of a lab carry only packets of up to mtu bytes between segments, without
-// any ICMP error. Hosts drop fragments. With an mtu of 0 narrowRouter undoes that. If hosts are given, only
-// the paths to them are narrow, otherwise all paths between segments.
+// narrowRouter makes paths between segments narrow: only packets of up to mtu bytes pass. The router sends no ICMP
+// errors about larger ones, and hosts drop the fragments that it makes of IPv4 packets. If hosts are given, only
+// the paths to them are narrow, and otherwise all paths between segments. With mtu 0, narrowRouter undoes that for
+// the same hosts.
 func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	t.Helper()
 	if len(hosts) == 0 {
 		hosts = l.Hosts()
 	}
-	if mtu > 0 { // before paths are narrow, because the kernel of a host remembers an ICMP error for ten minutes
+	if mtu > 0 { // first, because a host that has got an ICMP error remembers it for ten minutes
 		nft(t, l.Underlay(), `table inet silent { chain out { type filter hook output priority 0;
 			icmp type { destination-unreachable, time-exceeded, parameter-problem } drop;
 			icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } drop; } ; }`)
@@ -70,13 +71,14 @@ func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	}
 }
 
-// pathStream is a TCP connection between two pods that sends data all the time. It counts the received bytes.
+// pathStream is a TCP connection between two pods that sends data all the time. It is an io.Writer that counts the
+// received bytes.
 type pathStream struct {
 	name     string
 	received atomic.Int64
 }
 
-// startPathStream opens a connection and sends data through it until the end of the test.
+// startPathStream opens a connection between two pods and sends data through it until the test ends.
 func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStream {
 	t.Helper()
 	ctx := testContext(t)
@@ -108,13 +110,13 @@ func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStre
 	return s
 }
 
-// Write implements io.Writer.
+// Write counts the bytes and implements io.Writer. It returns no error.
 func (s *pathStream) Write(b []byte) (int, error) {
 	s.received.Add(int64(len(b)))
 	return len(b), nil
 }
 
-// expectProgress waits until every stream has carried another 128 KiB.
+// expectProgress waits until every stream has received another 128 KiB.
 func expectProgress(t *testing.T, when string, streams []*pathStream) {
 	t.Helper()
 	before := map[*pathStream]int64{}
@@ -131,19 +133,19 @@ func expectProgress(t *testing.T, when string, streams []*pathStream) {
 	})
 }
 
-// narrowPath describes a lab whose paths the test makes narrow.
+// narrowPath describes a lab whose paths a test makes narrow.
 type narrowPath struct {
 	backend  string
 	families []prefix.Family
-	mtu      int           // of the narrow paths between hosts
+	mtu      int           // bytes, on the narrow paths between hosts
 	overhead [2]int        // bytes that the backend adds to a packet, for IPv4 and IPv6
-	pad      int           // the tunnel makes the size of each packet a multiple of this
+	pad      int           // the tunnel makes the size of each packet a multiple of this number of bytes
 	restart  time.Duration // the longest time after a restart until the daemon knows the MTUs again
 }
 
-// TestPathMTU narrows the paths between two segments as narrowRouter does. The hosts must find the MTU of
-// each path, so that existing TCP connections go on, and raise it when the paths are wide again. Paths
-// inside of a segment and subnet.env must stay as they are.
+// TestPathMTU narrows the paths between two segments as narrowRouter does. The hosts must find the MTU of each
+// path, so that existing TCP connections go on. When the paths are wide again, the hosts must raise the MTU. The
+// MTU of paths inside of a segment and subnet.env must not change.
 //
 //stages:rest the MTU is raised after half a minute
 func TestPathMTU(t *testing.T) {
@@ -214,7 +216,7 @@ func testPathMTU(t *testing.T, cases []narrowPath) {
 					return nil
 				})
 			}
-			expectSizes("the paths are wide", patience, a, wide) // a busy machine may have delayed packets
+			expectSizes("the paths are wide", patience, a, wide) // a delayed packet on a busy machine may have made a path look narrow
 
 			begin := time.Now()
 			narrowRouter(t, l, tc.mtu)
@@ -265,8 +267,8 @@ func testPathMTU(t *testing.T, cases []narrowPath) {
 	}
 }
 
-// TestPathMTUThroughMigration migrates a network from one backend to another while a path is narrow. Each
-// backend must find the MTU of its own path, and connections must go on.
+// TestPathMTUThroughMigration migrates a network from vxlan to udp while a path is narrow. Each backend must find
+// its own MTU of the path, and TCP connections must go on.
 //
 //stages:rest a search may have to wait for probes of the migration
 func TestPathMTUThroughMigration(t *testing.T) {
@@ -288,14 +290,14 @@ func TestPathMTUThroughMigration(t *testing.T) {
 	eventuallyCarriedBy(t, a, "udp", b)
 	eventuallyCarriedBy(t, b, "udp", a)
 	expectProgress(t, "by the next backend", streams)
-	expectSize(1250) // the smaller MTU of both backends
+	expectSize(1250) // the smaller one of the MTUs of both backends
 	putConfig(t, l, probing(t, "udp"))
 	expectSize(1272)
 	expectProgress(t, "after the migration", streams)
 }
 
-// expectPathMTU waits until a host reports the MTU want for the paths to all peers. 0 means that the paths
-// carry the full MTU.
+// expectPathMTU waits until a host reports the MTU want for the paths to all peers, of which it looks at the first
+// subnet. 0 means the full MTU.
 func expectPathMTU(t *testing.T, h *lab.Host, want int) {
 	t.Helper()
 	within(t, patience, fmt.Sprintf("%s finds the MTU %d", h.Name(), want), func() error {
@@ -308,8 +310,8 @@ func expectPathMTU(t *testing.T, h *lab.Host, want int) {
 	})
 }
 
-// TestPathMTUOneWay narrows one direction of a path. The host that sends in this direction must find the
-// MTU, and the other host must keep the full MTU.
+// TestPathMTUOneWay narrows one direction of a path. The host that sends in this direction must find the MTU. The
+// other host must keep the full MTU.
 //
 //stages:rest the MTU is raised after half a minute
 func TestPathMTUOneWay(t *testing.T) {
@@ -335,8 +337,9 @@ func TestPathMTUOneWay(t *testing.T) {
 	}
 }
 
-// TestPathMTUOfBusyPathsFirst narrows the path that connections use, in a network with 800 other hosts, which are
-// down. Hosts must check the used path first. If all paths took turns, each would be checked once in three minutes.
+// TestPathMTUOfBusyPathsFirst narrows a path on which data flows, in a network with 800 other hosts, which are
+// down. Hosts must check paths with traffic first. If all paths took turns, a host would check each of them only
+// once in three minutes.
 //
 //stages:rest unit tests have the order of checks
 func TestPathMTUOfBusyPathsFirst(t *testing.T) {
@@ -378,8 +381,8 @@ func TestPathMTUOfBusyPathsFirst(t *testing.T) {
 	expectProgress(t, "through the narrow path", streams)
 }
 
-// TestKubePathMTUEvent narrows the path between two hosts. Each Node gets an Event that names the peer, and the
-// size that passes.
+// TestKubePathMTUEvent narrows the path between two hosts. The Node of each must get an Event that names the peer
+// and the size of packets that pass.
 //
 //stages:rest other tests narrow paths with all backends
 func TestKubePathMTUEvent(t *testing.T) {

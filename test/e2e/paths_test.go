@@ -11,8 +11,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestProbes breaks the path between two hosts that probe it. Status, metrics and log must name the peer and
-// the part that is broken, and then report that the path works again.
+// TestProbes breaks the path between two hosts that send probes. The status, the metrics and the log must
+// name the peer and the part that is broken, and later say that the path works again.
 func TestProbes(t *testing.T) {
 	testProbes(t, pathFault{"vxlan", "ip saddr 192.168.77.1 udp dport 8472 drop", "network", "(vxlan: UDP 8472)"})
 }
@@ -27,9 +27,9 @@ func TestProbesOfLargePackets(t *testing.T) {
 // pathFault is a fault of the path to host 2.
 type pathFault struct {
 	backend string
-	rules   string // of nftables on host 2, which cause it
-	want    string // the part that is broken
-	hint    string // part of the advice
+	rules   string // nftables rules on host 2 that cause the fault
+	want    string // the expected result of the probes: the part that is broken
+	hint    string // a text in the expected advice
 }
 
 func testProbes(t *testing.T, fault pathFault) {

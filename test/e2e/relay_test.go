@@ -13,14 +13,14 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// relayed is a pair of hosts that do not reach each other, and the relays of their lab.
+// relayed is a pair of hosts that do not reach each other directly, and the relays of their lab.
 type relayed struct {
 	pair   [2]*lab.Host
 	relays []*lab.Host
 	keys   map[*lab.Host]string // of the leases
 }
 
-// startRelayed starts daemons on all hosts, with --relay on the relays, and a pod on each.
+// startRelayed starts a daemon and a pod on the pair and on the relays. The relays get the flag --relay.
 func startRelayed(t *testing.T, pair [2]*lab.Host, relays ...*lab.Host) relayed {
 	t.Helper()
 	r := relayed{pair, relays, map[*lab.Host]string{}}
@@ -41,8 +41,8 @@ func startRelayed(t *testing.T, pair [2]*lab.Host, relays ...*lab.Host) relayed 
 	return r
 }
 
-// by returns the relay that carries the packets from pair[from] to the other host of the pair, or nil if
-// none does.
+// by returns the relay that carries the packets from pair[from] to the other host of the pair, or nil if there is
+// none. It returns an error if pair[from] does not give its status.
 func (r relayed) by(t *testing.T, from int) (relay *lab.Host, err error) {
 	t.Helper()
 	report, err := askReport(t, r.pair[from])
@@ -63,8 +63,8 @@ func (r relayed) by(t *testing.T, from int) (relay *lab.Host, err error) {
 	return relay, nil
 }
 
-// expectBy waits until both hosts of the pair publish that they reach at least the given number of relays, and
-// reach each other by the same relay. It returns this relay.
+// expectBy waits until the two hosts of the pair reach each other by the same relay, which it returns. Each of them
+// must also publish at least the given number of relays that it reaches.
 func (r relayed) expectBy(t *testing.T, l *lab.Lab, relays int) (relay *lab.Host) {
 	t.Helper()
 	within(t, time.Minute, "both hosts reach each other by a relay", func() (err error) {
@@ -92,7 +92,8 @@ func (r relayed) expectBy(t *testing.T, l *lab.Lab, relays int) (relay *lab.Host
 	return relay
 }
 
-// use returns an error unless both hosts of the pair use the given relay, or no relay if it is nil.
+// use returns an error unless both hosts of the pair send to each other by the given relay, or directly if relay is
+// nil.
 func (r relayed) use(t *testing.T, relay *lab.Host) error {
 	t.Helper()
 	for i, h := range r.pair {
@@ -114,7 +115,8 @@ func nameOf(relay *lab.Host) string {
 	return "the relay " + relay.Name()
 }
 
-// published returns the relays in the lease of pair[host].
+// published returns the relays that pair[host] names in its lease: those that it reaches. It returns nil if there is
+// no such lease.
 func (r relayed) published(t *testing.T, l *lab.Lab, host int) []string {
 	t.Helper()
 	for _, one := range leases(t, l) {
@@ -143,7 +145,7 @@ func (r relayed) expectReported(t *testing.T, relay *lab.Host) {
 // by another relay when the first one dies.
 //
 // With the WireGuard of the kernel the test would take minutes: the device of the killed daemon goes on sending
-// keepalives, so the relay counts as up until its sessions end.
+// keepalives. So the relay would count as up until the WireGuard sessions with it end.
 //
 //stages:rest it waits for handshakes that fail; TestUserspaceWireGuardBetweenNATs has hosts that reach each other
 func TestUserspaceWireGuardRelay(t *testing.T) {
@@ -164,18 +166,19 @@ func TestUserspaceWireGuardRelay(t *testing.T) {
 	nft(t, first.Namespace, "table ip dead { chain in { type filter hook input priority filter; udp dport 51820 drop; }; }")
 	begin := time.Now()
 	within(t, 2*time.Minute, "the hidden hosts use the other relay", func() error {
-		_ = reaches(t, l.hidden[0], l.hidden[1]) // packets without an answer tell that the relay is dead
+		_ = reaches(t, l.hidden[0], l.hidden[1]) // only unanswered packets show a host that the relay is dead
 		return r.use(t, second)
 	})
 	t.Logf("the hidden hosts use the other relay after %v", time.Since(begin))
-	// The host that has sent no data to the dead relay may still publish it, until its session ends.
+	// A host that has sent nothing to the dead relay may still publish it, until its WireGuard session with the
+	// relay ends.
 	if by := r.expectBy(t, l.Lab, 1); by != second {
 		t.Errorf("they reach each other by %s, want %s", by.Name(), second.Name())
 	}
 }
 
-// TestUserspaceWireGuardRelayIsLeft checks that two hosts use a relay while a firewall lies between them, and
-// leave it with a short pause when the firewall lets their packets through.
+// TestUserspaceWireGuardRelayIsLeft checks that two hosts use a relay while a firewall lies between them. When the
+// firewall lets their packets through, they must leave the relay, with only a short pause.
 //
 //stages:rest it waits for handshakes that fail; TestUserspaceWireGuardBetweenNATs has hosts that reach each other
 func TestUserspaceWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, userspace, 3*time.Second) }
@@ -185,8 +188,8 @@ func TestUserspaceWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, usersp
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, "wireguard", 10*time.Second) }
 
-// testRelayIsLeft checks that two hosts leave a relay. gap is the longest allowed time without packets when
-// they change from the relay to the direct path.
+// testRelayIsLeft checks that two hosts leave a relay when they reach each other directly. gap is the longest time
+// in which no packet may arrive during the change.
 func testRelayIsLeft(t *testing.T, backend string, gap time.Duration) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, relayConfig(backend))
@@ -235,7 +238,8 @@ func relayConfig(backend string) string {
 	return strings.TrimSuffix(backendConfig(backend), "}") + `,"PersistentKeepaliveInterval":1,"EndpointSharingInterval":1}`
 }
 
-// wall drops the packets of tunnels with the given UDP ports between two hosts. It replaces an earlier wall.
+// wall makes a firewall drop the packets of tunnels with these UDP ports between the two hosts of pair. It replaces
+// an earlier wall.
 func wall(t *testing.T, pair [2]*lab.Host, ports ...int) {
 	t.Helper()
 	var in, out []string
@@ -299,7 +303,8 @@ func TestRelayThroughBackendMigration(t *testing.T) {
 }
 
 // TestRelayInNextBackend migrates a network from vxlan to wireguard. By wireguard two hosts reach each other only by
-// a relay. They must continue by vxlan until a host is a relay, and then use the relay. No packet may be lost.
+// a relay. They must continue by vxlan until one of the other hosts becomes a relay, and then use the relay. No
+// packet may be lost.
 //
 //stages:rest other tests have relays and migrations alone
 func TestRelayInNextBackend(t *testing.T) {

@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// expectRestartNeeded waits until the daemon on h reports that it needs a restart because
-// of want. An empty want means that it needs none.
+// expectRestartNeeded waits until the daemon on h reports that it needs a restart, for a reason that
+// contains want. An empty want means that it must need none. The metric must agree.
 func expectRestartNeeded(t *testing.T, h *lab.Host, want string) {
 	t.Helper()
 	eventually(t, "restart needed: "+want, func() error {
@@ -32,8 +32,8 @@ func expectRestartNeeded(t *testing.T, h *lab.Host, want string) {
 	}
 }
 
-// peerLines returns the lines of the kernel about peers, sorted, because the kernel lists
-// neighbours in an order that changes. It omits neighbours that the kernel has resolved
+// peerLines returns the routes, neighbours and FDB entries of a host as sorted lines, because the kernel
+// lists neighbours in an order that changes. It omits neighbours on eth0 that the kernel has resolved
 // itself.
 func peerLines(t *testing.T, h *lab.Host) string {
 	t.Helper()
@@ -48,8 +48,8 @@ func peerLines(t *testing.T, h *lab.Host) string {
 	return strings.Join(lines, "\n")
 }
 
-// expectExitOnChange waits until the daemon ends by itself, and checks its exit code and
-// that the data path is unchanged.
+// expectExitOnChange waits until the daemon ends by itself. Its exit code must be 3, and peerLines must
+// still return before.
 func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string) {
 	t.Helper()
 	code, err := d.Wait(testContext(t))
@@ -64,9 +64,9 @@ func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string)
 	}
 }
 
-// TestRestartNeeded checks that daemons that do not follow the configuration report a changed
-// configuration as the reason for a restart, that --exit-on-config-change ends a daemon without changing
-// the data path, and that changes without effect, such as another order of keys, are not reported.
+// TestRestartNeeded changes the configuration of daemons that do not follow it. They must report that
+// they need a restart, and why. With --exit-on-config-change a daemon must end, without a change of the
+// data path. Changes without effect, such as another order of keys, must not be reported.
 func TestRestartNeeded(t *testing.T) {
 	t.Parallel()
 	const changed = "Backend.VNI default -> 7"

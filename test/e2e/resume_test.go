@@ -12,7 +12,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// receivedBytes returns the number of bytes that a host's interface has received.
+// receivedBytes returns the number of bytes that eth0 of a host has received so far.
 func receivedBytes(t *testing.T, h *lab.Host) (bytes uint64) {
 	t.Helper()
 	err := h.Netlink(testContext(t), func(nl *netlink.Handle) error {
@@ -29,8 +29,8 @@ func receivedBytes(t *testing.T, h *lab.Host) (bytes uint64) {
 }
 
 // TestRestartReadsWhatHasChanged checks that a restarted daemon reads only the leases
-// that changed while it was down. It measures the bytes that the host receives until the
-// daemon is ready, including headers.
+// that changed while it was down. For this it counts all bytes that the host receives
+// until the daemon is ready.
 func TestRestartReadsWhatHasChanged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

@@ -21,8 +21,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestLeasesWithOnePublicAddress checks that leases with the same public address are all
-// served, with each backend that the kernel of a usual test machine supports.
+// TestLeasesWithOnePublicAddress checks that leases with the same public address are all served,
+// with each backend that needs no module of the kernel.
 func TestLeasesWithOnePublicAddress(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "udp", userspace} {
@@ -48,10 +48,9 @@ func TestVMLeasesWithOnePublicAddress(t *testing.T) {
 	}
 }
 
-// testSharedPublicAddress checks that the lease of host 2 and another lease with the
-// address of host 2 are both served, whichever of them is older, and also after a
-// restart. A host that is installed anew may get the address of a lease that has not
-// expired yet.
+// testSharedPublicAddress checks that the lease of host 2 and another lease with the same public
+// address are both served, whichever of them is older, and also after a restart. This happens
+// when a host that is installed anew gets the address of a lease that has not expired yet.
 func testSharedPublicAddress(t *testing.T, config string) {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2}, config)
@@ -67,7 +66,7 @@ func testSharedPublicAddress(t *testing.T, config string) {
 		t.Fatal(err)
 	}
 	reach := expectMatrix
-	if emulated() { // here one packet may take longer than the timeout of expectMatrix
+	if emulated() { // here a packet may take longer than expectMatrix waits for it
 		reach = expectConverged
 	}
 	reach(t, l)
@@ -87,7 +86,7 @@ func testSharedPublicAddress(t *testing.T, config string) {
 		if got := statusOf(t, l.Host(1)).SharedPublicIPs; !reflect.DeepEqual(got, want) {
 			t.Errorf("the status has the shared addresses %+v, want %+v", got, want)
 		}
-		out, _ := flannelctl(t, l.Host(1), "doctor") // the exit code depends on other findings
+		out, _ := flannelctl(t, l.Host(1), "doctor") // the exit code depends on what else doctor finds
 		expectOutput(t, []string{"doctor"}, out, []string{fmt.Sprintf("the leases %s, %s have the public address %s", first, second, address)})
 		reach(t, l)
 	}
@@ -101,7 +100,7 @@ func testSharedPublicAddress(t *testing.T, config string) {
 	reach(t, l)
 	putKey(t, c, subnets+key, twin(address))
 	both(younger, key, 1)
-	// A restarted daemon reads both leases at once, and serves both, too.
+	// A restarted daemon reads both leases at once. It must serve both, too.
 	d.Kill()
 	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
 	both(younger, key, 1)
@@ -112,7 +111,8 @@ func testSharedPublicAddress(t *testing.T, config string) {
 	}
 }
 
-// leaseEntry returns the key and value of the host's lease with any backend.
+// leaseEntry returns the key and value of the host's lease, or fails the test if there is none.
+// The lease may be of any backend.
 func leaseEntry(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
 	t.Helper()
 	all, err := l.Leases(testContext(t))
@@ -128,8 +128,8 @@ func leaseEntry(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
 	return "", ""
 }
 
-// withOtherIdentity returns a lease's value with another public address, and with another MAC or
-// key in its backend data.
+// withOtherIdentity returns the value of a lease with the public address ip, and with another
+// MAC or public key if its backend data contains one.
 func withOtherIdentity(t *testing.T, value, ip string) string {
 	t.Helper()
 	var v map[string]any
@@ -156,8 +156,8 @@ func withOtherIdentity(t *testing.T, value, ip string) string {
 	return string(text)
 }
 
-// expectServed returns an error unless the host serves exactly the leases with these
-// keys.
+// expectServed returns an error unless the host has peers with exactly these keys, and serves
+// all of them.
 func expectServed(t *testing.T, h *lab.Host, keys ...string) error {
 	t.Helper()
 	served := map[string]status.State{}
@@ -175,9 +175,9 @@ func expectServed(t *testing.T, h *lab.Host, keys ...string) error {
 	return nil
 }
 
-// TestValidAndInvalidLeases checks that every valid lease is served, and that every
-// invalid one costs one log line, if hundreds of both are put at the same time. The valid
-// ones share 20 addresses.
+// TestValidAndInvalidLeases puts 200 valid leases and 30 invalid ones at the same time, and then
+// two that conflict with valid ones. Every valid lease must be served, and every other one must
+// cause one line in the log. The valid leases share 20 public addresses.
 func TestValidAndInvalidLeases(t *testing.T) {
 	t.Parallel()
 	const network = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.3.0","Backend":{"Type":"vxlan"}}`
@@ -211,11 +211,11 @@ func TestValidAndInvalidLeases(t *testing.T) {
 		all[key] = vxlanLease("192.168.77.222", fmt.Sprintf("02:00:00:00:02:%02x", i))
 	}
 	putConcurrently(t, etcdClient(t, l), all)
-	// If two leases conflict, the older one counts. So these must come after the valid
+	// If two leases conflict, the older one counts. So these must be younger than the valid
 	// ones.
 	late := map[string]string{
 		"10.5.240.0-24":  vxlanLease("192.168.77.222", "02:00:00:00:00:0a"), // the MAC of a valid lease
-		"10.5.10.128-25": vxlanLease("192.168.77.222", "02:00:00:00:02:ff"), // a part of its subnet
+		"10.5.10.128-25": vxlanLease("192.168.77.222", "02:00:00:00:02:ff"), // a part of the subnet of the same valid lease
 	}
 	putConcurrently(t, etcdClient(t, l), late)
 	bad = slices.AppendSeq(bad, maps.Keys(late))
@@ -235,7 +235,7 @@ func TestValidAndInvalidLeases(t *testing.T) {
 	}
 	expectMatrix(t, l)
 
-	// A restarted daemon reads all leases at once, and the result is the same.
+	// A restarted daemon reads all leases at once. It must serve the same ones.
 	d.Kill()
 	d = startOne(t, h, lab.FlanneldOptions{})
 	eventually(t, "all good leases", func() error { return expectRoutes(t, h, want) })
@@ -245,8 +245,8 @@ func TestValidAndInvalidLeases(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// putConcurrently puts leases in concurrent transactions of 50 leases each, because etcd limits
-// the size of a transaction.
+// putConcurrently puts leases in concurrent transactions of up to 50 leases each, because etcd
+// limits the size of a transaction.
 func putConcurrently(t *testing.T, c *clientv3.Client, all map[string]string) {
 	t.Helper()
 	var ops []clientv3.Op
@@ -265,8 +265,8 @@ func putConcurrently(t *testing.T, c *clientv3.Client, all map[string]string) {
 	wg.Wait()
 }
 
-// expectRoutes returns an error unless the host has routes through vxlan to exactly these
-// subnets. It ignores the route to the other host.
+// expectRoutes returns an error unless the host has routes through flannel.1 to exactly the
+// subnets want. It ignores routes to subnets below 10.5.8.0, which hosts of the lab have.
 func expectRoutes(t *testing.T, h *lab.Host, want []string) error {
 	t.Helper()
 	routes, err := h.Routes(testContext(t))

@@ -20,7 +20,8 @@ import (
 // socket is the default path of the daemon's status socket.
 const socket = "/run/flannel/flanneld.sock"
 
-// getStatus sends a GET request to the status socket of the daemon on h.
+// getStatus sends a GET request for path to the status socket of the daemon on h. accept
+// is the header Accept. The test fails if there is no answer.
 func getStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body string) {
 	t.Helper()
 	code, body, err := askStatus(t, h, path, accept)
@@ -30,7 +31,8 @@ func getStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body s
 	return code, body
 }
 
-// askStatus is getStatus for a test that asks again after an error.
+// askStatus is getStatus for tests that ask again: it returns an error if there is no
+// answer.
 func askStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body string, err error) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(testContext(t), http.MethodGet, "http://flanneld"+path, nil)
@@ -39,7 +41,7 @@ func askStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body s
 	}
 	r.Header.Set("Accept", accept)
 	answer, err := status.Client(h.Path(socket)).Do(r)
-	for emulated() && errors.Is(err, io.EOF) { // the daemon has ended an answer that took too long
+	for emulated() && errors.Is(err, io.EOF) { // the daemon has closed the connection, because its answer took too long
 		answer, err = status.Client(h.Path(socket)).Do(r)
 	}
 	if err != nil {
@@ -59,7 +61,8 @@ func statusOf(t *testing.T, h *lab.Host) status.Report {
 	return r
 }
 
-// askReport is statusOf for a test that asks again after an error.
+// askReport is statusOf for tests that ask again: it returns an error if there is no
+// status.
 func askReport(t *testing.T, h *lab.Host) (r status.Report, err error) {
 	t.Helper()
 	code, body, err := askStatus(t, h, "/statusz", "application/json")
@@ -75,7 +78,8 @@ func askReport(t *testing.T, h *lab.Host) (r status.Report, err error) {
 	return r, nil
 }
 
-// metric returns a value from the daemon's metrics. series is a name with labels.
+// metric returns a value from the daemon's metrics. series is the name with all labels.
+// The test fails if there is no such series.
 func metric(t *testing.T, h *lab.Host, series string) float64 {
 	t.Helper()
 	_, body := getStatus(t, h, "/metrics", "")
@@ -199,9 +203,9 @@ func TestStatusReportsErrors(t *testing.T) {
 	}
 }
 
-// TestStatusIsForThisHost checks that the status is available on the host itself and on
-// the address of --statusz-address, but that other hosts get only metrics and health. The
-// status names all peers.
+// TestStatusIsForThisHost checks that the status is available only on the host itself and
+// at the address of --statusz-address, because it names all peers. Other hosts get
+// metrics and health, but not the status.
 func TestStatusIsForThisHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

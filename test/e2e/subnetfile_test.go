@@ -15,9 +15,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestSubnetFile checks that the daemon repairs a subnet file that another program has
-// removed or changed, replaces a damaged one at its start, and is not ready while it
-// cannot write the file.
+// TestSubnetFile checks that the daemon writes a subnet file again that another program
+// has removed or changed, and replaces a damaged one at its start. The daemon must not be
+// ready while it cannot write the file.
 func TestSubnetFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, `{"Type":"vxlan"}`)
@@ -105,7 +105,7 @@ func testUnwritableSubnetFile(t *testing.T, h *lab.Host) {
 }
 
 // TestTwoDaemonsOnOneSubnetFile checks that a second daemon with the same subnet file
-// exits, because both would overwrite it in turn.
+// exits, because each would overwrite what the other has written.
 func TestTwoDaemonsOnOneSubnetFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

@@ -23,12 +23,12 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// fast is a rate in packets per second at which a test notices a gap of a millisecond. See startFlows.
+// fast is the rate in packets per second for tests that must notice a gap of a millisecond.
+// startFlows may lower it.
 const fast = 1000
 
-// kernelMonitor receives the kernel's notifications on a host about links, addresses,
-// routes, nexthop objects, and permanent neighbours and FDB entries. So it notices every
-// change by any program.
+// kernelMonitor receives the kernel's notifications on a host about links, addresses, routes, neighbours, FDB
+// entries and nexthop objects, of changes by any program.
 type kernelMonitor struct{ fd int }
 
 func newKernelMonitor(t *testing.T, h *lab.Host) *kernelMonitor {
@@ -57,8 +57,8 @@ func newKernelMonitor(t *testing.T, h *lab.Host) *kernelMonitor {
 	return e
 }
 
-// notifications returns the notifications since the last call, each as the kind of object and its
-// address or number.
+// notifications returns descriptions of the notifications since the last call, in their order. It
+// does not wait for any. See describeNotification.
 func (e *kernelMonitor) notifications(t *testing.T) []string {
 	t.Helper()
 	var all []string
@@ -81,8 +81,9 @@ func (e *kernelMonitor) notifications(t *testing.T) []string {
 	}
 }
 
-// describeNotification describes a notification. The result is empty for changes that the kernel
-// makes by itself, such as learning a neighbour.
+// describeNotification returns the kind of the object and its number or address, such as "route
+// 198.51.100.0". For nexthop objects and default routes it returns only the kind. It returns an
+// empty string for changes that the kernel makes by itself, such as learning a neighbour.
 func describeNotification(typ uint16, payload []byte) string {
 	const permanentAt, flagsAt = 8, 8
 	kinds := map[uint16]string{
@@ -118,7 +119,8 @@ func describeNotification(typ uint16, payload []byte) string {
 		if size < unix.SizeofRtAttr || size > len(b) {
 			break
 		}
-		// The first attribute of all these messages is the address of the object.
+		// In all these messages the attribute of type 1 is an address: that of the object, and of
+		// an FDB entry the remote one.
 		if a, ok := netip.AddrFromSlice(b[unix.SizeofRtAttr:size]); ok && attr == 1 {
 			return kind + " " + a.String()
 		}
@@ -127,8 +129,8 @@ func describeNotification(typ uint16, payload []byte) string {
 	return kind
 }
 
-// TestRestartsWriteNothing checks that a restarted daemon which finds everything in place
-// changes nothing in the kernel, and that no packet is lost.
+// TestRestartsWriteNothing checks that a restarted daemon that finds everything in place changes
+// nothing in the kernel, and that no packet is lost.
 func TestRestartsWriteNothing(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -166,7 +168,7 @@ func TestRestartsWriteNothing(t *testing.T) {
 				t.Errorf("the kernel changed after the restarts: %q", changes)
 			}
 			expectNothingLost(t, flows)
-			// Check that the monitor really receives notifications.
+			// Make sure that the monitor really receives notifications.
 			if out, err := h.Exec(testContext(t), "ip", "route", "add", "198.51.100.0/24", "dev", "eth0"); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
@@ -220,8 +222,8 @@ func nodes(t *testing.T, l *lab.Lab) []node {
 	return ns
 }
 
-// publish puts a node's lease into the store as another flannel daemon does: it
-// overwrites the key, with an etcd lease of its own.
+// publish puts a node's lease into the store as another flannel daemon does: it overwrites the
+// key, with a new etcd lease of a day.
 func (n node) publish(t *testing.T, c *clientv3.Client) {
 	t.Helper()
 	const day = 86400
@@ -234,8 +236,9 @@ func (n node) publish(t *testing.T, c *clientv3.Client) {
 	}
 }
 
-// newNode returns a node as another flannel daemon would publish it. Its subnets are 10.5.n.0/24
-// and fd00:5:0:n::/64. public returns its public address of a family.
+// newNode returns a node as another flannel daemon would publish it, with the subnets 10.5.n.0/24
+// and fd00:5:0:n::/64. public returns its public address of a family. newNode does not publish
+// the node.
 func newNode(t *testing.T, families []prefix.Family, backend string, n int, public func(prefix.Family) netip.Addr) node {
 	one := node{subnets: map[prefix.Family]netip.Prefix{}, publics: map[prefix.Family]netip.Addr{}, macs: map[prefix.Family]string{}}
 	type data struct {
@@ -283,9 +286,9 @@ func device(f prefix.Family) string {
 	return "flannel.1"
 }
 
-// runOtherDaemon changes a host as another flannel daemon does when it starts: it creates
-// missing devices, and creates or replaces the entries of each peer. It never removes
-// anything.
+// runOtherDaemon changes a host as another flannel daemon does when it starts. It creates missing
+// devices, creates or replaces the entries of each peer, and writes the subnet file. It never
+// removes devices or entries of other peers.
 func runOtherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []node) {
 	t.Helper()
 	var script strings.Builder
@@ -339,8 +342,8 @@ func runOtherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers [
 	}
 }
 
-// runOtherDaemons publishes the lease of every host again, and calls runOtherDaemon for the host
-// with all leases in the store.
+// runOtherDaemons publishes the lease of each host again, and calls runOtherDaemon for the host,
+// with all other leases in the store as its peers.
 func runOtherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	c := etcdClient(t, l)
@@ -357,8 +360,8 @@ func runOtherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	}
 }
 
-// expectAddresses waits until duplicate address detection has ended for all addresses,
-// because the kernel then sends another notification of each.
+// expectAddresses waits until duplicate address detection has ended for all addresses. The kernel
+// then sends another notification of each address, which a kernelMonitor would take for a change.
 func expectAddresses(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	eventually(t, "the end of duplicate address detection", func() error {
@@ -371,8 +374,8 @@ func expectAddresses(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// datapathOf returns the lines of a host's kernel about the data path to a node's subnets,
-// sorted and with the names of the devices.
+// datapathOf returns the routes, neighbours and FDB entries of a host for a node's subnets, as
+// sorted lines without duplicates. The lines contain the names of the devices.
 func datapathOf(t *testing.T, h *lab.Host, n node) []string {
 	t.Helper()
 	var lines []string
@@ -396,9 +399,9 @@ func deviceNumbers(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// TestTakeover checks that the daemon takes over the kernel objects of another flannel
-// daemon, changes only what is wrong, and leaves objects that the other daemon can use
-// again. No packet is lost.
+// TestTakeover checks that the daemon takes over the kernel objects of another flannel daemon,
+// changes only what is wrong, and leaves objects with which the other daemon can go on. No packet
+// may be lost.
 func TestTakeover(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -492,7 +495,8 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 }
 
 // TestReturnFromOtherDaemon checks that another flannel daemon can take over the kernel objects
-// of the daemon and hand them back, with the same devices and without packet loss.
+// of this daemon, and this daemon can take them back. The devices must stay the same, and no
+// packet may be lost.
 func TestReturnFromOtherDaemon(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -528,8 +532,9 @@ func TestReturnFromOtherDaemon(t *testing.T) {
 	}
 }
 
-// expectDeviceCompatible fails the test unless another flannel daemon would keep the daemon's
-// device. The other daemon compares these properties and recreates a device that differs.
+// expectDeviceCompatible fails the test unless another flannel daemon would keep this daemon's
+// vxlan device. The other daemon compares these properties, and creates the device again if one
+// differs. For other backends there is nothing to check.
 func expectDeviceCompatible(t *testing.T, h *lab.Host, backend string, f prefix.Family) {
 	t.Helper()
 	if backend != "vxlan" {

@@ -14,11 +14,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// tencent is Tencent Cloud as a testCloud. The target of a route is the address of an instance.
+// tencent simulates Tencent Cloud. It implements testCloud. The target of a route is an address of the instance.
 type tencent struct {
 	subnetTables
 	http.Handler
-	addresses *sync.Map // a netip.Addr by the number of each instance
+	addresses *sync.Map // the first address (netip.Addr) of each instance, by its number
 }
 
 // newTencent builds a cloudBed in Tencent Cloud with the given number of hosts. It starts no daemons.
@@ -65,8 +65,8 @@ func TestTencentVPCRestart(t *testing.T) {
 	newTencent(t, 2).testRestart()
 }
 
-// TestTencentVPCFaults checks that daemons recover from faults of Tencent Cloud, and delete no route but that of
-// the host that ends. Descriptions of the table show its state of half a second ago.
+// TestTencentVPCFaults checks that daemons recover from faults of Tencent Cloud, and delete only the route of
+// the host that ends for good. Calls read the route table as it was half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestTencentVPCFaults(t *testing.T) {

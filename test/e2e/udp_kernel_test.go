@@ -24,8 +24,8 @@ import (
 // udpKernel is the argument of backendConfig for udp in the kernel.
 const udpKernel = "udp in the kernel"
 
-// loadFOU loads the module fou, as the administrator must: the kernel does not load it on
-// demand.
+// loadFOU loads the module fou, as an administrator must: the kernel does not load it by
+// itself.
 func loadFOU(t *testing.T) {
 	t.Helper()
 	if out, err := exec.CommandContext(testContext(t), "modprobe", "fou").CombinedOutput(); err != nil {
@@ -33,7 +33,8 @@ func loadFOU(t *testing.T) {
 	}
 }
 
-// kernelPath returns the kernel objects of the udp backend on a host, in one line.
+// kernelPath returns what exists of the kernel objects of the backend udp on a host, in one
+// line: the type of its device, the FOU port, the nftables table and the routes.
 func kernelPath(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(testContext(t), "sh", "-c", `
@@ -48,8 +49,9 @@ func kernelPath(t *testing.T, h *lab.Host) string {
 }
 
 // startSinglePacketPeer starts a peer that receives and sends each packet separately, without
-// offloads. It answers every echo request that arrives at the address at, as a host with
-// the subnet 10.5.201.0/24 would.
+// offloads, on a socket at the address at. It answers every echo request that it receives, as
+// if its pods had done so. The caller must publish its lease. conn is the socket, which exists
+// until the test ends.
 func startSinglePacketPeer(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPConn) {
 	t.Helper()
 	err := n.Do(testContext(t), func() (err error) {
@@ -74,7 +76,7 @@ func startSinglePacketPeer(t *testing.T, n *lab.Namespace, at string) (conn *net
 			copy(src[:], b[12:16])
 			copy(b[12:16], b[16:20])
 			copy(b[16:20], src[:])
-			b[20] = 0 // echo reply
+			b[20] = 0 // turns the request into an echo reply
 			sum := uint32(binary.BigEndian.Uint16(b[22:])) + 0x800
 			binary.BigEndian.PutUint16(b[22:], uint16(sum+sum>>16))
 			_, _ = conn.WriteToUDPAddrPort(b[:n], from)
@@ -83,8 +85,8 @@ func startSinglePacketPeer(t *testing.T, n *lab.Namespace, at string) (conn *net
 	return conn
 }
 
-// sendFromUnknownHost sends a packet to a host from an address that no lease has: once in a UDP
-// datagram, as peers do, and once directly in an IP packet.
+// sendFromUnknownHost sends two packets to a host from an address that no lease has: one in a
+// UDP datagram, as peers do, and one directly in an IP packet.
 func sendFromUnknownHost(t *testing.T, l *lab.Lab, to netip.Addr) {
 	t.Helper()
 	const stranger = "192.168.77.199"
@@ -116,9 +118,10 @@ func sendFromUnknownHost(t *testing.T, l *lab.Lab, to netip.Addr) {
 	}
 }
 
-// TestVMUDPKernelPath checks that hosts whose kernels carry the packets, a host whose
-// daemon does, and a peer that sends every packet separately reach each other in one
-// network. Packets of unknown senders are dropped and counted.
+// TestVMUDPKernelPath checks that different hosts reach each other in one network: two whose
+// kernels carry the packets, one whose daemon does, and a peer that sends every packet
+// separately. Packets of unknown senders, and packets with loopback addresses, must be dropped
+// and counted.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPath(t *testing.T) {
@@ -169,10 +172,10 @@ func TestVMUDPKernelPath(t *testing.T) {
 	expectNoLoopback(t, l, peer, 0)
 }
 
-// expectNoLoopback checks that packets from a peer with a loopback address as source or
-// destination do not reach a service of host 1 that listens on all addresses. wrongPort is
-// the number of packets that host 1 must drop because they come from another port of the
-// peer: 1, or 0 if it does not check the source.
+// expectNoLoopback makes a peer send packets with a loopback address as source or destination.
+// They must not reach a service of host 1 that listens on all addresses. One more packet comes
+// from another port of the peer than that of its tunnel. wrongPort is 1 if host 1 must drop
+// this packet, and 0 if it does not check the source.
 func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort float64) {
 	t.Helper()
 	h := l.Host(1)
@@ -219,8 +222,8 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 	}
 }
 
-// TestVMUDPKernelHealing damages every kernel object of the kernel path and checks that
-// the daemon repairs it.
+// TestVMUDPKernelHealing damages the kernel objects of the kernel path, one after the other,
+// and checks that the daemon repairs them.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelHealing(t *testing.T) {
@@ -228,8 +231,8 @@ func TestVMUDPKernelHealing(t *testing.T) {
 	newDamagedHost(t, udpKernel, v4).testAllRepairs(t)
 }
 
-// TestVMUDPKernelPortTaken checks that the daemon follows changed leases although another
-// program uses its port, and takes the port again when it is free.
+// TestVMUDPKernelPortTaken checks that the daemon follows changed leases while another program
+// uses its port, and takes the port again when it is free.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPortTaken(t *testing.T) {
@@ -258,8 +261,9 @@ func TestVMUDPKernelPortTaken(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// expectPeers waits until a host whose kernel carries the packets accepts packets from
-// exactly these peers and has routes to them.
+// expectPeers waits until a host whose kernel carries the packets accepts packets from exactly
+// the peers want and has routes to exactly these. want contains the public addresses in
+// alphabetical order.
 func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	t.Helper()
 	address := regexp.MustCompile(`192\.168\.77\.\d+`)
@@ -275,12 +279,12 @@ func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	}
 }
 
-// occupyFOUPort closes the FOU port and opens a socket with its address, as another program
-// would.
+// occupyFOUPort closes the FOU port at the address at, and opens a socket there instead, as
+// another program would. The socket exists until the test ends or the caller closes it.
 func occupyFOUPort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	t.Helper()
 	where := netip.MustParseAddrPort(at)
-	eventually(t, "a socket on the port", func() error { // the daemon may open the port again first
+	eventually(t, "a socket on the port", func() error { // the daemon may be faster and open the port again first
 		out, err := h.Exec(testContext(t), "ip", "fou", "del", "port", fmt.Sprint(where.Port()), "local", where.Addr().String())
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, out)
@@ -294,9 +298,9 @@ func occupyFOUPort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	return conn
 }
 
-// TestVMUDPKernelForeignDevice checks that the daemon exits if another program has opened
-// a TUN device with the daemon's name, and keeps that device. It replaces a device that
-// no program has opened.
+// TestVMUDPKernelForeignDevice checks a start beside a TUN device with the name of the daemon's
+// device. If another program has the TUN device open, the daemon must exit and leave the
+// device. If no program has it open, the daemon must replace it.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelForeignDevice(t *testing.T) {
@@ -328,8 +332,8 @@ func TestVMUDPKernelForeignDevice(t *testing.T) {
 	}
 }
 
-// TestVMUDPModes changes between the kernel path and user space,
-// after clean stops and kills, and checks that no objects of the previous mode are left.
+// TestVMUDPModes changes between the kernel path and user space, after stops and kills, with
+// and without --udp-persist. No objects of the former mode may be left after the start.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPModes(t *testing.T) {
@@ -376,8 +380,9 @@ func TestVMUDPModes(t *testing.T) {
 	}
 }
 
-// TestVMUDPKernelPathRemovedAfterChange checks that the FOU port and the rules of the kernel path
-// are removed if the configuration changes after the daemons were killed.
+// TestVMUDPKernelPathRemovedAfterChange checks that the FOU port and the rules of the kernel
+// path are removed if the port or the backend changes in the configuration after the daemons
+// were killed.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPathRemovedAfterChange(t *testing.T) {
@@ -405,8 +410,8 @@ func TestVMUDPKernelPathRemovedAfterChange(t *testing.T) {
 	}
 }
 
-// TestVMUDPKernelRestarts checks that the kernel carries packets without loss while
-// persistent daemons are killed, stopped and restarted.
+// TestVMUDPKernelRestarts checks that the kernel carries packets without loss while daemons
+// with --udp-persist are killed, stopped and started again.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelRestarts(t *testing.T) {
@@ -425,7 +430,7 @@ func TestVMUDPKernelRestarts(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// linesOf returns the lines of text that begin with start.
+// linesOf returns the lines of text that begin with the text start.
 func linesOf(text, start string) (found []string) {
 	for line := range strings.Lines(text) {
 		if strings.HasPrefix(line, start) {

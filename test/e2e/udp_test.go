@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// tunIndex returns the number of the TUN device, or 0 if there is none.
+// tunIndex returns the number of the device flannel0, or 0 if there is none.
 func tunIndex(t *testing.T, h *lab.Host) (n int) {
 	t.Helper()
 	out, err := h.Exec(testContext(t), "sh", "-c", "ip -o link show flannel0 2>/dev/null || true")
@@ -40,8 +40,8 @@ func TestUDPWithoutABackend(t *testing.T) {
 	}
 }
 
-// TestUDPHealing damages everything that the user-space path consists of, and checks that
-// the daemon repairs it.
+// TestUDPHealing damages the device and the routes of the user-space path, one after the
+// other, and checks that the daemon repairs them.
 //
 //stages:rest it repairs one damage after the other; TestHealing does so with other backends
 func TestUDPHealing(t *testing.T) {
@@ -71,9 +71,8 @@ func TestUDPStop(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUDPNetworkConflict checks that the packets of one family are carried although
-// another device takes those of the other family, also when the daemon must create its
-// own device again.
+// TestUDPNetworkConflict checks that the packets of IPv4 are carried although another
+// device takes those of IPv6, even when the daemon must create its own device again.
 //
 //stages:rest TestUserspaceWireGuardNetworkConflict has such a device with another backend
 func TestUDPNetworkConflict(t *testing.T) {
@@ -103,8 +102,8 @@ func TestUDPNetworkConflict(t *testing.T) {
 }
 
 // TestUDPPersist checks that the device stays while a daemon with --udp-persist is
-// stopped or killed: pods wait for an answer meanwhile instead of getting an error. A
-// daemon without the flag removes the device.
+// stopped or killed. Pods then wait for an answer instead of getting an error. A daemon
+// without the flag must remove the device when it stops.
 func TestUDPPersist(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))

@@ -17,21 +17,23 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// natKind is the behaviour of a NAT towards WireGuard (RFC 4787 and RFC 3489 have the names).
+// natKind is the way in which a NAT treats the packets of WireGuard. RFC 3489 and RFC 4787 define the
+// names.
 type natKind string
 
 const (
-	// fullCone gives a host one port for all destinations, and lets in packets from everywhere.
+	// fullCone gives a host one port for all destinations. It lets in packets from everywhere to this port.
 	fullCone natKind = "full cone"
-	// portRestricted gives a host one port, and lets in packets only from an address and port to which
-	// the host has sent.
+	// portRestricted gives a host one port for all destinations. It lets in packets only from an address
+	// and port to which the host has sent.
 	portRestricted natKind = "port-restricted"
-	// symmetric gives a host another port for each destination.
+	// symmetric gives a host another port for each destination. It lets in packets to such a port only from
+	// this destination.
 	symmetric natKind = "symmetric"
 )
 
-// rules returns the nftables rules of a NAT whose own address is outside. The NAT gives WireGuard on the
-// host with the address inside the given port, unless it is symmetric.
+// rules returns the nftables rules of a NAT with the address outside, for the host with the address inside.
+// Packets of the host's WireGuard leave the NAT from port, or from random ports if k is symmetric.
 func (k natKind) rules(inside, outside netip.Addr, port int) string {
 	mapped, forward := fmt.Sprintf(":%d", port), ""
 	if k == symmetric {
@@ -54,14 +56,15 @@ func (k natKind) rules(inside, outside netip.Addr, port int) string {
 		}`)
 }
 
-// gateway is a host of a lab that is the NAT of another host, or of another NAT. inside is the address of
-// the host behind it, and outside its own address.
+// gateway is a host of a lab that is the NAT for another host, or for another NAT. inside is the address of
+// the host behind it, and outside is its own address.
 type gateway struct {
 	*lab.Host
 	inside, outside netip.Addr
 }
 
-// set makes the gateway behave as k and use the given port, and forgets the connections that it knows.
+// set makes the gateway a NAT of the kind k that uses port for WireGuard. It also deletes the connections
+// that the gateway knows. See rules.
 func (g gateway) set(t *testing.T, k natKind, port int) {
 	t.Helper()
 	nft(t, g.Namespace, k.rules(g.inside, g.outside, port))
@@ -71,9 +74,9 @@ func (g gateway) set(t *testing.T, k natKind, port int) {
 	}
 }
 
-// hide puts h behind the NAT router. All hosts are in one segment, but h has only an address of the private
-// range 10.99.n.0/24, to which only router has a route, and sends everything to router. The caller must set
-// the behavior of the gateway.
+// hide puts h behind the NAT router and returns the gateway. All hosts are in one segment, but h then has
+// only an address of the private range 10.99.n.0/24, to which only router has a route, and sends everything
+// to router. The caller must call set of the gateway.
 func hide(t *testing.T, h, router *lab.Host, n int) gateway {
 	t.Helper()
 	inside := netip.AddrFrom4([4]byte{10, 99, byte(n), 2})
@@ -81,7 +84,7 @@ func hide(t *testing.T, h, router *lab.Host, n int) gateway {
 	shell(t, router.Namespace, fmt.Sprintf("sysctl -qw net.ipv4.conf.all.send_redirects=0 net.ipv4.conf.eth0.send_redirects=0; ip addr add %s/24 dev eth0", inner))
 	shell(t, h.Namespace, fmt.Sprintf("ip addr flush dev eth0 scope global; ip addr add %s/24 dev eth0; ip route add default via %s", inside, inner))
 	for _, one := range []*lab.Host{h, router} {
-		shell(t, one.Namespace, "ethtool -K eth0 tx off >/dev/null") // a NAT cannot complete checksums that the kernel leaves to a card
+		shell(t, one.Namespace, "ethtool -K eth0 tx off >/dev/null") // a NAT cannot complete checksums that the kernel leaves to the network card
 	}
 	return gateway{router, inside, router.Addr(prefix.IPv4)}
 }
@@ -118,14 +121,15 @@ func (l natLab) start(t *testing.T) {
 	}
 }
 
-// reaches returns an error unless the first pod of one host gets an answer from the first pod of the other.
+// reaches returns an error unless the first pod of the host from gets an answer from the first pod of the
+// host to within a second.
 func reaches(t *testing.T, from, to *lab.Host) error {
 	t.Helper()
 	_, err := from.Pods()[0].Ping(testContext(t), to.Pods()[0].Addr(prefix.IPv4), ping.Options{Timeout: time.Second})
 	return err
 }
 
-// expectAllReached waits until all pods reach each other.
+// expectAllReached waits until the pods of the open host and of the hidden hosts reach each other.
 func (l natLab) expectAllReached(t *testing.T) {
 	t.Helper()
 	eventually(t, "all pods reach each other", func() error {
@@ -151,7 +155,8 @@ func (l natLab) expectDirect(t *testing.T) {
 	}
 }
 
-// sharedIn returns the shared endpoints in the lease of h, by the public keys of the peers.
+// sharedIn returns the shared endpoints in the lease of h, by the public keys of the peers. The test fails
+// if h has no lease.
 func sharedIn(t *testing.T, l *lab.Lab, h *lab.Host) map[string]string {
 	t.Helper()
 	for _, one := range leases(t, l) {
@@ -180,8 +185,8 @@ func TestVMWireGuardBetweenNATs(t *testing.T) {
 	testBetweenNATs(t, "wireguard", [2]natKind{portRestricted, portRestricted})
 }
 
-// TestUserspaceWireGuardBetweenOtherNATs is TestUserspaceWireGuardBetweenNATs with a full cone, which lets
-// in every host, and a second NAT of any kind.
+// TestUserspaceWireGuardBetweenOtherNATs is TestUserspaceWireGuardBetweenNATs with other NATs: one is a
+// full cone, which lets in every host, and the other one is of any kind.
 //
 //stages:rest TestUserspaceWireGuardBetweenNATs does the same with the most frequent kind
 func TestUserspaceWireGuardBetweenOtherNATs(t *testing.T) {
@@ -197,7 +202,7 @@ func testBetweenNATs(t *testing.T, backend string, kinds [2]natKind) {
 	l.start(t)
 	l.expectAllReached(t)
 	l.expectDirect(t)
-	eventually(t, "the lease of "+l.open.Name()+" shares the endpoints of both hidden hosts", func() error { // one is enough for some NATs
+	eventually(t, "the lease of "+l.open.Name()+" shares the endpoints of both hidden hosts", func() error { // wait for both, because with some NATs one shared endpoint is enough
 		if shared := sharedIn(t, l.Lab, l.open); len(shared) != 2 {
 			return fmt.Errorf("it shares %v", shared)
 		}
@@ -205,8 +210,8 @@ func testBetweenNATs(t *testing.T, backend string, kinds [2]natKind) {
 	})
 }
 
-// TestUserspaceWireGuardDoubleNAT checks that a host behind two NATs, one behind the other, reaches
-// a host behind another NAT.
+// TestUserspaceWireGuardDoubleNAT checks that a host behind two NATs, of which one is behind the other,
+// reaches a host behind a single NAT.
 //
 //stages:rest TestUserspaceWireGuardBetweenNATs does the same with one NAT for each host
 func TestUserspaceWireGuardDoubleNAT(t *testing.T) {
@@ -225,8 +230,8 @@ func TestUserspaceWireGuardDoubleNAT(t *testing.T) {
 	l.expectDirect(t)
 }
 
-// TestUserspaceWireGuardNATsWithoutAWay checks two hosts behind NATs that do not let each other in. While
-// they try shared endpoints in vain, the open host must still reach both.
+// TestUserspaceWireGuardNATsWithoutAWay checks two hosts behind NATs that never let each other in. While
+// the two try shared endpoints in vain, the open host must still reach both.
 //
 //stages:rest it waits for what must not happen
 func TestUserspaceWireGuardNATsWithoutAWay(t *testing.T) {
@@ -260,8 +265,9 @@ func TestUserspaceWireGuardNATsWithoutAWay(t *testing.T) {
 }
 
 // TestUserspaceWireGuardNATChangesMapping changes the port that a NAT gives a host while packets flow. The
-// open host must share the new port. The hidden hosts must reach each other again: soon if the other NAT is
-// a full cone, and otherwise when their session has ended.
+// open host must share the new port, and may miss packets for five seconds. The hidden hosts must reach
+// each other again: within 30 seconds if the other NAT is a full cone, and otherwise when their WireGuard
+// session has ended.
 //
 //stages:rest a session ends after three minutes
 func TestUserspaceWireGuardNATChangesMapping(t *testing.T) {
@@ -308,28 +314,28 @@ func TestUserspaceWireGuardNATChangesMapping(t *testing.T) {
 	}
 }
 
-// setHosts makes text the content of /etc/hosts for programs on h.
+// setHosts makes text the content of /etc/hosts for the programs on h.
 func setHosts(t *testing.T, h *lab.Host, text string) {
 	t.Helper()
 	shell(t, h.Namespace, fmt.Sprintf("mountpoint -q /etc/hosts || { touch /run/hosts; mount --bind /run/hosts /etc/hosts; }; echo %q >/run/hosts", text))
 }
 
-// TestUserspaceWireGuardPublicEndpoint checks that an open host reaches a host behind a NAT by the name
-// and the port that this host publishes. The NAT forwards the port. The open host must send first.
+// TestUserspaceWireGuardPublicEndpoint checks that an open host reaches a host behind a NAT by the name and
+// port that the hidden host publishes. The NAT forwards this port. The open host has to send first.
 func TestUserspaceWireGuardPublicEndpoint(t *testing.T) {
 	testPublicEndpoint(t, "192.168.77.3")
 }
 
-// TestUserspaceWireGuardPublicEndpointChanges is TestUserspaceWireGuardPublicEndpoint with a name that has
-// another address at first.
+// TestUserspaceWireGuardPublicEndpointChanges is TestUserspaceWireGuardPublicEndpoint with a name that
+// first has another address than that of the NAT.
 //
 //stages:rest a name is resolved again after half a minute
 func TestUserspaceWireGuardPublicEndpointChanges(t *testing.T) {
 	testPublicEndpoint(t, "192.168.77.99")
 }
 
-// testPublicEndpoint gives the name of the hidden host the address first. When the open host has tried this
-// address, the name gets the address of the NAT.
+// testPublicEndpoint checks the endpoint that a hidden host publishes with a name. On the open host this
+// name has the address in first until WireGuard uses it, and then the address of the NAT.
 func testPublicEndpoint(t *testing.T, first string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig(userspace))
@@ -339,7 +345,8 @@ func testPublicEndpoint(t *testing.T, first string) {
 	setHosts(t, open, first+" node2.example.org")
 	for _, h := range []*lab.Host{open, hidden} {
 		if h == hidden {
-			// Drop the first packets of the hidden host to others, so that the open host must send first.
+			// Drop what the hidden host sends to others before it has received something from them, so that
+			// the open host must send first.
 			nft(t, hidden.Namespace, "table ip filter { chain out { type filter hook output priority filter; udp dport 51820 ct state new drop; }; }")
 			startOne(t, h, lab.FlanneldOptions{Args: []string{"--public-endpoint=node2.example.org:40002"}})
 		} else {
@@ -356,7 +363,7 @@ func testPublicEndpoint(t *testing.T, first string) {
 		return nil
 	})
 	setHosts(t, open, nat.outside.String()+" node2.example.org")
-	// The open host resolves the name again at its next attempt after half a minute.
+	// The open host resolves the name again when half a minute has passed without an answer.
 	within(t, 3*time.Minute, "the open host reaches the hidden one", func() error { return reaches(t, open, hidden) })
 	if err := reaches(t, hidden, open); err != nil {
 		t.Error(err)

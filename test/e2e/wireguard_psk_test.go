@@ -12,26 +12,28 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// The preshared keys before and after the rotation.
+// The preshared keys before and after the rotation, and the file in which hosts have them.
 const (
 	pskFile = "/run/psk"
 	oldPSK  = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
 	newPSK  = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
 
 	allHaveIt = "all peers have the new preshared key"
-	// session is a limit for the wait for a new session. A session is replaced after two
-	// minutes, and failed handshakes are repeated every five seconds.
+	// session limits the wait for a new WireGuard session. WireGuard replaces a session after
+	// two minutes, and repeats a failed handshake every five seconds.
 	session = 4 * time.Minute
 )
 
-// wgPeerValue returns a value that wg(8) prints about the only peer of a host.
+// wgPeerValue returns the value that "wg show" prints about the only peer of a host. The parameter what is an
+// argument of wg show, such as latest-handshakes.
 func wgPeerValue(t *testing.T, h *lab.Host, what string) string {
 	t.Helper()
 	_, value, _ := strings.Cut(wg(t, h, "show", "flannel-wg", what), "\t")
 	return value
 }
 
-// expectNewPSK waits until the one peer of h has the new preshared key.
+// expectNewPSK waits until the only peer of h has the new preshared key, and the daemon logs
+// that all peers have it.
 func expectNewPSK(t *testing.T, h *lab.Host) {
 	t.Helper()
 	within(t, session, "new preshared key of "+h.Name(), func() error {
@@ -53,8 +55,8 @@ func TestUserspaceWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "users
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "kernel") }
 
-// testPSKRotation checks that no packet is lost while two hosts get a new preshared key half a
-// minute apart, until both use it in a session.
+// testPSKRotation gives two hosts a new preshared key, one half a minute after the other.
+// Until both use it in a session, no packet may be lost. The logs must not contain the key.
 func testPSKRotation(t *testing.T, implementation string) {
 	t.Helper()
 	t.Parallel()
@@ -76,7 +78,7 @@ func testPSKRotation(t *testing.T, implementation string) {
 	expectLog(t, one.Daemon(), "the preshared key has changed")
 	expectNewPSK(t, one)
 	pause(t, apart)
-	give(two, "c2VjcmV0") // as if the file were half-written
+	give(two, "c2VjcmV0") // as if the file was read while it was being written
 	expectLog(t, two.Daemon(), "going on with the preshared key that was there before")
 	give(two, newPSK)
 	expectLog(t, two.Daemon(), "the preshared key has changed")
@@ -100,10 +102,11 @@ func testPSKRotation(t *testing.T, implementation string) {
 	}
 }
 
-// TestVMWireGuardInlinePSK checks that peers get a new preshared key from the network
-// configuration without packet loss, although the session in the kernel outlives the
-// daemon. Permanent neighbours cause no notifications, so only a timer can tell the
-// daemon that the time to set the key has come.
+// TestVMWireGuardInlinePSK changes the preshared key in the network configuration and restarts
+// the daemons. The session in the kernel outlives them, so they must wait for the right time
+// before they set the new key. No packet may be lost. The test makes all neighbours permanent,
+// because changes of neighbours cause notifications, which would wake the daemons: only a
+// timer may do that.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardInlinePSK(t *testing.T) {
@@ -117,7 +120,7 @@ func TestVMWireGuardInlinePSK(t *testing.T) {
 	for _, h := range l.Hosts() {
 		shell(t, h.Namespace, `ip neigh | sed -n 's/\(.* lladdr [^ ]*\) .*/ip neigh replace \1 nud permanent/p' | sh -e`)
 	}
-	pause(t, 15*time.Second) // the daemon sets the key at once if the session is young
+	pause(t, 15*time.Second) // while the session is young, the daemon would set the key at once
 	putNetwork(t, l, v4, config(newPSK))
 	for _, h := range l.Hosts() {
 		expectStop(t, h.Daemon())
@@ -129,9 +132,9 @@ func TestVMWireGuardInlinePSK(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// TestWireGuardRefusesToRun checks that the daemon exits with one line that names the
-// reason if a key is invalid or the kernel lacks WireGuard. The log must not contain
-// secrets.
+// TestWireGuardRefusesToRun checks that the daemon exits with one line that names the reason
+// if a key or a port is invalid. On a kernel without WireGuard it also checks the
+// implementation kernel. The log must not contain secrets.
 func TestWireGuardRefusesToRun(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -145,7 +148,7 @@ func TestWireGuardRefusesToRun(t *testing.T) {
 		`"PSKFile":"/run/missing"`:    "read Backend.PSKFile: open /run/missing: no such file or directory",
 		`"ListenPort":70000`:          "Backend.ListenPort is 70000: want 1 to 65535",
 	}
-	if _, err := h.Exec(testContext(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // this kernel has no WireGuard
+	if _, err := h.Exec(testContext(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // so this kernel has no WireGuard
 		cases[`"Implementation":"kernel"`] = "this kernel has no wireguard"
 	}
 	for config, want := range cases {

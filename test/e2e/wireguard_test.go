@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestVMWireGuardEveryPodReachesEveryPod checks that every pod reaches every other
-// through the WireGuard of the kernel.
+// TestVMWireGuardEveryPodReachesEveryPod checks with the WireGuard of the kernel that every pod
+// reaches every other, and that the MTU is right.
 func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	testEveryPodReachesEveryPod(t, "wireguard", dual)
 }
@@ -37,22 +37,22 @@ func TestVMWireGuardOfOneFamily(t *testing.T) { testFamilies(t, "wireguard", v4,
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardRestartsUnderTraffic(t *testing.T) { testRestartsUnderTraffic(t, "wireguard") }
 
-// TestVMWireGuardHealing damages everything that the backend has set up in the kernel,
-// and checks that the daemon repairs it.
+// TestVMWireGuardHealing damages the device and the routes of the backend, one after the other, and
+// checks that the daemon repairs them.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardHealing(t *testing.T) { newDamagedHost(t, "wireguard", dual).testAllRepairs(t) }
 
-// TestUserspaceWireGuardEveryPodReachesEveryPod checks that every pod reaches every other
-// through WireGuard in user space.
+// TestUserspaceWireGuardEveryPodReachesEveryPod checks with WireGuard in user space that every pod
+// reaches every other, and that the MTU is right.
 func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	t.Parallel()
 	testFamilies(t, userspace, v4, v6, dual)
 }
 
-// TestUserspaceWireGuardHealing damages everything that the backend has set up in user
-// space and in the kernel, and checks that the daemon repairs it. If packets are lost
-// meanwhile, the log must give the reason.
+// TestUserspaceWireGuardHealing damages the device and the routes of the backend, one after the
+// other, and checks that the daemon repairs them. After the device was deleted, the log must say that
+// packets are lost meanwhile, and why.
 //
 //stages:rest it repairs one damage after the other; TestHealing does so with other backends
 func TestUserspaceWireGuardHealing(t *testing.T) {
@@ -62,10 +62,10 @@ func TestUserspaceWireGuardHealing(t *testing.T) {
 	expectLog(t, p.host.Daemon(), `"WireGuard in user space has ended, starting it again: packets are lost meanwhile" err="the TUN device was deleted"`)
 }
 
-// TestAloneUserspaceWireGuardRestarts checks that packets flow again within two seconds after
-// a daemon was killed or stopped and restarted. Without a daemon no packet is carried,
-// because the daemon itself encrypts. The test needs the whole machine, because on a busy one the start itself
-// may take that long.
+// TestAloneUserspaceWireGuardRestarts kills or stops a daemon and starts it again. No flow may have a
+// gap of more than two seconds. Without a daemon no packet is carried, because the daemon itself
+// encrypts. The test needs the whole machine, because on a busy one the start alone may take that
+// long.
 //
 //stages:rest it restarts a daemon again and again
 func TestAloneUserspaceWireGuardRestarts(t *testing.T) {
@@ -91,8 +91,8 @@ func TestAloneUserspaceWireGuardRestarts(t *testing.T) {
 	}
 }
 
-// TestVMWireGuardMixed checks in every mode that hosts with WireGuard in the kernel and a
-// host with WireGuard in user space reach each other.
+// TestVMWireGuardMixed checks that hosts with WireGuard in the kernel and a host with WireGuard in
+// user space reach each other, with each value of Backend.Mode.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardMixed(t *testing.T) {
@@ -115,9 +115,8 @@ func TestVMWireGuardMixed(t *testing.T) {
 	}
 }
 
-// TestVMWireGuardImplementations changes between WireGuard in the kernel and in user
-// space, after clean stops and kills, and checks that the device of the previous one is
-// replaced.
+// TestVMWireGuardImplementations changes between WireGuard in the kernel and in user space, after
+// stops and kills of the daemon. The daemon must replace the device of the former implementation.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardImplementations(t *testing.T) {
@@ -138,9 +137,8 @@ func TestVMWireGuardImplementations(t *testing.T) {
 	}
 }
 
-// TestUserspaceWireGuardIdleClient checks that the daemon follows a new address of its
-// host, and stops, although programs leave connections to the device's socket open without
-// sending anything.
+// TestUserspaceWireGuardIdleClient checks that the daemon follows a new address of its host, and
+// stops, although a program has opened a connection to the socket of the device and sends nothing.
 func TestUserspaceWireGuardIdleClient(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
@@ -175,9 +173,9 @@ func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel-wg is of type bridge, want tun: remove it (ip link delete flannel-wg)")
 }
 
-// TestUserspaceWireGuardClonedDisk checks that two hosts with the same private key log
-// this, and that the instructions of the page on troubleshooting give the younger host
-// another key.
+// TestUserspaceWireGuardClonedDisk checks that two hosts with the same private key refuse each
+// other's lease and log why. After the commands of the page on troubleshooting on the second host,
+// the two must reach each other.
 //
 //stages:rest TestClonedDisk has the state of another host
 func TestUserspaceWireGuardClonedDisk(t *testing.T) {
@@ -212,9 +210,9 @@ func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUserspaceWireGuardNetworkConflict checks that a host is not ready while another
-// device takes the packets to all pods, because they would leave through that device
-// without encryption.
+// TestUserspaceWireGuardNetworkConflict checks a host on which another device takes the packets to
+// all pods. They would leave through that device without encryption. So the daemon must exit at its
+// start, and must not be ready if the device gets its address later.
 func TestUserspaceWireGuardNetworkConflict(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
@@ -236,7 +234,7 @@ func TestUserspaceWireGuardNetworkConflict(t *testing.T) {
 	expectReady(t, d)
 }
 
-// wg runs wg(8) on a host.
+// wg runs wg(8) on a host and returns the output. The test fails if wg fails.
 func wg(t *testing.T, h *lab.Host, args ...string) string {
 	t.Helper()
 	out, err := h.Exec(testContext(t), "wg", args...)
@@ -253,9 +251,9 @@ func TestVMWireGuardKeys(t *testing.T) {
 	testWireGuardKeys(t, "wireguard")
 }
 
-// TestUserspaceWireGuardKeys checks that a host keeps its key through a boot, that its
-// peers learn a new key, and that the daemon repairs peers that another program has
-// changed on the device.
+// TestUserspaceWireGuardKeys checks that a host keeps its private key through a boot, and that its
+// peers learn its new public key if the file of the key is deleted. The daemon must undo what another
+// program changes about the peers on the device.
 func TestUserspaceWireGuardKeys(t *testing.T) {
 	testWireGuardKeys(t, userspace)
 }
@@ -288,8 +286,8 @@ func testWireGuardKeys(t *testing.T, backend string) {
 	})
 	expectMatrix(t, l)
 
-	// A boot removes the device, but not the file of the key. Without both the daemon
-	// creates a new key.
+	// A boot removes the device, but not the file of the key. If both are missing, the daemon creates
+	// a new key.
 	boot := func() {
 		t.Helper()
 		expectStop(t, one.Daemon())
@@ -322,8 +320,8 @@ func testWireGuardKeys(t *testing.T, backend string) {
 	expectMatrix(t, l)
 }
 
-// expectImplementation checks that the log, the status and the metrics report the
-// implementation of the backend.
+// expectImplementation checks that the log, the status and the metrics report the implementation of
+// WireGuard. backend is the argument of backendConfig.
 func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 	t.Helper()
 	want := "kernel"
@@ -339,9 +337,8 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 	}
 }
 
-// TestUserspaceWireGuardBehindNAT checks that a host keeps sending to the port of a NAT
-// that it has learned from packets. The host behind the NAT cannot be reached at the port
-// in its lease.
+// TestUserspaceWireGuardBehindNAT checks that a host keeps sending to the port of a NAT that it has
+// learned from packets. At the port in its lease, the host behind the NAT cannot be reached.
 //
 //stages:rest TestUserspaceWireGuardBetweenNATs has two hosts behind NATs
 func TestUserspaceWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, userspace) }
@@ -361,7 +358,7 @@ func testWireGuardBehindNAT(t *testing.T, backend string) {
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
 	flows := startFlows(t, l, 50)
 	learnt := expectLearnedEndpoint(t, open)
-	// Other leases change meanwhile, so that the daemon checks all peers again.
+	// Meanwhile another lease is added and deleted, so that the daemon checks all peers again.
 	c := etcdClient(t, l)
 	for range 3 {
 		putKey(t, c, subnets+"10.5.200.0-24", `{"PublicIP":"192.168.77.200","BackendType":"wireguard","BackendData":{"PublicKey":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=","Port":51820}}`)
@@ -375,8 +372,8 @@ func testWireGuardBehindNAT(t *testing.T, backend string) {
 	expectNothingLost(t, flows)
 }
 
-// TestVMWireGuardClockStep checks that a host keeps sending to the learned port of a NAT
-// after the clock was stepped forward, with WireGuard in the kernel and in user space.
+// TestVMWireGuardClockStep steps the clock forward, with WireGuard in the kernel and in user space.
+// Afterwards a host must still send to the port of a NAT that it has learned.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardClockStep(t *testing.T) {
@@ -424,8 +421,8 @@ func stepMachineClock(t *testing.T, d time.Duration) {
 	}
 }
 
-// addNAT lets a host behave as if it were behind a NAT: its firewall drops packets of
-// new connections to WireGuard, and changes the port that WireGuard sends from.
+// addNAT makes a host behave as if it were behind a NAT. Its firewall drops packets to WireGuard from
+// hosts to which WireGuard has not sent, and changes the port from which WireGuard sends.
 func addNAT(t *testing.T, h *lab.Host) {
 	t.Helper()
 	nft(t, h.Namespace, `
@@ -437,8 +434,8 @@ func addNAT(t *testing.T, h *lab.Host) {
 		}`)
 }
 
-// expectLearnedEndpoint waits until h sends to a port of the NAT, and returns this endpoint. The host
-// behind the NAT must be sending packets.
+// expectLearnedEndpoint waits until h sends to a port of addNAT, and returns this endpoint as
+// learnedEndpoint does. The host behind the NAT must be sending packets.
 func expectLearnedEndpoint(t *testing.T, h *lab.Host) (learnt string) {
 	t.Helper()
 	eventually(t, h.Name()+" sends to a port of the NAT", func() error {
@@ -450,13 +447,14 @@ func expectLearnedEndpoint(t *testing.T, h *lab.Host) (learnt string) {
 	return learnt
 }
 
-// learnedEndpoint returns the endpoint of the only peer of h.
+// learnedEndpoint returns the public key of the only peer of h and the endpoint to which h sends, as
+// wg(8) prints them.
 func learnedEndpoint(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	return wg(t, h, "show", "flannel-wg", "endpoints")
 }
 
-// behindNAT reports whether an endpoint has a port of addNAT.
+// behindNAT reports whether a result of learnedEndpoint has a port of addNAT.
 func behindNAT(endpoint string) bool { return strings.Contains(endpoint, ":40") }
 
 // TestUserspaceWireGuardPortInUse checks that the daemon exits with the reason if another
