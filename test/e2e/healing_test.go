@@ -44,7 +44,7 @@ type damage struct {
 	name string
 	do   string // a shell script; damagedHost.expandScript replaces its variables in braces
 	// restores is set if the end of the script restores something that the daemon needs for the repair.
-	// The time of the repair then counts from the end of the script, and otherwise from its begin.
+	// The time of the repair then counts from the end of the script, and otherwise from its start.
 	restores bool
 	// moves is set if the daemon must move to another external interface. The kernel's state may be right
 	// even before that. The test waits until the daemon has moved, because WireGuard in user space loses

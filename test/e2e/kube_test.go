@@ -51,7 +51,7 @@ func (c *cluster) peerIP(n int) string { return fmt.Sprintf("192.168.77.%d", n) 
 
 func peerMAC(n int) string { return fmt.Sprintf("3a:99:44:2f:e5:%02x", n) }
 
-// peerAnnotations returns annotations for Node n like those that flannel was seen to write.
+// peerAnnotations returns the annotations of Node n as flannel writes them.
 func (c *cluster) peerAnnotations(n int) map[string]string {
 	return map[string]string{
 		annotation("backend-data"):                         fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)),

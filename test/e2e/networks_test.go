@@ -374,7 +374,7 @@ func TestNetworkMasquerade(t *testing.T) {
 			putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
 			startNetworks(t, l, "--watch-networks", "--ip-masq", fmt.Sprintf("--masquerade-between-networks=%v", between))
 			expectPhase(t, l, "red", "serving")
-			// The second network is added later, and the rules of the first one must allow for it.
+			// The second network is added later. Then the rules of the first one must change.
 			putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
 			expectPhase(t, l, "green", "serving")
 			red, green := addNetworkPods(t, l, "red"), addNetworkPods(t, l, "green")
