@@ -73,9 +73,9 @@ func TestSide(t *testing.T) {
 // finished. It must not report that all have left the former backend before that is true.
 func TestLeasesOfAMigration(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var settled []bool
+		var oneBackend []bool
 		n := &network{}
-		s, log := runOnSync(t, n, func(p backend.Pass) { settled = append(settled, p.Settled) })
+		s, log := runOnSync(t, n, func(p backend.Pass) { oneBackend = append(oneBackend, p.OneBackend) })
 		both := func(host int, id string) subnet.Lease {
 			l := lease(host, "")
 			l.BackendType, l.NextType = "former", "test"
@@ -100,8 +100,8 @@ func TestLeasesOfAMigration(t *testing.T) {
 		synctest.Wait()
 		s.Publish(deltaUpdate(5, []subnet.Lease{lease(3, "three")}))
 		synctest.Wait()
-		if i := slices.Index(settled, true); i != len(settled)-1 {
-			t.Errorf("settled after the passes: %v, want the last one alone", settled)
+		if i := slices.Index(oneBackend, true); i != len(oneBackend)-1 {
+			t.Errorf("OneBackend after the passes: %v, want the last one alone", oneBackend)
 		}
 	})
 }
@@ -115,7 +115,7 @@ type matching struct {
 func (m *matching) Matches(subnet.Lease) bool { m.calls++; return true }
 
 // TestLeasesWithoutAMigration checks that the Syncer does not decode the data of leases for
-// Pass.Settled unless Migrated is set.
+// Pass.OneBackend unless Migrated is set.
 func TestLeasesWithoutAMigration(t *testing.T) {
 	for _, migrated := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -35,8 +35,8 @@ type SyncerConfig struct {
 	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration  // maximum time between two passes
 	// Migrated is set if hosts of the network may use another backend because of a migration.
-	// Pass.Settled then tells when they have left it. If Migrated is not set, no lease is decoded
-	// for Pass.Settled.
+	// Pass.OneBackend then tells when they have left it. If Migrated is not set, no lease is decoded
+	// for Pass.OneBackend.
 	Migrated bool
 	// OnSync is called after every pass.
 	OnSync func(Pass)
@@ -50,12 +50,12 @@ type Pass struct {
 	Complete bool // the store has answered
 	News     bool // Complete is set, and Peers may return another result than after the last pass
 	Err      error
-	// Settled is set if Complete is set and no known lease has data for another backend than that
+	// OneBackend is set if Complete is set and no known lease has data for another backend than that
 	// of this host. All hosts have then finished the migration, or have all gone back to the former
-	// backend. Settled is never set without SyncerConfig.Migrated.
-	Settled  bool
-	Took     time.Duration // duration of the pass
-	Repaired int           // number of repaired changes by other programs
+	// backend. OneBackend is never set without SyncerConfig.Migrated.
+	OneBackend bool
+	Took       time.Duration // duration of the pass
+	Repaired   int           // number of repaired changes by other programs
 }
 
 // Syncer is the lease-watch loop. It turns the updates of a manager about other nodes into calls of
@@ -84,7 +84,7 @@ type Syncer struct {
 	news     bool // see Pass
 
 	side   Side                // the part of leases that this host can use, unless Network is a Selector
-	moving map[string]struct{} // keys of the known leases because of which Pass.Settled is not set
+	moving map[string]struct{} // keys of the known leases because of which Pass.OneBackend is not set
 }
 
 // NewSyncer returns a Syncer. Until the first snapshot it serves the peers in the ledger
@@ -163,7 +163,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
 		s.OnSync(Pass{
-			Complete: set.Complete, News: news, Err: err, Settled: s.Migrated && set.Complete && len(s.moving) == 0,
+			Complete: set.Complete, News: news, Err: err, OneBackend: s.Migrated && set.Complete && len(s.moving) == 0,
 			Took: time.Since(begin), Repaired: outcome.Repaired,
 		})
 	}

@@ -60,10 +60,10 @@ type Update struct {
 	Snapshot func() Snapshot
 }
 
-// Sighting is a moment at which a store had the configuration of one of several networks. If the
-// store lacks the configuration later, the Sighting tells whether an operator has deleted it, or
+// Observation is a moment at which a store had the configuration of one of several networks. If the
+// store lacks the configuration later, the Observation tells whether an operator has deleted it, or
 // the store was emptied or replaced.
-type Sighting struct {
+type Observation struct {
 	Revision int64 `json:"revision"` // of the store
 	// Key and LeaseID belong to the lease that this node had in the network at that moment. They
 	// are zero if it had none, or if it was a reservation: an operator may put the same reservation

@@ -52,12 +52,12 @@ type Resumer interface {
 	Resumed(own Lease)
 }
 
-// Sighter is a Manager that can serve one of several networks in a store.
-type Sighter interface {
-	// Sight reads the configuration of the network and the own lease from the store, both at the
-	// same moment. The Sighting is zero if the store does not have the configuration. Sight retries
+// Observer is a Manager that can serve one of several networks in a store.
+type Observer interface {
+	// Observe reads the configuration of the network and the own lease from the store, both at the
+	// same moment. The Observation is zero if the store does not have the configuration. Observe retries
 	// failures that can pass, and returns when ctx ends, with its error.
-	Sight(ctx context.Context, own Lease) (Sighting, error)
+	Observe(ctx context.Context, own Lease) (Observation, error)
 }
 
 // Releaser is a Manager that can give up the own lease.

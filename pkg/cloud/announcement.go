@@ -131,21 +131,21 @@ func (a announcement) seen(t routerTable, dst netip.Prefix) bool {
 }
 
 // tables returns the announced tables and their routes to the subnets of one host, in the form that a keeper on
-// that host reports. settled is set if each table had the routes to all of these subnets when the leader read it.
-func (a announcement) tables(subnets []netip.Prefix) (tables []TableReport, routes []RouteReport, settled bool) {
-	settled = true
+// that host reports. complete is set if each table had the routes to all of these subnets when the leader read it.
+func (a announcement) tables(subnets []netip.Prefix) (tables []TableReport, routes []RouteReport, complete bool) {
+	complete = true
 	for _, t := range a.Tables {
 		name := clean(t.Name)
 		own := slices.ContainsFunc(subnets, func(dst netip.Prefix) bool { return slices.Contains(t.Hosts, dst) })
 		tables = append(tables, TableReport{ID: name, Name: name, Own: own})
 		for _, dst := range subnets {
 			seen := a.seen(t, dst)
-			settled = settled && seen
+			complete = complete && seen
 			r := Route{Table: name, Dst: dst, ByCall: true}
 			routes = append(routes, RouteReport{Route: r, Present: seen || slices.Contains(a.Routed, dst), Seen: seen})
 		}
 	}
-	return tables, routes, settled
+	return tables, routes, complete
 }
 
 // form is an announcement from which something may be left out.

@@ -171,18 +171,18 @@ func TestTablesInAnnouncement(t *testing.T) {
 				return
 			}
 			for n, want := range map[int]struct {
-				own                              string
-				a0, a1, z0, z1, settled, inPlace bool // a0 is set if rtb-a had the route to the first subnet, z1 if rtb-z had that to the second
+				own                               string
+				a0, a1, z0, z1, complete, inPlace bool // a0 is set if rtb-a had the route to the first subnet, z1 if rtb-z had that to the second
 			}{
 				0:        {"rtb-z", true, true, true, true, true, true},
 				8:        {"rtb-z", false, false, true, true, false, true},
 				9:        {"rtb-a", false, false, true, false, false, false},
 				tt.hosts: {"", false, false, false, false, false, false},
 			} {
-				tables, routes, settled := a.tables(hostOf(n))
+				tables, routes, complete := a.tables(hostOf(n))
 				own := Report{Tables: tables}.followed()
-				if len(routes) != 4 || own != want.own || routes[0].Seen != want.a0 || routes[1].Seen != want.a1 || routes[2].Seen != want.z0 || routes[3].Seen != want.z1 || settled != want.settled || routes[0].Present != want.inPlace {
-					t.Errorf("host %d: table %q, routes %+v, settled %v, want %+v", n, own, routes, settled, want)
+				if len(routes) != 4 || own != want.own || routes[0].Seen != want.a0 || routes[1].Seen != want.a1 || routes[2].Seen != want.z0 || routes[3].Seen != want.z1 || complete != want.complete || routes[0].Present != want.inPlace {
+					t.Errorf("host %d: table %q, routes %+v, complete %v, want %+v", n, own, routes, complete, want)
 				}
 			}
 		})

@@ -360,10 +360,10 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		return inOrder, err
 	}
 	if e.told = a.Tables != nil; e.told {
-		settled := false
-		e.report.Tables, e.report.Routes, settled = a.tables(e.Own.Subnets)
+		complete := false
+		e.report.Tables, e.report.Routes, complete = a.tables(e.Own.Subnets)
 		e.report.Dropped = false
-		return inOrder && settled, err
+		return inOrder && complete, err
 	}
 	// Without tables this host continues to use the cloud or the tunnel, as before, unless the leader says that
 	// there is no route.

@@ -152,10 +152,10 @@ func (f *fleet) Run(ctx context.Context) error {
 
 // known returns, for each network, the last recorded moment at which the store had its configuration.
 // Networks without a record are missing.
-func (f *fleet) known() map[string]subnet.Sighting {
-	known := map[string]subnet.Sighting{}
+func (f *fleet) known() map[string]subnet.Observation {
+	known := map[string]subnet.Observation{}
 	for _, m := range f.list() {
-		if s := m.sighting(); s.Revision != 0 {
+		if s := m.observation(); s.Revision != 0 {
 			known[m.name] = s
 		}
 	}

@@ -46,14 +46,14 @@ type member struct {
 	text       []byte // configuration in the store; nil if there is none
 	admitted   bool   // text was admitted; config is then its content
 	config     subnet.Config
-	generation int              // number of admitted configurations until config
-	used       subnet.Config    // the last one that the network has used; only if began is set
-	refused    error            // why text was not admitted
-	missing    error            // why m goes on although the store has no configuration; otherwise nil
-	seen       subnet.Sighting  // last recorded sighting before net was opened; zero if there is none
-	recalled   chan struct{}    // closed when the start may go on after the store has answered; nil unless config is of the last process
-	began      bool             // this host may have something of the network
-	net        *network.Network // while it is served
+	generation int                // number of admitted configurations until config
+	used       subnet.Config      // the last one that the network has used; only if began is set
+	refused    error              // why text was not admitted
+	missing    error              // why m goes on although the store has no configuration; otherwise nil
+	seen       subnet.Observation // last recorded observation before net was opened; zero if there is none
+	recalled   chan struct{}      // closed when the start may go on after the store has answered; nil unless config is of the last process
+	began      bool               // this host may have something of the network
+	net        *network.Network   // while it is served
 }
 
 func newMember(s *shared, name string) *member {
@@ -188,15 +188,15 @@ func (m *member) confirmed() {
 // has reports whether m has a configuration. The caller holds m.mu.
 func (m *member) has() bool { return m.text != nil || m.admitted }
 
-// sighting returns the last recorded moment at which the store had the configuration.
-func (m *member) sighting() subnet.Sighting {
+// observation returns the last recorded moment at which the store had the configuration.
+func (m *member) observation() subnet.Observation {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.lastSeen()
 }
 
-// lastSeen is sighting for a caller that holds m.mu.
-func (m *member) lastSeen() subnet.Sighting {
+// lastSeen is observation for a caller that holds m.mu.
+func (m *member) lastSeen() subnet.Observation {
 	if m.net != nil {
 		if now, ok := m.net.State(); ok {
 			return now.Seen
@@ -407,7 +407,7 @@ func (m *member) retire(ctx context.Context) error {
 // retired records that nothing of the network is left.
 func (m *member) retired() error {
 	m.mu.Lock()
-	m.began, m.seen = false, subnet.Sighting{}
+	m.began, m.seen = false, subnet.Observation{}
 	m.decided()
 	m.mu.Unlock()
 	return m.claim(nil)

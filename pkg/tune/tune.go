@@ -109,8 +109,8 @@ func (t *Tuner) fitThreads() {
 	}
 }
 
-// settle applies the settings for the time after the start. Further calls set the same again.
-func (t *Tuner) settle() {
+// applyRest applies the settings for the time after the start. Further calls set the same again.
+func (t *Tuner) applyRest() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.resting = true
@@ -138,7 +138,7 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 		if wait.For(ctx, tidyAfter) != nil {
 			return nil
 		}
-		t.settle()
+		t.applyRest()
 	}
 	if t.memory {
 		release(ctx)

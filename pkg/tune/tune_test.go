@@ -66,7 +66,7 @@ func TestTuner(t *testing.T) {
 	// another backend.
 	fit := New(nil)
 	fit.Backend("", "vxlan")
-	fit.settle()
+	fit.applyRest()
 	for _, tt := range []struct {
 		backendTypes []string
 		want         int

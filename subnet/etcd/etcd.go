@@ -116,7 +116,7 @@ var (
 	_ subnet.Manager  = (*Manager)(nil)
 	_ subnet.Resumer  = (*Manager)(nil)
 	_ subnet.Releaser = (*Manager)(nil)
-	_ subnet.Sighter  = (*Manager)(nil)
+	_ subnet.Observer = (*Manager)(nil)
 	_ subnet.Elector  = (*Manager)(nil)
 )
 

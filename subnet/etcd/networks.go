@@ -49,9 +49,9 @@ type NetworkConfigs struct {
 // Networks follows the configurations of the networks below the prefix until ctx ends: those with
 // the given names or, without names, all. It calls sink from one goroutine, first with all
 // configurations, and again with all after each change, and after each failure of the watch. known
-// returns the last Sighting of each network that this node has recorded; it may be nil. Networks
+// returns the last Observation of each network that this node has recorded; it may be nil. Networks
 // continues after compaction and outages. It returns the error of ctx, or an error if m is closed.
-func (m *Manager) Networks(ctx context.Context, names []string, known func() map[string]subnet.Sighting, sink func(NetworkConfigs)) error {
+func (m *Manager) Networks(ctx context.Context, names []string, known func() map[string]subnet.Observation, sink func(NetworkConfigs)) error {
 	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
 	if len(names) > 0 {
@@ -65,7 +65,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	for {
 		now, err := m.listConfigs(ctx, keys)
 		if err == nil {
-			now.Deleted, err = m.deleted(ctx, sightings(known, seen), now)
+			now.Deleted, err = m.deleted(ctx, observations(known, seen), now)
 		}
 		if err == nil {
 			for _, name := range now.Deleted {
@@ -100,10 +100,10 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	}
 }
 
-// sightings returns the Sightings of known, which may be nil, with the revisions in seen in place
+// observations returns the Observations of known, which may be nil, with the revisions in seen in place
 // of the recorded ones.
-func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) map[string]subnet.Sighting {
-	all := map[string]subnet.Sighting{}
+func observations(known func() map[string]subnet.Observation, seen map[string]int64) map[string]subnet.Observation {
+	all := map[string]subnet.Observation{}
 	if known != nil {
 		maps.Copy(all, known())
 	}
@@ -115,9 +115,9 @@ func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) m
 	return all
 }
 
-// Sight implements subnet.Sighter.
-func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sighting, err error) {
-	defer m.outage.Forget(sourceSight)
+// Observe implements subnet.Observer.
+func (m *Manager) Observe(ctx context.Context, own subnet.Lease) (s subnet.Observation, err error) {
+	defer m.outage.Forget(sourceObservation)
 	read := func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // with WithKeysOnly etcd 3.7 omits the etcd lease of a key
 		if err != nil {
@@ -126,21 +126,21 @@ func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sightin
 		config, lease := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
 		switch {
 		case len(config) == 0:
-			s = subnet.Sighting{}
+			s = subnet.Observation{}
 		case len(lease) == 0 || lease[0].Lease == 0: // a reservation proves nothing: an operator may put it into another store too
-			s = subnet.Sighting{Revision: resp.Header.Revision}
+			s = subnet.Observation{Revision: resp.Header.Revision}
 		default:
-			s = subnet.Sighting{Revision: resp.Header.Revision, Key: own.Key, LeaseID: lease[0].Lease}
+			s = subnet.Observation{Revision: resp.Header.Revision, Key: own.Key, LeaseID: lease[0].Lease}
 		}
 		return nil
 	}
-	err = m.retry(ctx, sourceSight, func() error { return m.call(ctx, read) })
+	err = m.retry(ctx, sourceObservation, func() error { return m.call(ctx, read) })
 	return s, err
 }
 
 // deleted returns the networks in known that are not in a listing because their configuration was
 // deleted. It omits those that are missing for another reason.
-func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting, listed NetworkConfigs) (names []string, err error) {
+func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Observation, listed NetworkConfigs) (names []string, err error) {
 	for _, name := range slices.Sorted(maps.Keys(known)) {
 		if _, exists := listed.Texts[name]; exists {
 			continue
@@ -167,7 +167,7 @@ func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting,
 // lease, because ids of etcd leases are random. A backup with the lease also has the configuration,
 // unless the configuration was deleted before the backup. hasLease reports false if s names no
 // lease.
-func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Sighting) (has bool, err error) {
+func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Observation) (has bool, err error) {
 	if s.LeaseID == 0 {
 		return false, nil
 	}

@@ -135,7 +135,7 @@ func TestNetworkPutAfterTheListing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	known := map[string]subnet.Sighting{"red": {Revision: f.put(t, "red/config", "r1")}}
+	known := map[string]subnet.Observation{"red": {Revision: f.put(t, "red/config", "r1")}}
 	if names, err := m.deleted(t.Context(), known, listed); err != nil || len(names) > 0 {
 		t.Errorf("deleted %v, %v, want none", names, err)
 	}
@@ -199,9 +199,9 @@ func TestReleaseOfAReservation(t *testing.T) {
 	}
 }
 
-// TestSightDuringAnOutage calls Sight while the store is unavailable. Sight must return a Sighting
+// TestObserveDuringAnOutage calls Observe while the store is unavailable. Observe must return an Observation
 // when the store is available again.
-func TestSightDuringAnOutage(t *testing.T) {
+func TestObserveDuringAnOutage(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "red/config", configV4)
 	p := newProxy(t, f.server)
@@ -212,12 +212,12 @@ func TestSightDuringAnOutage(t *testing.T) {
 	own := acquire(t, red, claim("192.0.2.1"))
 	p.cut()
 	type answer struct {
-		seen subnet.Sighting
+		seen subnet.Observation
 		err  error
 	}
 	answered := make(chan answer, 1)
 	go func() {
-		seen, err := red.Sight(t.Context(), own)
+		seen, err := red.Observe(t.Context(), own)
 		answered <- answer{seen, err}
 	}()
 	select {
@@ -307,7 +307,7 @@ func TestNetworkMissingAfterAnAbsence(t *testing.T) {
 				t.Fatal(err)
 			}
 			own := acquire(t, red, claim("192.0.2.1"))
-			seen, err := red.Sight(t.Context(), own)
+			seen, err := red.Observe(t.Context(), own)
 			if err != nil || seen.Revision == 0 || "red/subnets/"+own.Key != lease {
 				t.Fatalf("the own lease is %s, recorded as %+v, %v", own.Key, seen, err)
 			}
@@ -316,14 +316,14 @@ func TestNetworkMissingAfterAnAbsence(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			var now NetworkConfigs
-			known := func() map[string]subnet.Sighting { return map[string]subnet.Sighting{"red": seen} }
+			known := func() map[string]subnet.Observation { return map[string]subnet.Observation{"red": seen} }
 			if err := m.Networks(ctx, nil, known, func(n NetworkConfigs) { now = n; cancel() }); !errors.Is(err, context.Canceled) {
 				t.Fatal(err)
 			}
 			if got := slices.Contains(now.Deleted, "red"); got != tc.deleted || len(now.Texts) > 0 {
 				t.Errorf("configurations %v, deleted %v, want that red was deleted: %v", now.Texts, now.Deleted, tc.deleted)
 			}
-			if again, err := red.Sight(t.Context(), own); err != nil || again != (subnet.Sighting{}) {
+			if again, err := red.Observe(t.Context(), own); err != nil || again != (subnet.Observation{}) {
 				t.Errorf("%+v, %v: recorded although there is no configuration", again, err)
 			}
 		})

@@ -11,10 +11,10 @@ import (
 
 // The activities that talk to the store.
 const (
-	sourceConfig = "config"
-	sourceLease  = "lease"
-	sourceWatch  = "watch"
-	sourceSight  = "sight"
+	sourceConfig      = "config"
+	sourceLease       = "lease"
+	sourceWatch       = "watch"
+	sourceObservation = "observation"
 )
 
 // report records the outcome of an activity. It ignores connections that were closed on purpose.

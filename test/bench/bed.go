@@ -295,7 +295,7 @@ func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (too
 			return 0, 0, err
 		}
 	}
-	if err := b.settle(ctx); err != nil {
+	if err := b.quiesce(ctx); err != nil {
 		return 0, 0, err
 	}
 	err = h.Do(ctx, func() error {
@@ -345,9 +345,9 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 	})
 }
 
-// settle waits until the last measure no longer has effects: it collects the benchmark's
+// quiesce waits until the last measure no longer has effects: it collects the benchmark's
 // own garbage and leaves the kernel time for deferred work.
-func (b *bed) settle(ctx context.Context) error {
+func (b *bed) quiesce(ctx context.Context) error {
 	runtime.GC()
 	return wait.For(ctx, 300*time.Millisecond)
 }

@@ -26,7 +26,7 @@ const small = 200
 // how many arrive per second. The sender passes them to the kernel one by one, or many at
 // once for the kernel to split (UDP_SEGMENT).
 func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried, err error) {
-	if err := b.settle(ctx); err != nil {
+	if err := b.quiesce(ctx); err != nil {
 		return c, err
 	}
 	var in, out *net.UDPConn

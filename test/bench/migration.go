@@ -214,7 +214,7 @@ func (b *bed) migrationLimit(ctx context.Context) (took, cpu time.Duration, chan
 	if _, _, err := b.limit(ctx, nil, b.peers, objectsOf("vxlan")); err != nil {
 		return 0, 0, 0, err
 	}
-	if err := b.settle(ctx); err != nil {
+	if err := b.quiesce(ctx); err != nil {
 		return 0, 0, 0, err
 	}
 	h := b.lab.Host(2)

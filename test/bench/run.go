@@ -106,7 +106,7 @@ func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
 	if err := r.clean(ctx, r.lab.Host(1)); err != nil {
 		return start{}, err
 	}
-	if err := r.settle(ctx); err != nil {
+	if err := r.quiesce(ctx); err != nil {
 		return start{}, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
@@ -239,7 +239,7 @@ func (r *runner) measureBurst(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := r.settle(ctx); err != nil {
+		if err := r.quiesce(ctx); err != nil {
 			return err
 		}
 		began, arrived, done, cpu, err := r.burst(ctx, s.daemon, all)
@@ -394,7 +394,7 @@ func (r *runner) measureRestart(ctx context.Context) error {
 		pods = append(pods, pod)
 	}
 	for i := range r.restarts {
-		if err := r.settle(ctx); err != nil {
+		if err := r.quiesce(ctx); err != nil {
 			return err
 		}
 		kill := i%2 == 1

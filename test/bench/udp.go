@@ -217,7 +217,7 @@ func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 
 // iperf runs iperf3 and returns what it received and the CPU time of the daemons.
 func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, args ...string) (c carried, err error) {
-	if err := b.settle(ctx); err != nil {
+	if err := b.quiesce(ctx); err != nil {
 		return c, err
 	}
 	const most = 30 * time.Second

@@ -163,9 +163,9 @@ func (t *torture) run(ctx context.Context) (found []string, err error) {
 		return nil, err
 	}
 	begin := time.Now()
-	settling, cancel := context.WithTimeoutCause(ctx, recovery, fmt.Errorf("not within %s", recovery))
+	recovering, cancel := context.WithTimeoutCause(ctx, recovery, fmt.Errorf("not within %s", recovery))
 	defer cancel()
-	if err := until(settling, "all hosts to be right after the last fault", t.right); err != nil {
+	if err := until(recovering, "all hosts to be right after the last fault", t.right); err != nil {
 		found = append(found, err.Error())
 	} else {
 		fmt.Fprintf(t.out, "  everything was right %s after the last fault\n", time.Since(begin).Round(time.Millisecond))

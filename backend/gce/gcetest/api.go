@@ -34,7 +34,7 @@ func failed(status int, reason, format string, args ...any) *failure {
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.settle()
+	s.applyDue()
 	name, parts := nameOf(r)
 	answer, f := s.answer(r, name, parts)
 	call := Call{Name: name}

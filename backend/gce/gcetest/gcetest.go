@@ -129,13 +129,13 @@ func New() *Server {
 func (s *Server) change(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.settle()
+	s.applyDue()
 	f()
 }
 
-// settle applies the operations that are due. It counts the destinations that are without a route
+// applyDue applies the operations that are due. It counts the destinations that are without a route
 // after a change, and those with two routes between which the routers choose for each connection.
-func (s *Server) settle() {
+func (s *Server) applyDue() {
 	for _, op := range s.operations {
 		if op.apply == nil || time.Now().Before(op.at) {
 			continue

@@ -34,7 +34,7 @@ type State struct {
 	Name   string `json:"name,omitempty"`
 	// Seen is the last recorded moment at which the store had the configuration of one of several
 	// networks.
-	Seen subnet.Sighting `json:"sighting,omitzero"`
+	Seen subnet.Observation `json:"sighting,omitzero"`
 
 	// Saved is when the file was written, by the wall clock. A clock that shows an earlier time is
 	// wrong.

@@ -219,9 +219,9 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *sessi
 		return err
 	})
 	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
-	if s, ok := n.store.(subnet.Sighter); ok && n.name != "" {
+	if s, ok := n.store.(subnet.Observer); ok && n.name != "" {
 		group.Go(func() error {
-			n.sight(attending, s, now.Own)
+			n.observe(attending, s, now.Own)
 			return nil
 		})
 	}
@@ -289,15 +289,15 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	return n.reports.report(ctx, q)
 }
 
-// sight records the moment at which the store had the configuration of the network, if it has it. It
+// observe records the moment at which the store had the configuration of the network, if it has it. It
 // waits until the store answers.
-func (p *parts) sight(ctx context.Context, store subnet.Sighter, own subnet.Lease) {
-	seen, err := store.Sight(ctx, own)
+func (p *parts) observe(ctx context.Context, store subnet.Observer, own subnet.Lease) {
+	seen, err := store.Observe(ctx, own)
 	switch {
 	case ctx.Err() != nil:
 	case err != nil:
 		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
-	case seen != subnet.Sighting{}:
+	case seen != subnet.Observation{}:
 		p.state.Update(func(now *lastknown.State) { now.Seen = seen })
 	}
 }

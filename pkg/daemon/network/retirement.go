@@ -88,7 +88,7 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 
 // due is called after each complete pass without an error.
 func (r *retirement) due(p backend.Pass) {
-	if !r.migrated || p.Settled {
+	if !r.migrated || p.OneBackend {
 		r.begin()
 	}
 }

@@ -194,11 +194,11 @@ func TestMoveTwice(t *testing.T) {
 	})
 }
 
-// TestRenewalWhileMoving renews the own lease, and records a sighting of the configuration, while a
+// TestRenewalWhileMoving renews the own lease, and records an observation of the configuration, while a
 // session on another interface begins. The state must have both.
 func TestRenewalWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		end, seen := time.Now().Add(time.Hour), subnet.Sighting{Revision: 7}
+		end, seen := time.Now().Add(time.Hour), subnet.Observation{Revision: 7}
 		var n *runner
 		be := starter{start: func(backend.Env) error { return nil }, close: func() {}, claim: func() {
 			n.state.Update(func(now *lastknown.State) {
@@ -214,7 +214,7 @@ func TestRenewalWhileMoving(t *testing.T) {
 		n.stopServing()
 		now, _ := n.state.Get()
 		if !now.Own.Expires.Equal(end) || now.Stored == nil || !now.Stored.Expires.Equal(end) || now.Seen != seen || now.Interface.MTU != 1400 {
-			t.Errorf("the state is %+v, want the new end of the lease, the sighting and the new interface", now)
+			t.Errorf("the state is %+v, want the new end of the lease, the observation and the new interface", now)
 		}
 	})
 }
@@ -356,16 +356,16 @@ func TestEndTries(t *testing.T) {
 		n.store, n.past = store, last
 		r := n.resume(ctx)
 		<-begun
-		settled := make(chan struct{})
+		moved := make(chan struct{})
 		go func() {
-			defer close(settled)
+			defer close(moved)
 			r.endTries()
 		}()
 		expectWait := func(until string) {
 			t.Helper()
 			synctest.Wait()
 			select {
-			case <-settled:
+			case <-moved:
 				t.Errorf("endTries does not wait until %s", until)
 			default:
 			}
@@ -374,7 +374,7 @@ func TestEndTries(t *testing.T) {
 		close(proceed)
 		expectWait("the store knows the lease")
 		close(store.known)
-		<-settled
+		<-moved
 		r.stop()
 		if tries != 2 {
 			t.Errorf("%d tries, want 2", tries)

@@ -258,12 +258,12 @@ func disturbedBulk(f *fixture) {
 	if disturbed != 1 {
 		f.Fatalf("%d large batches of writes, want one", disturbed)
 	}
-	for settled := false; !settled; { // drain what remains of the announcements of the bulk
+	for quiet := false; !quiet; { // drain what remains of the announcements of the bulk
 		select {
 		case <-f.reconciler.Changed():
 			report(f.reconciler.Update(f.Context(), nil, nil, true))
 		case <-time.After(100 * time.Millisecond):
-			settled = true
+			quiet = true
 		}
 	}
 	f.spy.reads = 0

@@ -64,12 +64,12 @@ func TestKernelFilter(t *testing.T) {
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
-	for settled := false; !settled; { // a wake-up may remain from drained announcements
+	for quiet := false; !quiet; { // a wake-up may remain from drained announcements
 		select {
 		case <-m.Ready():
 			m.Drain()
 		case <-time.After(100 * time.Millisecond):
-			settled = true
+			quiet = true
 		}
 	}
 	w.nexthops.threshold = 1
@@ -93,12 +93,12 @@ func TestKernelFilter(t *testing.T) {
 			t.Errorf("%d of %d own changes such as %s are announced, want none", n, len(own), own[0])
 		}
 	}
-	for settled := false; !settled; { // a wake-up may remain from drained announcements
+	for quiet := false; !quiet; { // a wake-up may remain from drained announcements
 		select {
 		case <-m.Ready():
 			m.Drain()
 		case <-time.After(100 * time.Millisecond):
-			settled = true
+			quiet = true
 		}
 	}
 	peer, err := w.index("peer0")

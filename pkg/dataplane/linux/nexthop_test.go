@@ -46,9 +46,9 @@ func (w *world) hops(t *testing.T) hops {
 	return n
 }
 
-// expectSettled fails the test unless the kernel's state has the effect of want, and its
+// expectInPlace fails the test unless the kernel's state has the effect of want, and its
 // routes and objects have the numbers n.
-func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n hops) {
+func (w *world) expectInPlace(t *testing.T, what string, want dataplane.State, n hops) {
 	t.Helper()
 	have, err := w.Read(silentContext(t), dataplanetest.Scope())
 	if err != nil {
@@ -85,7 +85,7 @@ func TestKernelNexthopThreshold(t *testing.T) {
 				if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 					t.Fatal(err)
 				}
-				w.expectSettled(t, fmt.Sprintf("%d peers", step.peers), dataplanetest.Peers(step.peers), step.want)
+				w.expectInPlace(t, fmt.Sprintf("%d peers", step.peers), dataplanetest.Peers(step.peers), step.want)
 			}
 		})
 	}
@@ -215,7 +215,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 				if reads != step.reads {
 					t.Errorf("%s: %d reads, want %d", step.name, reads, step.reads)
 				}
-				w.expectSettled(t, step.name, want, hops{through: 5, objects: step.objects})
+				w.expectInPlace(t, step.name, want, hops{through: 5, objects: step.objects})
 			}
 		})
 	}
@@ -265,7 +265,7 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 	if _, err := fresh.Reconcile(silentContext(t), dataplanetest.Peers(300), true); err != nil {
 		t.Fatal(err)
 	}
-	w.expectSettled(t, "ids in use by another program", dataplanetest.Peers(300), hops{through: 300, objects: 300})
+	w.expectInPlace(t, "ids in use by another program", dataplanetest.Peers(300), hops{through: 300, objects: 300})
 	if err := w.nexthopObject(foreign, unix.RTPROT_STATIC, "172.30.0.1", index); err == nil {
 		t.Error("the object of another program was deleted")
 	}
@@ -293,7 +293,7 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 		t.Errorf("%d puts (%v) after %d objects were deleted", report.Puts, err, deleted)
 	}
 	// Ten routes are too few to use objects.
-	w.expectSettled(t, "after deletions", dataplanetest.Peers(300), hops{plain: 10, through: 290, objects: 290})
+	w.expectInPlace(t, "after deletions", dataplanetest.Peers(300), hops{plain: 10, through: 290, objects: 290})
 }
 
 // TestKernelWithoutNexthopObjects checks that all routes are plain if nexthop objects are
@@ -306,7 +306,7 @@ func TestKernelWithoutNexthopObjects(t *testing.T) {
 	if _, err := r.Reconcile(silentContext(t), dataplanetest.Peers(400), true); err != nil {
 		t.Fatal(err)
 	}
-	w.expectSettled(t, "400 peers", dataplanetest.Peers(400), hops{plain: 400})
+	w.expectInPlace(t, "400 peers", dataplanetest.Peers(400), hops{plain: 400})
 }
 
 // TestKernelNexthopLeftOver checks that an object is deleted if its process died before
