@@ -107,7 +107,6 @@ var references = map[string]string{
 	"../CHANGELOG.md":                        "one line for each change",
 	"../Documentation/benchmarks.md":         "results of measurements",
 	"../Documentation/decisions.md":          "one entry for each decision",
-	"../Documentation/design-internals.md":   "details of the design",
 	"../Documentation/firewall-internals.md": "details of the traffic rules",
 	"../Documentation/reference.md":          "generated lists",
 }

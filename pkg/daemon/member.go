@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"path"
 	"sync"
-	"time"
 
 	"k8s.io/klog/v2"
 
@@ -261,11 +260,7 @@ func (m *member) run(ctx context.Context) {
 			return
 		}
 		klog.FromContext(ctx).Error(err, "network failed, trying again")
-		select {
-		case <-m.wake:
-		case <-time.After(pause.Next()):
-		case <-ctx.Done():
-		}
+		_ = wait.ForOr(ctx, pause.Next(), m.wake) // the loop notices the end of ctx
 	}
 }
 
