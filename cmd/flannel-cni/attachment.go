@@ -38,7 +38,8 @@ func (a attachment) path() string {
 	return filepath.Join(a.dir, name)
 }
 
-// attachments returns all attachments that have a note.
+// attachments returns all attachments that have a note in dir. It returns none if dir
+// does not exist.
 func attachments(dir string) ([]attachment, error) {
 	files, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -57,9 +58,11 @@ func attachments(dir string) ([]attachment, error) {
 	return all, nil
 }
 
-// kept reports whether a is among the attachments that must stay. The note of the first
-// interface may have been written by flannel's plugin for any interface that has no note
-// of its own.
+// kept reports whether GC must keep a, because keep contains it. all contains the
+// attachments that have a note. The note of the first interface may be one that
+// flannel's plugin has written for another interface of the container. So kept also
+// returns true if keep contains an interface of the container that has no note of its
+// own.
 func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 	return slices.ContainsFunc(keep, func(k types.GCAttachment) bool {
 		if k.ContainerID != a.container {
@@ -70,11 +73,12 @@ func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 	})
 }
 
-// loadAny is like load, and also finds attachments that flannel's plugin has added to
-// network. If a has no note, it returns the note of the container's first interface,
-// unless that note is for another network. The note may be for another interface than a:
-// then the delegate finds nothing to delete. The caller must not remove it together with
-// a, because the other interface needs it.
+// loadAny returns the delegate's configuration, like load. If a has no note, flannel's
+// plugin may have added it to network: then loadAny returns the configuration from the
+// note of the container's first interface, unless that note is for another network. This
+// note may be for another interface than a: then the delegate finds nothing to delete.
+// When the caller has deleted a, it must not remove this note, because the other
+// interface needs it.
 func (a attachment) loadAny(network string) (object, error) {
 	d, err := a.load()
 	if !errors.Is(err, fs.ErrNotExist) || a.iface == firstInterface {
@@ -87,8 +91,8 @@ func (a attachment) loadAny(network string) (object, error) {
 	return shared, errShared
 }
 
-// load returns the delegate's configuration from the note. The error is fs.ErrNotExist,
-// wrapped, if there is no note, and errDamaged if it cannot be parsed.
+// load returns the delegate's configuration from the note. The error wraps
+// fs.ErrNotExist if there is no note, and errDamaged if the note cannot be parsed.
 func (a attachment) load() (object, error) {
 	text, err := os.ReadFile(a.path())
 	if err != nil {

@@ -78,7 +78,8 @@ func (c config) check() error {
 	return nil
 }
 
-// text returns the string under key, or def if there is no such key.
+// text returns the string under key, or def if there is no such key. It returns an error
+// if the value is empty or not a string.
 func (o object) text(key, def string) (string, error) {
 	raw, ok := o[key]
 	if !ok {
@@ -93,7 +94,7 @@ func (o object) text(key, def string) (string, error) {
 
 // set sets key to value.
 func (o object) set(key string, value any) {
-	o[key], _ = json.Marshal(value) // cannot fail: values are strings, numbers and raw JSON
+	o[key], _ = json.Marshal(value) // cannot fail: each value that the plugin sets has a JSON form
 }
 
 // preset sets key to value unless the object has the key.
@@ -110,8 +111,10 @@ func (o object) clone() object {
 	return c
 }
 
-// delegation returns the configuration of the delegate on this host. It keeps the
-// operator's settings in delegate and ipam, except for the ranges.
+// delegation returns the configuration with which the delegate adds a container on this
+// host. It keeps the operator's settings in delegate and ipam, except that it replaces
+// the ranges and adds routes. The error has the code ErrTryAgainLater if flanneld has
+// not written a valid subnet file.
 func (c config) delegation() (object, error) {
 	if err := c.check(); err != nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, err.Error())
@@ -127,10 +130,11 @@ func (c config) delegation() (object, error) {
 	return c.delegationOn(host)
 }
 
-// release returns a configuration with which the delegate deletes an attachment whose
-// note is damaged. After a boot this may happen before flanneld has written the subnet
-// file. host-local releases all addresses of a container, of any range, but requires one
-// range, so release then uses a range reserved for documentation.
+// release returns a configuration with which the delegate can delete an attachment whose
+// note is damaged. It gets the range from the subnet file. After a boot flanneld may not
+// have written that file yet, so release then uses a range that is reserved for
+// documentation. Any range will do: host-local requires one, but releases the
+// container's addresses of all ranges.
 func (c config) release() (object, error) {
 	host, err := subnetfile.Load(c.SubnetFile)
 	if err != nil {
@@ -162,9 +166,9 @@ func (c config) delegationOn(host subnetfile.File) (object, error) {
 	return d, nil
 }
 
-// runtime sets in d the values that the runtime passes with each call. The version may
-// differ from that of the call that added the container, if the runtime or the plugins
-// were upgraded in between.
+// runtime sets in d the values that the runtime passes with each call: the CNI version
+// and runtimeConfig. The version may differ from that of the call that added the
+// container, if the runtime or the plugins were upgraded in between.
 func (c config) runtime(d object) {
 	if c.CNIVersion != "" {
 		d.set("cniVersion", c.CNIVersion)
@@ -174,8 +178,8 @@ func (c config) runtime(d object) {
 	}
 }
 
-// addressManagement returns the ipam object: the delegate gets addresses from the host's
-// subnets, and routes to the networks that contain these.
+// addressManagement returns the ipam object. With it the delegate assigns addresses from
+// the host's subnets, and adds routes to the networks of these subnets.
 func (c config) addressManagement(host subnetfile.File) (object, error) {
 	ipam := c.IPAM.clone()
 	ipam.preset("type", defaultIPAM)

@@ -29,9 +29,10 @@ func add(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	// The note is written before the delegate runs, so that the attachment can be deleted
-	// however this call ends. If there is a note already, this is a second ADD, which most
-	// plugins refuse. So the note is replaced only after the delegate has succeeded.
+	// add writes the note before it calls the delegate, so that the attachment can be
+	// deleted however this call ends. If there is a note already, this is a second ADD,
+	// which most plugins refuse. So add then replaces the note only after the delegate
+	// has succeeded.
 	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
 	_, err = a.load()
 	fresh := errors.Is(err, fs.ErrNotExist)
@@ -56,7 +57,8 @@ func add(args *skel.CmdArgs) error {
 	return result.Print()
 }
 
-// call returns the standard input and the name of the delegate.
+// call returns what is needed to call the delegate with the configuration o: its standard
+// input and its name.
 func (o object) call() (stdin []byte, plugin string, err error) {
 	if plugin, err = o.text("type", defaultDelegate); err != nil {
 		return nil, "", fmt.Errorf("delegate: %w", err)
@@ -67,7 +69,8 @@ func (o object) call() (stdin []byte, plugin string, err error) {
 	return stdin, plugin, nil
 }
 
-// del detaches the container. It succeeds if the container is not attached.
+// del detaches the container. It succeeds without calling the delegate if there is no
+// note of the attachment.
 func del(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -119,7 +122,8 @@ func check(args *skel.CmdArgs) error {
 	return invoke.DelegateCheck(context.Background(), plugin, stdin, nil)
 }
 
-// status reports whether containers can be attached.
+// status returns nil if containers can be attached, and otherwise an error with the
+// reason.
 func status(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -139,15 +143,15 @@ func status(args *skel.CmdArgs) error {
 	return invoke.DelegateStatus(context.Background(), plugin, stdin, nil)
 }
 
-// collect detaches all attachments that the runtime no longer lists. It then calls GC of
-// the delegate, which may know further attachments.
+// collect implements GC. It detaches all containers of this network that the runtime no
+// longer lists, and then calls GC of the delegate, which may know further attachments.
 func collect(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
 		return err
 	}
 	var keep []types.GCAttachment
-	if err := json.Unmarshal(c.Attachments, &keep); err != nil { // an empty list would mean to detach everything
+	if err := json.Unmarshal(c.Attachments, &keep); err != nil { // do not treat a missing list like an empty one, which means to detach everything
 		return types.NewError(types.ErrInvalidNetworkConfig, "parse cni.dev/valid-attachments", err.Error())
 	}
 	err = c.detachAllBut(keep)
@@ -164,7 +168,7 @@ func collect(args *skel.CmdArgs) error {
 }
 
 // detachAllBut deletes the attachments to this network that are not in keep. If one
-// cannot be deleted, it continues with the others.
+// cannot be deleted, it continues with the others, and returns all errors.
 func (c config) detachAllBut(keep []types.GCAttachment) error {
 	all, err := attachments(c.DataDir)
 	if err != nil {
@@ -187,7 +191,8 @@ func (c config) detachAllBut(keep []types.GCAttachment) error {
 	return errors.Join(failed...)
 }
 
-// detach calls the delegate to delete an attachment whose container is gone.
+// detach calls the delegate with the configuration d to delete an attachment whose
+// container is gone. If the delegate succeeds, detach removes the note.
 func (a attachment) detach(d object) error {
 	stdin, plugin, err := d.call()
 	if err != nil {

@@ -19,7 +19,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// recordVar names the directory in which the delegate records its calls.
+// recordVar is the environment variable with the directory in which the delegate records its
+// calls.
 const recordVar = "FLANNEL_TEST_RECORD"
 
 // TestMain makes this binary also act as the plugin and as its delegates, depending on
@@ -38,8 +39,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// delegate records its call. If a file "fail" exists, the call fails with the content of
-// that file.
+// delegate acts as the delegate with that name: it records its call. If there is a file "fail" in
+// the directory of the records, the call fails with the content of that file.
 func delegate(name string, stdin io.Reader, stdout io.Writer) error {
 	command := os.Getenv("CNI_COMMAND")
 	if command == "VERSION" {
@@ -125,8 +126,8 @@ func (b *bed) write(name, text string) {
 	}
 }
 
-// list returns a network configuration of that CNI version with the plugin. keys are further
-// members of the plugin's JSON object, or empty.
+// list returns a network configuration of that CNI version, whose only plugin is flannel. keys
+// contains further members of the plugin's JSON object, or is empty.
 func (b *bed) list(version, keys string) *libcni.NetworkConfigList {
 	b.t.Helper()
 	if keys != "" {
@@ -145,8 +146,9 @@ func container(id, iface string) *libcni.RuntimeConf {
 	return &libcni.RuntimeConf{ContainerID: id, IfName: iface, NetNS: "/run/netns/not-there"}
 }
 
-// called returns the last call of a delegate, as "plugin COMMAND container/interface", and
-// its configuration, and removes its record. line is empty if there was no call.
+// called returns the last call of a delegate as "plugin COMMAND container/interface", with its
+// configuration, and removes the record. line is empty if no delegate was called since the last
+// record was removed.
 func (b *bed) called() (line string, config map[string]any) {
 	b.t.Helper()
 	text, err := os.ReadFile(filepath.Join(b.dir, "call"))
@@ -388,7 +390,8 @@ func TestDelDespiteConfig(t *testing.T) {
 	}
 }
 
-// TestAddTwice checks that the second call fails, and that the note of the first attachment remains.
+// TestAddTwice checks that the second call fails if the delegate refuses it, and that the note of
+// the first call remains.
 func TestAddTwice(t *testing.T) {
 	b := newBed(t, v4Env)
 	l, rt := b.list("1.0.0", ""), container("c1", "eth0")
@@ -411,8 +414,8 @@ func TestAddTwice(t *testing.T) {
 	}
 }
 
-// flannelsNote is the content of a note of flannel's plugin. The name of its file is the
-// container's id, for any interface.
+// flannelsNote is the content of a note of flannel's plugin. The name of the note's file is the
+// container's id, whatever the interface.
 const flannelsNote = `{"cniVersion":"0.3.1","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.5.3.0/24"}]],` +
 	`"routes":[{"dst":"10.5.0.0/16"}],"type":"host-local"},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}`
 

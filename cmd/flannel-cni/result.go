@@ -9,10 +9,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// withGateways adds a gateway to each route of result that has none: the gateway of the
-// address in the same family. Without it, the plugin bridge up to 1.1 looks for a route
-// without a gateway, and does not find it. A result of an unexpected form is returned
-// unchanged.
+// withGateways adds a gateway to each route of result that has none. It takes the gateway of
+// the first address of the same family that has one, and leaves the route unchanged if there
+// is none. Without the gateway, CHECK of the plugin bridge up to version 1.1 looks in the
+// kernel for a route without one, and does not find it. If result cannot be parsed,
+// withGateways returns it unchanged.
 func withGateways(result json.RawMessage) json.RawMessage {
 	var top object
 	var ips []struct{ Gateway netip.Addr }
