@@ -31,7 +31,7 @@ type verdict struct {
 	OK       bool         `json:"ok"`
 	RTT      float64      `json:"rttMilliseconds,omitempty"`
 	// Broken is the part of the path that does not work: underlay, network, mtu or
-	// checksum. It is empty if OK is false but the check found no address to try.
+	// checksum. It is empty if OK is true, or if the check found no address to try.
 	Broken string `json:"broken,omitempty"`
 	// Largest is the size in bytes of the largest packet that passes, if Broken is mtu.
 	Largest int    `json:"largest,omitempty"`

@@ -147,13 +147,14 @@ func readFile(cmd *cobra.Command, path string) ([]byte, error) {
 	return os.ReadFile(path)
 }
 
-// allBackends returns all backends, as on a host that allows the extension backend.
+// allBackends returns the catalog of all backends, including the extension backend.
 func allBackends() (backend.Catalog, error) {
 	return builtin.New(options.Options{AllowExtensionBackend: true})
 }
 
-// checkConfig validates a configuration and prints the warnings. pools is true if hosts choose
-// their subnets from the networks, as with etcd, and false on Kubernetes.
+// checkConfig parses and validates a configuration, and prints its warnings. pools is
+// true if each host chooses its subnet from the network, as with etcd, and false on
+// Kubernetes.
 func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, error) {
 	backends, err := allBackends()
 	if err != nil {
@@ -166,8 +167,9 @@ func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, er
 	return cfg, err
 }
 
-// change is a new configuration. yes omits the question to the user. piped is set if the
-// configuration comes from standard input, which therefore cannot contain an answer.
+// change is a new configuration to write. If yes is set, the user is not asked. piped is
+// set if the configuration comes from standard input, which therefore cannot contain an
+// answer.
 type change struct {
 	text       []byte
 	cfg        subnet.Config
@@ -211,7 +213,8 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	return err
 }
 
-// confirmed waits for an answer. If ctx ends first the answer is no.
+// confirmed reads the user's answer and reports whether it is y or yes. It returns false if
+// ctx ends first.
 func confirmed(ctx context.Context, in io.Reader) bool {
 	line, _ := input(ctx, func() ([]byte, error) { return bufio.NewReader(in).ReadBytes('\n') })
 	answer := strings.ToLower(strings.TrimSpace(string(line)))
@@ -219,7 +222,8 @@ func confirmed(ctx context.Context, in io.Reader) bool {
 }
 
 // input returns the result of read, or an error if ctx ends first. Reading a terminal
-// cannot be interrupted, so read then stays blocked until the process ends.
+// cannot be interrupted, so in that case the goroutine of read stays blocked until the
+// process ends.
 func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	done := make(chan struct{})
 	var got []byte
@@ -268,10 +272,10 @@ func misfit(l subnet.Lease, cfg subnet.Config) string {
 	return ""
 }
 
-// leaf is a JSON value that is not an object.
+// leaf is a JSON value that is not an object, or a text that is not JSON.
 type leaf struct {
 	text   string
-	hidden bool // the value may be secret
+	hidden bool // the value may be secret, so it is not shown
 }
 
 func (l leaf) String() string {
@@ -305,8 +309,8 @@ func difference(old, text []byte) []string {
 	return lines
 }
 
-// flatten adds the leaves of a network configuration to m, under the path of their key. A
-// text that is not JSON is one leaf.
+// flatten adds the leaves of a network configuration to m, each under the path of its
+// key. A text that is not JSON is one leaf. An empty text has none.
 func flatten(text []byte, m map[string]leaf) {
 	var v any
 	if err := json.Unmarshal(text, &v); err != nil {
@@ -324,7 +328,7 @@ func flatten(text []byte, m map[string]leaf) {
 			return
 		}
 		text, _ := json.Marshal(v)                               // cannot fail for a decoded value
-		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores case
+		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores the case of keys
 		m[path] = leaf{string(text), (key == "backend" || key == "nextbackend") && below != "type" && !subnet.Public(v)}
 	}
 	walk("", v)

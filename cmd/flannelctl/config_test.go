@@ -12,7 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestDifference checks that values that may be secret are not shown, in any form.
+// TestDifference checks the lines for added, changed and removed values. A value that may be
+// secret must not be shown.
 func TestDifference(t *testing.T) {
 	const old = `{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`
 	for _, tc := range []struct{ name, old, text, want string }{

@@ -34,7 +34,7 @@ type finding struct {
 type host struct {
 	root   string
 	report *status.Report // nil if no daemon answers
-	away   error          // error if no daemon answers
+	away   error          // why no daemon answers, or nil
 	docker dockerFunc
 }
 
@@ -104,7 +104,8 @@ func (h host) examine(ctx context.Context) []finding {
 	return findings
 }
 
-// text returns the content of a file, trimmed. ok is false if the file cannot be read.
+// text returns the content of the file at path below root, without surrounding spaces. ok is false if
+// the file cannot be read.
 func (h host) text(path string) (text string, ok bool) {
 	b, err := os.ReadFile(filepath.Join(h.root, path))
 	return strings.TrimSpace(string(b)), err == nil
@@ -144,12 +145,12 @@ func (h host) daemon() []finding {
 	return fs
 }
 
-// maxNamed is the number of leases that a finding names.
+// maxNamed is the largest number of leases that a finding names.
 const maxNamed = 5
 
-// sharedAddresses returns a finding for each public address that several leases have. This is right if
-// the hosts are behind one NAT. Otherwise only one host has the address, the other leases are left over
-// from hosts that are gone, and packets to their pods are lost.
+// sharedAddresses returns a finding for each public address that several leases have. Hosts behind one
+// NAT may share an address. Otherwise only one host has it, the other leases are left over from hosts
+// that are gone, and packets to their pods are lost.
 func (h host) sharedAddresses() []finding {
 	if h.report == nil {
 		return nil
@@ -170,7 +171,7 @@ func (h host) sharedAddresses() []finding {
 	return found
 }
 
-// cause returns the cause of a failed request, without the request itself.
+// cause returns the text of an error, without the method and URL that the HTTP client adds.
 func cause(err error) string {
 	if e := (*url.Error)(nil); errors.As(err, &e) {
 		err = e.Err
@@ -210,9 +211,9 @@ func (h host) bridges() []finding {
 	return fs
 }
 
-// withoutBridgeFilter is the effect of a missing bridge filter, in every mode of kube-proxy.
-// The answer stays on the bridge, so the kernel does not translate its source address back
-// to the address of the Service, and the client does not recognize it.
+// withoutBridgeFilter is the effect of a missing bridge filter, in every mode of kube-proxy. The
+// answer of the pod stays on the bridge. So the kernel does not translate its source address back to
+// the address of the Service, and the client does not recognize the answer.
 const withoutBridgeFilter = "a pod gets no answer from a Service that a pod on the same bridge serves, and NetworkPolicies do not apply between them"
 
 func (h host) kubernetes() bool { return h.report != nil && h.report.Datastore.Kind == "kubernetes" }
@@ -247,8 +248,8 @@ func (h host) firewalls() []finding {
 	return fs
 }
 
-// firewalldFix returns commands that make firewalld accept packets of pods on any device,
-// and the backend's packets.
+// firewalldFix returns commands that make firewalld accept packets from pods, on any device, and
+// packets to the backend's UDP ports. Without a daemon, they contain a placeholder for the network.
 func (h host) firewalldFix() string {
 	sources := []string{"POD-NETWORK"}
 	if h.report != nil && len(h.report.Network.Prefixes) > 0 {
@@ -277,7 +278,7 @@ func (h host) exists(path string) bool {
 	return !errors.Is(err, fs.ErrNotExist)
 }
 
-// mtus compares the MTUs of the pods' bridges with that of the network.
+// mtus returns a finding for each bridge of pods whose MTU is larger than that of the network.
 func (h host) mtus() []finding {
 	if h.report == nil || h.report.Network.MTU == 0 {
 		return nil
@@ -296,7 +297,8 @@ func (h host) mtus() []finding {
 	return found
 }
 
-// udev checks whether systemd-udevd may change the MAC of tunnel devices.
+// udev checks whether systemd-udevd may change the MAC address of a vxlan device. It assumes that a
+// link file of the operator that mentions flannel prevents this.
 func (h host) udev() []finding {
 	if h.backend() != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
 		return nil
@@ -313,8 +315,8 @@ func (h host) udev() []finding {
 	}}
 }
 
-// port checks whether a program uses the port that vxlan needs. The kernel's own vxlan
-// socket is in /proc/net/udp too. It causes no finding, because no process has it.
+// port checks whether a process uses a UDP port that vxlan needs. /proc/net/udp also lists the
+// kernel's own vxlan socket. It causes no finding, because no process has it.
 func (h host) port() []finding {
 	if h.backend() != "vxlan" {
 		return nil
@@ -327,7 +329,7 @@ func (h host) port() []finding {
 	return nil
 }
 
-// holder returns the id of a process that has a socket on a UDP port.
+// holder returns the id of a process that has a socket on a UDP port. ok is false if there is none.
 func (h host) holder(port int) (pid string, ok bool) {
 	local := fmt.Sprintf(":%04X", port)
 	for _, path := range []string{"proc/net/udp", "proc/net/udp6"} {
@@ -348,7 +350,8 @@ func (h host) holder(port int) (pid string, ok bool) {
 	return "", false
 }
 
-// owner returns the id of the process that has the socket with that inode.
+// owner returns the id of the process that has the socket with that inode. ok is false if there is
+// none.
 func (h host) owner(inode string) (pid string, ok bool) {
 	fds, _ := filepath.Glob(filepath.Join(h.root, "proc/[0-9]*/fd/*"))
 	for _, fd := range fds {
@@ -359,7 +362,7 @@ func (h host) owner(inode string) (pid string, ok bool) {
 	return "", false
 }
 
-// modules checks whether the kernel supports the backend.
+// modules checks whether the kernel has the module of the backend, loaded or not.
 func (h host) modules() []finding {
 	module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip"}[h.backend()]
 	if !ok || h.exists("sys/module/"+module) {
@@ -372,7 +375,7 @@ func (h host) modules() []finding {
 		}
 	}
 	if len(h.report.Peers) > 0 && h.report.Ready {
-		return nil // it works, so the kernel has built in the module without listing it
+		return nil // the network works, so the module is part of the kernel although no list contains it
 	}
 	return []finding{{
 		"kernel " + release + " has no module " + module,

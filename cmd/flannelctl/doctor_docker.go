@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// dockerFunc returns which rules of Docker keep other hosts from containers, for each of
-// Docker's two firewalls.
+// dockerFunc returns which kinds of rules Docker has that keep packets of other hosts
+// from the containers behind b: first those in iptables, then those in nftables.
 type dockerFunc func(ctx context.Context, b rules.DockerBridge) (iptables, nftables rules.DockerCut)
 
 // dockerCuts reads the rules in the kernel. It ignores rules that cannot be read.
@@ -72,7 +72,8 @@ func (h host) dockers(ctx context.Context) []finding {
 	return fs
 }
 
-// bridgeOf returns the bridge to which a subnet, or a part of it, is directly connected.
+// bridgeOf returns the first bridge that has a route to a subnet or to a part of it. ok
+// is false if there is none.
 func (h host) bridgeOf(subnet netip.Prefix) (name string, ok bool) {
 	file, read := "proc/net/route", route4
 	if subnet.Addr().Is6() {
@@ -88,7 +89,8 @@ func (h host) bridgeOf(subnet netip.Prefix) (name string, ok bool) {
 	return "", false
 }
 
-// route4 parses a line of /proc/net/route.
+// route4 parses the fields of a line of /proc/net/route. ok is false if they are no
+// route.
 func route4(fields []string) (to netip.Prefix, dev string, ok bool) {
 	if len(fields) < 8 {
 		return to, "", false
@@ -103,7 +105,8 @@ func route4(fields []string) (to netip.Prefix, dev string, ok bool) {
 	return netip.PrefixFrom(netip.AddrFrom4(a), mathbits.OnesCount32(uint32(mask))), fields[0], true
 }
 
-// route6 parses a line of /proc/net/ipv6_route.
+// route6 parses the fields of a line of /proc/net/ipv6_route. ok is false if they are no
+// route.
 func route6(fields []string) (to netip.Prefix, dev string, ok bool) {
 	if len(fields) < 10 {
 		return to, "", false

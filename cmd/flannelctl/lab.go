@@ -81,7 +81,7 @@ nothing behind, even if it is killed.`,
 	return cmd
 }
 
-// complete checks the flags and converts them to the configuration of the lab.
+// complete checks the flags and completes o.cfg, the configuration of the lab, from them.
 func (o *labOptions) complete() error {
 	if o.ipv6 && o.dual {
 		return errors.New("--ipv6 and --dual are both given: expected at most one")
@@ -89,8 +89,8 @@ func (o *labOptions) complete() error {
 	if o.interval <= 0 {
 		return fmt.Errorf("--interval: %v is not positive", o.interval)
 	}
-	// In the configuration of the lab zero means the default. On the command line it is a
-	// mistake.
+	// In the configuration of the lab zero means the default. On the command line zero is
+	// a mistake.
 	for flag, value := range map[string]int{"hosts": o.cfg.Hosts, "l2": o.cfg.Segments, "mtu": o.cfg.MTU} {
 		if value <= 0 {
 			return fmt.Errorf("--%s: %d is not positive", flag, value)
@@ -172,16 +172,16 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 	const patience = time.Minute
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not within %v", patience))
 	defer cancel()
-	// With auto the lab also works on machines without iptables.
+	// With --firewall=auto the lab also works on machines without iptables.
 	if err := l.StartFlanneld(ctx, lab.FlanneldOptions{Args: []string{"--firewall=auto"}}); err != nil {
 		return err
 	}
 	return l.AddPods(ctx)
 }
 
-// unlessStopped returns nil instead of an error that occurred because the user ended the
-// lab, since that is the normal end. With once it returns an error, because the lab ended
-// before its output.
+// unlessStopped returns err, except if the user has ended the lab, so that ctx has ended:
+// this is the normal end, and unlessStopped returns nil. With --once it returns an error
+// then too, because the lab ended before its output.
 func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
 	switch {
 	case ctx.Err() == nil || err == nil:

@@ -163,7 +163,7 @@ func list[T fmt.Stringer](values []T) string {
 
 func dash(s string) string { return cmp.Or(s, "-") }
 
-// watched is a lease in watchLeases.
+// watched is a lease as watchLeases has last seen it.
 type watched struct {
 	*subnet.Lease
 	unreadable bool // the Lease contains only its Key
@@ -254,8 +254,8 @@ no host has.`,
 }
 
 // attainable returns an error if the network configuration does not allow the subnets of
-// c. A host would delete such a reservation at its start, and so never get the subnet.
-// Without a configuration in the store, attainable accepts any subnet.
+// c. The host would delete such a reservation when flanneld starts, and so never get the
+// subnet. attainable accepts any subnet if the store has no configuration.
 func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	text, revision, err := a.Config(ctx)
 	if err != nil || revision == 0 {
@@ -350,8 +350,9 @@ func newDeleteCommand(reservation bool, cmd *cobra.Command, done string) *cobra.
 	return cmd
 }
 
-// find returns the key of the lease that name identifies. If name is a subnet, it returns
-// the key of the lease that has the subnet. Otherwise it returns name, which must be a key.
+// find returns the key of the lease that name identifies. If name is a subnet, this is
+// the lease that has the subnet, and find returns an error if there is none. Otherwise
+// find takes name for a key and returns it unchecked.
 func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
 	p, err := netip.ParsePrefix(name)
 	if err != nil {

@@ -16,7 +16,7 @@ import (
 func main() {
 	lab.RunChild()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second signal kills
+	context.AfterFunc(ctx, stop) // stop catching signals, so that a second one kills the process
 	if err := newRoot().ExecuteContext(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, "flannelctl:", err)
 		os.Exit(1)

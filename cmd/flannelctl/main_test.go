@@ -100,14 +100,14 @@ func TestArgumentsAreRefused(t *testing.T) {
 	}
 }
 
-// TestInterruptedLab checks that an interrupted lab succeeds, but fails with --once, because
-// its output is missing.
+// TestInterruptedLab checks that an interrupted lab counts as a success. With --once it
+// must fail, because its output is missing.
 func TestInterruptedLab(t *testing.T) {
 	for once, want := range map[string]string{"--once": "interrupted: ", "--once=false": ""} {
 		ctx, cancel := context.WithCancel(t.Context())
 		root := newRoot()
 		root.SetArgs([]string{"lab", once, "--hosts", "1", "--flanneld", "/bin/true"})
-		root.SetErr(writer(func([]byte) { cancel() })) // at the first step
+		root.SetErr(writer(func([]byte) { cancel() })) // interrupts the lab when it prints its first step
 		err := root.ExecuteContext(ctx)
 		if want == "" && err != nil || want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)) {
 			t.Errorf("%s: %v, want %q", once, err, want)

@@ -142,15 +142,16 @@ func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
 	return nil
 }
 
-// cluster is the hosts that have a lease, and the way to ask them.
+// cluster contains the hosts that have a lease, and the way to ask them for their status.
 type cluster struct {
 	hosts []mesh.Host
-	// ask requests the status of a host. The caller reads the answer before it cancels ctx, and closes it.
+	// ask requests the status of a host and returns the body of the answer. The caller must read the body
+	// before it cancels ctx, and close it.
 	ask   func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error)
 	close func()
 }
 
-// find finds the hosts. The caller closes the cluster.
+// find reads the hosts from the store. The caller closes the cluster, unless find returns an error.
 func (f *meshFlags) find(ctx context.Context) (cluster, error) {
 	o, err := f.store.options()
 	if err != nil {
@@ -163,8 +164,9 @@ func (f *meshFlags) find(ctx context.Context) (cluster, error) {
 	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
 }
 
-// collect asks all hosts. Each host may take the time most to begin its answer, and the same time again
-// to send it. The matrix contains the errors of hosts. collect returns an error only if ctx ends.
+// collect asks all hosts for their status. Each host may take the time most to begin its answer, and the
+// same time again to send it. If a host does not answer, the matrix contains its error. collect returns an
+// error only if ctx ends.
 func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix, error) {
 	m := mesh.New(c.hosts)
 	group, ctx := errgroup.WithContext(ctx)
@@ -181,8 +183,9 @@ func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix,
 	return m, group.Wait()
 }
 
-// collectOne asks host i and records its answer in m. It puts a value into reading while it reads the
-// answer, because the capacity of reading limits the answers that are read at the same time.
+// collectOne asks host i, counted from 0, and records its answer in m. If it returns an error, the caller
+// records that. collectOne puts a value into reading while it reads the answer: the capacity of reading
+// limits the number of answers that are read at the same time.
 func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most time.Duration, reading chan struct{}) error {
 	within, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -199,7 +202,7 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 		return explain(err)
 	}
 	defer answer.Close()
-	// The wait until fewer other answers are being read does not count as time of this host.
+	// Stop the clock of this host while it waits for its turn to be read.
 	if !late.Stop() {
 		return explain(nil)
 	}
@@ -218,8 +221,8 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 	return nil
 }
 
-// meshHost returns the host of a lease. ok is false if the lease has no public address of a host: it
-// reserves a subnet for no host, or it cannot be read.
+// meshHost returns the host of a lease, with its public addresses. ok is false if the lease has none,
+// because it reserves a subnet for no host or cannot be read.
 func meshHost(l subnet.Lease, name string) (h mesh.Host, ok bool) {
 	h = mesh.Host{Key: l.Key, Name: name}
 	for _, e := range l.Endpoints {
@@ -230,7 +233,7 @@ func meshHost(l subnet.Lease, name string) (h mesh.Host, ok bool) {
 	return h, len(h.PublicIPs) > 0
 }
 
-// onEtcd returns the hosts of the leases in etcd.
+// onEtcd returns the hosts of the leases in etcd. A host has the name of its first subnet.
 func (f *meshFlags) onEtcd(ctx context.Context) (hosts []mesh.Host, err error) {
 	err = withAdmin(f.store, func(a *etcd.Admin) error {
 		entries, err := a.Entries(ctx, false)
@@ -254,7 +257,8 @@ func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) (io.ReadCloser, 
 	dialer := &net.Dialer{Timeout: min(meshConnect, f.timeout/2)}
 	client := &http.Client{
 		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dialer.DialContext}, // no proxy: the addresses are those of hosts on the underlay
-		// Another host must not make this one send requests to arbitrary places.
+		// Do not follow a redirect: another host must not make this one send requests to arbitrary
+		// addresses.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	return func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error) {
@@ -274,7 +278,7 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 	}
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil, errors.New(cause(err)) // without the URL
+		return nil, errors.New(cause(err)) // without the URL, which has a long query
 	}
 	if resp.StatusCode != http.StatusOK {
 		_ = resp.Body.Close()
@@ -283,7 +287,8 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 	return resp.Body, nil
 }
 
-// onKubernetes returns the hosts of the Nodes that flannel manages. They are asked through the API server.
+// onKubernetes returns the hosts of the Nodes that flannel manages. ask sends its requests through the API
+// server to flanneld's pods.
 func (f *meshFlags) onKubernetes(ctx context.Context, o options.Options) (cluster, error) {
 	d, err := kube.FindDaemons(ctx, kubeConfig(o), f.namespace, f.selector)
 	if err != nil {
@@ -305,7 +310,7 @@ func (f *meshFlags) onKubernetes(ctx context.Context, o options.Options) (cluste
 	return c, nil
 }
 
-// query returns the parameters that ask for all paths.
+// query returns the URL parameters that request all paths of the network.
 func (f *meshFlags) query() url.Values {
 	q := url.Values{status.ParamPaths: {status.AllPaths}}
 	if *f.store.network != "" {

@@ -22,8 +22,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/mesh"
 )
 
-// TestHostileHosts checks that each bad answer of a host becomes its problem: an endless answer, a
-// redirect, an error, a late answer or none. The redirect must not be followed.
+// TestHostileHosts checks that each bad answer of a host is recorded as the problem of that host: an
+// endless answer, a redirect, an error, a late answer, half an answer and an empty one. The redirect must
+// not be followed.
 func TestHostileHosts(t *testing.T) {
 	var followed atomic.Bool
 	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { followed.Store(true) }))
@@ -94,8 +95,8 @@ func TestSecondFamily(t *testing.T) {
 	}
 }
 
-// TestMeshChanges checks that an update prints only what differs from the last one, and that a path
-// about which nothing is known for a while stays broken.
+// TestMeshChanges checks that an update prints only what differs from the last one, and that a broken
+// path stays broken while nothing is known about it.
 func TestMeshChanges(t *testing.T) {
 	const status = `{"lease":{"key":"a"},"paths":{"worst":[{"peer":"b",%s}]}}`
 	answer := func(path string) func(*mesh.Matrix) {
@@ -123,7 +124,7 @@ func TestMeshChanges(t *testing.T) {
 			t.Errorf("step %d prints %q, want %q", i+1, got, step.want)
 		}
 	}
-	// The leases of b and c end. Before that, c does not answer.
+	// Then the leases of b and c end. Before that, c does not answer.
 	m := mesh.New([]mesh.Host{{Key: "a", Name: "a"}, {Key: "b", Name: "b"}, {Key: "c", Name: "c"}})
 	answer(`"broken":"underlay","advice":"look"`)(m)
 	b(m)
@@ -138,22 +139,24 @@ func TestMeshChanges(t *testing.T) {
 	}
 }
 
-// updateOf returns what an update prints, without the time.
+// updateOf calls update and returns what it prints, without the times.
 func updateOf(r *meshReport, m *mesh.Matrix) string {
 	var out bytes.Buffer
 	r.update(&out, m)
 	return regexp.MustCompile(`(?m)^\d\d:\d\d:\d\d `).ReplaceAllString(out.String(), "")
 }
 
-// TestMeshChangesAreLimited checks that the lines of an update and the memory of the report are limited
-// if all paths of many hosts are broken, and that repaired paths are noticed nevertheless.
+// TestMeshChangesAreLimited checks that an update prints a limited number of lines, and that the report
+// keeps a limited number of paths, if all paths of many hosts are broken. Repaired paths must be noticed
+// nevertheless.
 func TestMeshChangesAreLimited(t *testing.T) {
 	const n = 60
 	var all []mesh.Host
 	for i := range n {
 		all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
 	}
-	// build returns a mesh in which the paths of the first work hosts are in order, and all others broken.
+	// build returns a mesh in which all paths from the first hosts, work in number, are in order. All
+	// paths from the other hosts are broken.
 	build := func(work int) *mesh.Matrix {
 		m := mesh.New(all)
 		for i, h := range m.Hosts {
@@ -178,7 +181,7 @@ func TestMeshChangesAreLimited(t *testing.T) {
 	if got := lines(build(0)); got[0] != "" {
 		t.Errorf("nothing has changed, and %q is printed", got)
 	}
-	for range 5 { // unlisted paths take the places of those that work again
+	for range 5 { // with each update, paths that were not listed take the places of repaired ones
 		lines(build(n / 2))
 	}
 	if len(r.known) != maxWatched || r.unlisted != n/2*(n-1)-maxWatched {
@@ -189,7 +192,7 @@ func TestMeshChangesAreLimited(t *testing.T) {
 	}
 }
 
-// TestRest checks that a watch rests at least as long as the questions took.
+// TestRest checks that a watch pauses at least as long as the last round of questions took.
 func TestRest(t *testing.T) {
 	for _, tc := range []struct{ took, want time.Duration }{{0, 10 * time.Second}, {time.Second, 9 * time.Second}, {6 * time.Second, 6 * time.Second}, {time.Minute, time.Minute}} {
 		if got := restAfter(tc.took, 10*time.Second); got != tc.want {

@@ -40,7 +40,7 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 	for {
 		begin := time.Now()
 		if time.Since(found) > findEvery {
-			if now, err := f.find(ctx); err == nil { // if the store does not answer, keep the known hosts
+			if now, err := f.find(ctx); err == nil { // if the store does not answer, continue with the known hosts
 				c.close()
 				c, found = now, time.Now()
 			}
@@ -56,12 +56,13 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 	}
 }
 
-// restAfter returns the time to wait between the end of a round of questions, which took that long, and
-// the next round. The wait is at least as long as the round, even if that exceeds the interval, so that
-// slow hosts are asked at most half of the time.
+// restAfter returns the pause between the end of a round of questions, which took that long, and the
+// next round. The pause is at least as long as the round was, even if that exceeds the interval, so
+// that slow hosts are asked at most half of the time.
 func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
-// pair names the path from one host to another. If to is empty, it names the host from itself.
+// pair identifies a trouble: the path from one host to another or, if to is empty, the host from
+// itself. The hosts are named as in the mesh.
 type pair struct{ from, to string }
 
 func (p pair) String() string {
@@ -71,7 +72,7 @@ func (p pair) String() string {
 	return p.from + " -> " + p.to
 }
 
-// trouble describes a path that does not work, or a host about which nothing is known.
+// trouble describes why a path does not work, or why nothing is known from a host.
 type trouble struct {
 	result mesh.Result
 	text   string
@@ -79,15 +80,15 @@ type trouble struct {
 
 func troubleOf(c mesh.Cell) trouble { return trouble{c.Result, string(c.Result) + ": " + c.Advice} }
 
-// meshReport records what a watch has printed. Its zero value is for a watch that has printed nothing.
+// meshReport records what a watch has printed. Its zero value has printed nothing.
 type meshReport struct {
 	known    map[pair]trouble // nil before the first update
-	unlisted int              // number of broken paths that are not in known, because there are too many
+	unlisted int              // number of broken paths that are not in known, which is limited to maxWatched paths
 }
 
-// update prints how m differs from the last update: troubles that are new or have another result, those
-// that have ended, and those whose hosts are gone. Before that it prints a summary in the first update,
-// and if the number of unlisted paths has changed.
+// update prints how m differs from the mesh of the last update: troubles that are new or have another
+// result, troubles that have ended, and those of hosts that are gone. In the first update, and if the
+// number of unlisted paths has changed, it prints a summary before them.
 func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	number := map[string]int{}
 	for i, h := range m.Hosts {
@@ -126,9 +127,9 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 
 func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }
 
-// troubles returns the troubles of a mesh, and the number of broken paths that are not among them because
-// there are more than maxWatched. number is the index of each host in m.Hosts, by name. A known trouble
-// of a path stays while nothing is known about the path.
+// troubles returns the present troubles of a mesh. It lists about maxWatched broken paths at most;
+// unlisted is the number of the others. number is the index of each host in m.Hosts, by name. If
+// nothing is known about a path any more, its last known trouble remains.
 func (r *meshReport) troubles(m *mesh.Matrix, number map[string]int) (now map[pair]trouble, unlisted int) {
 	now = map[pair]trouble{}
 	unlisted = m.Summary().Broken

@@ -148,19 +148,19 @@ followed yet: all others keep the former devices for them.`,
 	return cmd
 }
 
-// The phases of a host.
+// The phases of a host in a migration: the backends for which its lease has data.
 const (
 	phaseBefore   = "present backend only"
 	phaseBoth     = "both backends"
 	phaseFinished = "next backend only"
 )
 
-// migration is the state of a migration, in the output form.
+// migration is the state of a migration, as the command prints it.
 type migration struct {
 	From   string         `json:"from"`
 	To     string         `json:"to"`
 	Phases map[string]int `json:"phases"` // number of hosts by phase
-	Behind []string       `json:"behind"` // leases without data for the next backend
+	Behind []string       `json:"behind"` // leases without data for the next backend, and unreadable ones
 	// Ended is set if the configuration has only one backend, To, but some leases still have data for
 	// another one. Leaving then lists the leases that have data for both.
 	Ended   bool           `json:"ended,omitempty"`
@@ -208,7 +208,7 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 	return m, nil
 }
 
-// sidesOf returns the backends of a configuration. The next one is empty unless the network migrates.
+// sidesOf returns the backends of a configuration. next is the zero Side unless the network migrates.
 func sidesOf(cfg subnet.Config) (present, next backend.Side, err error) {
 	backends, err := allBackends()
 	if err != nil {
@@ -261,15 +261,16 @@ func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
 	return m
 }
 
-// endedMigration returns the state after a migration to the backend now, the only one in the
-// configuration. ended is false if no lease has data for another backend.
+// endedMigration returns the state after the end of a migration. now is the only backend in the
+// configuration. ended is false if all leases have data for it and for no other backend: then there
+// is nothing to report.
 func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended bool) {
 	now.Strict = true // the former backend may be of the same type
 	m = migration{To: now.Type, Ended: true}
-	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // hosts do not wait for unreadable leases
+	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // an unreadable lease does not keep hosts from ending the migration
 	m.count(leases, func(l *subnet.Lease) (byFormer, byNow bool) {
 		_, byNow = now.Of(l)
-		former := cmp.Or(l.BackendType, "udp") // leases of udp have no type
+		former := cmp.Or(l.BackendType, "udp") // leases of the backend udp have no type
 		if l.NextType != "" && l.NextType != now.Type {
 			former = l.NextType
 		}
@@ -282,8 +283,9 @@ func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended
 	return m, len(m.Behind)+len(m.Leaving) > 0
 }
 
-// count counts the hosts in each phase by their leases. has reports for which of the two
-// backends a lease has data. count ignores reservations for no host.
+// count sets Phases, Behind and Leaving according to leases. has reports whether a lease has data for
+// From and for To. A lease with data for neither counts as one that has only that for From. count
+// ignores reservations for no host.
 func (m *migration) count(leases []subnet.Lease, has func(*subnet.Lease) (from, to bool)) {
 	m.Behind = []string{}
 	m.Phases = map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0}
@@ -361,8 +363,8 @@ func (m migration) print(w io.Writer) {
 	}
 }
 
-// rewriteConfig replaces the configuration in the store by the result of edit. On Kubernetes it
-// only prints the result, which the operator writes to the ConfigMap.
+// rewriteConfig replaces the configuration in etcd by the result of edit. On Kubernetes it only
+// prints the result, which the operator must write to the ConfigMap.
 func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]byte, error)) error {
 	if !store.onKubernetes() {
 		return withAdmin(*store, func(a *etcd.Admin) error { return replaceConfig(cmd, a, edit) })
@@ -387,8 +389,9 @@ type configStore interface {
 	SetConfig(ctx context.Context, text []byte, revision int64) error
 }
 
-// replaceConfig replaces the configuration in etcd by the result of edit. It fails if another program
-// has changed the configuration since it was read.
+// replaceConfig replaces the configuration in etcd by the result of edit, and prints the difference.
+// It writes nothing if the result is invalid, or if another program has changed the configuration
+// since replaceConfig read it.
 func replaceConfig(cmd *cobra.Command, in configStore, edit func([]byte) ([]byte, error)) error {
 	old, revision, err := in.Config(cmd.Context())
 	if err != nil {
@@ -420,7 +423,8 @@ const (
 	nextKey    = "NextBackend"
 )
 
-// startMigration returns the configuration text with the next backend.
+// startMigration returns the configuration text with next as NextBackend. It returns an error if text
+// already has a NextBackend.
 func startMigration(text []byte, next string) ([]byte, error) {
 	if !json.Valid([]byte(next)) {
 		return nil, fmt.Errorf("%q is not JSON: want a backend such as {\"Type\":\"wireguard\"}", next)
@@ -434,7 +438,8 @@ func startMigration(text []byte, next string) ([]byte, error) {
 	})
 }
 
-// finishMigration returns the configuration text with the next backend as the only one.
+// finishMigration returns the configuration text with NextBackend as the only backend. It returns an
+// error if there is none.
 func finishMigration(text []byte) ([]byte, error) {
 	return withKeys(text, func(keys map[string]json.RawMessage) error {
 		next, has := keys[nextKey]
@@ -447,7 +452,8 @@ func finishMigration(text []byte) ([]byte, error) {
 	})
 }
 
-// abortMigration returns the configuration text without the next backend.
+// abortMigration returns the configuration text without NextBackend. It returns an error if there is
+// none.
 func abortMigration(text []byte) ([]byte, error) {
 	return withKeys(text, func(keys map[string]json.RawMessage) error {
 		if _, has := keys[nextKey]; !has {
@@ -458,8 +464,8 @@ func abortMigration(text []byte) ([]byte, error) {
 	})
 }
 
-// withKeys returns the JSON object text after change has modified its keys. If text has Backend
-// or NextBackend in another case, withKeys first changes their names to this spelling.
+// withKeys applies change to the keys of the JSON object text, and returns the result. Keys such as
+// backend and NEXTBACKEND are renamed first, so that change finds them as Backend and NextBackend.
 func withKeys(text []byte, change func(map[string]json.RawMessage) error) ([]byte, error) {
 	var keys map[string]json.RawMessage
 	if err := json.Unmarshal(text, &keys); err != nil {

@@ -17,7 +17,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// TestMigrationSteps checks the configurations of a migration.
+// TestMigrationSteps checks the configurations that start, finish and abort return, and their
+// errors.
 func TestMigrationSteps(t *testing.T) {
 	const before = `{"Network":"10.5.0.0/16","backend":{"Type":"vxlan"}}`
 	during, err := startMigration([]byte(before), `{"Type":"wireguard"}`)
@@ -89,8 +90,8 @@ func TestMigrationState(t *testing.T) {
 	}
 }
 
-// TestMigrationEnd checks which hosts hold up the end of a migration: those with data for a backend that
-// the configuration does not have.
+// TestMigrationEnd checks which hosts delay the end of a migration: those with data for a backend
+// that the configuration does not have any more.
 func TestMigrationEnd(t *testing.T) {
 	lease := func(key, backendType, nextType, data, nextData string) subnet.Lease {
 		return subnet.Lease{Key: key, BackendType: backendType, NextType: nextType, Endpoints: []subnet.Endpoint{{
@@ -173,7 +174,7 @@ func (s *editedStore) SetConfig(_ context.Context, text []byte, revision int64) 
 }
 
 // TestMigrationKeepsOtherEdits checks that a step of a migration does not undo a change that another
-// program makes meanwhile.
+// program makes between the reading and the writing.
 func TestMigrationKeepsOtherEdits(t *testing.T) {
 	const before, other = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`
 	s := &editedStore{before, 7}

@@ -14,7 +14,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// networkFlag chooses one of several networks.
+// networkFlag is the name of the flag that chooses one of several networks.
 const networkFlag = "network"
 
 func newNetworksCommand() *cobra.Command {
@@ -44,7 +44,8 @@ a network is not ready.`,
 	return cmd
 }
 
-// printOverview prints the list of networks. It returns errNotReady if one is not ready.
+// printOverview prints the networks of a daemon that serves several. It returns
+// errNotReady if the daemon is not ready, because one of them is not.
 func printOverview(w io.Writer, r status.Report, out *output) error {
 	networks := r.Networks
 	if networks == nil {
@@ -62,8 +63,8 @@ func printOverview(w io.Writer, r status.Report, out *output) error {
 	return err
 }
 
-// fetchOne asks a daemon for the report about one network. It returns an error that names the
-// networks if there are several and network is empty.
+// fetchOne asks a daemon for the report about one network. If network is empty and the
+// daemon serves several, the error names them.
 func fetchOne(ctx context.Context, client *http.Client, base, network string) (status.Report, error) {
 	r, err := fetch(ctx, client, base, network)
 	if err != nil || len(r.Networks) == 0 {
@@ -76,7 +77,8 @@ func fetchOne(ctx context.Context, client *http.Client, base, network string) (s
 	return r, fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)
 }
 
-// addNetworkTo adds the flag that chooses one of several networks.
+// addNetworkTo adds the flag that chooses one of several networks, and returns its
+// value.
 func addNetworkTo(cmd *cobra.Command) *string {
 	return cmd.PersistentFlags().String(networkFlag, "", "one of several networks, by name")
 }

@@ -17,10 +17,11 @@ import (
 // output is the output format of a command: table, json, yaml, or one that only this command has.
 type output struct {
 	format string
-	forms  []string // the formats of the command
+	forms  []string // the formats that the command offers
 }
 
-// addTo adds the flag --output. more are the formats that only this command has.
+// addTo adds the flag --output to cmd. more contains the formats that only this
+// command has, besides table, json and yaml.
 func (o *output) addTo(cmd *cobra.Command, more ...string) {
 	o.format, o.forms = "table", append([]string{"table", "json", "yaml"}, more...)
 	last := len(o.forms) - 1
@@ -38,7 +39,8 @@ func (o *output) Set(s string) error {
 	return nil
 }
 
-// print writes v as JSON or YAML, or calls table.
+// print writes v to w as JSON or YAML. For the format table it calls table, which
+// writes tab-separated columns.
 func (o *output) print(w io.Writer, v any, table func(io.Writer)) error {
 	if o.format == "table" {
 		t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)

@@ -16,7 +16,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// TestPagesNameExistingCommands checks that the commands and flags on the pages exist.
+// TestPagesNameExistingCommands checks that the commands and flags of flannelctl, and
+// the flags and variables of flanneld, exist if a page names them.
 func TestPagesNameExistingCommands(t *testing.T) {
 	paths, err := filepath.Glob("../../Documentation/*.md")
 	more, _ := filepath.Glob("../../Documentation/*/*.md")
@@ -46,9 +47,10 @@ var (
 	variable = regexp.MustCompile(`\b(?:FLANNELD_[A-Z0-9_]+)\b`)
 )
 
-// inspect checks one line: commands of flannelctl with their flags, flags on their own,
-// and variables. It returns the numbers of commands and flags in the line. One page shows a
-// misspelt variable on purpose.
+// inspect checks that one line of a page or help text names only existing commands of
+// flannelctl with existing flags. If it names no command, inspect checks the flags and
+// variables that it names. inspect returns the numbers of commands and flags in the
+// line. It accepts the misspelt variable that one page shows on purpose.
 func inspect(t *testing.T, path, line string) (commands, flags int) {
 	shown := strings.HasPrefix(line, "    ") || strings.Contains(line, "`")
 	if m := invoked.FindStringSubmatch(line); m != nil && shown {

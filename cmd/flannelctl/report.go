@@ -19,7 +19,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// report is the state of a lab in the form of --json.
+// report is the state of a lab, in the form that --json prints.
 type report struct {
 	OK     bool          `json:"ok"` // every pod reaches every other, and every daemon runs
 	Hosts  []hostReport  `json:"hosts"`
@@ -143,7 +143,8 @@ func observeHost(ctx context.Context, l *lab.Lab, h *lab.Host) (hostReport, erro
 	return r, nil
 }
 
-// verdict returns an error if a pod is unreachable or a daemon does not run.
+// verdict returns an error if a pod is unreachable, a daemon does not run, or the leases
+// cannot be read.
 func (r report) verdict() error {
 	failed := 0
 	for _, c := range r.Matrix {
@@ -165,7 +166,7 @@ func (r report) verdict() error {
 	return nil
 }
 
-// fingerprint returns a text that differs if the report is worth printing again. It omits
+// fingerprint returns a text that changes if the report is worth printing again. It omits
 // measured values and the remaining time of leases, which change all the time.
 func (r report) fingerprint() string {
 	var b strings.Builder
@@ -265,7 +266,8 @@ func (c cellReport) text(short bool) string {
 	return milliseconds(c.RTT) + " " + bits(c.Throughput)
 }
 
-// span returns the ranges of round-trip time and throughput over all reachable cells, as text.
+// span returns the smallest and largest round-trip time and throughput of the reachable
+// cells of a family as text, or "" if there are none.
 func (r report) span(family string) string {
 	var rtt, bps []float64
 	for _, c := range r.Matrix {

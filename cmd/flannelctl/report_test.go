@@ -50,7 +50,8 @@ host2   10.5.1.0/24 via 10.5.1.0 dev flannel.1 onlink
 	}
 }
 
-// TestTextOfSeveralNetworks checks that the table of leases names the networks.
+// TestTextOfSeveralNetworks checks that the table of leases has a column with the
+// network if the lab has several.
 func TestTextOfSeveralNetworks(t *testing.T) {
 	r := twoHosts()
 	for i := range r.Leases {

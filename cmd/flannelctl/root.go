@@ -15,7 +15,7 @@ func newRoot() *cobra.Command {
 		Use:           "flannelctl",
 		Short:         "Operate flanneld and try it out",
 		SilenceUsage:  true, // an error is one line
-		SilenceErrors: true, // main prints it
+		SilenceErrors: true, // main prints the error
 	}
 	root.AddCommand(
 		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
@@ -28,8 +28,8 @@ func newRoot() *cobra.Command {
 	return root
 }
 
-// refuseUnknown makes an unknown command below cmd an error. cobra does that only for the
-// root, and otherwise prints the help.
+// refuseUnknown makes cmd return an error if it is called with an unknown subcommand.
+// cobra does that only for the root, and prints the help for other commands.
 func refuseUnknown(cmd *cobra.Command) {
 	if !cmd.HasSubCommands() || cmd.Runnable() {
 		return

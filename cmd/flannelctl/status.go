@@ -73,8 +73,8 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 	return cmd
 }
 
-// fetch asks the daemon at the URL base for its report: about the network with that name or, if
-// network is empty, about its only network. A daemon with several networks then lists all of them.
+// fetch asks the daemon at the URL base for its report about one network. If network is empty, a
+// daemon with one network reports about that one, and a daemon with several lists them in Networks.
 func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
 	fail := func(err error) (status.Report, error) { return r, fmt.Errorf("ask flanneld for its status: %w", err) }
 	address, err := url.JoinPath(base, "statusz.json")
@@ -203,8 +203,8 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 }
 
-// printOverflow prints how many peers this host sends to by the cloud and by the tunnel, which peers
-// need the tunnel, and why.
+// printOverflow prints to how many peers this host sends by the cloud and to how many by the tunnel.
+// Then it lists the peers that need the tunnel, with the reason.
 func printOverflow(row func(string, ...any), o status.Overflow, peers []status.Peer, all bool) {
 	row("overflow", fmt.Sprintf("sends to %d peers by the cloud, to %d by %s", o.ByCloud, o.ByTunnel, o.Tunnel))
 	if o.Problem != "" {
@@ -213,8 +213,8 @@ func printOverflow(row func(string, ...any), o status.Overflow, peers []status.P
 	printWaiting(row, peers, all)
 }
 
-// printWaiting prints the peers that the preferred backend does not serve, and why. Unless all is set,
-// it prints only the first ten.
+// printWaiting lists the peers that the preferred backend does not serve, with the backend that serves
+// them and the reason. Unless all is set, it lists only the first ten.
 func printWaiting(row func(string, ...any), peers []status.Peer, all bool) {
 	const some = 10
 	shown := 0
@@ -231,7 +231,7 @@ func printWaiting(row func(string, ...any), peers []status.Peer, all bool) {
 	}
 }
 
-// printNarrow prints the peers to which only smaller packets pass.
+// printNarrow lists the peers to which only packets smaller than the MTU pass, with the largest size.
 func printNarrow(row func(string, ...any), peers []status.Peer) {
 	name := "narrow paths"
 	for _, p := range peers {
@@ -255,8 +255,8 @@ func printRelayed(row func(string, ...any), peers []status.Peer) {
 	}
 }
 
-// printPaths prints the number of paths with each result, and then the worst paths: only those that do
-// not work or, if all is set, all that the daemon has sent.
+// printPaths prints the number of paths with each result, and then a table of the paths in the report,
+// which are the worst ones. Unless all is set, the table contains only those that do not work.
 func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool) {
 	var parts []string
 	for _, result := range slices.Sorted(maps.Keys(p.Results)) {

@@ -65,8 +65,9 @@ func TestRelayed(t *testing.T) {
 	}
 }
 
-// TestLocation checks that the status shows the location of a host, and the peers that wireguard serves
-// and why. During a migration it must not list them there, because peers wait for the next backend.
+// TestLocation checks that the status shows the location of a host, and why it sends to some peers by
+// wireguard. During a migration it must not list these peers there, because then a peer waits for the
+// next backend.
 func TestLocation(t *testing.T) {
 	r := status.Report{
 		Network: status.Network{Location: &status.Location{Name: "east", Inside: "host-gw", Between: "wireguard", ByInside: 1, ByBetween: 2}},
@@ -87,7 +88,7 @@ func TestLocation(t *testing.T) {
 	}
 }
 
-// TestNoClaimAboutClearText checks that flannelctl says during a migration to wireguard that no packet
+// TestNoClaimAboutClearText checks that during a migration to wireguard flannelctl says that no packet
 // leaves in clear text, but not if the host sends to a peer at its location by another backend.
 func TestNoClaimAboutClearText(t *testing.T) {
 	for clear, want := range map[int]bool{0: true, 1: false} {

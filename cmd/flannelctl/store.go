@@ -25,8 +25,8 @@ type storeFlags struct {
 	values  map[string]*string
 	network *string
 	kube    *bool
-	// configMap is the ConfigMap with the network configuration on Kubernetes. It is nil
-	// for commands that do not need it.
+	// configMap is the value of the flag that names the ConfigMap with the network
+	// configuration on Kubernetes. It is nil for commands without that flag.
 	configMap *string
 }
 
@@ -37,7 +37,8 @@ const (
 	defaultConfigMap = "kube-flannel/kube-flannel-cfg"
 )
 
-// addConfigTo adds the flags for the network configuration in any store.
+// addConfigTo adds the flags for any store, and those that locate the network
+// configuration on Kubernetes.
 func (s *storeFlags) addConfigTo(cmd *cobra.Command) {
 	s.addKubeTo(cmd)
 	s.values[netConfigPath] = cmd.PersistentFlags().String(netConfigPath, "", "file with the configuration, on Kubernetes (FLANNELD_NET_CONFIG_PATH)")
@@ -45,7 +46,7 @@ func (s *storeFlags) addConfigTo(cmd *cobra.Command) {
 		"ConfigMap with the configuration, on Kubernetes (default "+defaultConfigMap+", unless flanneld's file exists)")
 }
 
-// addKubeTo adds the flags for the Kubernetes API, for commands that support it.
+// addKubeTo adds the flags for any store: etcd and the Kubernetes API.
 func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 	s.addTo(cmd)
 	s.kube = cmd.PersistentFlags().Bool("kube-subnet-mgr", false, "the store is the Kubernetes API (FLANNELD_KUBE_SUBNET_MGR)")
@@ -58,7 +59,7 @@ func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 	}
 }
 
-// addTo adds the flags to a command and all below it.
+// addTo adds the flags for etcd to a command and all below it.
 func (s *storeFlags) addTo(cmd *cobra.Command) {
 	s.values, s.network = map[string]*string{}, addNetworkTo(cmd)
 	for _, f := range [][2]string{
@@ -73,7 +74,8 @@ func (s *storeFlags) addTo(cmd *cobra.Command) {
 	}
 }
 
-// options returns the options from flags and variables. The password comes only from
+// options returns the options from flags and variables. A flag that is only for
+// Kubernetes implies --kube-subnet-mgr. The password comes only from
 // FLANNELD_ETCD_PASSWORD, because flags are visible in the process list.
 func (s *storeFlags) options() (options.Options, error) {
 	var args []string
@@ -90,7 +92,7 @@ func (s *storeFlags) options() (options.Options, error) {
 		args = append(args, "--kube-subnet-mgr")
 	}
 	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" {
-		args = append(args, "--"+netConfigPath+"="+os.DevNull) // no file is named, and flanneld's default need not exist here
+		args = append(args, "--"+netConfigPath+"="+os.DevNull) // no file is named, and the file that flanneld reads by default need not exist here
 	}
 	o, err := options.Parse(args, os.Environ())
 	if err != nil || *s.network == "" {
@@ -129,14 +131,15 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 	})
 }
 
-// kubeConfig returns the options for package kube.
+// kubeConfig returns the options that package kube needs.
 func kubeConfig(o options.Options) kube.Config {
 	return kube.Config{APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix}
 }
 
 // netConfig returns the network configuration as daemons on Kubernetes read it: from the
-// file or ConfigMap that a flag names; otherwise from the file that flanneld reads, which
-// exists in its pod; otherwise from flannel's ConfigMap.
+// file or ConfigMap that a flag or variable names; otherwise from the file that flanneld
+// reads, which exists in its pod; otherwise from flannel's ConfigMap. The command must
+// have the flags of addConfigTo.
 func (s *storeFlags) netConfig(ctx context.Context, o options.Options) ([]byte, error) {
 	if o.NetConfigPath != os.DevNull {
 		return os.ReadFile(o.NetConfigPath)
