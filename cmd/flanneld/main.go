@@ -26,7 +26,7 @@ import (
 const (
 	exitOK            = 0
 	exitError         = 1 // after one line that says why
-	exitConfigChanged = 3 // --exit-on-config-change has ended the daemon
+	exitConfigChanged = 3 // --exit-on-config-change has ended the daemon because the configuration has changed
 )
 
 func main() { os.Exit(run(os.Args[1:], os.Environ(), os.Stderr)) }
@@ -35,7 +35,7 @@ func main() { os.Exit(run(os.Args[1:], os.Environ(), os.Stderr)) }
 func run(args, env []string, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	context.AfterFunc(ctx, stop) // a second signal kills the process
+	context.AfterFunc(ctx, stop) // stop catching signals, so that a second one kills the process
 
 	opts, err := options.Parse(args, env)
 	switch {

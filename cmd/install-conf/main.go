@@ -30,7 +30,7 @@ func run(args []string, stderr io.Writer) int {
 	return 0
 }
 
-// install replaces dst with a copy of src that has the same mode.
+// install replaces dst by a copy of src that has the same mode. It does so atomically.
 func install(src, dst string) (err error) {
 	in, err := os.Open(src)
 	if err != nil {
@@ -51,7 +51,7 @@ func install(src, dst string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = out.Cleanup() }() // has no effect after the rename
+	defer func() { _ = out.Cleanup() }() // removes the temporary file after an error, and does nothing after the rename
 	if _, err := io.Copy(out, in); err != nil {
 		return fmt.Errorf("copy %s: %w", src, err)
 	}

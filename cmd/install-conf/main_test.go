@@ -47,8 +47,8 @@ func TestInstall(t *testing.T) {
 	}
 }
 
-// TestInstallBeside checks that the temporary file is beside the destination, even if
-// TMPDIR is on the same file system.
+// TestInstallBeside checks that no temporary file is created in TMPDIR, even if that
+// directory is on the file system of the destination.
 func TestInstallBeside(t *testing.T) {
 	dir := t.TempDir()
 	src, dst, tmp := filepath.Join(dir, "src.json"), filepath.Join(dir, "10-flannel.conflist"), filepath.Join(dir, "tmp")
