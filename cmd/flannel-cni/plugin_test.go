@@ -414,8 +414,8 @@ func TestAddTwice(t *testing.T) {
 	}
 }
 
-// flannelsNote is the content of a note of flannel's plugin. The name of the note's file is the
-// container's id, whatever the interface.
+// flannelsNote is the content of a note of flannel's plugin. The name of the note's file is
+// the container's id, also if the note is for another interface than the first.
 const flannelsNote = `{"cniVersion":"0.3.1","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.5.3.0/24"}]],` +
 	`"routes":[{"dst":"10.5.0.0/16"}],"type":"host-local"},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}`
 
