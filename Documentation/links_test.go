@@ -13,7 +13,7 @@ import (
 	"testing"
 )
 
-// pages returns the text of all pages of the project, by their path relative to this
+// pages returns the text of all Markdown pages of the project, by their path relative to this
 // folder.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
@@ -48,7 +48,7 @@ var (
 	word    = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
 )
 
-// anchors returns the ids of the headings of a page.
+// anchors returns the set of ids that links to the headings of a page use.
 func anchors(text string) map[string]bool {
 	ids := map[string]bool{}
 	for _, h := range heading.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
@@ -70,8 +70,8 @@ func TestAnchors(t *testing.T) {
 	}
 }
 
-// TestLinks checks that links within the project lead to existing files and headings, and that each
-// page is linked from another page.
+// TestLinks checks that links within the project lead to existing files and headings, and that
+// each page except README.md is linked from another page.
 func TestLinks(t *testing.T) {
 	all := pages(t)
 	linked := map[string]bool{"../README.md": true}
@@ -101,8 +101,8 @@ func TestLinks(t *testing.T) {
 	}
 }
 
-// references are the pages that readers search instead of reading them to the end. They may
-// have more words than other pages.
+// references lists the pages that readers search instead of reading them to the end, each with
+// the reason. They may have more words than other pages.
 var references = map[string]string{
 	"../CHANGELOG.md":                        "one line for each change",
 	"../Documentation/benchmarks.md":         "results of measurements",
@@ -113,8 +113,9 @@ var references = map[string]string{
 
 var indented = regexp.MustCompile(`(?m)^(    |\t|\|).*\n`)
 
-// TestPagesAreReadable checks that a page that is not a reference is short enough to be read, and
-// begins with what the reader can do after reading it. Words in tables and examples do not count.
+// TestPagesAreReadable checks that a page that is not in references is short enough to be read.
+// Words in tables and examples do not count. In this folder such a page must also begin with what
+// the reader can do after reading it.
 func TestPagesAreReadable(t *testing.T) {
 	const most = 1500
 	unused := maps.Clone(references)
@@ -137,7 +138,8 @@ func TestPagesAreReadable(t *testing.T) {
 	}
 }
 
-// TestBackendPages checks that the pages of backends have the same headings in the same order.
+// TestBackendPages checks that the page of each backend has the usual headings in the usual
+// order. It may have more headings between them.
 func TestBackendPages(t *testing.T) {
 	want := []string{"Description", "Configuration", "Lease data", "Kernel objects owned", "MTU", "Metrics", "Failure modes", "Examples"}
 	for _, s := range sections {
@@ -161,11 +163,12 @@ func TestBackendPages(t *testing.T) {
 	}
 }
 
-// A row of the list of packages begins with a package, and may name others of the same folder
-// after commas.
+// packageRow matches the start of a row of the list of packages on the page about the design: a
+// package and, after commas, others of the same folder.
 var packageRow = regexp.MustCompile(`(?m)^[A-Za-z][^\s,]*(?:, [^\s,]+)*`)
 
-// The list of packages on the page about the design has each package of the module once.
+// TestDesignListsAllPackages checks that the list of packages on the page about the design
+// contains each package of the module once, and nothing else.
 func TestDesignListsAllPackages(t *testing.T) {
 	design, err := os.ReadFile("design.md")
 	if err != nil {

@@ -62,12 +62,12 @@ ranges come from the errors of the daemon for other values. The flags are on a p
 
 `
 
-// section is a struct that configuration keys are decoded into.
+// section is a section of the reference: the keys of one struct of the configuration.
 type section struct {
 	title    string
 	folder   string // of the package that defines the struct
 	defaults any
-	backend  string // empty for the keys of the network itself
+	backend  string // Type of the backend; empty for the keys outside of Backend
 }
 
 var sections = []section{
@@ -85,8 +85,8 @@ var sections = []section{
 	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},
 }
 
-// TestReference generates the reference with -update. Without it, the reference must be
-// up to date.
+// TestReference checks that reference.md is what the code generates. With -update it
+// first writes the page.
 func TestReference(t *testing.T) {
 	var b strings.Builder
 	b.WriteString(referenceHead)
@@ -110,7 +110,7 @@ func TestReference(t *testing.T) {
 	}
 }
 
-// allBackends returns all backends, as on a host that allows the extension backend.
+// allBackends returns the catalog of all backends, including the extension backend.
 func allBackends() backend.Catalog {
 	all, err := builtin.New(options.Options{AllowExtensionBackend: true})
 	if err != nil {
@@ -119,7 +119,8 @@ func allBackends() backend.Catalog {
 	return all
 }
 
-// TestReferenceHasAllBackends checks that every backend of the daemon has a section.
+// TestReferenceHasAllBackends checks that every backend of the daemon has a section, and
+// every section a backend.
 func TestReferenceHasAllBackends(t *testing.T) {
 	_, _, err := daemon.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true, allBackends().Registry)
 	if err == nil {
@@ -156,7 +157,8 @@ func (s section) write(t *testing.T, b *strings.Builder) {
 	b.WriteString("\n")
 }
 
-// textOf returns a default in the form in which the configuration contains it.
+// textOf returns a default as it would stand in the configuration, or "none" for an
+// empty one. The default of a number or bool is never empty.
 func textOf(v reflect.Value) string {
 	if v.Kind() != reflect.Bool && v.Kind() != reflect.Int && v.IsZero() {
 		return "none"
@@ -168,8 +170,9 @@ func textOf(v reflect.Value) string {
 	return "`" + string(raw) + "`"
 }
 
-// wants returns a text about the values that a key accepts. It derives the text from the
-// errors of the daemon for values that it refuses.
+// wants returns a description of the values that a key accepts. It derives the
+// description from the errors with which the daemon refuses other values. v is the
+// default of the key.
 func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 	kind := wanted(s.refusal(key, map[string]any{}))
 	if key == "Backend" {
@@ -212,14 +215,16 @@ func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 	return kind
 }
 
-// wanted returns the part of an error that describes the expected value.
+// wanted returns the part of an error that describes the expected value, or "" if there
+// is none.
 func wanted(refusal string) string {
 	_, after, _ := strings.Cut(refusal, ": want ")
 	before, _, _ := strings.Cut(after, ", have ")
 	return before
 }
 
-// network returns the pod range that a configuration has when a key is tested.
+// network returns the pod range of the configuration in which a key is tested: an IPv6
+// range if the name of the key begins with IPv6.
 func (section) network(key string) netip.Prefix {
 	if strings.HasPrefix(key, "IPv6") {
 		return netip.MustParsePrefix("fd00:5::/48")
@@ -227,7 +232,8 @@ func (section) network(key string) netip.Prefix {
 	return netip.MustParsePrefix("10.5.0.0/16")
 }
 
-// refusal returns the daemon's error for one key with one value, or "".
+// refusal returns the error with which the daemon refuses one key with that value, or ""
+// if it accepts the value.
 func (s section) refusal(key string, value any) string {
 	config := map[string]any{"Network": s.network("")}
 	switch {
@@ -250,7 +256,8 @@ func (s section) refusal(key string, value any) string {
 	return ""
 }
 
-// fieldComments returns the source comments of a struct's fields, each on one line.
+// fieldComments returns the comments of the fields of the struct name in folder, by
+// field and each on one line. It removes "Field says" from the start of a comment.
 func fieldComments(t *testing.T, folder, name string) map[string]string {
 	comments := map[string]string{}
 	files, err := filepath.Glob(filepath.Join("..", folder, "*.go"))
@@ -281,7 +288,8 @@ func fieldComments(t *testing.T, folder, name string) map[string]string {
 	return comments
 }
 
-// scrape returns /metrics of a daemon that has a value for every metric.
+// scrape returns the page /metrics as a daemon would serve it that has a value for every
+// metric.
 func scrape(t *testing.T) string {
 	s := metrics.New("", true).With(func(context.Context) metrics.Values {
 		one := map[string]int{"": 1}
@@ -313,7 +321,8 @@ func writeMetrics(t *testing.T, b *strings.Builder) {
 	}
 }
 
-// TestFlags checks that the flags page contains the output of flanneld --help.
+// TestFlags checks that the first code block of flags.md is the output of flanneld
+// --help.
 func TestFlags(t *testing.T) {
 	page, err := os.ReadFile("flags.md")
 	if err != nil {
@@ -326,8 +335,9 @@ func TestFlags(t *testing.T) {
 	}
 }
 
-// TestPagesNameExistingMetrics checks that the metrics that pages name exist. A name after a point
-// does not count: it is a value of the Helm chart.
+// TestPagesNameExistingMetrics checks that each name on a page that begins with flannel_
+// is a metric or the start of one. A name after a point does not count: it is a value of
+// the Helm chart.
 func TestPagesNameExistingMetrics(t *testing.T) {
 	page := scrape(t)
 	for path, text := range pages(t) {
