@@ -15,7 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// pack builds the Debian package of the programs in dir.
+// pack builds the Debian package of the programs in dir, and returns its path.
 func pack(t *testing.T, dir, version string) string {
 	t.Helper()
 	pkg := filepath.Join(t.TempDir(), "flanneld.deb")
@@ -27,7 +27,8 @@ func pack(t *testing.T, dir, version string) string {
 	return pkg
 }
 
-// stubs returns a directory with small programs, which are quick to pack.
+// stubs returns a directory with tiny scripts in place of the programs, because these are
+// quick to pack.
 func stubs(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -39,8 +40,8 @@ func stubs(t *testing.T) string {
 	return dir
 }
 
-// pluginsOfOld builds the package of CNI plugins as in Debian 11 and Ubuntu 22.04, which
-// contains a plugin called flannel.
+// pluginsOfOld builds a package of CNI plugins as in Debian 11 and Ubuntu 22.04, which
+// contains a plugin called flannel, and returns its path.
 func pluginsOfOld(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -60,8 +61,9 @@ func pluginsOfOld(t *testing.T) string {
 	return pkg
 }
 
-// TestDebianPackageIsReproducible checks that two packages of the same programs are equal, although
-// the second one is built on a file system in which directories have another size.
+// TestDebianPackageIsReproducible checks that two packages of the same programs are equal,
+// although they are built on different file systems. The size of a directory depends on the
+// file system.
 //
 //stages:rest it builds packages
 func TestDebianPackageIsReproducible(t *testing.T) {
@@ -79,8 +81,8 @@ func TestDebianPackageIsReproducible(t *testing.T) {
 	}
 }
 
-// TestDebianVersions checks that dpkg sorts the versions of packages like those of releases:
-// pre-releases before their release, and commits after a release behind it.
+// TestDebianVersions checks that dpkg sorts the versions of packages as the releases were
+// made: a pre-release before its release, and a commit after the release that it follows.
 //
 //stages:rest it builds packages
 func TestDebianVersions(t *testing.T) {
@@ -136,7 +138,7 @@ func TestDebianPackage(t *testing.T) {
 	at := func(name string) string { return filepath.Join(root, name) }
 
 	dpkg("--install", pluginsOfOld(t))
-	dpkg("--install", next) // a commit without a tag sorts before all releases
+	dpkg("--install", next) // the version of a commit without a tag is lower than that of all releases, so the next step is an upgrade
 	dpkg("--install", first)
 	if out := dpkg("--status", "flanneld"); !strings.Contains(out, "Status: install ok installed") || !strings.Contains(out, "Version: 1.2.3\n") {
 		t.Errorf("after the installation:\n%s", out)
@@ -189,8 +191,8 @@ func TestDebianPackage(t *testing.T) {
 	}
 }
 
-// TestPackageNamesConflictingFiles checks that the scripts of the package print the name of an
-// administrator's file that conflicts with the package, and nothing if there is none.
+// TestPackageNamesConflictingFiles checks what the scripts of the package print: the name of
+// an administrator's file that conflicts with the step, and nothing if there is none.
 //
 //stages:rest it builds packages
 func TestPackageNamesConflictingFiles(t *testing.T) {
@@ -220,9 +222,9 @@ func TestPackageNamesConflictingFiles(t *testing.T) {
 	}
 }
 
-// TestUpgradeDoesNotWait checks that an upgrade requests a restart without waiting until the
-// daemon is ready: the store may be unavailable, and the package manager's lock would block
-// all other installations on the host.
+// TestUpgradeDoesNotWait checks that the script of an upgrade requests a restart without
+// waiting until the daemon is ready. The store may be unavailable, and meanwhile the package
+// manager's lock would block all other installations on the host.
 //
 //stages:rest it builds packages
 func TestUpgradeDoesNotWait(t *testing.T) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dist_test tests the scripts and units that are shipped.
+// Package dist_test tests the scripts, units and packages that users install.
 package dist_test
 
 import (
@@ -27,7 +27,7 @@ func TestMkDockerOpts(t *testing.T) {
 			name, file string
 			args, env  []string
 			want       string
-			fails      string // expected text on standard error
+			fails      string // expected text on standard error; empty: success is expected
 		}{
 			{name: "as it is", file: sample, want: bip + masq + mtu + `DOCKER_OPTS="` + all},
 			{name: "individual", file: sample, args: []string{"-i"}, want: bip + masq + mtu},
@@ -86,7 +86,8 @@ func dropIns(t *testing.T) []string {
 	return names
 }
 
-// TestDropIns checks that each drop-in works with the unit, and allows only the device that it is for.
+// TestDropIns checks that systemd accepts each drop-in with the unit, and that each one allows
+// the device /dev/net/tun.
 func TestDropIns(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -120,9 +121,9 @@ func TestDropIns(t *testing.T) {
 	}
 }
 
-// TestUnitLoadsModules checks that the unit loads the modules of iptables-legacy, with rights
-// that the daemon does not have. In the sandbox iptables-legacy cannot load them, and without
-// rules flanneld never becomes ready.
+// TestUnitLoadsModules checks that the unit loads the modules of iptables-legacy before the
+// daemon, with full rights, and ignores failures. In its sandbox the daemon's iptables-legacy
+// cannot load modules, and without rules flanneld never becomes ready.
 func TestUnitLoadsModules(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -134,8 +135,8 @@ func TestUnitLoadsModules(t *testing.T) {
 	}
 }
 
-// TestMkDockerOptsNoticesAForeignRoute checks that the script fails if the subnet is routed to
-// another host, because then it no longer belongs to this host.
+// TestMkDockerOptsNoticesAForeignRoute checks that the script fails if the subnet in
+// subnet.env is routed to another host: this means that it no longer belongs to this host.
 func TestMkDockerOptsNoticesAForeignRoute(t *testing.T) {
 	for name, tc := range map[string]struct {
 		route   string // as printed by ip -o

@@ -16,8 +16,8 @@ import (
 
 const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
 
-// TestPagesRemoveTheDropIn checks that pages that describe the removal of flanneld name the
-// drop-in: with the drop-in and without flanneld, Docker does not start.
+// TestPagesRemoveTheDropIn checks that pages that describe the removal of flanneld also
+// name Docker's drop-in. With the drop-in and without flanneld, Docker does not start.
 func TestPagesRemoveTheDropIn(t *testing.T) {
 	for page, about := range map[string]string{
 		"operations.md": "systemctl disable --now flanneld",
@@ -36,8 +36,9 @@ func TestPagesRemoveTheDropIn(t *testing.T) {
 	}
 }
 
-// TestDockerDropIn checks that the script writes the file that the drop-in makes systemd read,
-// and that this file gives dockerd the expected options.
+// TestDockerDropIn checks that the drop-in makes systemd read the file that the script
+// writes, and that this file contains the expected options of dockerd. Docker must not stop
+// when flanneld restarts.
 func TestDockerDropIn(t *testing.T) {
 	raw, err := os.ReadFile("systemd/docker-flannel.conf")
 	if err != nil {
@@ -57,8 +58,9 @@ func TestDockerDropIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	args := strings.Fields(strings.ReplaceAll(pre[1], read[1], out))
-	// systemd reads the file before every command. So in the second case the script finds
-	// options of an earlier run in its environment.
+	// systemd reads the options file before every command of the unit. So at a second start
+	// the script finds the options of the first one in its environment, which the second
+	// case does.
 	for _, before := range []string{"", "--bip=10.1.73.1/24"} {
 		cmd := exec.CommandContext(t.Context(), "/usr/bin/env", append([]string{"-u", "DOCKER_OPTS", "./mk-docker-opts.sh", "-f", in}, args...)...)
 		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "DOCKER_OPTS=" + before}

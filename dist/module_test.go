@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestModule checks that make module replaces the path of the module everywhere, so that a fork
-// finds all its packages. go list runs offline.
+// TestModule checks that make module replaces the path of the module in every file, so that all
+// packages of a fork exist and are found. go list runs offline.
 //
 //stages:rest it lists all packages of a clone, which takes seconds
 func TestModule(t *testing.T) {
@@ -32,5 +32,5 @@ func TestModule(t *testing.T) {
 	if want, got := strings.ReplaceAll(before, module, fork), command(t, "go", "-C", dir, "list", "./..."); got != want {
 		t.Errorf("packages of the fork:\n%s\nwant\n%s", got, want)
 	}
-	command(t, "go", "-C", dir, "list", "-deps", "-test", "./...") // fails if an import does not exist
+	command(t, "go", "-C", dir, "list", "-deps", "-test", "./...") // fails if a package that is imported does not exist
 }

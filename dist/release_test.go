@@ -28,18 +28,18 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// commitTree returns a commit with all changes of tracked files in this tree, because a release
-// is built only from a commit.
+// commitTree returns a commit that contains the tree with all changes of tracked files, because a
+// release is built only from a commit. It does not change a branch.
 func commitTree(t *testing.T) (commit string) {
 	t.Helper()
 	commit = command(t, "git", "-C", "..", "-c", "user.name=test", "-c", "user.email=test@example.com", "stash", "create")
-	if commit == "" { // nothing is changed
+	if commit == "" { // no tracked file has changed
 		commit = command(t, "git", "-C", "..", "rev-parse", "HEAD")
 	}
 	return commit
 }
 
-// cloneTree returns a new clone with a commit of this tree.
+// cloneTree returns the folder of a new repository in which that commit is checked out.
 func cloneTree(t *testing.T, commit string) (dir string) {
 	t.Helper()
 	dir = filepath.Join(t.TempDir(), "tree")
@@ -58,7 +58,8 @@ func absolute(t *testing.T, path string) string {
 	return path
 }
 
-// command returns the output of a command that must succeed.
+// command runs a command that must succeed, and returns its standard output without surrounding
+// spaces.
 func command(t *testing.T, name string, args ...string) string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), name, args...)
@@ -71,7 +72,8 @@ func command(t *testing.T, name string, args ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// newKey makes a pair of keys with make release-key in a new clone.
+// newKey makes a pair of keys with make release-key in a new clone. It returns the files of both
+// keys, and the public key itself.
 func newKey(t *testing.T) (private, publicFile string, public ed25519.PublicKey) {
 	t.Helper()
 	dir := cloneTree(t, commitTree(t))
@@ -92,13 +94,14 @@ func newKey(t *testing.T) (private, publicFile string, public ed25519.PublicKey)
 	return private, publicFile, key.(ed25519.PublicKey)
 }
 
-// makeRelease runs make release in a clone, with variables like RELEASE_KEY=file.
+// makeRelease runs make release in the clone tree, with variables like RELEASE_KEY=file. It returns
+// the folder of the release and the output of make.
 func makeRelease(t *testing.T, tree string, variables ...string) (dir, output string, err error) {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "make", append([]string{"-s", "-C", tree, "release",
 		"VERSION=" + releaseVersion, "COMMIT=0123abc", fmt.Sprint("SOURCE_DATE_EPOCH=", releaseTime)}, variables...)...)
 	for _, v := range append(os.Environ(), "DEB_LEVEL=0") {
-		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // of the make that runs this test
+		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // variables of the make that runs this test
 			cmd.Env = append(cmd.Env, v)
 		}
 	}
@@ -114,14 +117,15 @@ func TestReleaseRefuses(t *testing.T) {
 	_, other, _ := newKey(t)
 	for name, tc := range map[string]struct {
 		key, public string
-		change      string // name of a new file
+		change      string // name of a file that is added to the tree, or empty
 		want        string
 	}{
 		"no key":            {public: public, want: "release: RELEASE_KEY is missing: "},
 		"no such key":       {key: key + ".none", public: public, want: "release: cannot read the private key "},
 		"another key":       {key: key, public: other, want: "release: " + other + " is not the public key of " + key},
 		"uncommitted files": {key: key, public: public, change: "new.txt", want: "release: the tree has uncommitted changes: "},
-		// The line about the missing public key is not the reason of the refusal.
+		// The first line, about the missing public key, is a warning. The second one is the reason
+		// of the refusal.
 		"no public key": {key: key, public: public + ".none", change: "new.txt", want: "release: " + public + ".none does not exist, so nothing checks that users have the public key of " + key +
 			"\nrelease: the tree has uncommitted changes: "},
 	} {
@@ -134,23 +138,24 @@ func TestReleaseRefuses(t *testing.T) {
 			}
 			_, out, err := makeRelease(t, tree, "RELEASE_KEY="+tc.key, "RELEASE_PUB="+tc.public)
 			rest, found := strings.CutPrefix(out, tc.want)
-			if err == nil || !found || strings.Count(rest, "\n") > 2 { // the last line is of make
+			if err == nil || !found || strings.Count(rest, "\n") > 2 { // beside the wanted text there may be the last line, which make prints
 				t.Errorf("make release: %v: %s; want the line %s", err, out, tc.want)
 			}
 		})
 	}
 }
 
-// TestRelease makes a release twice, in different folders, and checks that both are equal, and
-// what they contain. With -short it has two architectures. It uses Debian 12, because the mirrors of
-// a release that does not change any more are always complete. Debian 12 does not have riscv64.
+// TestRelease makes one release twice, in different folders, and checks that both are equal, and
+// what they contain. The packages come from Debian 12, which does not change any more: so its
+// mirrors are always complete. Debian 12 does not have riscv64. With -short the release has two
+// architectures.
 //
 //stages:rest it builds six architectures
 func TestRelease(t *testing.T) {
 	private, public, key := newKey(t)
 	commit := commitTree(t)
 	dirs := make([]string, 2)
-	var both errgroup.Group // at the same time, because much of a release uses one CPU only
+	var both errgroup.Group // build both at the same time, because much of a build uses only one CPU
 	for i := range dirs {
 		tree := cloneTree(t, commit)
 		both.Go(func() error {
@@ -159,7 +164,7 @@ func TestRelease(t *testing.T) {
 			if err != nil {
 				return fmt.Errorf("make release: %w: %s", err, out)
 			}
-			if want := fmt.Sprintf("signature and %d subjects are correct", len(artifacts())+1); !strings.Contains(out, want) { // and the image
+			if want := fmt.Sprintf("signature and %d subjects are correct", len(artifacts())+1); !strings.Contains(out, want) { // one more than the artifacts: the image in the archive
 				return fmt.Errorf("make release printed %s, want %s", out, want)
 			}
 			dirs[i] = dir
@@ -180,7 +185,7 @@ func TestRelease(t *testing.T) {
 	t.Run("verification", func(t *testing.T) { releaseVerification(t, dir, public) })
 }
 
-// sums returns the SHA-256 sums of the files in a folder.
+// sums returns the SHA-256 sums of the files in a folder, in hexadecimal, by name.
 func sums(t *testing.T, dir string) map[string]string {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -198,7 +203,7 @@ func sums(t *testing.T, dir string) map[string]string {
 	return sums
 }
 
-// artifacts returns the names of the files that the statement of a release describes.
+// artifacts returns the sorted names of the files that the statement of provenance describes.
 func artifacts() []string {
 	names := []string{"flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar"}
 	for _, arch := range architectures() {
@@ -213,7 +218,7 @@ func artifacts() []string {
 
 const statementName = "flanneld-" + releaseVersion + ".intoto.json"
 
-// releaseFiles checks the names of all files, and their sums in SHA256SUMS.
+// releaseFiles checks that the release has the expected files, and that SHA256SUMS has their sums.
 func releaseFiles(t *testing.T, dir string) {
 	have := sums(t, dir)
 	want := append(artifacts(), statementName)
@@ -232,14 +237,14 @@ func releaseFiles(t *testing.T, dir string) {
 	}
 }
 
-// resource is a subject or dependency in a statement.
+// resource is a subject or a dependency in the statement of provenance.
 type resource struct {
 	Name, URI string
 	Digest    map[string]string
 }
 
-// releaseStatement checks the signature and the contents of the statement, with no code of
-// the program that made it.
+// releaseStatement checks the signature and the contents of the statement of provenance. It uses no
+// code of the program that wrote the statement.
 func releaseStatement(t *testing.T, dir string, key ed25519.PublicKey) {
 	var envelope struct {
 		PayloadType string
@@ -328,8 +333,8 @@ func read(t *testing.T, path string) []byte {
 	return raw
 }
 
-// gunzip decompresses a file with the program gzip: with the race detector, Go's own package
-// takes nine times as long as without.
+// gunzip decompresses data with the program gzip, because Go's own package takes nine times as long
+// with the race detector as without.
 func gunzip(t *testing.T, compressed []byte) []byte {
 	t.Helper()
 	out, err := os.CreateTemp(t.TempDir(), "gunzip")
@@ -345,8 +350,8 @@ func gunzip(t *testing.T, compressed []byte) []byte {
 	return read(t, out.Name())
 }
 
-// content returns the content of a file of a tar archive. It allocates the whole buffer at once: with
-// the race detector, a buffer that grows would take most of the time of a test.
+// content returns the content of the file with the header h. It allocates the whole buffer at once:
+// with the race detector, a growing buffer would take most of the time of a test.
 func content(t *testing.T, r *tar.Reader, h *tar.Header) []byte {
 	t.Helper()
 	raw := make([]byte, h.Size)
@@ -382,7 +387,8 @@ type ociIndex struct {
 
 type ociPlatform struct{ OS, Architecture, Variant string }
 
-// untar returns the files of a tar archive. A link has its target as its content.
+// untar returns the files of a tar archive by name. The content of a symbolic link is its
+// target. All files must belong to root, and only their owner may have the right to write.
 func untar(t *testing.T, from io.Reader) map[string][]byte {
 	t.Helper()
 	files := map[string][]byte{}
@@ -405,7 +411,8 @@ func untar(t *testing.T, from io.Reader) map[string][]byte {
 	}
 }
 
-// releaseImage checks the images of all platforms.
+// releaseImage checks the archive of images: digests, platforms and configuration, and the programs
+// and libraries in the image of each platform.
 func releaseImage(t *testing.T, dir string) {
 	files := untar(t, bytes.NewReader(read(t, filepath.Join(dir, "flanneld-"+releaseVersion+"-linux.oci.tar"))))
 	blob := func(digest string) []byte {
@@ -462,7 +469,8 @@ func releaseImage(t *testing.T, dir string) {
 	}
 }
 
-// sameAsTarball checks that an image contains the programs of the tarball.
+// sameAsTarball checks that an image contains the same programs as the tarball of its architecture.
+// root contains the files of the image.
 func sameAsTarball(t *testing.T, dir, arch string, root map[string][]byte) {
 	t.Helper()
 	archive := read(t, filepath.Join(dir, fmt.Sprintf("flannel-%s-linux-%s.tar.gz", releaseVersion, arch)))
@@ -474,9 +482,9 @@ func sameAsTarball(t *testing.T, dir, arch string, root map[string][]byte) {
 	}
 }
 
-// complete checks that all programs and libraries of an image are for the right machine, and
-// that the image contains all libraries and loaders that they name. Debian's programs are
-// there if the release of Debian has the architecture.
+// complete checks that all programs and libraries of an image are for that machine, and that the
+// image contains all libraries and loaders that they name. debian tells whether the image must
+// contain Debian's programs, because the release of Debian has the architecture.
 func complete(t *testing.T, root map[string][]byte, machine elf.Machine, debian bool) {
 	t.Helper()
 	have := map[string]bool{}
@@ -491,7 +499,7 @@ func complete(t *testing.T, root map[string][]byte, machine elf.Machine, debian 
 	for name, raw := range root {
 		f, err := elf.NewFile(bytes.NewReader(raw))
 		if err != nil {
-			continue // not a program
+			continue // not a program or library
 		}
 		if f.Machine != machine {
 			t.Errorf("%s is for %v, want %v", name, f.Machine, machine)
@@ -517,8 +525,8 @@ func complete(t *testing.T, root map[string][]byte, machine elf.Machine, debian 
 	}
 }
 
-// releaseVerification runs the commands of the page on security. They must accept the
-// release, and refuse it with another key or with a changed byte in any file.
+// releaseVerification runs the commands of the page on security. They must accept the release, and
+// refuse it if any file has one changed byte or the public key is another.
 func releaseVerification(t *testing.T, dir, public string) {
 	page := string(read(t, "../Documentation/security.md"))
 	_, section, _ := strings.Cut(page, "\n## Verify a download\n")
@@ -533,7 +541,7 @@ func releaseVerification(t *testing.T, dir, public string) {
 	verify := func(change string) error {
 		t.Helper()
 		folder := t.TempDir()
-		command(t, "cp", "-rs", dir+"/.", folder) // as links
+		command(t, "cp", "-rs", dir+"/.", folder) // the files are symbolic links
 		if err := os.Symlink(public, filepath.Join(folder, "release.pub")); err != nil {
 			t.Fatal(err)
 		}

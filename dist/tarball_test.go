@@ -29,7 +29,8 @@ const (
 	releaseTime    = 1700000000
 )
 
-// programs are the compiled files of every tarball. All other files come from the tree.
+// programs are the compiled files of every tarball. Except for the bill of materials, all
+// other files come from the tree.
 var programs = []string{"flannel", "flannelctl", "flanneld", "install-conf"}
 
 // machines maps architectures to the machine type in the header of their programs.
@@ -37,8 +38,9 @@ var machines = map[string]elf.Machine{
 	"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64, "arm": elf.EM_ARM, "ppc64le": elf.EM_PPC64, "s390x": elf.EM_S390, "riscv64": elf.EM_RISCV,
 }
 
-// architectures returns the architectures for which the tests build a release. With -short they
-// are the architecture of most hosts, and one with 32 bits, whose integers are smaller.
+// architectures returns the architectures for which the tests build a release. With
+// -short these are only the architecture of most hosts and one with 32 bits, where Go's
+// int is smaller.
 func architectures() []string {
 	if testing.Short() {
 		return []string{"amd64", "arm"}
@@ -46,8 +48,8 @@ func architectures() []string {
 	return []string{"amd64", "arm64", "arm", "ppc64le", "s390x", "riscv64"} // in the order of the Makefile
 }
 
-// releaseTarballs checks the tarballs, and runs the programs of this machine. tree is the
-// clone of which the release was built.
+// releaseTarballs checks the tarballs in dir, and runs the programs for this machine's
+// architecture. tree is the clone from which the release was built.
 func releaseTarballs(t *testing.T, tree, dir string) {
 	for _, arch := range architectures() {
 		t.Run(arch, func(t *testing.T) {
@@ -65,7 +67,8 @@ func releaseTarballs(t *testing.T, tree, dir string) {
 	}
 }
 
-// unpack returns the files of a tarball. All must belong to root and have the same time.
+// unpack returns the files of a tarball by name. All must belong to root, have the time
+// of the release, and have the usual mode.
 func unpack(t *testing.T, path string) map[string][]byte {
 	t.Helper()
 	files := map[string][]byte{}
@@ -91,7 +94,8 @@ func unpack(t *testing.T, path string) map[string][]byte {
 	}
 }
 
-// sameAsTree compares names and contents of the files with the tree.
+// sameAsTree checks that the tarball contains the expected files, and that those from the
+// tree have the same content there.
 func sameAsTree(t *testing.T, tree string, files map[string][]byte) {
 	t.Helper()
 	want := map[string]string{"mk-docker-opts.sh": filepath.Join(tree, "dist/mk-docker-opts.sh")}
@@ -128,7 +132,7 @@ func sameAsTree(t *testing.T, tree string, files map[string][]byte) {
 
 var linkText = regexp.MustCompile(`\]\(([^():#\s]+)(?:#[^()\s]*)?\)`)
 
-// links checks that links between pages lead to files in the tarball.
+// links checks that links from one page to another lead to files in the tarball.
 func links(t *testing.T, files map[string][]byte) {
 	t.Helper()
 	n := 0
@@ -148,7 +152,8 @@ func links(t *testing.T, files map[string][]byte) {
 	}
 }
 
-// static checks that a program is for the right machine and static.
+// static checks that a program is for that machine, is linked statically, and does not
+// contain the path of its build.
 func static(t *testing.T, tree, name string, raw []byte, machine elf.Machine) {
 	t.Helper()
 	f, err := elf.NewFile(bytes.NewReader(raw))
@@ -168,7 +173,8 @@ func static(t *testing.T, tree, name string, raw []byte, machine elf.Machine) {
 	}
 }
 
-// materials checks the software bill of materials.
+// materials checks that the bill of materials of a tarball names the release, all its
+// programs and some of their modules.
 func materials(t *testing.T, raw []byte) {
 	t.Helper()
 	var bill struct {
@@ -199,7 +205,8 @@ func materials(t *testing.T, raw []byte) {
 	}
 }
 
-// runs runs the programs in an empty directory.
+// runs runs the programs of a tarball in a directory that contains only them, and checks
+// what each prints.
 func runs(t *testing.T, files map[string][]byte) {
 	t.Helper()
 	dir := t.TempDir()

@@ -22,11 +22,11 @@ import (
 
 var update = flag.Bool("update", false, "write the rendered chart to the golden files and to base")
 
-// helm is built by `make components`.
+// helm is the program that `make components` builds.
 const helm = "../../bin/tools/helm"
 
-// render returns the rendered chart without the lines with which helm names the source of
-// each part.
+// render returns the objects that helm renders from the chart. It removes the comments with
+// which helm names the source of each object.
 func render(t *testing.T, options ...string) string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", "chart", "--namespace=kube-flannel"}, options...)...)
@@ -48,7 +48,7 @@ func render(t *testing.T, options ...string) string {
 	return text.String()
 }
 
-// license is the first line of the golden files, because the rendered chart has no license.
+// license is the first line of the golden files. helm does not print such a line.
 const license = "# SPDX-License-Identifier: Apache-2.0\n"
 
 func expectGolden(t *testing.T, path, got string) {
@@ -104,7 +104,8 @@ func TestChartRenders(t *testing.T) {
 	}
 }
 
-// expectConfig parses the rendered configuration like the daemon and a container runtime.
+// expectConfig checks that the rendered ConfigMap contains a network configuration that the
+// daemon accepts without a warning, and a CNI configuration that is JSON.
 func expectConfig(t *testing.T, rendered string) {
 	t.Helper()
 	for _, o := range objects(t, rendered) {
@@ -123,8 +124,9 @@ func expectConfig(t *testing.T, rendered string) {
 	t.Error("no ConfigMap")
 }
 
-// TestBaseIsTheChart checks that the plain manifests are the chart with its defaults. Their
-// selector is the same as in flannel's manifests, so that kubectl can apply them over those.
+// TestBaseIsTheChart checks that the plain manifests are what the chart renders by default,
+// except for the selector. The selector is that of flannel's manifests, so that kubectl can
+// apply the plain manifests over those.
 //
 //stages:rest it needs helm, which takes minutes to build
 func TestBaseIsTheChart(t *testing.T) {
@@ -156,8 +158,10 @@ func TestChartRefusesMistakes(t *testing.T) {
 	}
 }
 
-// TestZeroAndFalse checks that a set value reaches the configuration, from a file or from
-// the command line. Only port 0 and an empty text mean the default.
+// TestZeroAndFalse checks that a value reaches the configuration even if it is 0 or false,
+// whether it comes from a file or from the command line. Exceptions are a backendPort of 0
+// and an empty text, which mean the default, and values that the backend does not have. A
+// value of the chart takes precedence over the same key in backendOptions.
 //
 //stages:rest it needs helm, which takes minutes to build
 func TestZeroAndFalse(t *testing.T) {
@@ -222,7 +226,8 @@ func TestZeroAndFalse(t *testing.T) {
 	}
 }
 
-// TestSelectorIsInThePod checks that pods have exactly the labels of the selector.
+// TestSelectorIsInThePod checks that the pod has the labels of the selector, also a label
+// with an empty value.
 //
 //stages:rest it needs helm, which takes minutes to build
 func TestSelectorIsInThePod(t *testing.T) {
