@@ -30,7 +30,8 @@ import (
 	"github.com/moby/sys/reexec"
 )
 
-// options are those of dockerd, of docker network create and of docker run.
+// options contains options of dockerd, and those that docker network create and docker run
+// would get.
 type options struct {
 	Bip                string `json:"bip"`
 	FixedCIDRv6        string `json:"fixed-cidr-v6"`
@@ -42,7 +43,7 @@ type options struct {
 	FirewallBackend    string `json:"firewall-backend"`
 
 	container string            // path of its network namespace
-	publish   int               // TCP port
+	publish   int               // TCP port of the container to publish; 0: none
 	network   map[string]string // driver options of a network to create; nil: the default bridge
 }
 
@@ -142,7 +143,7 @@ func (o options) newNetwork(ctx context.Context, c *libnetwork.Controller) (*lib
 		libnetwork.NetworkOptionIpam("default", "", []*libnetwork.IpamConf{{PreferredPool: o.Bip, Gateway: gateway}}, v6, nil))
 }
 
-// attach connects the container, and publishes its port.
+// attach connects the container to n, and publishes its port if o names one.
 func (o options) attach(ctx context.Context, c *libnetwork.Controller, n *libnetwork.Network) error {
 	var exposed []types.TransportPort
 	var bindings []types.PortBinding

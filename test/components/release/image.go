@@ -28,9 +28,9 @@ import (
 	spec "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
-// writeImage writes an OCI archive with one image for each folder. One image is stored as
-// such. Several are stored as an index, from which container runtimes choose the image of
-// their platform.
+// writeImage writes an OCI archive with one image for each folder. A single image is the
+// only entry of the archive. Several images are in an index, from which container runtimes
+// choose the image for their platform.
 func writeImage(args []string) (err error) {
 	flags := flag.NewFlagSet("image", flag.ContinueOnError)
 	imageName := flags.String("name", "", "full name and tag of the image")
@@ -91,7 +91,8 @@ func writeImage(args []string) (err error) {
 	return writeTar(*out, files, when)
 }
 
-// addImage adds an image with the files of a folder, and returns its descriptor.
+// addImage adds an image with the files of a folder to the layout oci, and returns its
+// descriptor.
 func addImage(oci layout.Path, p spec.Platform, folder, layerFile string, when time.Time) (spec.Descriptor, error) {
 	image, err := newImage(p, folder, layerFile, when)
 	if err != nil {
@@ -109,9 +110,9 @@ func addImage(oci layout.Path, p spec.Platform, folder, layerFile string, when t
 	}, nil
 }
 
-// addIndex adds an index of images, and returns its descriptor. It uses the types of the
-// specification, because tools that push an image decode the index and encode it again with
-// them. With another order of fields the digest would change.
+// addIndex adds an index of images to the layout oci, and returns its descriptor. It uses
+// the types of the OCI specification. A tool that pushes an image decodes the index and
+// encodes it again with them: with another order of fields the digest would change.
 func addIndex(oci layout.Path, images []spec.Descriptor) (spec.Descriptor, error) {
 	index := spec.Index{MediaType: spec.MediaTypeImageIndex, Manifests: images}
 	index.SchemaVersion = 2
@@ -131,7 +132,7 @@ func addIndex(oci layout.Path, images []spec.Descriptor) (spec.Descriptor, error
 func platform(arch string) spec.Platform {
 	p := spec.Platform{OS: "linux", Architecture: arch}
 	if arch == "arm" {
-		p.Variant = "v7" // as GOARM in the Makefile
+		p.Variant = "v7" // the value of GOARM in the Makefile
 	}
 	return p
 }
@@ -219,7 +220,8 @@ func addFile(w *tar.Writer, folder, path string, d fs.DirEntry, when time.Time) 
 	return err
 }
 
-// sourceDate returns the time that all files of a release get.
+// sourceDate returns the time that all files of a release get. It is in the variable
+// SOURCE_DATE_EPOCH; without it, sourceDate returns an error.
 func sourceDate() (time.Time, error) {
 	const variable = "SOURCE_DATE_EPOCH"
 	seconds, err := strconv.ParseInt(os.Getenv(variable), 10, 64)

@@ -35,7 +35,7 @@ const (
 	predicateType = "https://slsa.dev/provenance/v1"
 )
 
-// source names the build that a statement describes.
+// source describes from what and how a release is built.
 type source struct {
 	module  string // path of the Go module, which is also the address of its repository
 	commit  string
@@ -44,7 +44,8 @@ type source struct {
 	command string
 }
 
-// sign writes the statement of provenance of the artifacts, signed with an ed25519 key.
+// sign writes the statement of provenance of the artifacts, and signs it with an ed25519
+// key.
 func sign(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("sign", flag.ContinueOnError)
 	keyFile := flags.String("key", "", "file with the private key, as PEM")
@@ -81,7 +82,8 @@ func sign(ctx context.Context, args []string) error {
 	return os.WriteFile(*out, append(text, '\n'), 0o644)
 }
 
-// newStatement returns an in-toto statement whose subjects are the artifacts.
+// newStatement returns an in-toto statement as JSON. Its subjects are the artifacts, and
+// its dependencies the commit and Debian's packages.
 func newStatement(s source, artifacts []string) ([]byte, error) {
 	statement := &intoto.Statement{Type: intoto.StatementTypeUri, PredicateType: predicateType}
 	repository := "git+https://" + s.module
@@ -133,14 +135,15 @@ func newStatement(s source, artifacts []string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	// protojson adds spaces at random, so that programs do not depend on its exact output.
+	// protojson adds spaces at random, so that no program depends on its exact output.
+	// Without them the statement is reproducible.
 	var text bytes.Buffer
 	err = json.Compact(&text, raw)
 	return text.Bytes(), err
 }
 
-// subjectsOf returns the names and digests of a file, and of the images in it if it is an
-// OCI archive. Registries know an image only by this digest.
+// subjectsOf returns the name and digest of a file. For an OCI archive it adds those of
+// each entry of its index.json, because registries know an image only by that digest.
 func subjectsOf(path string) ([]*intoto.ResourceDescriptor, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -181,8 +184,8 @@ func sha256Digest(hexadecimal string) map[string]string {
 	return map[string]string{"sha256": hexadecimal}
 }
 
-// packagesOf returns the packages of distributions in a bill of materials, and nothing for
-// any other file. Go modules are not listed: the source contains their checksums.
+// packagesOf returns Debian's packages in a bill of materials, and none for a file with
+// another extension. It omits Go modules: the source contains their checksums.
 func packagesOf(path string) ([]*intoto.ResourceDescriptor, error) {
 	if !strings.HasSuffix(path, ".cdx.json") {
 		return nil, nil
@@ -208,8 +211,8 @@ func packagesOf(path string) ([]*intoto.ResourceDescriptor, error) {
 	return packages, nil
 }
 
-// verify checks the signature of a statement, and the artifacts, which must be in the same
-// folder.
+// verify checks the signature of a statement, and compares the digests in it with the
+// artifacts. These must be in the folder of the statement.
 func verify(ctx context.Context, args []string, out io.Writer) error {
 	flags := flag.NewFlagSet("verify", flag.ContinueOnError)
 	keyFile := flags.String("key", "", "file with the public key, as PEM")
@@ -254,8 +257,8 @@ func verify(ctx context.Context, args []string, out io.Writer) error {
 	return err
 }
 
-// checkSubjects compares the subjects of a statement with the files in a folder. Names of
-// images contain a slash and those of files do not.
+// checkSubjects returns an error unless all subjects of a statement are in a folder, with
+// the same digests. The name of an image contains a slash, and that of a file does not.
 func checkSubjects(folder string, want []*intoto.ResourceDescriptor) error {
 	have := map[string]string{}
 	for _, subject := range want {
@@ -278,7 +281,7 @@ func checkSubjects(folder string, want []*intoto.ResourceDescriptor) error {
 	return nil
 }
 
-// loadKey reads a private or public ed25519 key.
+// loadKey reads a private or public ed25519 key from a PEM file.
 func loadKey(path string) (*signerverifier.ED25519SignerVerifier, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {

@@ -39,7 +39,7 @@ func main() {
 func run(version string, programs []string, packages string) error {
 	bom := cdx.NewBOM()
 	bom.Metadata = &cdx.Metadata{Component: component(cdx.ComponentTypeApplication, "flanneld", version)}
-	bom.Metadata.Component.BOMRef = "release" // one of the programs has the same name
+	bom.Metadata.Component.BOMRef = "release" // not the usual reference, which one of the programs has too
 	if seconds, err := strconv.ParseInt(os.Getenv("SOURCE_DATE_EPOCH"), 10, 64); err == nil {
 		bom.Metadata.Timestamp = time.Unix(seconds, 0).UTC().Format(time.RFC3339)
 	}
@@ -88,7 +88,7 @@ func run(version string, programs []string, packages string) error {
 	return cdx.NewBOMEncoder(os.Stdout, cdx.BOMFileFormatJSON).SetPretty(true).Encode(bom)
 }
 
-// readPackages reads a list of Debian packages. Without a path there are none.
+// readPackages reads a list of Debian packages. It returns none if path is empty.
 func readPackages(path string) ([]cdx.Component, error) {
 	if path == "" {
 		return nil, nil
@@ -112,8 +112,9 @@ func readPackages(path string) ([]cdx.Component, error) {
 	return packages, nil
 }
 
-// component returns a component. Its reference is the package URL, or the name and version of a
-// program of this project.
+// component returns the entry of a Go module, if kind is a library, or of a program of
+// this project. Its reference is the module's package URL, or the program's name and
+// version.
 func component(kind cdx.ComponentType, name, version string) *cdx.Component {
 	c := &cdx.Component{Type: kind, Name: name, Version: version, BOMRef: name + "@" + version}
 	if kind == cdx.ComponentTypeLibrary {
