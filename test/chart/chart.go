@@ -13,35 +13,37 @@ import (
 // Chart is a bar chart.
 type Chart struct {
 	Title string
-	Unit  string // below the axis
+	Unit  string // printed below the axis
 	Bars  []Bar
 }
 
-// Bar is one row of a chart. The bar shows the median, and a whisker shows the range.
+// Bar is one row of a chart. The bar shows the median, and a whisker shows the range
+// from Low to Top unless both are equal.
 type Bar struct {
 	Label            string
-	Class            string // ours, limit or target
+	Class            string // style of the bar: ours, limit or target
 	Median, Low, Top float64
 }
 
-// Number formats a value with three digits.
+// Number formats a value with three digits, but with at most two decimals. It does
+// not round the integer part.
 func Number(v float64) string {
 	digits := 2 - int(math.Floor(math.Log10(max(math.Abs(v), 0.001))))
 	return fmt.Sprintf("%.*f", min(max(digits, 0), 2), v)
 }
 
-// In SVG units, which are pixels if the picture is not scaled.
+// Sizes in SVG units, which are pixels if the picture is not scaled.
 const (
 	chartWidth = 760
 	labelWidth = 300
-	valueWidth = 70 // right of the axis, for the value at the longest bar
+	valueWidth = 70 // space to the right of the axis, for the value beside the longest bar
 	rowHeight  = 24
 	barHeight  = 14
 	headHeight = 44
 	footHeight = 34
 )
 
-// Styles for pages with a light and with a dark colour scheme.
+// chartStyle contains styles for pages with a light and with a dark colour scheme.
 const chartStyle = `<style>
 text{font:13px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:15px}.small{font-size:11px;fill:#59636e}
 .ours{fill:#0969da}.limit{fill:#8c959f}.target{fill:#bf8700}.grid{stroke:#d1d9e0}.whisker{stroke:#1f2328}
@@ -86,7 +88,8 @@ func (c Chart) SVG() []byte {
 	return out.Bytes()
 }
 
-// scale returns a round step of the axis, and the number of steps that reach top.
+// scale returns a round step for the marks of the axis, and the number of steps after
+// which the axis reaches top.
 func scale(top float64) (step float64, ticks int) {
 	if top <= 0 {
 		return 1, 1

@@ -30,8 +30,8 @@ func main() {
 	}
 }
 
-// network runs the node network until ctx ends. flags are those of flanneld. The program may
-// as well build them from its own configuration.
+// network runs the node network until ctx ends. flags has the syntax of flanneld's flags.
+// Another program could build the flags from a configuration of its own.
 func network(ctx context.Context, flags []string) error {
 	opts, err := options.Parse(append([]string{"--ip-masq"}, flags...), nil)
 	if err != nil {
@@ -41,8 +41,8 @@ func network(ctx context.Context, flags []string) error {
 	return daemon.Run(klog.NewContext(ctx, log), daemon.Config{Options: opts, Backends: backends})
 }
 
-// backends returns the backends that a configuration may name. builtin.New returns all of
-// flanneld's.
+// backends returns the catalog of the backends that a configuration may name. With
+// builtin.New it would contain all of flanneld's.
 func backends(options.Options) (backend.Catalog, error) {
 	registry, err := backend.NewRegistry(
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},

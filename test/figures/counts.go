@@ -15,7 +15,7 @@ import (
 	"strings"
 )
 
-// Counts are numbers of requests by kind.
+// Counts contains the number of requests of each kind.
 type Counts map[string]float64
 
 // Add adds other to c.
@@ -25,7 +25,8 @@ func (c Counts) Add(other Counts) {
 	}
 }
 
-// Since returns the requests since before.
+// Since returns by how much each number has grown since the reading before. It omits kinds that
+// have not grown.
 func (c Counts) Since(before Counts) Counts {
 	added := Counts{}
 	for kind, n := range c {
@@ -44,7 +45,8 @@ func (c Counts) Total() (sum float64) {
 	return sum
 }
 
-// String returns the numbers by kind, the most frequent kind first.
+// String returns the numbers by kind, the largest first, such as "Range 3, Put 1". It omits
+// kinds without a request.
 func (c Counts) String() string {
 	kinds := slices.SortedFunc(maps.Keys(c), func(a, b string) int { return cmp.Or(cmp.Compare(c[b], c[a]), cmp.Compare(a, b)) })
 	var parts []string
@@ -56,8 +58,8 @@ func (c Counts) String() string {
 	return strings.Join(parts, ", ")
 }
 
-// EtcdMessages returns how many messages an etcd has received, by method: one for each call, and one
-// for each watch on a stream.
+// EtcdMessages returns how many messages the etcd at endpoint has received since its start, by
+// method. Each call is one message. On a stream, each watch that is created is one.
 func EtcdMessages(ctx context.Context, client *http.Client, endpoint string) (Counts, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, endpoint+"/metrics", http.NoBody)
 	if err != nil {
@@ -71,8 +73,9 @@ func EtcdMessages(ctx context.Context, client *http.Client, endpoint string) (Co
 	return ReadCounts(resp.Body, "grpc_server_msg_received_total", "grpc_method")
 }
 
-// ReadCounts reads one counter from a page of Prometheus metrics. A kind of the result consists
-// of the values of the given labels. A page without the counter is an error.
+// ReadCounts reads one counter from a page of Prometheus metrics. The values of the given
+// labels, with a space between them, are the kind; time series of the same kind are added up.
+// ReadCounts returns an error if the page does not have the counter.
 func ReadCounts(page io.Reader, name string, labels ...string) (Counts, error) {
 	found := Counts{}
 	lines := bufio.NewScanner(page)

@@ -97,7 +97,8 @@ func TestThisMachine(t *testing.T) {
 	}
 }
 
-// TestEtcdMessages checks that the counter of a server that answers like etcd is read.
+// TestEtcdMessages checks that EtcdMessages reads the counter of a server that answers
+// like etcd, and returns an error for one without metrics.
 func TestEtcdMessages(t *testing.T) {
 	etcd := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/metrics" {
@@ -113,7 +114,8 @@ func TestEtcdMessages(t *testing.T) {
 	}
 }
 
-// TestEach expects one call for each number, and the error of a call.
+// TestEach checks that Each calls f once for each number, and returns the error of a
+// call.
 func TestEach(t *testing.T) {
 	var sum atomic.Int64
 	if err := Each(3, 100, func(i int) error { sum.Add(int64(i)); return nil }); err != nil || sum.Load() != 99*100/2-3 {
@@ -145,7 +147,8 @@ func TestSave(t *testing.T) {
 	}
 }
 
-// TestInsert expects that results replace older ones, and that the rest of the page stays.
+// TestInsert checks that Insert replaces older results and keeps the rest of the page,
+// and that it refuses a page without a place for results.
 func TestInsert(t *testing.T) {
 	page := filepath.Join(t.TempDir(), "page.md")
 	const begin, end = "<!-- results: written by make bench -->\n", "<!-- end of results -->\n"

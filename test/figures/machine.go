@@ -18,17 +18,18 @@ import (
 // Machine describes the machine on which a run was made.
 type Machine struct {
 	Kernel string `json:"kernel"`
-	CPU    string `json:"cpu"` // model
+	CPU    string `json:"cpu"` // model, or "unknown"
 	CPUs   int    `json:"cpus"`
 
-	// PageFault is the time until a process can use a page of memory that it has not used before.
-	// SystemCall is the time of a system call without work. Both differ between virtual machines
-	// by more than the CPUs do. 0 means that an older version made the run.
+	// PageFault is the time for the first access to a page of memory, which the kernel must
+	// provide. SystemCall is the time of a system call that does nothing. Both differ between
+	// virtual machines by more than the speeds of the CPUs do. Both are 0 in results of older
+	// versions, which did not measure them.
 	PageFault  time.Duration `json:"page_fault_ns,omitempty"`
 	SystemCall time.Duration `json:"system_call_ns,omitempty"`
 }
 
-// String returns the description as a part of a sentence.
+// String returns the description as text that fits into a sentence.
 func (m Machine) String() string {
 	text := fmt.Sprintf("Linux %s, %d CPUs (%s)", m.Kernel, m.CPUs, m.CPU)
 	if m.PageFault > 0 {
@@ -39,7 +40,8 @@ func (m Machine) String() string {
 
 func micros(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
 
-// ThisMachine returns the description of this machine.
+// ThisMachine returns the description of this machine. It measures PageFault and SystemCall,
+// which takes some milliseconds.
 func ThisMachine() (Machine, error) {
 	m := Machine{CPU: "unknown", CPUs: runtime.NumCPU()}
 	var u unix.Utsname
@@ -64,7 +66,8 @@ func ThisMachine() (Machine, error) {
 	return m, err
 }
 
-// least returns the least of several measurements, because other work only adds to one.
+// least measures five times and returns the shortest time, because other programs only make a
+// measurement longer.
 func least(measure func() (time.Duration, error)) (shortest time.Duration, err error) {
 	for i := range 5 {
 		took, err := measure()
@@ -94,7 +97,7 @@ func pageFault() (time.Duration, error) {
 	if err != nil {
 		return 0, fmt.Errorf("map memory: %w", err)
 	}
-	// A kernel without huge pages refuses this, and does not need it.
+	// A kernel without huge pages returns an error, and does not need the advice.
 	_ = unix.Madvise(memory, unix.MADV_NOHUGEPAGE)
 	start := time.Now()
 	for p := range pages {

@@ -8,8 +8,9 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// Each calls f for the numbers from from up to but excluding to, several at a time, and returns the first
-// error. After an error it calls f for some more of the numbers, but not for all.
+// Each calls f for all numbers i with from <= i < to, 16 at a time, and returns the first
+// error. An error ends only one of the 16 workers: the others still call f for the rest of
+// their numbers.
 func Each(from, to int, f func(int) error) error {
 	const workers = 16
 	var group errgroup.Group
@@ -26,8 +27,8 @@ func Each(from, to int, f func(int) error) error {
 	return group.Wait()
 }
 
-// NodeImages returns the greater part of a Node in a busy cluster: the images that it has, some
-// 15 kB. They differ from those of other Nodes.
+// NodeImages returns a list of images for the status of a Node, about 15 kB. It is the greater
+// part of a Node in a busy cluster. The digests differ from those of other Nodes.
 func NodeImages(node int) (list []any) {
 	for i := range 50 {
 		repository := fmt.Sprintf("registry.example.com/team-%d/some-service-with-a-name-%d", i%7, i)

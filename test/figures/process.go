@@ -12,9 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ProcessCPU returns the CPU time of all threads of a running process.
+// ProcessCPU returns the CPU time that all threads of a running process have used
+// since its start.
 func ProcessCPU(pid int) (time.Duration, error) {
-	const schedClock = 2 // CPUCLOCK_SCHED, as clock_getcpuclockid(3) uses it
+	const schedClock = 2 // CPUCLOCK_SCHED of the kernel, from which clock_getcpuclockid(3) makes the id of the clock too
 	var ts unix.Timespec
 	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
 		return 0, fmt.Errorf("CPU time of process %d: %w", pid, err)
@@ -22,13 +23,13 @@ func ProcessCPU(pid int) (time.Duration, error) {
 	return time.Duration(ts.Nano()), nil
 }
 
-// Memory is the memory of a process in RAM, in bytes.
+// Memory is the memory in RAM that a process uses, in bytes.
 type Memory struct {
 	Peak            float64 // since the process started, or since ResetPeak
 	Anonymous, File float64 // now
 }
 
-// ProcessMemory returns the memory of a running process.
+// ProcessMemory returns the memory that a running process uses.
 func ProcessMemory(pid int) (m Memory, err error) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
@@ -54,7 +55,7 @@ func ProcessMemory(pid int) (m Memory, err error) {
 	return m, nil
 }
 
-// ResetPeak makes the peak of a process begin again at what the process uses now.
+// ResetPeak sets the peak of a process to the memory that it uses now.
 func ResetPeak(pid int) error {
 	const resetPeak = "5"
 	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte(resetPeak), 0)

@@ -14,7 +14,8 @@ import (
 	"github.com/flanneld/flanneld/test/chart"
 )
 
-// Save writes a report as results.json and the charts as SVG files into a folder.
+// Save writes a report as results.json, and each chart as an SVG file with its name, into a
+// folder. It creates the folder if necessary.
 func Save(folder string, report any, charts map[string]chart.Chart) error {
 	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return err
@@ -36,8 +37,9 @@ func Save(folder string, report any, charts map[string]chart.Chart) error {
 	return nil
 }
 
-// Insert replaces the results on a page of the documentation. They are between two lines. The
-// first line names the command that writes the results. A page without both lines is an error.
+// Insert replaces the results on a page of the documentation. They are between two lines, the
+// first of which names the command that writes the results. Insert returns an error and
+// leaves the page unchanged if it does not have these lines.
 func Insert(page, command string, results func(io.Writer)) error {
 	text, err := os.ReadFile(page)
 	if err != nil {
