@@ -78,8 +78,8 @@ type rule struct {
 	reason string
 }
 
-// readRules reads lines of a regular expression, tabs, and the reason. A form is matched
-// against one sentence at a time, regardless of case.
+// readRules reads the rules in a file. A line has a regular expression, tabs, and the reason.
+// The expression is matched against one sentence at a time, and ignores case.
 func readRules(path string) ([]rule, error) {
 	lines, err := readLines(path)
 	if err != nil {
@@ -100,7 +100,8 @@ func readRules(path string) ([]rule, error) {
 	return rules, nil
 }
 
-// readLines returns the lines of a list, without empty ones and comments.
+// readLines returns the lines of a file without surrounding spaces. It omits empty lines and
+// comments, which begin with #.
 func readLines(path string) ([]string, error) {
 	raw, err := os.ReadFile(path)
 	if err != nil {
@@ -118,7 +119,7 @@ func readLines(path string) ([]string, error) {
 // finding is a match of a rule.
 type finding struct {
 	path, match, reason string
-	line                int // of the paragraph
+	line                int // first line of the paragraph or comment
 }
 
 // check returns all findings below root.
@@ -159,7 +160,8 @@ func check(root string, rules []rule) (found []finding, err error) {
 	return found, err
 }
 
-// skipped are folders without text of this project's authors, or with generated text.
+// skipped are the names of folders without text of this project's authors, or with generated
+// text.
 var skipped = []string{".git", "bin", "out", "testdata", "base"}
 
 func shorten(s string) string {
@@ -170,7 +172,8 @@ func shorten(s string) string {
 	return s
 }
 
-// split separates the entries of the list that have findings from those without.
+// split divides the entries of a list of files and folders. exempt contains those with
+// findings, and clean those without.
 func split(list []string, found []finding) (exempt, clean []string) {
 	used := map[string]bool{}
 	for _, f := range found {
@@ -186,8 +189,8 @@ func split(list []string, found []finding) (exempt, clean []string) {
 	return exempt, clean
 }
 
-// covers returns the entry of the list that is path or its folder, or "" if there is none. An
-// entry does not cover the folders below it: each has an entry of its own.
+// covers returns the entry of the list that is path or its folder, or "" if there is none.
+// The entry of a folder does not cover the folders in it: each of them needs its own.
 func covers(list []string, path string) string {
 	for _, entry := range []string{path, filepath.Dir(path)} {
 		if slices.Contains(list, entry) {
@@ -197,7 +200,7 @@ func covers(list []string, path string) string {
 	return ""
 }
 
-// rewrite removes entries from the list and keeps its comments.
+// rewrite removes entries from the list in the file path. It keeps the comments.
 func rewrite(path string, remove []string) error {
 	raw, err := os.ReadFile(path)
 	if err != nil {

@@ -10,14 +10,15 @@ import (
 	"strings"
 )
 
-// paragraph is a piece of running text.
+// paragraph is a piece of text that can be split into sentences. line is where it begins;
+// for a Go comment, where the comment begins.
 type paragraph struct {
 	text string
 	line int
 }
 
-// extractor returns the function that finds the paragraphs of a file by its name; nil if the
-// file is not checked.
+// extractor returns the function that finds the paragraphs of a file, chosen by the file's
+// name. It returns nil if such files are not checked.
 func extractor(name string) func(text string) []paragraph {
 	switch ext := filepath.Ext(name); {
 	case ext == ".go":
@@ -31,8 +32,8 @@ func extractor(name string) func(text string) []paragraph {
 	return nil
 }
 
-// goComments returns the paragraphs of all comments. A file that cannot be parsed has none:
-// the compiler reports it.
+// goComments returns the paragraphs of all comments of a Go file. It returns none if the
+// file cannot be parsed: the compiler reports that.
 func goComments(text string) (all []paragraph) {
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, "", text, parser.ParseComments|parser.SkipObjectResolution)
@@ -42,7 +43,7 @@ func goComments(text string) (all []paragraph) {
 	for _, group := range file.Comments {
 		line := files.Position(group.Pos()).Line
 		for p := range strings.SplitSeq(group.Text(), "\n\n") {
-			if !strings.HasPrefix(p, "\t") { // code
+			if !strings.HasPrefix(p, "\t") { // an indented paragraph is code
 				all = append(all, paragraph{p, line})
 			}
 		}
@@ -52,8 +53,8 @@ func goComments(text string) (all []paragraph) {
 
 var hash = regexp.MustCompile(`(?:^|\s)#+\s+(.*)$`)
 
-// hashComments returns the comments of a file in which they begin with #. Lines of comments
-// that follow each other are one paragraph.
+// hashComments returns the comments of a file in which comments begin with #. Adjacent
+// lines that are only comments are one paragraph. A comment behind code is one by itself.
 func hashComments(text string) (all []paragraph) {
 	var block paragraph
 	end := func() {
@@ -92,8 +93,8 @@ var (
 	separator  = regexp.MustCompile(`^\|[-:| ]+\|$`)
 )
 
-// markdown returns the paragraphs, list items and table cells of a page, without code,
-// headings and the titles of tables.
+// markdown returns the paragraphs, list items and table cells of a page. It omits code,
+// headings and the head of each table.
 func markdown(text string) (all []paragraph) {
 	var block paragraph
 	end := func() {
@@ -138,14 +139,16 @@ func markdown(text string) (all []paragraph) {
 	return all
 }
 
-// plainText replaces code and link targets, which are not sentences.
+// plainText replaces code by X and removes the targets of links, because neither is part of
+// the sentence.
 func plainText(line string) string {
 	return linkTarget.ReplaceAllString(inlineCode.ReplaceAllString(line, "X"), "]")
 }
 
 var sentenceEnd = regexp.MustCompile(`[.!?:;]["”)*]*\s+`)
 
-// sentences splits a paragraph. Each sentence is on one line and has its punctuation.
+// sentences splits a paragraph into its sentences, each on one line and with its
+// punctuation. A colon or semicolon also ends a sentence.
 func sentences(text string) (all []string) {
 	text = strings.Join(strings.Fields(text), " ")
 	for text != "" {
