@@ -39,20 +39,21 @@ type APIServer struct {
 	lab   *Lab
 	opt   APIServerOptions
 	files TLSFiles
-	tls   *tls.Config // of clients
+	tls   *tls.Config // configuration of the lab's own clients
 
 	mu   sync.Mutex
 	proc *process // nil before the first start
 }
 
-// Path and port in the router's namespace.
+// Folder and port of the API server in the router's namespace.
 const (
 	apiServerDir  = "/run/kube-apiserver"
 	apiServerPort = 6443
 )
 
 // StartAPIServer starts an API server and waits until it answers. The lab must have a
-// store and must not run another API server.
+// store and must not run another API server. If it starts but does not answer,
+// StartAPIServer returns it together with the error.
 func (l *Lab) StartAPIServer(ctx context.Context, o APIServerOptions) (*APIServer, error) {
 	s, err := l.newAPIServer(o)
 	if err != nil {
@@ -92,8 +93,8 @@ func (s *APIServer) running() bool {
 	return p != nil && p.Ended() == nil
 }
 
-// Start starts the API server with the data that is in etcd, and waits until it answers.
-// It must not be running.
+// Start starts the API server with the data that is in its store, and waits until it
+// answers. It must not be running.
 func (s *APIServer) Start(ctx context.Context) error {
 	p, err := startProcess(ctx, s.lab.underlay, processSpec{
 		name: "kube-apiserver", path: s.opt.Path, args: append(s.args(), s.opt.Args...), env: childEnv(nil),
@@ -124,8 +125,8 @@ func (s *APIServer) args() []string {
 	}
 }
 
-// ready waits until /readyz answers 200. Anonymous requests are allowed there once the
-// API server has created its roles.
+// ready waits until /readyz answers 200. This path allows anonymous requests as soon as
+// the API server has created its roles.
 func (s *APIServer) ready(ctx context.Context, p *process) error {
 	client := &http.Client{Transport: s.Transport(s.lab.underlay), Timeout: 2 * time.Second}
 	defer client.CloseIdleConnections()
@@ -146,7 +147,7 @@ func (s *APIServer) ready(ctx context.Context, p *process) error {
 	}
 }
 
-// get returns an error unless url answers 200.
+// get requests url. It returns an error unless the status of the answer is 200.
 func get(ctx context.Context, client *http.Client, url string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -163,8 +164,8 @@ func get(ctx context.Context, client *http.Client, url string) error {
 	return nil
 }
 
-// Addr returns the API server's address on the segment of h, or on the first segment if h
-// is nil.
+// Addr returns the API server's address on the segment of h, in the first family of the
+// lab. If h is nil, it returns the address on the first segment.
 func (s *APIServer) Addr(h *Host) netip.AddrPort {
 	segment := 0
 	if h != nil {
@@ -173,9 +174,9 @@ func (s *APIServer) Addr(h *Host) netip.AddrPort {
 	return netip.AddrPortFrom(segmentAddr(s.lab.cfg.Families[0], segment, router).Addr(), apiServerPort)
 }
 
-// Transport returns a transport that connects from inside n to the API server's address on
-// the first segment, regardless of the host in the URL. The server's certificate must be
-// valid for the host in the URL. The caller closes idle connections.
+// Transport returns a transport that connects from inside n. It always connects to the API
+// server's address on the first segment, but the server's certificate must be valid for
+// the host in the URL. The caller closes idle connections.
 func (s *APIServer) Transport(n *Namespace) *http.Transport {
 	return &http.Transport{
 		TLSClientConfig: s.tls.Clone(),
@@ -186,9 +187,10 @@ func (s *APIServer) Transport(n *Namespace) *http.Transport {
 	}
 }
 
-// Kubeconfig returns a kubeconfig for the owner of a token, for clients on any segment.
+// Kubeconfig returns a kubeconfig with which a client on any segment can use a token. The
+// token must be one of APIServerOptions.Tokens or one of a service account.
 func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
-	ca, err := os.ReadFile(s.CA()) // its path is not valid in another PID namespace
+	ca, err := os.ReadFile(s.CA()) // the content, because the path is not valid in another PID namespace
 	if err != nil {
 		return nil, err
 	}
@@ -200,13 +202,12 @@ func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
 	})
 }
 
-// CA returns the file with the certificate of the authority that signed the API server's
-// certificate. Every process of the machine and of the lab can read it while the lab is
-// open.
+// CA returns the path of the certificate of the authority that signed the API server's
+// certificate. Processes of root, in the lab or not, can read it while the lab is open.
 func (s *APIServer) CA() string { return s.files.CA }
 
-// SigningKey returns the file with the key that signs tokens of service accounts. The
-// controllers need it. All processes that can read the file CA can read it too.
+// SigningKey returns the path of the key that signs tokens of service accounts.
+// Kubernetes' controllers need it. The same processes can read it as the file CA.
 func (s *APIServer) SigningKey() string { return s.files.serverKey }
 
 func (s *APIServer) process() *process {
@@ -218,15 +219,15 @@ func (s *APIServer) process() *process {
 // PID returns the process id, as the machine numbers it.
 func (s *APIServer) PID() int { return s.process().PID() }
 
-// Kill ends the API server with SIGKILL. Its data stays in etcd.
+// Kill ends the API server with SIGKILL and waits for its end. Its data stays in etcd.
 func (s *APIServer) Kill() {
 	if p := s.process(); p != nil {
 		p.Kill()
 	}
 }
 
-// Stop freezes the API server with SIGSTOP: it still accepts connections but never
-// answers.
+// Stop freezes the API server with SIGSTOP: it still accepts connections but does not
+// answer until Cont.
 func (s *APIServer) Stop() error { return s.process().freeze() }
 
 // Cont resumes a frozen API server.
@@ -238,5 +239,5 @@ func (s *APIServer) Restart(ctx context.Context) error {
 	return s.Start(ctx)
 }
 
-// Log returns the output of the API server's last process.
+// Log returns the output of the process of the API server that was started last.
 func (s *APIServer) Log() string { return s.process().Log() }

@@ -31,11 +31,12 @@ func apiServer(t *testing.T, l *lab.Lab) *lab.APIServer {
 	return s
 }
 
-// ask sends a request from inside h to the API server's address on the segment of h. The
-// server's certificate must be valid for that address.
+// ask sends a request from inside h to the API server's address on the segment of h. It
+// returns the status and the body of the answer. The server's certificate must be valid
+// for that address.
 func ask(ctx context.Context, s *lab.APIServer, h *lab.Host, token, method, path, body string) (int, string, error) {
 	transport := s.Transport(h.Namespace)
-	transport.DialContext = h.Dial // otherwise it would connect to the address on the first segment
+	transport.DialContext = h.Dial // the transport of s would connect to the address on the first segment
 	defer transport.CloseIdleConnections()
 	req, err := http.NewRequestWithContext(ctx, method, "https://"+s.Addr(h).String()+path, strings.NewReader(body))
 	if err != nil {

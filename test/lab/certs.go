@@ -18,8 +18,8 @@ import (
 	"time"
 )
 
-// TLSFiles are the paths of PEM files. They are valid in every process of the machine and
-// of the lab while the lab is open.
+// TLSFiles contains the paths of PEM files. The paths are valid in every process of the
+// machine and of the lab while the lab is open.
 type TLSFiles struct {
 	CA                    string // of the authority that signed the server's certificate
 	ClientCert, ClientKey string // empty unless the server requires client certificates
@@ -27,7 +27,8 @@ type TLSFiles struct {
 	serverCert, serverKey string
 }
 
-// clientConfig returns the TLS configuration for the lab's own clients.
+// clientConfig returns the TLS configuration with which the lab's own clients use these
+// files.
 func (f TLSFiles) clientConfig() (*tls.Config, error) {
 	ca, err := os.ReadFile(f.CA)
 	if err != nil {
@@ -46,14 +47,15 @@ func (f TLSFiles) clientConfig() (*tls.Config, error) {
 	return cfg, nil
 }
 
-// Authority signs certificates and writes them to a folder.
+// Authority signs certificates and writes them to the folder dir.
 type Authority struct {
-	dir, file string // file is the authority's own certificate
+	dir, file string // file is the path of the authority's own certificate
 	cert      *x509.Certificate
 	key       *ecdsa.PrivateKey
 }
 
-// NewAuthority creates an authority, with its certificate in the folder dir.
+// NewAuthority creates an authority, and writes its certificate and key to the folder
+// dir. It creates the folder if necessary.
 func NewAuthority(dir string) (*Authority, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
@@ -64,11 +66,11 @@ func NewAuthority(dir string) (*Authority, error) {
 	return a, err
 }
 
-// CA returns the file with the authority's own certificate.
+// CA returns the path of the authority's own certificate.
 func (a *Authority) CA() string { return a.file }
 
-// writeTLSFiles creates a new authority, a certificate for the named server at addrs and,
-// if client is true, a certificate for clients.
+// writeTLSFiles creates a new authority and a certificate for the named server at addrs.
+// If client is true, it also creates a certificate for clients. All files are in dir.
 func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
 	ca, err := NewAuthority(dir)
 	if err != nil {
@@ -84,8 +86,9 @@ func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFi
 	return f, err
 }
 
-// Issue writes a certificate and its key to files. The certificate is valid for servers at addrs
-// and for clients. The files replace those of an earlier certificate with the same name.
+// Issue writes a certificate and its key to files, and returns their paths. The
+// certificate is valid for a day, for servers at addrs and for clients. The files replace
+// those of an earlier certificate with the same name.
 func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile string, err error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

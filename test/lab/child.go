@@ -12,11 +12,11 @@ import (
 	"go.etcd.io/etcd/server/v3/storage/wal"
 )
 
-// etcdChild is the value of os.Args[0] that makes a binary with this package run the
-// store.
+// etcdChild is the value of os.Args[0] with which RunChild runs the store.
 const etcdChild = "flannel-lab-etcd"
 
-// etcdConfig is the configuration that the store's process gets as its first argument.
+// etcdConfig is the configuration that the store's process gets as its only argument, as
+// JSON.
 type etcdConfig struct {
 	Dir                             string
 	URLs                            []string
@@ -24,8 +24,9 @@ type etcdConfig struct {
 }
 
 // RunChild must be the first call in main, or in TestMain, of every binary that builds
-// labs. The lab starts the same binary, or EtcdOptions.Program, a second time under another
-// name to run the store. In that process RunChild runs the store and does not return.
+// labs. To run the store, the lab starts the same binary, or EtcdOptions.Program, a second
+// time with another argument 0. In that process RunChild runs the store and does not
+// return. In all others it returns at once.
 func RunChild() {
 	if os.Args[0] != etcdChild {
 		return
@@ -49,10 +50,10 @@ func serveEtcd(args []string) error {
 	cfg.Dir = c.Dir
 	cfg.LogLevel, cfg.LogOutputs = "error", []string{"stderr"}
 	cfg.UnsafeNoFsync = true
-	wal.SegmentSizeBytes = 4 << 20 // small, because a segment is preallocated, and takes memory on tmpfs
+	wal.SegmentSizeBytes = 4 << 20 // small, because etcd allocates a segment in advance, and on tmpfs it takes memory
 	// A single member waits for no other member, so a short election timeout makes it start
-	// quickly. It also allows leases with a short TTL: etcd derives the minimum from it. A
-	// shorter tick would take more CPU time at rest, for as long as the lab exists.
+	// quickly. It also allows leases with a short TTL, because etcd derives the shortest
+	// TTL from it. A shorter tick would make an idle etcd use more CPU time.
 	cfg.TickMs, cfg.ElectionMs = 100, 500
 	cfg.BcryptCost = 4 // the minimum, so that a login takes less than a second even with the race detector
 
@@ -69,7 +70,7 @@ func serveEtcd(args []string) error {
 	cfg.ClientTLSInfo.TrustedCAFile = c.ClientCAFile
 	cfg.ClientTLSInfo.ClientCertAuth = c.ClientCAFile != ""
 
-	if c.CertFile != "" { // etcd reports bad files only after it has reported that it is ready
+	if c.CertFile != "" { // etcd would report bad files only after it has reported that it is ready
 		if _, err := cfg.ClientTLSInfo.ServerConfig(); err != nil {
 			return fmt.Errorf("load TLS files: %w", err)
 		}

@@ -10,10 +10,10 @@ import (
 	"time"
 )
 
-// StepClock makes the next flanneld of the host see what it would see if the clock had been
-// stepped by d since the last one ended. A process cannot have a clock of its own. But a
-// start compares the clock only with the times in flanneld's state files, so StepClock
-// moves these by -d. It returns an error if it finds no time.
+// StepClock makes the next flanneld of the host see what it would see if the clock had
+// been stepped by d since the last flanneld ended. A process cannot have a clock of its
+// own. But a starting flanneld compares the clock only with the times in its state
+// files, so StepClock moves these by -d. It returns an error if they contain no time.
 func (h *Host) StepClock(d time.Duration) error {
 	files, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*.json"))
 	if err != nil {
@@ -33,7 +33,7 @@ func (h *Host) StepClock(d time.Duration) error {
 	return nil
 }
 
-// moveTimes adds d to all times in a JSON file, and returns their number.
+// moveTimes adds d to all times in a JSON file, and returns how many there are.
 func moveTimes(file string, d time.Duration) (moved int, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {

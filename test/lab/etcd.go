@@ -21,15 +21,16 @@ import (
 
 // EtcdOptions configures the store.
 type EtcdOptions struct {
-	Disabled bool // no store at all
+	Disabled bool // if set, the lab has no store
 
-	// TLS makes the store use TLS; ClientCerts makes it also require client certificates.
-	// The lab configures its own clients and daemons accordingly.
+	// TLS makes the store use TLS. With TLS, ClientCerts makes it also require client
+	// certificates. The lab configures its own clients and daemons accordingly.
 	TLS, ClientCerts bool
 
 	// Program is the path of the binary that runs the store; empty means this binary. Its main
-	// must call RunChild first, like that of flannelctl. A test with the race detector names a
-	// binary without it, because the race detector multiplies the CPU time of the store.
+	// must call RunChild first, like that of flannelctl. A test that is built with the race
+	// detector names a binary that is not, because the race detector multiplies the CPU time
+	// of the store.
 	Program string
 
 	Env []string // variables of the store's process, as NAME=value
@@ -69,7 +70,7 @@ func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
 	return e, err
 }
 
-// TLSFiles returns the files that a client needs. They are empty without TLS.
+// TLSFiles returns the paths of the files that a client needs. They are empty without TLS.
 func (e *Etcd) TLSFiles() TLSFiles { return e.files }
 
 // Start starts the store with its existing data, and waits until it answers. It must not
@@ -111,7 +112,7 @@ func (e *Etcd) Start(ctx context.Context) error {
 	return nil
 }
 
-// Endpoints returns the URLs of the store, one for each address of the router.
+// Endpoints returns the URLs of the store, one for each address of the router on the underlay.
 func (e *Etcd) Endpoints() []string {
 	urls := make([]string, len(e.addrs))
 	for i, a := range e.addrs {
@@ -128,7 +129,8 @@ func (e *Etcd) url(a netip.Addr) string {
 	return scheme + netip.AddrPortFrom(a, 2379).String()
 }
 
-// Client returns a client for use outside the lab's namespaces. change may modify its
+// Client returns a client of the store. The client may be used outside of the lab's
+// namespaces, because it connects from inside the router's. Each change may modify its
 // configuration. The caller closes the client.
 func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*clientv3.Client, error) {
 	cfg := clientv3.Config{
@@ -163,14 +165,15 @@ func (e *Etcd) process() *process {
 	return e.proc
 }
 
-// Kill ends the store with SIGKILL. Its data stays.
+// Kill ends the store with SIGKILL and waits for its end. Its data stays.
 func (e *Etcd) Kill() {
 	if p := e.process(); p != nil {
 		p.Kill()
 	}
 }
 
-// Stop freezes the store with SIGSTOP: it still accepts connections but never answers.
+// Stop freezes the store with SIGSTOP: it still accepts connections but does not answer until
+// Cont.
 func (e *Etcd) Stop() error { return e.process().freeze() }
 
 // Cont resumes a frozen store.
@@ -195,5 +198,6 @@ func (e *Etcd) Wipe(ctx context.Context) error {
 // Dir returns the path of the store's data outside the lab.
 func (e *Etcd) Dir() string { return e.n.Path(etcdDir) }
 
-// Log returns the output of the store's last process.
+// Log returns what the process of the store that was started last has written to standard
+// error.
 func (e *Etcd) Log() string { return e.process().Log() }

@@ -19,20 +19,21 @@ const healthPort = "8081" // of flanneld, on the host's loopback
 
 // FlanneldOptions configures flanneld on a host.
 type FlanneldOptions struct {
-	Path string   // of the binary; empty means Config.Flanneld
+	Path string   // path of the binary; empty means Config.Flanneld
 	Args []string // added after the lab's own arguments, so that they override them
 	Env  []string // added to an environment that is otherwise nearly empty
 }
 
-// Daemon is one flanneld process.
+// Daemon is one process of flanneld.
 type Daemon struct {
 	*process
 	host *Host
 }
 
-// StartFlanneld starts flanneld on the host. It passes the address of the store and makes
-// the health server listen on the host's loopback. Everything else is flanneld's default
-// unless o changes it.
+// StartFlanneld starts flanneld on the host and does not wait until it is ready. It
+// passes the address of the store and the names of several networks, and makes the health
+// server listen on the host's loopback. Everything else is flanneld's default unless o
+// changes it.
 func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, error) {
 	if o.Path == "" {
 		o.Path = h.lab.cfg.Flanneld
@@ -58,7 +59,8 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	return d, nil
 }
 
-// storeArgs returns the flags that connect the daemon to the store.
+// storeArgs returns the flags with which the host's flanneld connects to the store, or
+// none without a store.
 func (h *Host) storeArgs() []string {
 	if h.lab.etcd == nil {
 		return nil
@@ -74,8 +76,8 @@ func (h *Host) storeArgs() []string {
 	return args
 }
 
-// EtcdEndpoint returns the URL of the store on the host's own segment. It is empty
-// without a store.
+// EtcdEndpoint returns the URL of the store on the host's own segment, or "" if the lab
+// has none.
 func (h *Host) EtcdEndpoint() string {
 	e := h.lab.etcd
 	if e == nil {
@@ -84,8 +86,8 @@ func (h *Host) EtcdEndpoint() string {
 	return e.url(segmentAddr(h.lab.cfg.Families[0], h.segment, router).Addr())
 }
 
-// childEnv returns the environment of child processes: the few variables that are needed
-// to run them and that the Go runtime reads, followed by extra.
+// childEnv returns the environment of child processes: the few variables of this process
+// that they or the Go runtime need, if they are set, followed by extra.
 func childEnv(extra []string) []string {
 	var env []string
 	for _, key := range []string{"PATH", "GOCOVERDIR", "GORACE", "GOTRACEBACK"} {
@@ -123,12 +125,12 @@ func (d *Daemon) Ready(ctx context.Context) error {
 	}
 }
 
-// askTimeout limits one request to a daemon. An answer takes milliseconds, but longer on
-// a busy machine.
+// askTimeout limits one request to a daemon. An answer takes milliseconds, but on a busy
+// machine it takes longer.
 const askTimeout = 10 * time.Second
 
-// Get requests path from the daemon's health server. A status other than 200 is an error,
-// which Get returns together with the status and the body.
+// Get requests path from the daemon's health server, and returns the status and the body
+// of the answer. If the status is not 200, Get returns both together with an error.
 func (d *Daemon) Get(ctx context.Context, path string) (status int, body string, err error) {
 	transport := &http.Transport{DialContext: d.host.Dial, DisableKeepAlives: true}
 	url := "http://127.0.0.1:" + healthPort + path
@@ -148,7 +150,9 @@ func (d *Daemon) Get(ctx context.Context, path string) (status int, body string,
 	return resp.StatusCode, string(text), err
 }
 
-// Stop sends SIGTERM to the daemon, waits for its end and returns its exit code.
+// Stop sends SIGTERM to the daemon, waits for its end and returns its exit code. If the
+// daemon has ended before, Stop returns the code with which it ended. If ctx ends first,
+// Stop returns an error.
 func (d *Daemon) Stop(ctx context.Context) (code int, err error) {
 	if err := d.Signal(unix.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return 0, err

@@ -26,11 +26,11 @@ type Flow struct {
 	members sync.WaitGroup
 
 	mu      sync.Mutex
-	packets []packet  // those that were sent, by sequence number
-	last    time.Time // when the last packet came back
+	packets []packet  // all packets that were sent; the index is the sequence number
+	last    time.Time // when the last packet came back, or when the flow began
 	stopped time.Time // zero while the flow runs
 	gap     time.Duration
-	err     error // see FlowStats
+	err     error // last error, as in FlowStats
 }
 
 type packet struct {
@@ -38,17 +38,17 @@ type packet struct {
 	answered bool
 }
 
-// FlowStats counts the packets of a flow.
+// FlowStats counts the packets of a flow. Begin and End are zero if no packet is lost.
 type FlowStats struct {
 	Sent, Answered int
 	Lost           []int         // sequence numbers, counted from 0
 	Begin, End     time.Time     // when the first and the last lost packet were sent
-	Gap            time.Duration // the longest time in which no packet came back
-	Err            error         // the last error about a packet, from this host or by ICMP
+	Gap            time.Duration // longest time without a packet that comes back
+	Err            error         // last error of sending or returning a packet, or from an ICMP message
 }
 
-// StartFlow sends rate packets per second to the other pod until Stop. It sends the first one before
-// it returns. The end of ctx does not end the flow.
+// StartFlow sends rate packets per second to the other pod until Flow.Stop. It sends the
+// first one before it returns. The end of ctx does not end the flow.
 func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int) (*Flow, error) {
 	if rate < 1 {
 		return nil, fmt.Errorf("start flow: %d packets per second", rate)
@@ -83,8 +83,8 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	return fl, nil
 }
 
-// keepAll gives a socket a buffer for the packets of some seconds. Otherwise a busy machine
-// would lose packets in the test itself.
+// keepAll gives a socket a receive buffer for the packets of some seconds. Otherwise the
+// test itself would lose packets on a busy machine.
 func keepAll(conn *net.UDPConn) error {
 	const buffer = 16 << 20
 	raw, err := conn.SyscallConn()
@@ -172,12 +172,12 @@ func (f *Flow) receive() {
 	}
 }
 
-// Stats returns the counts so far. Packets in transit count as lost.
+// Stats returns the counts so far. A packet that has not come back yet counts as lost.
 func (f *Flow) Stats() FlowStats {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	now := time.Now()
-	if !f.stopped.IsZero() { // the gap ends when the flow was stopped
+	if !f.stopped.IsZero() { // after Stop, time does not count for the gap
 		now = f.stopped
 	}
 	s := FlowStats{Sent: len(f.packets), Gap: max(f.gap, now.Sub(f.last)), Err: f.err}
@@ -194,9 +194,9 @@ func (f *Flow) Stats() FlowStats {
 	return s
 }
 
-// Stop ends the flow and returns its counts. It first waits up to three seconds for the
-// last packets: on an emulated or busy machine they may take that long. Another call only
-// returns the counts.
+// Stop ends the flow and returns its counts. Before that it waits up to three seconds for
+// packets that have not come back, because on an emulated or busy machine they may take
+// that long. A second call only returns the counts.
 func (f *Flow) Stop() FlowStats {
 	const grace, period = 3 * time.Second, 5 * time.Millisecond
 	f.stop()

@@ -29,8 +29,8 @@ type Host struct {
 	pods    []*Pod
 }
 
-// newHost returns the host even with an error, so that Close can remove what exists. The host
-// is nil only if its namespace does not exist.
+// newHost creates a host. It returns the host together with an error, so that Close can
+// remove what exists. The host is nil only if its namespace could not be created.
 func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 	n, err := newNamespace(fmt.Sprintf("host%d", number), enterHostNamespaces)
 	if err != nil {
@@ -43,8 +43,8 @@ func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 	return h, l.attach(ctx, h)
 }
 
-// Addr returns the host's underlay address of family f. eth0 has it only if the lab uses
-// that family.
+// Addr returns the host's underlay address of family f. The host has this address only if
+// the lab uses that family.
 func (h *Host) Addr(f prefix.Family) netip.Addr {
 	return segmentAddr(f, h.segment, h.number).Addr()
 }
@@ -59,7 +59,7 @@ func (h *Host) Pods() []*Pod {
 	return slices.Clone(h.pods)
 }
 
-// Daemon returns the flanneld that was started last, or nil.
+// Daemon returns the flanneld that was started last, or nil if none was started.
 func (h *Host) Daemon() *Daemon {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -69,14 +69,15 @@ func (h *Host) Daemon() *Daemon {
 	return h.daemons[len(h.daemons)-1]
 }
 
-// Daemons returns all flannelds that were started, the oldest first.
+// Daemons returns all processes of flanneld that were started, the oldest first. They may
+// have exited.
 func (h *Host) Daemons() []*Daemon {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return slices.Clone(h.daemons)
 }
 
-// running returns the daemons that have not exited.
+// running returns the daemons of the host that have not exited.
 func (h *Host) running() []*Daemon {
 	return slices.DeleteFunc(h.Daemons(), func(d *Daemon) bool { return d.Ended() != nil })
 }
@@ -87,10 +88,10 @@ type Route struct {
 	Via      netip.Addr   // zero if there is no gateway
 	Dev      string       // empty if there is none, as with blackhole routes
 	OnLink   bool         // the gateway counts as directly reachable
-	Protocol int          // of the program that created it, as in /etc/iproute2/rt_protos
+	Protocol int          // number of the program that created it, as in /etc/iproute2/rt_protos
 }
 
-// String returns the route in the syntax of ip(8).
+// String returns the route in the syntax of ip(8), without the protocol.
 func (r Route) String() string {
 	var b strings.Builder
 	fmt.Fprint(&b, r.Dst)
@@ -106,8 +107,8 @@ func (r Route) String() string {
 	return b.String()
 }
 
-// Routes returns the routes of the main table, IPv4 first. It omits those that the kernel
-// creates for link-local and multicast addresses.
+// Routes returns the routes of the main table, IPv4 first. It omits those to link-local
+// and multicast addresses, which the kernel creates.
 func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
 	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
 		links, err := nl.LinkList()

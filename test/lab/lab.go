@@ -104,7 +104,7 @@ func (c *Config) validate() error {
 	return nil
 }
 
-// Lab is a running lab. It is safe for concurrent use.
+// Lab is a running lab. Its methods may be called by several goroutines at the same time.
 type Lab struct {
 	cfg      Config
 	underlay *Namespace
@@ -115,7 +115,8 @@ type Lab struct {
 	api *APIServer // nil until StartAPIServer
 }
 
-// New builds the underlay, the hosts and the store. The caller must call Close.
+// New builds the underlay and the hosts, and starts the store unless it is disabled. The
+// caller must call Close, unless New returns an error.
 func New(ctx context.Context, cfg Config) (*Lab, error) {
 	cfg.setDefaults()
 	if err := cfg.validate(); err != nil {
@@ -175,7 +176,8 @@ func count(n int, what string) string {
 	return fmt.Sprintf("%d %ss", n, what)
 }
 
-// Close ends all processes of the lab and removes its namespaces.
+// Close ends all processes of the lab and removes its namespaces. It gives daemons two
+// seconds to stop.
 func (l *Lab) Close() {
 	var daemons []*Daemon
 	for _, h := range l.hosts {
@@ -186,7 +188,7 @@ func (l *Lab) Close() {
 	api := l.api
 	l.mu.Unlock()
 	if api != nil {
-		api.Kill() // before etcd: the API server would wait for it
+		api.Kill() // before etcd, for which the API server would wait
 	}
 	if l.etcd != nil {
 		l.etcd.Kill()
@@ -208,7 +210,8 @@ func (l *Lab) Hosts() []*Host { return slices.Clone(l.hosts) }
 // Host returns host number i, counted from 1.
 func (l *Lab) Host(i int) *Host { return l.hosts[i-1] }
 
-// Pods returns the pods of all hosts in order.
+// Pods returns the pods of all hosts: those of host1 first, each in the order of their
+// creation.
 func (l *Lab) Pods() []*Pod {
 	var pods []*Pod
 	for _, h := range l.hosts {
@@ -220,8 +223,8 @@ func (l *Lab) Pods() []*Pod {
 // Etcd returns the store, or nil if the lab has none.
 func (l *Lab) Etcd() *Etcd { return l.etcd }
 
-// Underlay returns the router's namespace, which also contains the bridges of the
-// segments and etcd.
+// Underlay returns the router's namespace. It contains the bridges of the segments, the
+// store and the API server.
 func (l *Lab) Underlay() *Namespace { return l.underlay }
 
 // Families returns the configured address families of the underlay.

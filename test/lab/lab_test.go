@@ -72,8 +72,9 @@ func TestKernelHostsReachEachOther(t *testing.T) {
 	}
 }
 
-// TestKernelManyHostsReachEachOther checks a lab whose hosts together have more neighbours
-// than the kernel's limit for all namespaces.
+// TestKernelManyHostsReachEachOther checks that 40 hosts reach each other. Together they
+// have more neighbours than the kernel allows for all namespaces, unless the lab makes the
+// neighbour entries permanent.
 func TestKernelManyHostsReachEachOther(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 40, Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
 	for _, from := range l.Hosts() {
@@ -182,8 +183,8 @@ func TestConfigIsRefused(t *testing.T) {
 	}
 }
 
-// addStaticNetwork gives every host a subnet file with that MTU, routes to the subnets of the
-// others, as flanneld with host-gw would, and a pod.
+// addStaticNetwork replaces flanneld: it gives every host a subnet file with that MTU, and
+// routes to the subnets of the others, as with host-gw. Then it adds a pod to every host.
 func addStaticNetwork(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
 	for i, h := range l.Hosts() {

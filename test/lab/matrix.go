@@ -13,7 +13,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Cell is the connectivity from one pod to another in one address family.
+// Cell is the connectivity from one pod to another in one address family. RTT and BitsPerSecond are
+// valid if Err is nil.
 type Cell struct {
 	From, To      *Pod
 	Family        prefix.Family
@@ -22,10 +23,10 @@ type Cell struct {
 	Err           error // of the first test that failed; nil if all succeeded
 }
 
-// Matrix tests, in each of the families, how every pod reaches every other pod of its network: by
-// ping, by a TCP connection that must arrive from the address of the sending pod, and with which
-// throughput. The throughput tests together take about budget. A pod without an address of a family
-// reaches no other pod in that family.
+// Matrix tests, in each of the families, how every pod reaches every other pod of its network. It
+// tests a ping, then a TCP connection, which must arrive from the address of the sending pod, and
+// then measures round-trip time and throughput. The measurements of the throughput together take
+// about budget. A pod without an address of a family reaches no other pod in that family.
 func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.Duration) []Cell {
 	const shortest, longest = 2 * time.Millisecond, 100 * time.Millisecond
 	var cells, first, second []*Cell
@@ -46,14 +47,14 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 			}
 		}
 	}
-	// If both ends of a WireGuard tunnel begin a handshake at the same moment, both handshakes fail. The
-	// ends repeat them after five seconds, which is longer than reach waits. So one end of each pair
-	// sends first.
+	// If both ends of a WireGuard tunnel begin a handshake at the same moment, both handshakes fail.
+	// The ends repeat them after five seconds, which is longer than reach waits. So first one pod of
+	// each pair reaches the other, and then the other way round.
 	reachAll(ctx, first)
 	reachAll(ctx, second)
 	out := make([]Cell, len(cells))
 	for i, c := range cells {
-		if c.Err == nil { // one at a time, because the measurements share the processors
+		if c.Err == nil { // measure one cell at a time, because the measurements share the processors
 			c.Err = c.measure(ctx, min(max(budget/time.Duration(len(cells)), shortest), longest))
 		}
 		out[i] = *c
@@ -61,8 +62,8 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 	return out
 }
 
-// reachAll tests all cells in parallel, so that many timeouts take little longer than
-// one.
+// reachAll tests the cells, up to 256 at the same time, so that many timeouts take little longer
+// than one. It sets Err of each cell.
 func reachAll(ctx context.Context, cells []*Cell) {
 	var wg sync.WaitGroup
 	slots := make(chan struct{}, 256)
@@ -82,7 +83,7 @@ func (c *Cell) reach(ctx context.Context) error {
 			return fmt.Errorf("%s has no %v address", p.name, c.Family)
 		}
 	}
-	// The first packet may be lost while the neighbour's address is being resolved.
+	// Try twice: the first packet may be lost while the kernel resolves the neighbour's address.
 	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 	if err != nil {
 		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})

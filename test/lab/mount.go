@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// enterNetNS moves the calling thread into a new network namespace.
+// enterNetNS moves the calling thread into a new network namespace, and opens it as
+// n.net.
 func enterNetNS(n *Namespace) (err error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare network: %w", err)
@@ -19,8 +20,9 @@ func enterNetNS(n *Namespace) (err error) {
 	return err
 }
 
-// enterHostNamespaces moves the calling thread into new network and mount namespaces. /run and
-// /var/lib are empty tmpfs mounts there, which disappear with the namespace.
+// enterHostNamespaces moves the calling thread into new network and mount namespaces,
+// and opens them as n.net and n.mnt. There /run and /var/lib are empty tmpfs mounts,
+// which disappear with the mount namespace.
 func enterHostNamespaces(n *Namespace) error {
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("unshare mounts: %w", err)
@@ -44,8 +46,8 @@ func enterHostNamespaces(n *Namespace) error {
 	return enterNetNS(n)
 }
 
-// shareMachineID gives every host the same machine-id, like hosts cloned from one image.
-// A test thereby fails if flanneld derives an identity from it.
+// shareMachineID gives every host the same machine-id, as hosts have that are cloned
+// from one image. So a test fails if flanneld derives an identity from it.
 func shareMachineID() error {
 	const id, target, file = "1ab1ab1ab1ab1ab1ab1ab1ab1ab1ab1a\n", "/etc/machine-id", "/run/machine-id"
 	if err := os.WriteFile(file, []byte(id), 0o444); err != nil {
@@ -58,8 +60,8 @@ func shareMachineID() error {
 	return os.Remove(file)
 }
 
-// Path returns the path outside the namespace of a file inside it. The path is valid in
-// all processes while the lab is open.
+// Path returns the path by which a process outside of the namespace reaches a file
+// inside it. The path is valid in all processes while the lab is open.
 func (n *Namespace) Path(file string) string {
 	if n.mnt == nil {
 		return file

@@ -15,21 +15,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Namespace is an anonymous network namespace. For hosts and the router it includes a mount
-// namespace. A thread keeps it alive. The same thread is the parent of all processes in the
-// namespace, so that they get their death signal when the thread ends.
+// Namespace is an anonymous network namespace. Those of hosts and of the router have a
+// mount namespace too. A thread keeps it alive. The same thread is the parent of all
+// processes in the namespace: when it ends, the kernel sends them their death signal.
 type Namespace struct {
 	name     string
 	net, mnt *os.File // mnt is nil if the namespace uses the machine's mounts
 	tid      int
 	calls    chan func()
 	stop     chan struct{}
-	close    func() // idempotent
+	close    func() // removes the namespace; may be called twice
 
-	files sync.RWMutex // taken for reading while a thread joins, because close closes net and mnt
+	files sync.RWMutex // locked for reading while a thread joins the namespace, because close closes net and mnt
 }
 
-// enterFunc moves the calling thread into new namespaces and prepares them.
+// enterFunc moves the calling thread into new namespaces, prepares these, and opens them in
+// the Namespace.
 type enterFunc func(*Namespace) error
 
 func newNamespace(name string, enter enterFunc) (*Namespace, error) {
@@ -70,10 +71,10 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 	return n, nil
 }
 
-// onOwnThread runs f on a thread that ends after f. It must be the last call of a goroutine,
-// because a locked thread ends with its goroutine. f never runs on the main thread: that
-// thread cannot end, and /proc/PID shows its namespaces as those of the process. A caller
-// on the main thread returns before f does.
+// onOwnThread runs f on a thread that ends after f. It must be the last call of a
+// goroutine, because a locked thread ends with its goroutine. f never runs on the main
+// thread: that thread cannot end, and /proc/PID shows its namespaces as those of the
+// process. If the caller is on the main thread, onOwnThread returns before f ends.
 func onOwnThread(f func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
@@ -90,7 +91,7 @@ func onOwnThread(f func()) {
 	<-elsewhere
 }
 
-// Name returns the name of the namespace in the lab.
+// Name returns the name of the namespace in the lab, such as host1 or host1/pod1.
 func (n *Namespace) Name() string { return n.name }
 
 // NetNS returns a path to the network namespace. It is valid in all processes while the
@@ -99,8 +100,8 @@ func (n *Namespace) NetNS() string {
 	return fmt.Sprintf("/proc/%d/task/%d/ns/net", os.Getpid(), n.tid)
 }
 
-// Nsenter returns a command line that enters the namespace from outside and runs the
-// command appended to it. It works while the lab is open.
+// Nsenter returns a command that enters the namespace from outside, to which the caller
+// appends the command to run there. It works while the lab is open.
 func (n *Namespace) Nsenter() string {
 	if n.mnt == nil {
 		return fmt.Sprintf("nsenter -t %d -n", n.tid)
@@ -108,9 +109,10 @@ func (n *Namespace) Nsenter() string {
 	return fmt.Sprintf("nsenter -t %d -n -m", n.tid)
 }
 
-// Do runs f inside the namespace, on a separate thread, and returns its result. Sockets
-// that f opens belong to the namespace and may be used from any goroutine. f may block
-// and may call Do. If ctx has ended, Do does not run f. It does not interrupt f.
+// Do runs f inside the namespace, on a separate thread, waits for it and returns its
+// result. Sockets that f opens belong to the namespace and may be used from any goroutine.
+// f may block and may call Do. If ctx has ended before, Do does not run f and returns an
+// error. It does not interrupt f when ctx ends.
 func (n *Namespace) Do(ctx context.Context, f func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -145,7 +147,7 @@ func (n *Namespace) join() error {
 	return unix.Setns(int(n.net.Fd()), unix.CLONE_NEWNET)
 }
 
-// Netlink runs f inside the namespace with a new netlink handle.
+// Netlink runs f inside the namespace with a new netlink handle, which it closes after f.
 func (n *Namespace) Netlink(ctx context.Context, f func(*netlink.Handle) error) error {
 	return n.Do(ctx, func() error {
 		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
@@ -176,12 +178,13 @@ func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.
 	return l, err
 }
 
-// Exec runs a command inside the namespace and returns its standard output and error. The
-// command is killed when ctx ends or the namespace is closed.
+// Exec runs a command inside the namespace. It returns its standard output and standard
+// error as one text, also if the command fails. The command is killed when ctx ends or the
+// namespace is closed.
 func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // and its children
-	out := &log{}
+	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // kills the command and its children
+	out := newLog()
 	cmd.Stdout, cmd.Stderr = out, out
 	if err := n.start(cmd); err != nil {
 		return nil, err

@@ -18,11 +18,12 @@ const maxNetworks = 100
 // Network is one of several networks, which one daemon on each host serves.
 type Network struct {
 	Name   string
-	Config json.RawMessage // in the store at the start
+	Config json.RawMessage // network configuration in the store at the start
 }
 
-// Networks returns a network for each name. Each network has a pod range, and a VNI or port, of its
-// own. Network i has the backend type backends[i%len(backends)]. extra has further keys of all backends.
+// Networks returns a network for each name. Each has a pod range of its own and, if its backend needs
+// one, a VNI or port of its own. Network i, counted from 0, has the backend type
+// backends[i%len(backends)]. The keys in extra are added to the configuration of each backend.
 func Networks(names []string, families []prefix.Family, backends []string, extra map[string]any) ([]Network, error) {
 	var all []Network
 	for i, name := range names {
@@ -50,12 +51,13 @@ func Networks(names []string, families []prefix.Family, backends []string, extra
 	return all, nil
 }
 
-// NetworkFile returns the path at which a host's daemon writes its subnet of one of several networks.
+// NetworkFile returns the path of the subnet file of one of several networks on a host.
 func NetworkFile(network string) string { return "/run/flannel/networks/" + network + ".env" }
 
 func networkBridge(network string) string { return "br-" + network }
 
-// networkNames returns the names of the networks, or none if the lab has one without a name.
+// networkNames returns the names of the lab's networks. It returns none if the lab has only one
+// network, without a name.
 func (l *Lab) networkNames() []string {
 	var names []string
 	for _, n := range l.cfg.Networks {
@@ -64,7 +66,8 @@ func (l *Lab) networkNames() []string {
 	return names
 }
 
-// leaseRoots returns the keys below which the store has leases, by the name of the network.
+// leaseRoots returns the etcd prefix of each network of the lab, by its name. A single network
+// without a name has the name "".
 func (l *Lab) leaseRoots() map[string]string {
 	roots := map[string]string{}
 	for _, name := range l.networkNames() {
@@ -76,7 +79,7 @@ func (l *Lab) leaseRoots() map[string]string {
 	return roots
 }
 
-// HasPods reports whether p is part of a network of the lab.
+// HasPods reports whether p is part of the pod range of a network of the lab.
 func (l *Lab) HasPods(p netip.Prefix) bool {
 	f := prefix.FamilyOf(p.Addr())
 	for i := range max(1, len(l.cfg.Networks)) {
@@ -87,12 +90,12 @@ func (l *Lab) HasPods(p netip.Prefix) bool {
 	return false
 }
 
-// IsBridge reports whether a device of a host is a bridge of pods.
+// IsBridge reports whether the device with that name is a bridge of pods on a host.
 func (l *Lab) IsBridge(device string) bool {
 	return device == PodBridge || slices.ContainsFunc(l.networkNames(), func(n string) bool { return device == networkBridge(n) })
 }
 
-// subnetFiles returns the paths at which the daemons of the lab write subnets.
+// subnetFiles returns the paths of the subnet files that each daemon of the lab writes.
 func (l *Lab) subnetFiles() []string {
 	var files []string
 	for _, name := range l.networkNames() {
@@ -104,7 +107,7 @@ func (l *Lab) subnetFiles() []string {
 	return files
 }
 
-// putNetworks puts the configurations of the lab into the store.
+// putNetworks puts the network configurations of Config into the store.
 func (l *Lab) putNetworks(ctx context.Context) error {
 	if l.cfg.Network != nil {
 		if err := l.PutNetwork(ctx, l.cfg.Network); err != nil {

@@ -25,8 +25,8 @@ const SubnetFile = "/run/flannel/subnet.env"
 // PodBridge is the name of the bridge on each host that connects its pods.
 const PodBridge = "cni0"
 
-// Pod is a namespace connected to the bridge of its host. Its addresses and MTU come from
-// the host's subnet.env.
+// Pod is a namespace connected to a bridge of its host. Its addresses and MTU come from the
+// host's subnet file.
 type Pod struct {
 	*Namespace
 	host    *Host
@@ -44,7 +44,7 @@ func (p *Pod) Addrs() []netip.Addr { return p.addrs }
 // MTU returns the MTU of the pod's interface, in bytes.
 func (p *Pod) MTU() int { return p.mtu }
 
-// Addr returns the pod's address of family f, or zero if it has none.
+// Addr returns the pod's address of family f, or the zero Addr if it has none.
 func (p *Pod) Addr(f prefix.Family) netip.Addr {
 	for _, a := range p.addrs {
 		if prefix.FamilyOf(a) == f {
@@ -54,14 +54,15 @@ func (p *Pod) Addr(f prefix.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// AddPod adds a pod called host1/name, or host1/pod1, host1/pod2 and so on if name is
-// empty. The first call on a host creates the bridge.
+// AddPod adds a pod called host1/name. If name is empty, the pods of a host are called
+// host1/pod1, host1/pod2 and so on. The subnet file must exist. The first call on a host creates
+// the bridge.
 func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 	return h.addPod(ctx, name, "", SubnetFile, PodBridge)
 }
 
 // AddNetworkPod adds a pod called host1/network in one of several networks of the host's daemon,
-// behind a bridge of the network. The subnet file must exist.
+// behind the bridge of that network. The network's subnet file must exist.
 func (h *Host) AddNetworkPod(ctx context.Context, network string) (*Pod, error) {
 	return h.addPod(ctx, network, network, NetworkFile(network), networkBridge(network))
 }
@@ -95,8 +96,8 @@ func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (
 	return p, nil
 }
 
-// AddEmptyPod adds a pod called host1/name that has only a loopback interface, for a CNI
-// plugin to connect. See NetNS and Adopt.
+// AddEmptyPod adds a pod called host1/name that has only a loopback interface. A CNI plugin can
+// then connect it at NetNS. See also Adopt.
 func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
 	n, err := newNamespace(h.Name()+"/"+name, enterNetNS)
 	if err != nil {
@@ -113,8 +114,8 @@ func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
 	return p, nil
 }
 
-// Adopt reads addresses and MTU of a pod whose eth0 another program, such as a CNI
-// plugin, has created.
+// Adopt reads the addresses and the MTU of a pod whose eth0 another program, such as a CNI
+// plugin, has created. It omits link-local addresses.
 func (p *Pod) Adopt(ctx context.Context) error {
 	return p.Netlink(ctx, func(h *netlink.Handle) error {
 		eth0, err := h.LinkByName("eth0")
@@ -178,20 +179,22 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	return plugged(ctx, p.host.Namespace, port.Name, env.bridge, p.Namespace)
 }
 
-// randomMAC returns a MAC address that belongs to no manufacturer.
+// randomMAC returns a random MAC address that belongs to no manufacturer.
 func randomMAC() net.HardwareAddr {
 	b := binary.BigEndian.AppendUint64(nil, rand.Uint64())[:6]
 	b[0] = 0x02 // locally administered, and unicast
 	return b
 }
 
-// ensureBridge creates the bridge of the pods, or adapts it to a new subnet.
+// ensureBridge creates the bridge of the pods if it does not exist, sets its MTU, and adds the
+// addresses of env.
 func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	br, err := h.LinkByName(env.bridge)
 	if err != nil {
 		br = &netlink.Bridge{LinkAttrs: attrs(env.bridge, env.mtu)}
-		// Otherwise the bridge has the lowest MAC address of its ports. This address can change when a pod
-		// is added, and pods send to the former address for up to a minute.
+		// Without an address of its own, the bridge has the lowest MAC address of its ports.
+		// This address can change when a pod is added, and pods send to the former address for
+		// up to a minute.
 		br.Attrs().HardwareAddr = randomMAC()
 		if err := h.LinkAdd(br); err != nil {
 			return fmt.Errorf("add bridge %s: %w", env.bridge, err)
@@ -208,11 +211,11 @@ func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	return setUp(h, br)
 }
 
-// subnetEnv is the part of subnet.env that pods use.
+// subnetEnv is the part of the subnet file that pods use, and the name of their bridge.
 type subnetEnv struct {
-	bridges []netip.Prefix // the bridge's addresses, IPv4 first
+	bridges []netip.Prefix // addresses of the bridge, IPv4 first
 	mtu     int
-	bridge  string // name of the bridge, which is not in the file
+	bridge  string // name of the bridge, which is not from the file
 }
 
 func parseSubnetEnv(text, file string) (env subnetEnv, err error) {

@@ -36,7 +36,8 @@ type processSpec struct {
 	out  io.Writer // standard output; nil means the log
 }
 
-// startProcess starts a child process that dies with n or with this process.
+// startProcess starts a child process. The process dies when n is closed or this process
+// ends.
 func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, error) {
 	path, release, err := n.program(ctx, s.path)
 	if err != nil {
@@ -60,17 +61,17 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 	}
 	go func() {
 		defer close(p.exited)
-		_ = p.cmd.Wait() // ProcessState keeps the result
+		_ = p.cmd.Wait() // Wait sets ProcessState, which has the result
 	}()
 	return p, nil
 }
 
-// Start starts a command inside the namespace. The command dies with the namespace or
-// with this process. The caller waits for it.
+// Start starts a command inside the namespace. The command dies when the namespace is
+// closed or this process ends. The caller must call cmd.Wait.
 func (n *Namespace) Start(cmd *exec.Cmd) error { return n.start(cmd) }
 
 // pipeDelay limits how long the remaining output of a process is read after its exit.
-// Reading takes a moment, but longer on a busy machine.
+// Reading takes a moment, but on a busy machine it takes longer.
 const pipeDelay = 10 * time.Second
 
 // start starts cmd from the namespace's thread, so that it inherits the namespaces and
@@ -89,7 +90,7 @@ func (n *Namespace) start(cmd *exec.Cmd) error {
 }
 
 // program returns a path through which a process in n can run the binary at path, even if
-// the namespace's own /run or /var/lib hides it. The caller calls release when the
+// /run or /var/lib of the namespace hides it. The caller must call release as soon as the
 // process runs.
 func (n *Namespace) program(ctx context.Context, path string) (runnable string, release func(), err error) {
 	f, err := os.Open(path)
@@ -122,8 +123,9 @@ func (p *process) PID() int { return p.cmd.Process.Pid }
 // Signal sends sig. It returns os.ErrProcessDone if the process has ended.
 func (p *process) Signal(sig os.Signal) error { return p.cmd.Process.Signal(sig) }
 
-// freeze stops the process with SIGSTOP and waits until it is stopped. SIGSTOP is handled
-// by one thread; on a busy machine the other threads continue until that thread runs.
+// freeze stops the process with SIGSTOP and waits until it is stopped. One thread of the
+// process handles SIGSTOP. On a busy machine the other threads continue until that thread
+// runs.
 func (p *process) freeze() error {
 	if err := p.Signal(unix.SIGSTOP); err != nil {
 		return err
@@ -147,7 +149,7 @@ func (p *process) Kill() {
 func (p *process) Exited() <-chan struct{} { return p.exited }
 
 // Wait waits until the process ends and returns its exit code, or -1 if a signal ended
-// it.
+// it. It returns an error if ctx ends first.
 func (p *process) Wait(ctx context.Context) (code int, err error) {
 	select {
 	case <-p.exited:
@@ -157,11 +159,12 @@ func (p *process) Wait(ctx context.Context) (code int, err error) {
 	}
 }
 
-// Log returns the output of the process so far.
+// Log returns the output of the process so far. It does not contain the standard output
+// if that goes elsewhere.
 func (p *process) Log() string { return string(p.log.bytes()) }
 
-// WaitLog waits until the log contains text. It fails if the process exits without having
-// written it.
+// WaitLog waits until the log contains text. It returns an error if the process exits
+// without having written it, or if ctx ends first.
 func (p *process) WaitLog(ctx context.Context, text string) error {
 	for {
 		have, more := p.log.read()
@@ -186,8 +189,8 @@ func (p *process) WaitLog(ctx context.Context, text string) error {
 	}
 }
 
-// Ended returns nil while the process runs. Afterwards it returns an error with the exit
-// status and the last line of output.
+// Ended returns nil while the process runs, and afterwards an error with the exit status
+// and the last line of output.
 func (p *process) Ended() error {
 	select {
 	case <-p.exited:
@@ -201,7 +204,8 @@ func (p *process) ended() error {
 	return fmt.Errorf("%s: %v%s", p.name, p.cmd.ProcessState, p.log.lastLine())
 }
 
-// stopAll asks the daemons to stop and kills those that do not stop in time.
+// stopAll sends SIGTERM to the daemons, and kills those that have not ended after two
+// seconds.
 func stopAll(daemons []*Daemon) {
 	const patience = 2 * time.Second
 	for _, d := range daemons {
@@ -245,8 +249,8 @@ func (l *log) bytes() []byte {
 	return bytes.Clone(l.buf.Bytes())
 }
 
-// lastLine returns the last line of output, preceded by ": " to append it to an error. It
-// is empty if there is no output.
+// lastLine returns the last line of output with ": " before it, so that it can be
+// appended to an error. It returns "" if there is no output.
 func (l *log) lastLine() string {
 	text := strings.TrimSpace(string(l.bytes()))
 	if text == "" {

@@ -17,12 +17,13 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// childEnv selects what this test binary does instead of running tests.
+// childEnv is the variable that makes this test binary build a lab and end in a certain
+// way instead of running tests.
 const childEnv = "LAB_TEST_CHILD"
 
-// runTestChild returns at once unless the variable childEnv is set. Otherwise this is the
-// process that tests watch: it builds a lab, prints "built", waits for the end of its
-// standard input, and then ends as the variable requires.
+// runTestChild returns at once unless the variable childEnv is set. Otherwise this is a
+// process that a test observes: it builds a lab, prints "built", waits for the end of its
+// standard input, and then ends in the way that the variable names.
 func runTestChild() {
 	how := os.Getenv(childEnv)
 	if how == "" {
@@ -53,8 +54,8 @@ func runTestChild() {
 	os.Exit(0)
 }
 
-// traces returns the processes below root, including root, and the network namespaces of
-// their threads.
+// traces returns the ids of the processes below root, including root, and the network
+// namespaces of their threads.
 func traces(t *testing.T, root int) (namespaces map[string]bool, processes []int) {
 	t.Helper()
 	namespaces = map[string]bool{}
@@ -227,7 +228,7 @@ func TestKernelDaemonBelowRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	var d *lab.Daemon
-	err = l.Host(2).Do(t.Context(), func() (err error) { // host2 has a file /run/flanneld, host1 does not
+	err = l.Host(2).Do(t.Context(), func() (err error) { // only host2 has a file /run/flanneld
 		d, err = l.Host(1).StartFlanneld(t.Context(), lab.FlanneldOptions{Path: "/run/flanneld", Args: []string{"hello"}})
 		return err
 	})

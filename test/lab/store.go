@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// PodNetwork returns the pod network of family f that NetworkConfig configures.
+// PodNetwork returns the pod range of family f that NetworkConfig configures.
 func PodNetwork(f prefix.Family) netip.Prefix { return podNetwork(0, f) }
 
 // podNetwork returns the pod range of the lab's network i, counted from 0.
@@ -29,8 +29,8 @@ func podNetwork(i int, f prefix.Family) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 3: byte(first + i)}), 48)
 }
 
-// NetworkConfig returns the network configuration for pods of the given families. It has
-// no Backend key if backend is nil.
+// NetworkConfig returns the network configuration of the lab's only network, for pods
+// of the given families. It has no key Backend if backend is nil.
 func NetworkConfig(families []prefix.Family, backend json.RawMessage) (json.RawMessage, error) {
 	return networkConfig(0, families, backend)
 }
@@ -54,7 +54,8 @@ func networkConfig(i int, families []prefix.Family, backend json.RawMessage) (js
 	return text, nil
 }
 
-// PutNetwork puts the network configuration into the store.
+// PutNetwork replaces the network configuration in the store, for a lab with one
+// network without a name.
 func (l *Lab) PutNetwork(ctx context.Context, config json.RawMessage) error {
 	return l.put(ctx, Prefix+"/config", config)
 }
@@ -73,8 +74,8 @@ func (l *Lab) put(ctx context.Context, key string, config json.RawMessage) error
 
 // Lease is a subnet lease in the store.
 type Lease struct {
-	Network string        // name; empty if the lab has one network without a name
-	Key     string        // without the prefix up to subnets/
+	Network string        // name of the network; empty if the lab has one without a name
+	Key     string        // etcd key of the lease, without the prefix up to subnets/
 	Value   string        // JSON
 	TTL     time.Duration // the remaining time; 0 means that the lease does not expire
 }

@@ -16,7 +16,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// connection is both ends of a TCP connection between two pods.
+// connection contains both ends of a TCP connection between two pods: near at the pod that opened
+// it.
 type connection struct{ near, far net.Conn }
 
 func (c connection) Close() {
@@ -24,8 +25,8 @@ func (c connection) Close() {
 	c.far.Close()
 }
 
-// connectTo opens a connection from p to the address of the other pod in family f. It
-// aborts when ctx ends.
+// connectTo opens a TCP connection from p to the address of the other pod in family f. It returns
+// an error if ctx ends first. The caller closes the connection.
 func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connection, err error) {
 	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
 	if err != nil {
@@ -54,8 +55,8 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connec
 	return c, nil
 }
 
-// cause returns the reason why ctx ended if it has ended, because err is then only a
-// consequence. Otherwise it returns err.
+// cause returns err or, if ctx has ended, the reason for that, because err is then only a
+// consequence.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -63,7 +64,7 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
-// Connect opens a TCP connection to the other pod, sends data in both directions and
+// Connect opens a TCP connection to the other pod, sends data in both directions, and closes it. It
 // returns the source address that the other pod saw.
 func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip.Addr, err error) {
 	defer func() {
@@ -90,8 +91,8 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 }
 
 // Throughput sends data over TCP to the other pod for the time d, and returns the received bits per
-// second. It waits longer than d for the first data, because on a busy machine, or after a lost packet,
-// they may arrive later than a short d.
+// second. It waits up to five seconds for the first data even if d is shorter: on a busy machine,
+// or after a lost packet, they may arrive late.
 func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (bps float64, err error) {
 	bps, err = p.throughput(ctx, to, f, d)
 	if err != nil {
@@ -101,7 +102,7 @@ func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 }
 
 func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (float64, error) {
-	const patience = 5 * time.Second // for the first data
+	const patience = 5 * time.Second // time to wait for the first data
 	c, err := p.connectTo(ctx, to, f)
 	if err != nil {
 		return 0, err
@@ -144,7 +145,7 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 	return float64(received) * 8 / time.Since(start).Seconds(), nil
 }
 
-// ignoreTimeout returns nil for the timeout that ends a measurement, and otherwise err.
+// ignoreTimeout returns nil if err is a timeout, which ends a measurement, and otherwise err.
 func ignoreTimeout(err error) error {
 	if ne := net.Error(nil); errors.As(err, &ne) && ne.Timeout() {
 		return nil

@@ -20,8 +20,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestKernelPingSeesPathMTU checks that a host's ping that must not be fragmented fails with the
-// smaller MTU of the path, and that a ping to an address without a host gets no answer.
+// TestKernelPingSeesPathMTU checks pings from a host. A large ping that must not be fragmented
+// must fail and report the smaller MTU of the path. A ping to an address that no host has must
+// fail without an answer.
 func TestKernelPingSeesPathMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Segments: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	err := l.Underlay().Netlink(t.Context(), func(nl *netlink.Handle) error {
@@ -56,7 +57,7 @@ func TestKernelFlowCountsLoss(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitUntil(t, "100 packets", func() bool { return flow.Stats().Answered >= 100 })
-	if lost := flow.Stats().Lost; len(lost) > 2 { // two may be in transit
+	if lost := flow.Stats().Lost; len(lost) > 2 { // two packets may not have come back yet
 		t.Errorf("lost %v on a quiet link", lost)
 	}
 	setEth0 := func(up bool) {
@@ -120,7 +121,7 @@ func TestKernelShaping(t *testing.T) {
 	}
 }
 
-// TestVMShaping checks links with latency and loss, with and without a rate limit.
+// TestVMShaping checks links with latency and a rate limit, and links with loss.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMShaping(t *testing.T) {
@@ -131,8 +132,9 @@ func TestVMShaping(t *testing.T) {
 		l := newLab(t, cfg)
 		addStaticNetwork(t, l, 1500)
 		for _, f := range dual {
-			// The machine adds delay, and resolving the neighbour doubles it, but not in
-			// all five.
+			// The machine adds delay, and resolving the neighbour may double the time of the
+			// first round trip. But the shortest of five takes only a little longer than twice
+			// the latency.
 			if rtt := quickest(t, l, f); rtt < 100*time.Millisecond || rtt > 190*time.Millisecond {
 				t.Errorf("%v: a round trip of %v, want 50 ms each way", f, rtt)
 			}
@@ -153,7 +155,7 @@ func TestVMShaping(t *testing.T) {
 	})
 }
 
-// expectTenMegabits checks the throughput of links with that rate.
+// expectTenMegabits checks that a pod receives about ten megabits per second from the other one.
 func expectTenMegabits(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	pods := l.Pods()
@@ -162,7 +164,7 @@ func expectTenMegabits(t *testing.T, l *lab.Lab) {
 		t.Fatal(err)
 	}
 	least := 5e6
-	if os.Getenv("EMULATED") != "" { // a busy machine emulates TCP more slowly than the limit
+	if os.Getenv("EMULATED") != "" { // a busy machine emulates TCP so slowly that it does not reach the limit
 		least = 2e6
 	}
 	if bps < least || bps > 15e6 {
@@ -184,8 +186,9 @@ func quickest(t *testing.T, l *lab.Lab, f prefix.Family) time.Duration {
 	return slices.Min(rtts)
 }
 
-// lostOf sends at least n packets between two pods after the first answer, and returns
-// how many were sent and how many did not come back.
+// lostOf starts a flow between two pods and waits for the first ten answers. Of the packets that
+// it sends from then on, at least n, it returns how many were sent and how many did not come
+// back.
 func lostOf(t *testing.T, l *lab.Lab, f prefix.Family, n int) (sent, lost int) {
 	t.Helper()
 	pods := l.Pods()

@@ -19,10 +19,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-const router = 254 // the router's host number on every segment
+const router = 254 // the router's number on every segment, in place of a host number
 
-// segmentAddr returns the address of a host number, or of router, on a segment. Segments
-// count from 0.
+// segmentAddr returns the underlay address of a host, or of router, on a segment. Segments count
+// from 0 and hosts from 1.
 func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 168, byte(77 + segment), byte(host)}), 24)
@@ -30,11 +30,12 @@ func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 3: 0x77, 5: byte(segment), 15: byte(host)}), 64)
 }
 
-// RouterAddr returns the router's address of family f on the first segment. It exists if
-// the lab has that family.
+// RouterAddr returns the router's address of family f on the first segment. The router has this
+// address only if the lab uses that family.
 func (l *Lab) RouterAddr(f prefix.Family) netip.Addr { return segmentAddr(f, 0, router).Addr() }
 
-// endpointAddrs returns the addresses of the router. Every host can reach all of them.
+// endpointAddrs returns the addresses of the router on all segments, at which the store and the API
+// server listen. Every host can reach all of them.
 func (l *Lab) endpointAddrs() []netip.Addr {
 	var addrs []netip.Addr
 	for s := range l.cfg.Segments {
@@ -54,8 +55,9 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 	return l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		for s := range l.cfg.Segments {
 			br := &netlink.Bridge{LinkAttrs: attrs(bridgeName(s), l.cfg.MTU)}
-			// Otherwise the bridge has the lowest MAC address of its ports. This address can change
-			// when a host is added, and hosts that know the former address do not reach the router.
+			// Without an address of its own, the bridge has the lowest MAC address of its ports.
+			// This address can change when a host is added, and hosts that know the former address
+			// do not reach the router.
 			br.HardwareAddr = net.HardwareAddr{0x02, 0, 0, 0, 0x77, byte(s)}
 			if err := h.LinkAdd(br); err != nil {
 				return fmt.Errorf("add bridge %s: %w", br.Name, err)
@@ -122,8 +124,8 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 // carrierTimeout limits the wait for the carrier of a new link, and for its addresses.
 const carrierTimeout = 10 * time.Second
 
-// answered waits until the host reaches itself and the router. It may have to wait because the
-// kernel makes the routes of a new IPv6 address in the background.
+// answered waits until the host can ping itself and the router, because the kernel makes the routes
+// of a new IPv6 address in the background.
 func (l *Lab) answered(ctx context.Context, host *Host) error {
 	ctx, cancel := context.WithTimeout(ctx, carrierTimeout)
 	defer cancel()
@@ -143,9 +145,9 @@ func (l *Lab) answered(ctx context.Context, host *Host) error {
 	return nil
 }
 
-// plugged waits until packets pass from eth0 at the far end through port to bridge. If
-// many links are created and removed, the kernel takes a second to notice a new carrier
-// and drops packets until then.
+// plugged waits until packets can pass from eth0 of far through port to bridge, both of near: all
+// three must have a carrier. After many links have been created and removed, the kernel may take a
+// second to notice a new carrier, and drops packets until then.
 func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Namespace) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, carrierTimeout, errors.New("no carrier"))
 	defer cancel()
@@ -177,13 +179,13 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	return nil
 }
 
-// maxLearned is the number of hosts in the largest lab that relies on ARP and neighbour
-// discovery between hosts.
+// maxLearned is the largest number of hosts that find each other by ARP and neighbour discovery.
+// Larger labs need pinNeighbours.
 const maxLearned = 20
 
-// pinNeighbours gives the hosts of a large lab permanent neighbour entries for each
-// other. The kernel limits the resolved neighbours of all namespaces together, to 1024 by
-// default, and a full mesh of 32 hosts exceeds that.
+// pinNeighbours gives the hosts of a large lab permanent neighbour entries for each other. The
+// kernel limits the neighbours that it resolves in all namespaces together, to 1024 by default. The
+// pairs of 32 hosts exceed that.
 func (l *Lab) pinNeighbours(ctx context.Context) error {
 	if len(l.hosts) <= maxLearned {
 		return nil
@@ -217,7 +219,7 @@ func (l *Lab) pinNeighbours(ctx context.Context) error {
 	return nil
 }
 
-// plug creates a veth pair and makes its near end a port of bridge.
+// plug creates a veth pair, and makes the end called port a port of bridge.
 func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	if err := h.LinkAdd(port); err != nil {
 		return fmt.Errorf("add veth %s: %w", port.Name, err)
@@ -232,8 +234,8 @@ func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	return setUp(h, port)
 }
 
-// configure sets the addresses of eth0 and, for each of them, adds a default route through
-// its gateway.
+// configure adds the addresses to eth0, brings it up and, for each address, adds a default route
+// through its gateway.
 func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefix) netip.Addr) error {
 	eth0, err := h.LinkByName("eth0")
 	if err != nil {
@@ -277,8 +279,8 @@ func loUp(h *netlink.Handle) error {
 	return setUp(h, lo)
 }
 
-// setUp brings up a link of the calling thread's namespace. It disables duplicate address
-// detection so that the link-local address is usable at once: an IPv6 router needs it to
+// setUp brings up a link in the namespace of the calling thread. Before that it disables duplicate
+// address detection, so that the link-local address can be used at once: an IPv6 router needs it to
 // resolve neighbours.
 func setUp(h *netlink.Handle, link netlink.Link) error {
 	name := link.Attrs().Name
@@ -300,7 +302,7 @@ func attrs(name string, mtu int) netlink.LinkAttrs {
 func addAddr(h *netlink.Handle, link netlink.Link, p netip.Prefix) error {
 	a := &netlink.Addr{IPNet: ipNet(p)}
 	if p.Addr().Is6() {
-		a.Flags = unix.IFA_F_NODAD // without duplicate address detection, so usable at once
+		a.Flags = unix.IFA_F_NODAD // no duplicate address detection, so that the address can be used at once
 	}
 	if err := h.AddrReplace(link, a); err != nil {
 		return fmt.Errorf("add address %s to %s: %w", p, link.Attrs().Name, err)
@@ -308,7 +310,7 @@ func addAddr(h *netlink.Handle, link netlink.Link, p netip.Prefix) error {
 	return nil
 }
 
-// ipNet converts p and keeps its host bits, because p is an address and not a route.
+// ipNet converts p and keeps its host bits, because p is an address and its prefix length.
 func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
