@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/test/figures"
 )
 
-// barePrefix is the prefix of keys that only a bare watch sees, not the daemon.
+// barePrefix is the prefix of etcd keys that a bare watch sees and the daemon does not.
 const barePrefix = "/bare/"
 
 // bareList returns the time from exec until a minimal etcd client has read all leases.
@@ -32,8 +32,8 @@ func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	return took, nil
 }
 
-// bareEvents makes as many writes as the function events, at the same rate, and returns
-// the CPU time per event of a minimal process that watches them.
+// bareEvents makes as many writes as events does, at the same rate, and returns the CPU
+// time per event of a minimal process that watches them.
 func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) {
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
@@ -50,7 +50,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 		return 0, err
 	}
 	key := barePrefix + p.subnet.String()
-	const every = 2 * eventPause // the same rate as in events, where every other event goes to the bare watch
+	const every = 2 * eventPause // the same rate as in events, where a bare watch gets every other event
 	for range count {
 		for _, write := range []func() error{
 			func() error { return b.put(ctx, key, value) },
@@ -65,8 +65,9 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	return (after - before) / time.Duration(2*count), err
 }
 
-// startBare starts the minimal client of a store that runPlain calls name, on host 1. It
-// waits until the client reports that it has read the data, or that its watch has begun.
+// startBare starts on host 1 the minimal program that runPlain calls name, with config.
+// It waits until the program reports that it has read the data, or that its watch has
+// begun. The caller must call stop, unless startBare returns an error.
 func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -84,7 +85,7 @@ func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop
 		_ = cmd.Process.Kill() // the result of a killed process does not matter
 		_ = cmd.Wait()
 	}
-	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // the client may never report
+	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // ends the wait below, because the program may never report
 	if _, err := says.Read(make([]byte, 1)); err != nil {
 		stop()
 		return 0, nil, fmt.Errorf("%s has ended: %w", name, err)
@@ -97,9 +98,9 @@ func sayThere() error {
 	return err
 }
 
-// bareClient returns an etcd client with a fixed window. Otherwise gRPC would send a ping
-// after each message to find out the best window size, which for a small event is most of
-// the work.
+// bareClient returns an etcd client with a window of fixed size. Otherwise gRPC would
+// send a ping after each message to find the best size, and for a small event the ping is
+// most of the work.
 func bareClient(endpoint string) (*clientv3.Client, error) {
 	const window = 1 << 20
 	return clientv3.New(clientv3.Config{Endpoints: []string{endpoint}, DialOptions: []grpc.DialOption{
@@ -107,7 +108,7 @@ func bareClient(endpoint string) (*clientv3.Client, error) {
 	}})
 }
 
-// runList lists the leases.
+// runList reads all leases once, and reports that.
 func runList(endpoint string) error {
 	client, err := bareClient(endpoint)
 	if err != nil {
@@ -120,7 +121,8 @@ func runList(endpoint string) error {
 	return sayThere()
 }
 
-// runWatch watches the bare prefix until the process is killed.
+// runWatch watches barePrefix until the process is killed. It reports that the watch has
+// begun.
 func runWatch(endpoint string) error {
 	client, err := bareClient(endpoint)
 	if err != nil {

@@ -24,16 +24,16 @@ import (
 
 const etcdPrefix = lab.Prefix
 
-// txnOps is how many keys one transaction writes. etcd's default limit is 128.
+// txnOps is how many keys one transaction writes. etcd allows 128 by default.
 const txnOps = 100
 
-// bed is the lab for the measures. The daemon runs on host 1. Host 2 is equal to it. The
-// benchmark measures the kernel's limit there, and uses it as the other end of traffic.
+// bed is the lab for the measures. The daemon runs on host 1. Host 2 has the same settings:
+// on it the benchmark measures the kernel's limit, and it is the other end of traffic.
 type bed struct {
 	lab     *lab.Lab
 	client  *clientv3.Client // connects from inside host 1, like the daemon
 	backend string
-	peers   []peer // peers whose leases are in etcd
+	peers   []peer // the peers whose leases are in etcd
 	plain   []int  // process ids of the programs that carry packets instead of daemons
 }
 
@@ -63,7 +63,8 @@ func newBed(ctx context.Context, flanneld string) (*bed, error) {
 	return b, nil
 }
 
-// prepareHost makes the peers directly reachable through eth0, as host-gw requires.
+// prepareHost adds a route that makes the addresses of all peers directly reachable through
+// eth0, as host-gw requires.
 func prepareHost(ctx context.Context, h *lab.Host) error {
 	return withRTNL(ctx, h, func(r *rtnl) error {
 		eth0, err := net.InterfaceByName("eth0")
@@ -75,7 +76,8 @@ func prepareHost(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// withRTNL runs f on a locked thread in the host's network namespace.
+// withRTNL runs f with a new rtnetlink socket, on a locked thread in the host's network
+// namespace.
 func withRTNL(ctx context.Context, h *lab.Host, f func(r *rtnl) error) error {
 	return h.Do(ctx, func() error {
 		r, err := openRTNL()
@@ -95,7 +97,7 @@ func (b *bed) close() {
 }
 
 // configure replaces flannel's data in etcd by the network configuration and the leases of
-// n peers, unless the last call did the same.
+// n peers. It does nothing if etcd already has them.
 func (b *bed) configure(ctx context.Context, backend string, n int) error {
 	if b.backend == backend && len(b.peers) == n {
 		return nil
@@ -110,7 +112,8 @@ func (b *bed) configure(ctx context.Context, backend string, n int) error {
 	return b.putLeases(ctx, b.peers)
 }
 
-// putConfig writes the network configuration. The network migrates to next unless it is nil.
+// putConfig writes the network configuration with that backend. If next is not nil, it
+// becomes NextBackend, so that the network migrates.
 func (b *bed) putConfig(ctx context.Context, backend, next map[string]any) error {
 	keys := map[string]any{"Network": podNetwork, "SubnetLen": 24, "SubnetMin": ownSubnets, "Backend": backend}
 	if next != nil {
@@ -130,7 +133,8 @@ func (b *bed) putLeases(ctx context.Context, peers []peer) error {
 	return b.putLeasesOf(ctx, peers, b.backend, "")
 }
 
-// putLeasesOf writes the leases of peers with the given backends. next may be empty.
+// putLeasesOf writes the leases of peers with data for the backend and, unless next is
+// empty, for the next backend.
 func (b *bed) putLeasesOf(ctx context.Context, peers []peer, backend, next string) error {
 	for len(peers) > 0 {
 		some := peers[:min(txnOps, len(peers))]
@@ -173,7 +177,8 @@ func (b *bed) device() string {
 	return "eth0"
 }
 
-// clean removes everything that a daemon has left on host.
+// clean stops the daemon on h and removes everything that it has left there: state, device,
+// routes and nexthop objects. It also deletes the leases of all daemons.
 func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 	if d := h.Daemon(); d != nil {
 		if _, err := d.Stop(ctx); err != nil {
@@ -215,7 +220,8 @@ func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// deleteOwnLeases deletes the leases of daemons, which are those that expire.
+// deleteOwnLeases deletes the leases of all daemons. Only they expire; the leases of peers
+// do not.
 func (b *bed) deleteOwnLeases(ctx context.Context) error {
 	leases, err := b.client.Leases(ctx)
 	if err != nil {
@@ -229,8 +235,8 @@ func (b *bed) deleteOwnLeases(ctx context.Context) error {
 	return nil
 }
 
-// flushDevice deletes the routes to pods through a device, and then all nexthop objects.
-// The opposite order takes much longer.
+// flushDevice deletes the routes to pods through a device, and then the nexthop objects of
+// all devices. The opposite order takes much longer.
 func (r *rtnl) flushDevice(ifindex int) error {
 	pods := netip.MustParsePrefix(podNetwork)
 	var routes []netip.Prefix
@@ -265,7 +271,7 @@ func (r *rtnl) flushDevice(ifindex int) error {
 	return nil
 }
 
-// addVXLAN creates a device on host like that of the daemon.
+// addVXLAN creates on h a device like that of the daemon.
 func addVXLAN(ctx context.Context, h *lab.Host) error {
 	return h.Netlink(ctx, func(nl *netlink.Handle) error {
 		eth0, err := nl.LinkByName("eth0")
@@ -282,9 +288,10 @@ func addVXLAN(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// limit measures how long the kernel takes to accept the objects of peers. It cleans host 2
-// first, and writes the objects of base there, which do not count. kinds says which objects
-// a peer has.
+// limit measures how long the kernel takes to accept the objects of peers on host 2. It
+// cleans that host first and writes the objects of base, which are not measured. kinds
+// selects the objects of each peer. base and peers together must be the first peers of the
+// benchmark.
 func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
 	h := b.lab.Host(2)
 	if err := b.clean(ctx, h); err != nil {
@@ -315,8 +322,8 @@ func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (too
 	return took, cpu, b.verify(ctx, h, len(base)+len(peers))
 }
 
-// verify compares the kernel objects of a host, entry by entry, with those that the first
-// n peers need.
+// verify returns an error unless a host has all kernel objects that the first n peers need,
+// with the right values. It ignores further objects.
 func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 	kinds := objectsOf(b.backend)
 	return withRTNL(ctx, h, func(r *rtnl) error {
@@ -347,7 +354,7 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 
 // quiesce waits until the last measure no longer has effects: it collects the benchmark's
 // own garbage and leaves the kernel time for deferred work.
-func (b *bed) quiesce(ctx context.Context) error {
+func (b *bed) settle(ctx context.Context) error {
 	runtime.GC()
 	return wait.For(ctx, 300*time.Millisecond)
 }

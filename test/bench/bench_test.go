@@ -60,11 +60,11 @@ func TestQuantile(t *testing.T) {
 
 func testReport() *report {
 	r := &report{Date: time.Unix(0, 0), Commit: "abc"}
-	for _, v := range []float64{9, 1, 2} { // met, because the median counts
+	for _, v := range []float64{9, 1, 2} { // met, because only the median must meet a target above zero
 		r.add("one", "fast", 10, "ms", v, 3)
 	}
 	r.add("two", "size", -1, "MB", 36, 35)
-	for _, v := range []float64{0, 0, 1} { // not met: no round may have any
+	for _, v := range []float64{0, 0, 1} { // not met, because every round must meet a target of zero
 		r.add("two", "lost", -1, "", v, 0)
 	}
 	r.add("one", "fast", 5, "ms", 1)
@@ -103,7 +103,7 @@ func TestReport(t *testing.T) {
 	}
 }
 
-// TestSave checks that charts without data in this run are removed.
+// TestSave checks that save writes the results and removes a chart for which this run has no data.
 func TestSave(t *testing.T) {
 	dir := t.TempDir()
 	old := filepath.Join(dir, "old.svg")
@@ -121,8 +121,9 @@ func TestSave(t *testing.T) {
 	}
 }
 
-// TestPeers checks that no two peers have the same subnet, address or MAC, and that their leases are
-// valid.
+// TestPeers checks that no two peers have the same subnet, address, MAC, key or nexthop id, and that
+// all are in their ranges. It also checks the lease value and the gateway of one peer with each
+// backend.
 func TestPeers(t *testing.T) {
 	network, underlay := netip.MustParsePrefix(podNetwork), netip.MustParsePrefix(peerNetwork)
 	seen, own := map[any]bool{}, netip.MustParseAddr(ownSubnets)
@@ -153,8 +154,8 @@ func TestPeers(t *testing.T) {
 	}
 }
 
-// TestConcerned checks that concerned names the object that a message announces, but returns "" if the
-// object belongs to another peer or another device.
+// TestConcerned checks that concerned names the object that a message announces. It must return ""
+// if the object belongs to another peer or another device.
 func TestConcerned(t *testing.T) {
 	const device = 7
 	p, other := makePeer(3), makePeer(4)
@@ -197,8 +198,8 @@ func TestFigure(t *testing.T) {
 	}
 }
 
-// TestRouteWatch checks that the watch notices a peer without a route, also if its route goes with a
-// nexthop object or a device, and not if one route replaces another.
+// TestRouteWatch checks that the watch notices when a peer has no route, also if its route
+// disappears with a nexthop object or a device. It must not do so if one route replaces another.
 func TestRouteWatch(t *testing.T) {
 	const vxlan, eth0, up, down = 7, 2, unix.IFF_UP, 0
 	p := makePeer(3)
@@ -229,7 +230,7 @@ func TestRouteWatch(t *testing.T) {
 		name    string
 		changes []func(*rtnl)
 		without int
-		best    uint32 // device; 0 if there is none
+		best    uint32 // index of the device with the best route; 0 if there is no route
 	}{
 		{"a route stands by", []func(*rtnl){route(unix.RTM_NEWROUTE, eth0, standbyMetric, 0)}, 0, vxlan},
 		{"the best one is replaced", []func(*rtnl){route(unix.RTM_NEWROUTE, eth0, 0, 0)}, 0, eth0},

@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// foreign is a device that does not belong to flannel on a busy host. It has many routes,
-// and neighbours that change constantly.
+// foreign is a device of another program on a busy host. It has many routes, and
+// neighbours that change constantly.
 type foreign struct {
 	host  *lab.Host
 	index int
@@ -24,8 +24,8 @@ type foreign struct {
 
 const foreignDevice = "busy0"
 
-// makeBusy creates the device and count routes to it, /32 each, as a routing daemon
-// would.
+// makeBusy creates the foreign device and count routes to it, each to one address, as
+// a routing daemon would.
 func makeBusy(ctx context.Context, h *lab.Host, count int) (*foreign, error) {
 	f := &foreign{host: h}
 	err := h.Netlink(ctx, func(nl *netlink.Handle) error {
@@ -60,7 +60,7 @@ func makeBusy(ctx context.Context, h *lab.Host, count int) (*foreign, error) {
 	})
 }
 
-// remove removes the device together with its routes and neighbours.
+// remove removes the device, and with it its routes and neighbours.
 func (f *foreign) remove(ctx context.Context) error {
 	return f.host.Netlink(ctx, func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName(foreignDevice)
@@ -71,7 +71,8 @@ func (f *foreign) remove(ctx context.Context) error {
 	})
 }
 
-// churn changes rate neighbours per second until stop is called.
+// churn changes rate neighbours per second until stop is called. stop returns the
+// error of a failed change.
 func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -88,7 +89,7 @@ func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 				for range share {
 					r.putNeigh(f.index, ip, mac)
 					ip = ip.Next()
-					if ip.As4()[2] > 3 { // after a thousand of them
+					if ip.As4()[2] > 3 { // start again after a thousand neighbours
 						ip = netip.AddrFrom4([4]byte{100, 64})
 					}
 				}

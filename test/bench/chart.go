@@ -9,7 +9,8 @@ import (
 	"github.com/flanneld/flanneld/test/chart"
 )
 
-// charts returns the charts for which the report has data, by file name.
+// charts returns the charts for which the report has data, by file name without
+// extension.
 func (r *report) charts() map[string]chart.Chart {
 	all := map[string]chart.Chart{
 		"cold":       {Title: "Cold start: from exec to the last kernel object", Unit: "milliseconds, median and range"},

@@ -28,7 +28,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// cloudServer is the test server of a cloud.
+// cloudServer is a test server that behaves like the API of a cloud.
 type cloudServer struct {
 	http.Handler
 	backend  string
@@ -36,20 +36,20 @@ type cloudServer struct {
 	metadata func(n int, a netip.Addr) http.Handler // adds host n, and returns its metadata service
 	calls    func() int
 	env      func(api, metadata string) map[string]string
-	// slow adds the route to host n without a call, because the calls that create routes take long in
-	// this cloud. It is nil if they are quick.
+	// slow adds the route to host n directly, without a call of the API, because the calls that create
+	// routes take long in this cloud. It is nil if they are quick.
 	slow func(n int, dst netip.Prefix)
 }
 
 const (
 	cloudResync  = 5 * time.Minute // the default of --resync
 	cloudQuota   = 5000
-	slowestStart = 100 // in a cloud with slow calls, the most hosts whose routes are created by calls
+	slowestStart = 100 // in a cloud with slow calls, the largest number of hosts whose routes are created by calls
 )
 
 func cloudNetworkPrefix() netip.Prefix { return netip.MustParsePrefix("10.16.0.0/12") }
 
-// cloudServers returns an empty server of each cloud.
+// cloudServers returns a server of each cloud, without hosts and routes.
 func cloudServers() []*cloudServer {
 	ec2, ali, tencent, google := ec2test.New(), alitest.New(), tencenttest.New(), gcetest.New()
 	ec2.SetQuota(cloudQuota)
@@ -113,9 +113,9 @@ func cloudHost(n int) cloud.Host {
 }
 
 // measureCloud counts the calls that hosts make to the API of each cloud, with both values of
-// Backend.Writer. It runs the keepers of the daemon in this process.
+// Backend.Writer. It runs the keepers of the daemons in this process.
 func (r *runner) measureCloud(ctx context.Context) error {
-	ctx = klog.NewContext(ctx, klog.Logger{}) // no log, which would have a line for each route
+	ctx = klog.NewContext(ctx, klog.Logger{}) // without a log, which would have a line for each route
 	for _, hosts := range []int{10, 100, 1000} {
 		for _, s := range cloudServers() {
 			if err := r.cloudRound(ctx, s, hosts); err != nil {
@@ -148,7 +148,8 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) erro
 		return fmt.Errorf("start a leader: %w", err)
 	}
 	defer leader.end()
-	// First a leader makes the calls for a host that joins. Then a host that joins makes them itself.
+	// First the leader makes the calls for a host that joins. Then the leader ends, and the next host
+	// that joins makes the calls itself.
 	b.metadata[hosts+1] = s.metadata(hosts+1, cloudHost(hosts + 1).Addresses[0])
 	led, err := leader.join(ctx, hosts+1)
 	if err != nil {
@@ -180,7 +181,7 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) erro
 	return nil
 }
 
-// cloudBench is one server with its hosts.
+// cloudBench is a server with the hosts of its cloud.
 type cloudBench struct {
 	*cloudServer
 	api      string
@@ -188,8 +189,8 @@ type cloudBench struct {
 }
 
 // host returns the backend of host n, as its daemon creates it, and a function that ends its metadata
-// service. The backend must have connected before the next call of host: the addresses of the services
-// are in environment variables of this process, which each call replaces.
+// service. The addresses of the services are in environment variables of this process, which each call
+// replaces. So the backend must have connected before the next call.
 func (b *cloudBench) host(ctx context.Context, n int, writer string) (*backend.CloudBackend, func(), error) {
 	metadata, end, err := serveHTTP(ctx, b.metadata[n])
 	if err != nil {
@@ -214,14 +215,14 @@ func (b *cloudBench) host(ctx context.Context, n int, writer string) (*backend.C
 	return be.(*backend.CloudBackend), end, nil
 }
 
-// count returns the number of calls that f makes.
+// count returns the number of calls of the API that f makes.
 func (b *cloudBench) count(f func() error) (int, error) {
 	before := b.calls()
 	err := f()
 	return b.calls() - before, err
 }
 
-// cloudPeers returns the peers of host n in a network with that number of hosts.
+// cloudPeers returns the peers of host n in a network with that number of hosts, counted from 1.
 func cloudPeers(n, hosts int) cloud.Peers {
 	p := cloud.Peers{Complete: true}
 	for other := 1; other <= hosts; other++ {
@@ -232,7 +233,7 @@ func cloudPeers(n, hosts int) cloud.Peers {
 	return p
 }
 
-// runningKeeper is a keeper that runs until end.
+// runningKeeper is a cloud keeper that runs until end is called. own is the number of its host.
 type runningKeeper struct {
 	*cloud.Keeper
 	*cloudBench
@@ -254,8 +255,8 @@ func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts int, all 
 	return runningKeeper{k, b, n, compared, func() { cancel(); <-done }}
 }
 
-// await waits until the keeper has made that number of comparisons since its start. It returns the
-// error of the last one.
+// await waits until the keeper has compared the routes that many times since its start. It returns the
+// error of the last comparison, or an error if ctx ends first.
 func (k runningKeeper) await(ctx context.Context, comparisons int64) error {
 	for k.compared.Load() < comparisons {
 		select {
@@ -268,7 +269,7 @@ func (k runningKeeper) await(ctx context.Context, comparisons int64) error {
 	return err
 }
 
-// join lets host n join, and counts the calls until its route is confirmed.
+// join lets host n join the network, and counts the calls until a comparison has confirmed its route.
 func (k runningKeeper) join(ctx context.Context, n int) (int, error) {
 	return k.count(func() error {
 		before := k.compared.Load()
@@ -280,7 +281,7 @@ func (k runningKeeper) join(ctx context.Context, n int) (int, error) {
 	})
 }
 
-// expectRoutes returns an error unless all routes are in order.
+// expectRoutes returns an error unless the routes of exactly that number of hosts are in order.
 func (k runningKeeper) expectRoutes(hosts int) error {
 	if report := k.Report(); len(report.Routed) != hosts {
 		return fmt.Errorf("%d routes are in order, want %d: %v", len(report.Routed), hosts, report.Unrouted)
@@ -288,8 +289,8 @@ func (k runningKeeper) expectRoutes(hosts int) error {
 	return nil
 }
 
-// lead starts host 1 as the leader of a network, and counts the calls until the routes to all hosts are
-// confirmed.
+// lead starts host 1 as the leader of a network, and counts the calls until a comparison has confirmed
+// the routes to all hosts. The caller must call k.end.
 func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, calls int, err error) {
 	calls, err = b.count(func() error {
 		be, end, err := b.host(ctx, 1, cloud.WriterLeader)
@@ -303,10 +304,10 @@ func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, call
 		k = b.keep(ctx, be.Cloud, 1, hosts, true)
 		stop := k.end
 		k.end = func() { stop(); end() }
-		if _, err := k.Result(ctx); err != nil { // waits for the first comparison
+		if _, err := k.Result(ctx); err != nil { // waits for the first comparison, which creates the routes
 			return err
 		}
-		if b.slow == nil || hosts <= slowestStart { // the second comparison confirms the new routes
+		if b.slow == nil || hosts <= slowestStart { // the second comparison confirms the routes that the first one has created
 			if err := k.await(ctx, k.compared.Load()+1); err != nil {
 				return err
 			}
@@ -316,7 +317,8 @@ func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, call
 	return k, calls, err
 }
 
-// start starts host n, which writes its own route, until the route is confirmed.
+// start starts host n, which writes its own route. It returns when a comparison has confirmed the
+// route.
 func (b *cloudBench) start(ctx context.Context, n, hosts int) error {
 	be, end, err := b.host(ctx, n, cloud.WriterHost)
 	if err != nil {
@@ -331,7 +333,8 @@ func (b *cloudBench) start(ctx context.Context, n, hosts int) error {
 	return k.await(ctx, 2)
 }
 
-// rest counts the calls of one comparison that finds everything in order.
+// rest counts the calls of one comparison that finds everything in order. all means that host n
+// compares the routes of all hosts, as a leader does.
 func (b *cloudBench) rest(ctx context.Context, n, hosts int, all bool) (int, error) {
 	return b.count(func() error {
 		be, end, err := b.host(ctx, n, cloud.WriterHost)
@@ -345,7 +348,7 @@ func (b *cloudBench) rest(ctx context.Context, n, hosts int, all bool) (int, err
 	})
 }
 
-// serveHTTP serves h on loopback, and returns its URL.
+// serveHTTP serves h on loopback until end is called, and returns its URL.
 func serveHTTP(ctx context.Context, h http.Handler) (url string, end func(), err error) {
 	var config net.ListenConfig
 	l, err := config.Listen(ctx, "tcp", "127.0.0.1:0")

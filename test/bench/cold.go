@@ -20,18 +20,19 @@ import (
 type start struct {
 	file   time.Duration // from exec to subnet.env
 	all    time.Duration // from exec until all objects exist
-	cpu    time.Duration // of the process, until all objects exist
-	peak   float64       // RSS in bytes, until all objects exist
+	cpu    time.Duration // CPU time of the process, until all objects exist
+	peak   float64       // largest RSS in bytes, until all objects exist
 	daemon *lab.Daemon
 }
 
-// pollEvery is the interval of the observer, which takes microseconds per poll.
+// pollEvery is the pause of the observer between two polls. A poll takes microseconds.
 const pollEvery = 300 * time.Microsecond
 
 // samples is how many routes the observer checks before it counts all objects. A daemon
-// writes routes last, because they need the other objects, and in no particular order. So
-// when all samples exist, on average one in a hundred routes is still missing. With five
-// times as many samples the checks would add two milliseconds to the measured time.
+// writes routes last, because they need the other objects, and in no particular order.
+// So when the routes of all samples exist, on average one in a hundred routes is still
+// missing. With five times as many samples, the checks would add two milliseconds to the
+// measured time.
 const samples = 100
 
 // begin starts the daemon on host 1 and waits until the kernel has all objects of the
@@ -45,7 +46,8 @@ func (b *bed) begin(ctx context.Context, args ...string) (s start, err error) {
 	return s, b.follow(ctx, h, began, &s)
 }
 
-// follow observes the start of s.daemon on h and records its resources.
+// follow waits until the kernel of h has all objects of the peers. It records in s how
+// long that took since began, and what s.daemon has used until then.
 func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
 	err := h.Do(ctx, func() error { return b.observe(ctx, h, began, s) })
 	if err != nil {
@@ -59,8 +61,9 @@ func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start
 	return err
 }
 
-// observe polls for subnet.env and for the routes of a sample of the peers, then counts
-// all objects. It runs on a locked thread in the host's namespace.
+// observe polls for subnet.env and for the routes of a sample of the peers, and then
+// counts all objects. It returns when the file and all objects exist, and sets s.file
+// and s.all. It must run on a locked thread in the host's namespace.
 func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
 	r, err := openRTNL()
 	if err != nil {
@@ -93,7 +96,7 @@ func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *star
 			sample++
 		}
 		if s.all == 0 && sample == min(samples, len(b.peers)) {
-			now := time.Since(began) // before counting, which takes ten milliseconds
+			now := time.Since(began) // taken before the count, which itself takes ten milliseconds
 			all, err := b.complete(r)
 			if err != nil {
 				return err
@@ -108,7 +111,8 @@ func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *star
 	return nil
 }
 
-// complete reports whether the kernel has all entries of the peers.
+// complete reports whether the kernel has at least as many entries of each kind as the
+// peers need.
 func (b *bed) complete(r *rtnl) (bool, error) {
 	link, err := net.InterfaceByName(b.device())
 	if err != nil {

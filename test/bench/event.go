@@ -18,22 +18,22 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// eventPause is the pause between two events, in which daemon and etcd become idle.
+// eventPause is the pause before each event, in which daemon and etcd become idle.
 const eventPause = 10 * time.Millisecond
 
-// patience limits how long a single event may take.
+// patience limits how long an event may take to arrive.
 const patience = 10 * time.Second
 
-// latencies are in milliseconds, from just before the write to etcd.
+// latencies are in milliseconds. Each begins just before the write to etcd.
 type latencies struct{ add, remove, watch []float64 }
 
-// events adds and removes one lease count times. It measures the time until the kernel
-// has announced that the last object of the lease exists, or is gone. In between it
-// measures the time until a bare etcd watch has the event, with a write of equal size that
-// the daemon does not see.
+// events adds and removes one lease count times. It measures the time until the kernel has
+// announced that all objects of the lease exist, or are gone. Between these writes it
+// makes writes of equal size that the daemon does not see, and measures the time until a
+// bare etcd watch has the event.
 func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 	ctx, cancel := context.WithCancel(ctx)
-	defer cancel() // ends the watch: each open watch makes later measures slower
+	defer cancel() // ends the bare watch, because each open watch makes later measures slower
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
 	if err != nil {
@@ -103,8 +103,9 @@ func waitWatch(events clientv3.WatchChan) (time.Time, error) {
 }
 
 // listen subscribes to the kernel's announcements about the objects of p on host. wait
-// blocks until all of them exist or, if gone is true, are gone. It returns the time of the
-// last announcement.
+// blocks until all of them exist or, if gone is true, until all are gone. It returns the
+// time of the last announcement, or an error if none arrives within patience. The caller
+// must call stop, unless listen returns an error.
 func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gone bool) (time.Time, error), stop func(), err error) {
 	var r *rtnl
 	var ifindex int
@@ -145,8 +146,9 @@ func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gon
 	}, r.close, nil
 }
 
-// concerned returns the name of the object of p that a message announces as new or, if gone
-// is true, as deleted. It returns "" for any other message.
+// concerned returns the name of the object of p that a message announces as new or, if
+// gone is true, as deleted. It returns "" for any other message. Neighbours and FDB
+// entries must belong to the device ifindex.
 func (p peer) concerned(typ uint16, payload []byte, ifindex int, gone bool) string {
 	switch {
 	case typ == unix.RTM_NEWROUTE && !gone, typ == unix.RTM_DELROUTE && gone:

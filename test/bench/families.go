@@ -22,7 +22,8 @@ import (
 // podNetwork6 is the IPv6 pod network of this measure: 65,536 subnets of /64.
 const podNetwork6 = "fd00:5::/48"
 
-// measureFamilies compares cold starts with IPv4, with IPv6 and with both, in turn.
+// measureFamilies compares cold starts with IPv4, with IPv6 and with both. They
+// alternate.
 func (r *runner) measureFamilies(ctx context.Context) error {
 	const group = "vxlan, cold start"
 	v4, v6 := []prefix.Family{prefix.IPv4}, []prefix.Family{prefix.IPv6}
@@ -45,7 +46,8 @@ func (r *runner) measureFamilies(ctx context.Context) error {
 	return nil
 }
 
-// familyRound returns the time from exec until the kernel of a new host has all routes.
+// familyRound starts the daemon on a new host, and returns the time from exec until the kernel
+// has all routes.
 func (r *runner) familyRound(ctx context.Context, families []prefix.Family) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -88,7 +90,8 @@ func (r *runner) familyRound(ctx context.Context, families []prefix.Family) (tim
 	return took, checkRoutes(ctx, h, subnets)
 }
 
-// putFamilyPeers puts the leases of n peers into the store, and returns their subnets.
+// putFamilyPeers puts the leases of n peers into the store, and returns their subnets
+// in all families.
 func putFamilyPeers(ctx context.Context, l *lab.Lab, n int, families []prefix.Family) (subnets []netip.Prefix, err error) {
 	c, err := l.Etcd().Client(ctx)
 	if err != nil {
@@ -125,8 +128,8 @@ func putFamilyPeers(ctx context.Context, l *lab.Lab, n int, families []prefix.Fa
 	return subnets, nil
 }
 
-// awaitRoutes polls for the routes to a sample of the subnets, in the calling thread's
-// namespace. See samples.
+// awaitRoutes polls until the routes to a sample of the subnets exist, and returns the
+// time since began. It must run in the network namespace of the host. See samples.
 func awaitRoutes(ctx context.Context, subnets []netip.Prefix, began time.Time) (time.Duration, error) {
 	r, err := openRTNL()
 	if err != nil {
@@ -151,7 +154,8 @@ func awaitRoutes(ctx context.Context, subnets []netip.Prefix, began time.Time) (
 	return time.Since(began), nil
 }
 
-// checkRoutes waits a moment for the routes that were not in the sample.
+// checkRoutes waits a short time until the routes to all subnets exist, also those
+// that were not in the sample. It returns an error if one is still missing then.
 func checkRoutes(ctx context.Context, h *lab.Host, subnets []netip.Prefix) error {
 	missing := 0
 	for range 100 {

@@ -22,14 +22,17 @@ import (
 // creates them for some thousands of services.
 const foreignRules = 20_000
 
-// firewallTriggers is how many changes by other programs the daemon handles in one round.
+// firewallTriggers is how many changes of other programs the daemon has to repair in one
+// round.
 const firewallTriggers = 10
 
-// firewallKind is one way to program traffic rules.
+// firewallKind is one way to program traffic rules. variant is the iptables variant of the
+// other programs.
 type firewallKind struct {
 	name, variant string
 	args          []string
-	// trigger is a command of another program whose change the daemon must repair.
+	// trigger is a command with which another program makes a change that the daemon must
+	// repair.
 	trigger string
 }
 
@@ -44,8 +47,8 @@ func firewallKinds() []firewallKind {
 	}
 }
 
-// measureFirewall measures the cost of masquerade and forward rules for both families,
-// alone and beside many rules of other programs.
+// measureFirewall measures the cost of masquerade and forward rules for both families, on a
+// host without and on one with many rules of other programs.
 func (r *runner) measureFirewall(ctx context.Context) error {
 	for _, k := range firewallKinds() {
 		for _, foreign := range []int{0, foreignRules} {
@@ -57,7 +60,8 @@ func (r *runner) measureFirewall(ctx context.Context) error {
 	return nil
 }
 
-// firewallRound measures on a new host, because rules stay when a daemon stops.
+// firewallRound measures one kind beside foreign rules of other programs. It uses a new host,
+// because rules stay when a daemon stops.
 func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int) error {
 	families := []prefix.Family{prefix.IPv4, prefix.IPv6}
 	network, err := lab.NetworkConfig(families, json.RawMessage(`{"Type":"vxlan"}`))
@@ -106,7 +110,7 @@ func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int)
 	return r.firewallRepairs(ctx, group, k, foreign, d)
 }
 
-// firewallRepairs makes changes that the daemon repairs, and records the CPU time of a repair.
+// firewallRepairs makes changes that d repairs, and records the CPU time per repair.
 func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKind, foreign int, d *lab.Daemon) error {
 	repairs := func() (float64, error) {
 		_, page, err := d.Get(ctx, "/metrics")
@@ -146,7 +150,7 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 	return nil
 }
 
-// inHost runs a script in the daemon's namespaces.
+// inHost runs a script in the daemon's namespaces, and returns its output.
 func (r *runner) inHost(ctx context.Context, d *lab.Daemon, script string) ([]byte, error) {
 	return exec.CommandContext(ctx, "nsenter", "-t", fmt.Sprint(d.PID()), "-n", "-m", "sh", "-ec", script).CombinedOutput()
 }
@@ -162,9 +166,9 @@ func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string
 	return d, wait.For(ctx, afterStart)
 }
 
-// addForeignRules creates count rules in chains of a hundred, half of them for each family, like
-// those of another program on a busy host. No rule jumps to these chains, so they cost only
-// programs that read all rules.
+// addForeignRules creates count rules in chains of a hundred, half of them for each family,
+// like those of another program on a busy host. No rule jumps to these chains, so they cost
+// only those programs that read all rules.
 func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int) error {
 	if count == 0 {
 		return nil
@@ -191,8 +195,8 @@ func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int
 	return nil
 }
 
-// firewallPrograms are two folders with the programs of one iptables variant: the
-// programs themselves, and wrappers that add a line to a log before they run them.
+// firewallPrograms are two folders with the programs of one iptables variant. plain has links
+// to the programs. counted has scripts that add a line to log before they run the program.
 type firewallPrograms struct{ dir, plain, counted, log string }
 
 func newPrograms(variant string) (firewallPrograms, error) {
@@ -218,7 +222,8 @@ func newPrograms(variant string) (firewallPrograms, error) {
 
 func (p firewallPrograms) remove() { _ = os.RemoveAll(p.dir) }
 
-// count returns how many programs an idle daemon runs in the time d.
+// count starts a daemon with the counted programs, and returns how many programs it runs in
+// the time d when it is idle.
 func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind, d time.Duration) (float64, error) {
 	daemon, err := startFirewall(ctx, h, k, p.counted)
 	if err != nil {

@@ -19,12 +19,12 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// small is the size of the packets of a flood in bytes, including the IP header.
+// small is the size of the packets of a flood in bytes, including the IP and UDP headers.
 const small = 200
 
 // flood sends small UDP packets as fast as the sender's kernel accepts them, and measures
-// how many arrive per second. The sender passes them to the kernel one by one, or many at
-// once for the kernel to split (UDP_SEGMENT).
+// how many arrive per second. The sender passes them to the kernel as single packets or,
+// if gathered is true, as large buffers that the kernel splits (UDP_SEGMENT).
 func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried, err error) {
 	if err := b.quiesce(ctx); err != nil {
 		return c, err
@@ -95,8 +95,9 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
-// floodOf returns the buffers that are sent repeatedly, and how many packets each of them
-// contains.
+// floodOf returns the buffers that are sent again and again, and how many packets each of
+// them contains. If gathered is true, it makes the kernel split the buffers that are sent
+// through out.
 func floodOf(out syscall.RawConn, gathered bool) (load *packets, each int, err error) {
 	const payload, most = small - 28, 64
 	if !gathered {
@@ -106,7 +107,7 @@ func floodOf(out syscall.RawConn, gathered bool) (load *packets, each int, err e
 	return newPackets(1, payload*most), most, oneline.Join(cerr, err)
 }
 
-// drain counts arriving packets until in is closed.
+// drain adds the arriving packets to received until in is closed.
 func drain(in syscall.RawConn, received *atomic.Int64) {
 	room := newPackets(64, 2048)
 	for {
@@ -118,15 +119,15 @@ func drain(in syscall.RawConn, received *atomic.Int64) {
 	}
 }
 
-// packets are buffers that one system call passes to or from the kernel. golang.org/x/net
-// has the same but parses the address of each packet: on a machine that sends, carries
-// and receives with the same CPUs, that would distort the result.
+// packets contains buffers that one system call passes to or from the kernel.
+// golang.org/x/net has the same but parses the address of each packet. On a machine that
+// sends, carries and receives with the same CPUs, that would distort the result.
 type packets struct{ headers []mmsghdr }
 
 // mmsghdr is the struct of sendmmsg(2).
 type mmsghdr struct {
 	unix.Msghdr
-	_ uint32 // number of bytes sent or received
+	_ uint32 // number of bytes that the kernel has sent or received
 }
 
 func newPackets(count, size int) *packets {
@@ -148,7 +149,8 @@ func (p *packets) receive(from syscall.RawConn) (n int, err error) {
 	return p.call(from.Read, unix.SYS_RECVMMSG)
 }
 
-// call waits with run until the kernel has sent or received at least one of p.
+// call makes the system call number through run, which waits until the kernel accepts or
+// has at least one packet. n is the number of buffers that were sent or received.
 func (p *packets) call(run func(func(fd uintptr) bool) error, number uintptr) (n int, err error) {
 	var done uintptr
 	var errno syscall.Errno

@@ -34,7 +34,7 @@ const (
 	kubeGroup   = "Kubernetes"
 	kubeOwn     = "bench-host1"
 	kubeRate    = 100 // heartbeats per second
-	kubeWatches = 10  // parallel bare watches, to measure the cost of one
+	kubeWatches = 10  // number of bare watches at the same time, so that the cost of one is measurable
 )
 
 // measureKube measures the daemon with a real API server and thousands of Nodes.
@@ -53,7 +53,7 @@ func (r *runner) measureKube(ctx context.Context) error {
 	}
 	defer func() {
 		s.close()
-		r.backend = "" // so that the next configure writes everything again
+		r.backend = "" // make the next configure write everything again
 	}()
 	r.peers = makePeers(r.large)
 	own := map[string]any{
@@ -106,7 +106,7 @@ func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) (st start, err e
 	return st, r.follow(ctx, h, began, &st)
 }
 
-// kubeStart measures a cold start, and a start from the last known state.
+// kubeStart measures a cold start, and a restart from the last known state.
 func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	n, h := r.large, r.lab.Host(1)
 	if err := r.clean(ctx, h); err != nil {
@@ -150,7 +150,7 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	if err := untilReady(ctx, st.daemon); err != nil {
 		return err
 	}
-	if err := wait.For(ctx, 3*time.Second); err != nil { // until the state file is written
+	if err := wait.For(ctx, 3*time.Second); err != nil { // the daemon writes its state file meanwhile
 		return err
 	}
 	if _, err := st.daemon.Stop(ctx); err != nil {
@@ -175,7 +175,8 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// kubeBeats measures the cost of heartbeats of all Nodes, which the daemon does not need.
+// kubeBeats measures the cost of heartbeats of Nodes: updates in which nothing changes that the
+// daemon needs.
 func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	n, h := r.large, r.lab.Host(1)
 	d := h.Daemon()
@@ -229,7 +230,8 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 }
 
 // kubeEvents measures the time from a request that adds or removes one Node until the kernel has
-// announced the last change, and until a bare watch has an event.
+// announced the last change. It also measures the time until a bare watch has an event of that
+// request.
 func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 	n := r.large
 	p := makePeer(n)
@@ -276,9 +278,9 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// kubeServerCost measures the cost of a watch whose client ignores the events, for the
-// API server (in addition to the heartbeats themselves) and for the client, with complete
-// Nodes and with metadata.
+// kubeServerCost measures the cost of a watch whose client ignores the events, with complete
+// Nodes and with metadata. It records the cost for the client, and that for the API server beyond
+// the cost of the heartbeats themselves.
 func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
 	n, lasting := r.large, r.atRest/2
 	for range max(1, r.rounds/3) {
@@ -304,16 +306,17 @@ func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// relate records the median of the metric name divided by bare, the value of a bare watch of metadata.
+// relate records a ratio: the median of the metric called name, divided by bare, the value of a
+// bare watch of metadata.
 func (r *runner) relate(name string, bare, target float64) {
 	if m := r.report.find(kubeGroup, name, r.large); m != nil {
 		r.report.add(kubeGroup, name+" / bare watch of metadata", r.large, "×", m.median()/bare, target)
 	}
 }
 
-// watchCost sends heartbeats while kubeWatches processes watch, or none if kind is empty.
-// server and client are CPU times in milliseconds per heartbeat. client and bytes are those
-// of one watch.
+// watchCost sends heartbeats while kubeWatches processes watch. If kind is empty, no process
+// watches. server is the CPU time of the API server in milliseconds per heartbeat. client and
+// bytes are the CPU time and the received bytes of one watch per heartbeat.
 func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, lasting time.Duration) (server, client, bytes float64, err error) {
 	var watchers []int // process IDs
 	for range kubeWatches {
@@ -355,12 +358,12 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 	return ms(server1-server0) / per, ms(client1-client0) / per / kubeWatches, (in1 - in0) / per / kubeWatches, err
 }
 
-// runKubeWatch watches the nodes of an API server and decodes nothing. config is the
-// address and the media type.
+// runKubeWatch watches the Nodes of an API server and decodes nothing. config is the address and
+// the media type, with a space between them. It reports that the watch has begun.
 func runKubeWatch(config string) error {
 	addr, kind, _ := strings.Cut(config, " ")
 	s := &kubeServer{addr: addr, client: &http.Client{Transport: &http.Transport{
-		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // a self-signed certificate in the lab
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // this process does not have the CA of the lab
 		ForceAttemptHTTP2: true, DisableCompression: true,
 	}}}
 	w, err := s.watchBare(context.Background(), kind)
@@ -374,7 +377,7 @@ func runKubeWatch(config string) error {
 	return errors.New("the watch has ended")
 }
 
-// received returns the number of bytes that a host's interface has received.
+// received returns the number of bytes that eth0 of a host has received.
 func received(ctx context.Context, h *lab.Host) (bytes float64, err error) {
 	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName("eth0")
@@ -386,7 +389,8 @@ func received(ctx context.Context, h *lab.Host) (bytes float64, err error) {
 	return bytes, err
 }
 
-// bareList reads the list of all Nodes and discards it.
+// bareList reads the list of all Nodes and discards it. It returns the time that this took and
+// the size of the list.
 func (s *kubeServer) bareList(ctx context.Context) (took time.Duration, size int64, err error) {
 	began := time.Now()
 	resp, err := s.request(ctx, http.MethodGet, nodesPath+"?resourceVersion=0", kubeFull, nil)
@@ -398,9 +402,9 @@ func (s *kubeServer) bareList(ctx context.Context) (took time.Duration, size int
 	return time.Since(began), size, err
 }
 
-// bareWatch counts the events of a watch without decoding them.
+// bareWatch receives the events of a watch without decoding them, and records when they arrive.
 type bareWatch struct {
-	at   chan time.Time // times of events
+	at   chan time.Time // times of arrival; if a thousand are waiting, further ones are dropped
 	stop func()
 	wait func()
 }
@@ -446,7 +450,7 @@ func (s *kubeServer) watchBare(ctx context.Context, kind string) (*bareWatch, er
 	return w, nil
 }
 
-// drain discards the events so far.
+// drain discards the times of the events so far.
 func (w *bareWatch) drain() {
 	for {
 		select {
@@ -457,7 +461,7 @@ func (w *bareWatch) drain() {
 	}
 }
 
-// first waits for the first event since drain and returns its time. ok is false if there is none
+// first waits for the first event since drain and returns its time. ok is false if none arrives
 // within patience.
 func (w *bareWatch) first() (at time.Time, ok bool) {
 	select {

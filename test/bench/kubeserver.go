@@ -19,7 +19,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// kubeToken is the administrator's token.
+// kubeToken is the bearer token of the administrator.
 const kubeToken = "bench-token"
 
 // kubeServer is a client of the lab's API server.
@@ -29,8 +29,8 @@ type kubeServer struct {
 	client    *http.Client
 }
 
-// startKube starts the API server and waits until it answers. The returned client connects
-// from inside host 2 and disables compression.
+// startKube starts the lab's API server and waits until it answers. The returned client
+// connects from inside host 2 and disables compression. The caller closes it.
 func (b *bed) startKube(ctx context.Context, binary string) (s *kubeServer, err error) {
 	if binary, err = filepath.Abs(binary); err != nil {
 		return nil, err
@@ -59,7 +59,9 @@ func (s *kubeServer) close() {
 	_ = os.RemoveAll(s.dir)
 }
 
-// request sends a request. The caller closes the body of the response.
+// request sends a request. kind is the media type that a GET accepts, or that of the body
+// of another request. A status of 300 or more is an error. The caller closes the body of
+// the response.
 func (s *kubeServer) request(ctx context.Context, method, path, kind string, body []byte) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, method, "https://"+s.addr+path, bytes.NewReader(body))
 	if err != nil {
@@ -143,7 +145,7 @@ func kubeCondition(kind string, at time.Time) map[string]any {
 
 const nodesPath = "/api/v1/nodes"
 
-// fill creates the Nodes of the peers and the one of host 1.
+// fill creates the Nodes of the peers, and the Node own of host 1.
 func (s *kubeServer) fill(ctx context.Context, peers []peer, own []byte) error {
 	if _, err := s.do(ctx, http.MethodPost, nodesPath, "application/json", own); err != nil {
 		return err
@@ -173,8 +175,8 @@ func (s *kubeServer) heartbeat(ctx context.Context, p peer) error {
 	return err
 }
 
-// heartbeats updates the status of Nodes in turn, as their kubelets do, at the given rate per
-// second. It returns the number of updates.
+// heartbeats updates the status of Nodes in turn, as their kubelets do, at the given rate
+// per second. It returns the number of updates, or an error if one of them fails.
 func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, lasting time.Duration) (n int, err error) {
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()
@@ -202,7 +204,8 @@ func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, las
 	return n, err
 }
 
-// kubeconfig writes a file with which a daemon connects to the server.
+// kubeconfig writes the file with which a daemon connects to the API server, and returns
+// its path.
 func (s *kubeServer) kubeconfig() (string, error) {
 	text, err := s.api.Kubeconfig(kubeToken)
 	if err != nil {

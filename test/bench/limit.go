@@ -10,14 +10,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// batch is how many messages one datagram contains. From about twenty on, the number
-// makes no difference.
+// batch is how many rtnetlink messages one datagram contains. Above about twenty, the
+// number makes no difference.
 const batch = 200
 
 // writeLimit writes the kernel objects of peers as fast as the kernel accepts them:
-// messages of one kind after another, many in a datagram, one acknowledgement per
-// datagram. No program that writes them can be faster. CPU time is that of the calling
-// thread, which must be locked.
+// messages of one kind after another, many in a datagram, with one acknowledgement
+// per datagram. No program that writes these objects can be faster. cpu is the CPU
+// time of the calling thread, which must be locked.
 func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
 	start, startCPU := time.Now(), threadCPU()
 	r, err := openRTNL()
@@ -50,7 +50,8 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 	return time.Since(start), threadCPU() - startCPU, nil
 }
 
-// each sends the messages that build makes for each peer.
+// each calls build for each peer, which adds messages, and sends them in datagrams of
+// batch peers.
 func (r *rtnl) each(peers []peer, build func(p peer)) error {
 	for some := range slices.Chunk(peers, batch) {
 		for _, p := range some {

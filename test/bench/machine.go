@@ -27,8 +27,8 @@ func (r *report) describe(ctx context.Context, flanneld string) error {
 	return err
 }
 
-// usage is the CPU time of the whole machine, and that of this process including the
-// children that it has waited for.
+// usage contains the CPU time of the whole machine until at, and that of this process
+// and of the children that it has waited for.
 type usage struct {
 	at            time.Time
 	machine, ours time.Duration
@@ -62,7 +62,7 @@ func machineCPU() (u usage, err error) {
 	return u, nil
 }
 
-// othersCPU returns how many cores other processes have used on average since before.
+// othersCPU returns how many CPUs other programs have used on average since before.
 func othersCPU(before usage) (float64, error) {
 	now, err := machineCPU()
 	if err != nil {

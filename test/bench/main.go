@@ -26,15 +26,15 @@ import (
 type options struct {
 	flanneld string
 	out      string // folder for results
-	page     string // markdown file whose tables are replaced; empty if none
+	page     string // Markdown page whose tables are replaced; empty if none
 	only     string
 	quick    bool
 
 	rounds      int
 	cold        []int // numbers of peers for cold starts
-	large       int   // number of peers in a large cluster
+	large       int   // number of peers in the measures with a large cluster
 	eventSizes  []int
-	eventCount  int // additions and removals per round
+	eventCount  int // how often a lease is added and removed per round
 	restarts    int
 	atRest      time.Duration
 	busyRoutes  int
@@ -115,7 +115,7 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 	}
 	run := &runner{options: o, bed: b, report: r}
 	incomplete := run.all(ctx, progress)
-	b.close() // first, so that the CPU time of its processes counts as ours
+	b.close() // before othersCPU, which counts the CPU time only of children that have ended
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -126,15 +126,16 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 	if err := r.table(out); err != nil {
 		return err
 	}
-	if incomplete != nil { // only a complete run replaces the saved results
+	if incomplete != nil { // only a complete run replaces the results of the last one
 		return incomplete
 	}
 	return r.save(o)
 }
 
-// save writes the report in all its forms and replaces the last one.
+// save writes the report as results.json, as charts and, if o.page is set, on that page.
+// It replaces the results of the last run.
 func (r *report) save(o options) error {
-	if o.only == "" { // remove charts of the last run that this run does not have
+	if o.only == "" { // remove charts of the last run for which this run has no data
 		old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
 		if err != nil {
 			return err

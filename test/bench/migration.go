@@ -16,26 +16,27 @@ import (
 )
 
 const (
-	// probePause is the pause of the daemon between two probes. See backend/migration.
+	// probePause is the pause of the daemon between two probes in a migration. See
+	// backend/migration.
 	probePause = 2 * time.Millisecond
-	// standbyMetric is the metric of routes that stand by.
+	// standbyMetric is the metric that the daemon gives a route that stands by.
 	standbyMetric = 1 << 20
-	// peerSubnets contains the subnets of the peers, but not those of daemons.
+	// peerSubnets contains the subnets of all peers, but not those of daemons.
 	peerSubnets = "10.128.0.0/10"
 	// daemonSubnets contains the subnets of daemons.
 	daemonSubnets = ownSubnets + "/12"
 )
 
-// migrated is the cost of a migration on one host.
+// migrated is the cost of a migration on the host that migrates.
 type migrated struct {
-	took    time.Duration // from the configuration to the last changed route
+	took    time.Duration // from the new configuration to the last changed route
 	cpu     time.Duration // of the daemon, until then
-	changes int           // of routes and nexthop objects, until then
-	endCPU  time.Duration // of the daemon, until the former device is gone
-	without int           // how often a peer had no route
+	changes int           // number of announced changes of routes and nexthop objects, until then
+	endCPU  time.Duration // CPU time of the daemon from then on, until the former device is gone
+	without int           // how often a peer had no route, until the end
 }
 
-// measureMigration measures a host that migrates from vxlan to host-gw. All of its peers have
+// measureMigration measures the migration of one host from vxlan to host-gw. All of its peers have
 // published data for both backends, and host 2 answers the probes in their place.
 func (r *runner) measureMigration(ctx context.Context) error {
 	const group = "vxlan to host-gw, migration of one host"
@@ -72,7 +73,7 @@ func (r *runner) measureMigration(ctx context.Context) error {
 	return nil
 }
 
-// migrationRound starts a daemon with vxlan and migrates it to host-gw.
+// migrationRound starts a daemon with vxlan, migrates it to host-gw, and ends the migration.
 func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 	h := r.lab.Host(1)
 	if err := r.clean(ctx, r.lab.Host(2)); err != nil {
@@ -82,7 +83,7 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 		return m, err
 	}
 	backend := r.backend
-	r.backend = "" // the next measure configures anew
+	r.backend = "" // the next configure must write everything again
 	if err := r.answerForPeers(ctx, true); err != nil {
 		return m, err
 	}
@@ -134,7 +135,9 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 	return m, err
 }
 
-// endMigration makes all hosts finish, and waits until the former device of host 1 is gone.
+// endMigration ends the migration: it makes host-gw the only backend in the configuration and in the
+// leases of all peers. It waits until the former device of host 1 is gone, and compares the followed
+// routes with the kernel's.
 func (r *runner) endMigration(ctx context.Context, w *routeWatch, backend map[string]any) error {
 	if err := r.putConfig(ctx, backend, nil); err != nil {
 		return err
@@ -149,15 +152,16 @@ func (r *runner) endMigration(ctx context.Context, w *routeWatch, backend map[st
 	if err := w.until(ctx, gone); err != nil {
 		return err
 	}
-	quiet := time.Now().Add(time.Second) // in which late announcements arrive
+	quiet := time.Now().Add(time.Second) // until then late announcements arrive
 	if err := w.until(ctx, func() bool { return time.Now().After(quiet) }); err != nil {
 		return err
 	}
 	return w.verify(ctx)
 }
 
-// answerForPeers makes host 2 answer in place of all peers or, if answer is false, ends that. It gives
-// host 1 a permanent neighbour for each peer, because the kernel resolves only about a thousand.
+// answerForPeers makes host 2 answer in place of all peers. It gives host 1 a permanent neighbour
+// for each peer, because the kernel itself resolves only about a thousand. If answer is false,
+// answerForPeers undoes this.
 func (b *bed) answerForPeers(ctx context.Context, answer bool) error {
 	first, second := b.lab.Host(1), b.lab.Host(2)
 	script := fmt.Sprintf("ip route add local %[1]s dev lo && ip route add local %[2]s dev lo && ip route add %[3]s via %[4]s",
@@ -194,7 +198,8 @@ func (b *bed) answerForPeers(ctx context.Context, answer bool) error {
 	})
 }
 
-// indexOf returns the index of a device of a host.
+// indexOf returns the index of the device called name on a host. It returns an error if there is
+// none.
 func indexOf(ctx context.Context, h *lab.Host, name string) (index uint32, err error) {
 	err = h.Do(ctx, func() error {
 		link, err := net.InterfaceByName(name)
@@ -207,9 +212,9 @@ func indexOf(ctx context.Context, h *lab.Host, name string) (index uint32, err e
 }
 
 // migrationLimit measures how long the kernel takes to change the routes to all peers from vxlan to
-// host-gw, on a clean host 2 that has the objects of vxlan. For each peer there is a nexthop object,
-// a route that stands by, the change of the best route by one request, and the former route that
-// stands by. changes is the number of objects that are written.
+// host-gw. It does so on host 2, to which it first writes the objects of vxlan. For each peer it
+// creates a nexthop object and a route that stands by. Then it changes the best route, and makes the
+// former one a route that stands by. changes is the number of objects that it writes.
 func (b *bed) migrationLimit(ctx context.Context) (took, cpu time.Duration, changes int, err error) {
 	if _, _, err := b.limit(ctx, nil, b.peers, objectsOf("vxlan")); err != nil {
 		return 0, 0, 0, err
@@ -223,7 +228,7 @@ func (b *bed) migrationLimit(ctx context.Context) (took, cpu time.Duration, chan
 		if err != nil {
 			return err
 		}
-		const ids = 1 << 24 // distance between the ids of the two backends' nexthop objects
+		const ids = 1 << 24 // difference between the ids of the nexthop objects of the two backends
 		start, startCPU := time.Now(), threadCPU()
 		for _, build := range []func(p peer){
 			func(p peer) { r.addNexthop(p.nexthop()+ids, eth0.Index, p.ip, 0) },

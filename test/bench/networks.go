@@ -21,7 +21,7 @@ const (
 	networksGroup = "vxlan, several networks"
 
 	manyNetworks = 100
-	networkPeers = 10 // peers of this host in each network
+	networkPeers = 10 // number of peers in each network
 )
 
 // served is the cost of a daemon that serves one or several networks.
@@ -30,11 +30,11 @@ type served struct {
 	cpu    time.Duration // of the process, until then
 	memory float64       // RSS in bytes, at rest
 	idle   time.Duration // CPU time in a minute at rest
-	asked  float64       // requests to etcd during the whole rest, options.atRest
+	asked  float64       // number of requests to etcd at rest, during options.atRest
 }
 
-// measureNetworks compares a daemon with one network without a name, one with one named network,
-// and one with a hundred networks, in turn.
+// measureNetworks compares a daemon with one network without a name, a daemon with one named
+// network, and a daemon with a hundred networks. They alternate.
 func (r *runner) measureNetworks(ctx context.Context) error {
 	const group = networksGroup
 	for range r.rounds {
@@ -65,8 +65,8 @@ func (r *runner) measureNetworks(ctx context.Context) error {
 	return nil
 }
 
-// networksRound starts a daemon with n networks on a new host. With n = 0 it has one network without
-// a name.
+// networksRound starts a daemon with n networks on a new host, and measures it. If n is 0, the
+// daemon has one network without a name.
 func (r *runner) networksRound(ctx context.Context, n int) (s served, err error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute+r.atRest)
 	defer cancel()
@@ -113,7 +113,7 @@ func (r *runner) networksRound(ctx context.Context, n int) (s served, err error)
 }
 
 // putNetworks puts the configurations of n networks and the leases of their peers into the store,
-// and returns the subnets of all peers. With n = 0 it puts one network without a name.
+// and returns the subnets of all peers. If n is 0, it puts one network without a name.
 func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix, err error) {
 	c, err := l.Etcd().Client(ctx)
 	if err != nil {
@@ -126,7 +126,7 @@ func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix
 		if n > 0 {
 			root += fmt.Sprintf("/n%02d", i)
 		}
-		const firstNetwork = 100 // 10.100.0.0/16, outside of the underlay
+		const firstNetwork = 100 // the second byte of the first pod range, 10.100.0.0/16
 		network := [4]byte{10, byte(firstNetwork + i)}
 		config, err := json.Marshal(map[string]any{
 			"Network": netip.PrefixFrom(netip.AddrFrom4(network), 16), "Backend": map[string]any{"Type": "vxlan", "VNI": vni},

@@ -13,14 +13,15 @@ import (
 // podNetwork is the pod network of the benchmark: 32,768 subnets of /24.
 const podNetwork = "10.128.0.0/9"
 
-// ownSubnets is the first address of the daemons' own subnets. The subnets of peers are
-// below it, also those of peers that are added later.
+// ownSubnets is the first address from which daemons choose their own subnets. The
+// subnets of all peers are below it, also those of peers that are added later.
 const ownSubnets = "10.240.0.0"
 
-// peerNetwork contains the public addresses of the peers. No host has these addresses.
+// peerNetwork contains the public addresses of the peers. No host of the lab has one of
+// them.
 const peerNetwork = "172.16.0.0/12"
 
-// peer is another node, number i of the benchmark.
+// peer is host i of the benchmark, counted from 0. It exists only as a lease.
 type peer struct {
 	i      int
 	subnet netip.Prefix
@@ -28,9 +29,9 @@ type peer struct {
 	mac    [6]byte
 }
 
-// objects describes which kernel objects a peer has.
+// objects describes which kernel objects each peer needs.
 type objects struct {
-	vtep    bool // a neighbour and an FDB entry, and a route through the VTEP
+	vtep    bool // a neighbour and an FDB entry, and a route whose gateway is the VTEP
 	onLink  bool
 	nexthop bool // routes that use nexthop objects
 }
@@ -60,7 +61,7 @@ func (p peer) subnet6() netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16(base), 64)
 }
 
-// ip6 returns the peer's public IPv6 address. No host has it.
+// ip6 returns the peer's public IPv6 address. No host of the lab has it.
 func (p peer) ip6() netip.Addr {
 	base := netip.MustParseAddr("2001:db8::").As16()
 	binary.BigEndian.PutUint32(base[12:], uint32(p.i+1))
@@ -89,16 +90,17 @@ func (p peer) key() string {
 	return fmt.Sprintf("%s/subnets/%s-%d", etcdPrefix, p.subnet.Addr(), p.subnet.Bits())
 }
 
-// vtep returns the data about the vxlan device that the peer's lease contains.
+// vtep returns the backend data of the peer's lease for vxlan with that VNI.
 func (p peer) vtep(vni int) map[string]any {
 	return map[string]any{"VNI": vni, "VtepMAC": net.HardwareAddr(p.mac[:]).String()}
 }
 
-// value returns the value of the peer's lease.
+// value returns the value of the peer's lease with data for that backend.
 func (p peer) value(backend string) (string, error) { return p.migratingValue(backend, "") }
 
-// migratingValue returns the value of the peer's lease in a migration to host-gw, which has no data of
-// its own. next is empty if the network does not migrate.
+// migratingValue returns the value of the peer's lease in a migration from backend to
+// next. next must be host-gw, which has no data of its own, or empty if the network
+// does not migrate.
 func (p peer) migratingValue(backend, next string) (string, error) {
 	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil}
 	if backend != "udp" { // udp leases have no type

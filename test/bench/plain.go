@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// Values of argument 0 that make the benchmark run as a minimal program in place of a
-// daemon. Such a program only carries packets, or only queries a store.
+// Values of argument 0 with which the benchmark runs as a minimal program for comparison.
+// Such a program only carries packets in place of a daemon, or only queries a store.
 const (
 	plainWireGuard = "bench-wireguard"
 	plainUDP       = "bench-udp"
@@ -25,14 +25,15 @@ const (
 
 const (
 	plainDevice = "plain0"
-	plainMTU    = 1440 // fits into the underlay with the overhead of either program
+	plainMTU    = 1440 // fits into the underlay with the overhead of either program that carries packets
 	plainPort   = 51820
 )
 
-// plainAddr returns the address of a host in the tunnel.
+// plainAddr returns the address in the tunnel of a host, counted from 1.
 func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0, byte(host)}) }
 
-// runPlain runs the minimal program called name. is is false if there is no such program.
+// runPlain runs the minimal program called name with its only argument, until the program
+// ends. It returns false if there is no such program.
 func runPlain(name string, args []string) (is bool, err error) {
 	run, is := map[string]func(string) error{
 		plainWireGuard: runWireGuard, plainUDP: runUDP,
@@ -47,8 +48,8 @@ func runPlain(name string, args []string) (is bool, err error) {
 	return true, run(args[0])
 }
 
-// startPlain starts a program on each host with its part of configs. The caller must call
-// stop, even after an error.
+// startPlain starts a program that carries packets on each host, with its element of
+// configs. The caller must call stop, even after an error.
 func (b *bed) startPlain(ctx context.Context, name string, configs []string) (stop func(), err error) {
 	var cmds []*exec.Cmd
 	stop = func() {
@@ -76,7 +77,8 @@ func (b *bed) startPlain(ctx context.Context, name string, configs []string) (st
 	return stop, nil
 }
 
-// setUpPlain waits for the device of the minimal program and gives it an address.
+// setUpPlain waits up to five seconds for the device of the minimal program, and gives it
+// an address.
 func setUpPlain(ctx context.Context, h *lab.Host, addr netip.Addr) error {
 	script := fmt.Sprintf("for i in $(seq 100); do ip link show %[1]s >/dev/null 2>&1 && break; sleep 0.05; done; "+
 		"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s mtu %[3]d up", plainDevice, addr, plainMTU)

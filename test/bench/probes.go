@@ -13,14 +13,14 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// probing is what an idle daemon costs in a second.
+// probing is what an idle daemon uses per second.
 type probing struct {
-	cpu     float64 // share of a CPU, in percent
-	packets float64 // that the host sends
+	cpu     float64 // CPU time, in percent of a CPU
+	packets float64 // number of packets that the host sends
 }
 
-// measureProbes compares an idle daemon that probes the paths to all peers with a daemon that does not
-// probe. Host 2 answers in place of the peers.
+// measureProbes compares an idle daemon that probes the paths to all peers with an
+// idle one that does not. Host 2 answers in place of the peers.
 func (r *runner) measureProbes(ctx context.Context) error {
 	const group = "host-gw, probes of the paths"
 	n := r.large
@@ -78,7 +78,7 @@ func (r *runner) probesRound(ctx context.Context, args ...string) (p probing, er
 	if err != nil {
 		return p, err
 	}
-	if len(args) > 0 { // a peer that does not answer costs more probes
+	if len(args) > 0 { // all peers must answer, because one that does not costs more probes
 		_, page, err := s.daemon.Get(ctx, "/metrics")
 		if err != nil {
 			return p, err
@@ -94,7 +94,7 @@ func (r *runner) probesRound(ctx context.Context, args ...string) (p probing, er
 	return probing{100 * cpu.Seconds() / r.atRest.Seconds(), float64(after-before) * float64(time.Second) / float64(r.atRest)}, nil
 }
 
-// sentBy returns the number of packets that a host has sent.
+// sentBy returns the number of packets that eth0 of a host has sent.
 func sentBy(ctx context.Context, h *lab.Host) (packets uint64, err error) {
 	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName("eth0")

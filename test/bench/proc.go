@@ -15,7 +15,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// treeCPU returns the CPU time of a process and of the children that it has waited for.
+// treeCPU returns the CPU time of a process, including that of children for which it
+// has waited.
 func treeCPU(pid int) (time.Duration, error) {
 	own, err := figures.ProcessCPU(pid)
 	if err != nil {
@@ -27,7 +28,7 @@ func treeCPU(pid int) (time.Duration, error) {
 	}
 	_, rest, _ := strings.Cut(string(text), ") ")
 	fields := strings.Fields(rest)
-	const first, tick = 13, 10 * time.Millisecond // cutime and cstime, in hundredths of a second
+	const first, tick = 13, 10 * time.Millisecond // index of the field cutime, which cstime follows; both are in ticks
 	if len(fields) < first+2 {
 		return 0, fmt.Errorf("/proc/%d/stat has an unexpected format", pid)
 	}
@@ -39,8 +40,8 @@ func treeCPU(pid int) (time.Duration, error) {
 	return own + time.Duration(user+system)*tick, err
 }
 
-// children returns the number of running children of a process. treeCPU includes the CPU
-// time of children that have ended.
+// children returns the number of children that a process has now, running or not yet
+// waited for. treeCPU does not include their CPU time.
 func children(pid int) (count int, err error) {
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	if err != nil {
@@ -56,18 +57,18 @@ func children(pid int) (count int, err error) {
 	return count, nil
 }
 
-// openFiles returns the number of file descriptors of a process.
+// openFiles returns the number of open file descriptors of a process.
 func openFiles(pid int) (int, error) {
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	return len(entries), err
 }
 
-// resources are what a daemon uses at one moment, and its CPU time until then.
+// resources contains what a daemon uses at one moment, and its CPU time until then.
 type resources struct {
 	anonymous  float64 // bytes
 	files      int
 	goroutines float64
-	heapGoal   float64 // bytes: the size at which the heap is collected, 1.5 times the live heap
+	heapGoal   float64 // size in bytes at which the heap is collected, 1.5 times the live heap
 	cpu        time.Duration
 }
 
@@ -94,7 +95,8 @@ func holdings(ctx context.Context, d *lab.Daemon) (h resources, err error) {
 	return h, err
 }
 
-// figure returns the value of a Prometheus metric without labels.
+// figure returns the value of a Prometheus metric without labels. It returns an error
+// if page does not have the metric.
 func figure(page, name string) (float64, error) {
 	for line := range strings.Lines(page) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {

@@ -22,12 +22,13 @@ import (
 type restarted struct {
 	ready  time.Duration // from exec to /readyz
 	writes int           // kernel announcements that the restart caused
-	lost   int           // packets of a flow of a thousand per second
+	lost   int           // number of lost packets of a flow with a thousand packets per second
 	sent   int
 }
 
-// restart ends the daemon on host 1 by SIGKILL or SIGTERM and starts it again, during
-// traffic to a pod on host 2.
+// restart ends the daemon on host 1, by SIGKILL if kill is true and otherwise by
+// SIGTERM, and starts it again. Meanwhile a flow runs from the pod from to the pod to
+// on host 2.
 func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s restarted, err error) {
 	h := b.lab.Host(1)
 	flow, err := from.StartFlow(ctx, to, prefix.IPv4, 1000)
@@ -56,7 +57,7 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 		return s, err
 	}
 	s.ready = time.Since(began)
-	if err := wait.For(ctx, 500*time.Millisecond); err != nil { // for late packets and announcements
+	if err := wait.For(ctx, 500*time.Millisecond); err != nil { // late packets and announcements arrive meanwhile
 		return s, err
 	}
 	s.writes, err = count()
@@ -77,9 +78,9 @@ func untilReady(ctx context.Context, d *lab.Daemon) error {
 	}
 }
 
-// countWrites begins to count the kernel's announcements on host about links, addresses,
-// nexthops, routes to pods, and neighbour and FDB entries of the daemon's device. count
-// ends this and returns the number.
+// countWrites subscribes to the kernel's announcements on host about links, addresses,
+// nexthop objects, routes to pods, and neighbour and FDB entries of the daemon's
+// device. count returns how many there were, and ends the subscription.
 func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (int, error), err error) {
 	var r *rtnl
 	var device int
@@ -104,11 +105,11 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (in
 		for {
 			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
 				switch typ {
-				case unix.RTM_NEWLINK, unix.RTM_DELLINK: // a bridge announces changes of its ports at any time
+				case unix.RTM_NEWLINK, unix.RTM_DELLINK: // not those of a bridge, which announces changes of its ports at any time
 					if payload[0] != unix.AF_BRIDGE {
 						n++
 					}
-				case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH: // pods and other hosts are resolved all the time
+				case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH: // only those of the daemon's device, because the kernel resolves pods and hosts on others all the time
 					if int(binary.NativeEndian.Uint32(payload[4:])) == device {
 						n++
 					}

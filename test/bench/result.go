@@ -23,30 +23,30 @@ type report struct {
 	figures.Machine
 	Quick   bool    `json:"quick"`
 	Seconds float64 `json:"seconds"`
-	// OthersCPU is how many cores other processes used on average. Above 0.1 the machine
+	// OthersCPU is how many CPUs other programs used on average. Above 0.1 the machine
 	// was not quiet enough.
 	OthersCPU float64   `json:"othersCPU"`
 	Metrics   []*metric `json:"metrics"`
-	Notes     []string  `json:"-"` // about incomplete measures; a run that has notes is not saved
+	Notes     []string  `json:"-"` // about incomplete measures; a report with notes is not saved
 }
 
-// metric is one measured quantity, with one value per round.
+// metric is a measured quantity, with one value for each round.
 type metric struct {
 	Group  string    `json:"group"` // the group of related metrics that this one belongs to
 	Name   string    `json:"name"`
 	N      int       `json:"n"` // number of peers, or of networks; -1 if it does not matter
 	Unit   string    `json:"unit"`
 	Values []float64 `json:"values"`
-	// Target is the maximum of the median; nil if there is no target.
+	// Target is the largest allowed median; nil if there is no target.
 	Target *float64 `json:"target,omitempty"`
-	// Floor means that Target is the minimum instead.
+	// Floor makes Target the smallest allowed median.
 	Floor bool `json:"floor,omitempty"`
 }
 
 func (m *metric) median() float64 { return quantile(m.Values, 0.5) }
 
-// met reports whether the median meets the target. With a target of zero every round must
-// meet it.
+// met reports whether the median meets the target, or whether there is none. A target of
+// zero must be met in every round.
 func (m *metric) met() bool {
 	switch {
 	case m.Target == nil:
@@ -54,13 +54,14 @@ func (m *metric) met() bool {
 	case m.Floor:
 		return m.median() >= *m.Target
 	case *m.Target == 0:
-		return slices.Max(m.Values) <= 0 // a decrease counts as no growth
+		return slices.Max(m.Values) <= 0 // a value below zero counts as no growth
 	default:
 		return m.median() <= *m.Target
 	}
 }
 
-// quantile returns the value below which the fraction q of values lies.
+// quantile returns the value below which the fraction q of the sorted values lies,
+// interpolated between two of them. It returns NaN if there are no values.
 func quantile(values []float64, q float64) float64 {
 	if len(values) == 0 {
 		return math.NaN()
@@ -74,7 +75,8 @@ func quantile(values []float64, q float64) float64 {
 	return sorted[low] + (at-float64(low))*(sorted[low+1]-sorted[low])
 }
 
-// add records the value of one round. Only the first call for a metric uses target.
+// add records the value of a metric in one round. Only the first call for a metric uses
+// target, which may be missing.
 func (r *report) add(group, name string, n int, unit string, value float64, target ...float64) {
 	if m := r.find(group, name, n); m != nil {
 		m.Values = append(m.Values, value)
@@ -95,7 +97,7 @@ func (r *report) find(group, name string, n int) *metric {
 	return r.Metrics[i]
 }
 
-// sizes returns the numbers of peers for which a metric was measured.
+// sizes returns the numbers of peers for which the report has the metric.
 func (r *report) sizes(group, name string) (sizes []int) {
 	for _, m := range r.Metrics {
 		if m.Group == group && m.Name == name {
@@ -131,7 +133,8 @@ func (m *metric) cells() []string {
 	}
 }
 
-// groups returns the metrics by group, in the order of their first value.
+// groups returns the metrics by group. The groups are in the order of their first value,
+// and the metrics of a group in the order of N.
 func (r *report) groups() [][]*metric {
 	var names []string
 	by := map[string][]*metric{}
@@ -149,7 +152,7 @@ func (r *report) groups() [][]*metric {
 	return groups
 }
 
-// heading describes the measured version and the machine.
+// heading returns a line about the measured version, the run and the machine.
 func (r *report) heading() string {
 	size := "full"
 	if r.Quick {
@@ -197,7 +200,7 @@ func (r *report) verdict() string {
 	return verdict
 }
 
-// markdown writes the report for the documentation.
+// markdown writes the report as it stands on the page of the documentation.
 func (r *report) markdown(out io.Writer) {
 	fmt.Fprintf(out, "%s.\n%s.\n", r.heading(), r.verdict())
 	for _, group := range r.groups() {

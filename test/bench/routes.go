@@ -16,23 +16,23 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// kernelRoute is a route to a peer.
+// kernelRoute is a route to a peer, without its destination.
 type kernelRoute struct {
-	metric, device, nexthop uint32 // device is an index; nexthop is the id of a nexthop object, or 0
+	metric, device, nexthop uint32 // device is an index; nexthop is the id of a nexthop object, or 0 without one
 	gateway                 netip.Addr
 }
 
-// routeWatch follows the routes of a host to peers by the kernel's announcements. The kernel announces
-// changes in the order in which it makes them. So the watch notices even a peer that has no route for
-// a microsecond.
+// routeWatch follows the routes of a host to peers by the kernel's announcements. The kernel
+// announces changes in the order in which it makes them. So the watch notices even a peer that has no
+// route for only a microsecond.
 type routeWatch struct {
 	host      *lab.Host
 	r         *rtnl
 	routes    map[netip.Prefix][]kernelRoute
-	byNexthop map[uint32]map[netip.Prefix]struct{} // destinations of routes that have used a nexthop object
-	best      map[uint32]int                       // number of peers by the device of their best route
+	byNexthop map[uint32]map[netip.Prefix]struct{} // for each nexthop object, destinations of routes that use it or have used it
+	best      map[uint32]int                       // number of peers whose best route leads through a device, by its index
 
-	changes int // announcements about routes to peers and about nexthop objects
+	changes int // number of announcements about routes to peers and about nexthop objects
 	without int // how often a peer has lost its last route
 }
 
@@ -74,8 +74,8 @@ func watchRoutes(ctx context.Context, h *lab.Host, peers []peer) (*routeWatch, e
 
 func (w *routeWatch) close() { w.r.close() }
 
-// until handles announcements until done returns true. Between two calls of done there are at most
-// the announcements of one datagram.
+// until handles announcements until done returns true. It calls done after each datagram, and at
+// least every 100 ms. It returns an error if ctx ends first.
 func (w *routeWatch) until(ctx context.Context, done func() bool) error {
 	for !done() {
 		err := w.r.receive(func(typ uint16, _ uint32, payload []byte) error {
@@ -92,8 +92,8 @@ func (w *routeWatch) until(ctx context.Context, done func() bool) error {
 	return nil
 }
 
-// verify returns an error if the kernel has other routes than those that were announced. The routes
-// must not change meanwhile.
+// verify returns an error if the kernel's routes to peers differ from those that the announcements
+// describe. The routes must not change meanwhile.
 func (w *routeWatch) verify(ctx context.Context) error {
 	have, err := w.read(ctx)
 	if err != nil {
@@ -107,7 +107,7 @@ func (w *routeWatch) verify(ctx context.Context) error {
 	return nil
 }
 
-// read returns the routes to the peers in the kernel.
+// read returns the kernel's present routes to the peers.
 func (w *routeWatch) read(ctx context.Context) (map[netip.Prefix][]kernelRoute, error) {
 	have := map[netip.Prefix][]kernelRoute{}
 	err := withRTNL(ctx, w.host, func(r *rtnl) error {
@@ -124,7 +124,7 @@ func (w *routeWatch) read(ctx context.Context) (map[netip.Prefix][]kernelRoute, 
 }
 
 // parse returns the route that a message describes. ok is false if it is not a unicast route to a
-// peer.
+// peer in the main table.
 func (w *routeWatch) parse(payload []byte) (dst netip.Prefix, one kernelRoute, ok bool) {
 	if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN || payload[7] != unix.RTN_UNICAST {
 		return dst, one, false
@@ -163,7 +163,7 @@ func (w *routeWatch) apply(typ uint16, payload []byte) {
 		}
 	case rtmNewNexthop:
 		w.changes++
-	case rtmDelNexthop: // the kernel deletes its routes without an announcement
+	case rtmDelNexthop: // the kernel deletes the routes that use it without an announcement
 		w.changes++
 		attrs(payload[min(8, len(payload)):], func(typ uint16, data []byte) {
 			if typ != nhaID {
@@ -175,7 +175,7 @@ func (w *routeWatch) apply(typ uint16, payload []byte) {
 			}
 			delete(w.byNexthop, id)
 		})
-	case unix.RTM_NEWLINK, unix.RTM_DELLINK: // the same if a device goes down or is deleted
+	case unix.RTM_NEWLINK, unix.RTM_DELLINK: // the same happens if a device goes down or is deleted
 		if len(payload) < unix.SizeofIfInfomsg || payload[0] == unix.AF_BRIDGE {
 			return
 		}
@@ -189,7 +189,7 @@ func (w *routeWatch) apply(typ uint16, payload []byte) {
 	}
 }
 
-// put adds a route. It replaces one with the same metric.
+// put adds a route to dst. It replaces the route with the same metric, if there is one.
 func (w *routeWatch) put(dst netip.Prefix, one kernelRoute) {
 	if one.nexthop != 0 {
 		if w.byNexthop[one.nexthop] == nil {
@@ -203,7 +203,8 @@ func (w *routeWatch) put(dst netip.Prefix, one kernelRoute) {
 	})
 }
 
-// remove removes the routes for which gone is true.
+// remove removes the routes to dst for which gone returns true. It counts a peer that thereby loses
+// its last route.
 func (w *routeWatch) remove(dst netip.Prefix, gone func(kernelRoute) bool) {
 	before := len(w.routes[dst])
 	w.change(dst, func(all []kernelRoute) []kernelRoute { return slices.DeleteFunc(all, gone) })
@@ -212,7 +213,7 @@ func (w *routeWatch) remove(dst netip.Prefix, gone func(kernelRoute) bool) {
 	}
 }
 
-// change replaces the routes to a peer by the result of how, and updates best.
+// change replaces the routes to dst by those that how returns, and updates best.
 func (w *routeWatch) change(dst netip.Prefix, how func([]kernelRoute) []kernelRoute) {
 	best := func(n int) {
 		if all := w.routes[dst]; len(all) > 0 {

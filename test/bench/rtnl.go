@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Message types that x/sys does not define, and nexthop attributes.
+// Message types, attributes and a group of nexthop objects that x/sys does not define.
 const (
 	rtmNewNexthop = 104
 	rtmDelNexthop = 105
@@ -27,18 +27,18 @@ const (
 	rtaNHID = 30
 )
 
-// rtnl is a raw rtnetlink socket with the minimum that is needed to write to the kernel
-// quickly and to count its objects. It shares no code with the daemon, because it is the
-// standard that the daemon is compared with.
+// rtnl is a raw rtnetlink socket with only what is needed to write to the kernel quickly and to
+// count its objects. It shares no code with the daemon, because the daemon is compared with it.
 type rtnl struct {
 	fd  int
 	seq uint32
 	buf []byte
 	out []byte
-	msg int // offset in out at which the message under construction starts
+	msg int // offset in out of the message that is being built
 }
 
-// openRTNL opens a socket in the calling thread's network namespace and joins the groups.
+// openRTNL opens a socket in the calling thread's network namespace, and joins the multicast
+// groups.
 func openRTNL(groups ...int) (*rtnl, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
 	if err != nil {
@@ -94,8 +94,9 @@ func (r *rtnl) send() error {
 	return err
 }
 
-// flush sends the messages and waits until all are acknowledged. Only the last message
-// requests an acknowledgement.
+// flush sends the messages that have been built, and waits until the kernel has handled them. Only
+// the last message requests an acknowledgement. flush returns the first error that the kernel
+// reports.
 func (r *rtnl) flush() error {
 	if len(r.out) == 0 {
 		return nil
@@ -120,8 +121,8 @@ func (r *rtnl) flush() error {
 	return nil
 }
 
-// dump sends the message under construction as a dump request and passes the answers to
-// each.
+// dump completes and sends the message that is being built as a dump request. It calls each for
+// every message of the answer.
 func (r *rtnl) dump(each func(payload []byte)) error {
 	flags := r.out[r.msg+6:]
 	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_DUMP)
@@ -150,7 +151,8 @@ func (r *rtnl) dump(each func(payload []byte)) error {
 	return nil
 }
 
-// receive reads one datagram and passes its messages to each. It returns the first error of each.
+// receive reads one datagram and calls each for every message in it. It returns the first error of
+// each.
 func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) error {
 	n, _, err := unix.Recvfrom(r.fd, r.buf, 0)
 	for errors.Is(err, unix.EINTR) {
@@ -192,20 +194,21 @@ func attrs(b []byte, each func(typ uint16, data []byte)) {
 	}
 }
 
-// ndmsg returns a struct ndmsg.
+// ndmsg returns the header of a message about a neighbour, struct ndmsg.
 func ndmsg(family uint8, ifindex int, flags uint8) []byte {
 	b := binary.NativeEndian.AppendUint32([]byte{family, 0, 0, 0}, uint32(ifindex))
 	b = binary.NativeEndian.AppendUint16(b, unix.NUD_PERMANENT)
 	return append(b, flags, 0)
 }
 
-// rtmsg returns the struct rtmsg of an IPv4 unicast route in the main table.
+// rtmsg returns the header of a message about an IPv4 unicast route in the main table, struct
+// rtmsg. bits is the length of the destination's prefix.
 func rtmsg(bits int, scope uint8, flags uint32) []byte {
 	b := []byte{unix.AF_INET, uint8(bits), 0, 0, unix.RT_TABLE_MAIN, unix.RTPROT_BOOT, scope, unix.RTN_UNICAST}
 	return binary.NativeEndian.AppendUint32(b, flags)
 }
 
-// nhmsg returns a struct nhmsg.
+// nhmsg returns the header of a message about a nexthop object, struct nhmsg.
 func nhmsg(family, protocol uint8, flags uint32) []byte {
 	return binary.NativeEndian.AppendUint32([]byte{family, 0, protocol, 0}, flags)
 }
@@ -246,8 +249,8 @@ func (r *rtnl) delNexthop(id uint32) {
 	r.end()
 }
 
-// putRouteByID adds or replaces a route through the nexthop object with that id. The metric 0 means
-// the kernel's default.
+// putRouteByID adds a message that adds or replaces a route through the nexthop object with that
+// id. The metric 0 means none.
 func (r *rtnl) putRouteByID(dst netip.Prefix, id, metric uint32) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
@@ -266,7 +269,8 @@ func (r *rtnl) putRoute(dst netip.Prefix, ifindex int, gateway netip.Addr, flags
 	r.end()
 }
 
-// putLinkRoute adds or replaces a route without a gateway: dst is directly reachable on the device.
+// putLinkRoute adds a message that adds or replaces a route without a gateway: dst is directly
+// reachable on the device.
 func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_LINK, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
@@ -276,13 +280,14 @@ func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
 
 func (r *rtnl) delRoute(dst netip.Prefix) {
 	body := rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)
-	body[5] = unix.RTPROT_UNSPEC // any protocol
+	body[5] = unix.RTPROT_UNSPEC // the route may have any protocol
 	r.begin(unix.RTM_DELROUTE, 0, body...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
 	r.end()
 }
 
-// dumpNeighs dumps the neighbours of a device, or its FDB entries if family is AF_BRIDGE.
+// dumpNeighs calls each for every permanent neighbour of a device or, if family is AF_BRIDGE, for
+// every permanent FDB entry.
 func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) error {
 	body := ndmsg(family, 0, 0)
 	clear(body[4:])
@@ -307,7 +312,7 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 	})
 }
 
-// dumpRoutes dumps the IPv4 routes of the main table through a device.
+// dumpRoutes calls each for every IPv4 route of the main table that leads through a device.
 func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) error {
 	body := rtmsg(0, 0, 0)
 	clear(body[5:])
@@ -342,7 +347,9 @@ func (r *rtnl) dumpNexthops(each func(id uint32)) error {
 	})
 }
 
-// hasRoute reports whether a route to exactly dst exists. A route to a larger prefix does not count.
+// hasRoute reports whether the kernel has a route to exactly the prefix dst. It looks up the
+// address of dst. So it does not find the route if there is one with a longer prefix for that
+// address.
 func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
 	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
 	body := rtmsg(dst.Addr().BitLen(), 0, lookupFIBMatch)

@@ -92,7 +92,7 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if err != nil { // the other measures can still run
+		if err != nil { // continue with the other measures
 			failed = errors.Join(failed, fmt.Errorf("measure %s: %w", m.name, err))
 			r.report.Notes = append(r.report.Notes, fmt.Sprintf("The measure %s is incomplete: %v", m.name, err))
 		}
@@ -100,8 +100,8 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 	return failed
 }
 
-// fresh starts the daemon on a clean host 1, waits until all objects exist and verifies
-// them.
+// fresh starts the daemon on a clean host 1, waits up to a minute until all objects exist, and
+// verifies them.
 func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
 	if err := r.clean(ctx, r.lab.Host(1)); err != nil {
 		return start{}, err
@@ -118,8 +118,8 @@ func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
 	return s, r.verify(ctx, r.lab.Host(1), len(r.peers))
 }
 
-// measureCold measures the time from exec to the last kernel object and compares it with
-// the kernel's limit. Sizes and backends alternate.
+// measureCold measures the time from exec to the last kernel object, and compares it with the
+// kernel's limit. In each round it measures all sizes and both backends.
 func (r *runner) measureCold(ctx context.Context) error {
 	for range r.rounds {
 		for _, backend := range []string{"vxlan", "host-gw"} {
@@ -171,7 +171,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err != nil {
 		return err
 	}
-	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
+	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // etcd counts the last requests a little later
 		return err
 	}
 	after, err := requests(ctx, r.lab.Host(2))
@@ -179,7 +179,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 		return err
 	}
 	asked := after.Since(before)
-	// The bed itself lists and revokes etcd leases when it cleans up.
+	// clean, which fresh calls, also lists and revokes etcd leases.
 	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
 		delete(asked, own)
 	}
@@ -219,7 +219,7 @@ func (r *runner) coldEmpty(ctx context.Context) error {
 }
 
 // measureBurst measures how long the daemon takes for a thousand leases that are written at
-// once, and compares this time with the kernel's limit.
+// once. It compares the time after the last of them with the kernel's limit.
 func (r *runner) measureBurst(ctx context.Context) error {
 	const base, burst = 1000, 1000
 	const group = "vxlan, 1000 leases in one burst"
@@ -265,7 +265,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	if err != nil {
 		return
 	}
-	r.peers = all // they are in etcd from here on
+	r.peers = all // so that observe waits for all of them
 	s := start{daemon: d, file: 1}
 	began = time.Now()
 	observed := make(chan error, 1)
@@ -276,7 +276,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	go func() {
 		err := r.putLeases(ctx, fresh)
 		if err != nil {
-			cancel(err) // the events that the loop below waits for will not arrive
+			cancel(err) // otherwise the loop below would wait for events that do not arrive
 		}
 		written <- err
 	}()
@@ -303,12 +303,12 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	return began, arrived, done, now - before, r.verify(ctx, r.lab.Host(1), len(all))
 }
 
-// afterStart is how long a start takes until all work is done: about two seconds after it
-// is ready the daemon writes its state, and within two more it returns memory to the
+// afterStart is how long it takes after a start until the daemon is idle. About two seconds
+// after it is ready it writes its state, and within two more seconds it returns memory to the
 // system.
 const afterStart = 8 * time.Second
 
-// measureEvents measures one added and one removed lease, with the daemon otherwise idle.
+// measureEvents measures how long an idle daemon takes for one lease that is added or removed.
 func (r *runner) measureEvents(ctx context.Context) error {
 	const group = "vxlan, one lease"
 	for range r.rounds {
@@ -366,7 +366,7 @@ func (r *runner) reportEvents(group string, n int, l latencies, cpu, bareCPU tim
 	r.report.add(group, "CPU an event / bare watch", n, "×", float64(cpu)/float64(bareCPU), 1.75)
 }
 
-// measureRestart measures a restart with all objects in place, during traffic.
+// measureRestart measures restarts of a daemon whose kernel objects all exist, during traffic.
 func (r *runner) measureRestart(ctx context.Context) error {
 	const group = "vxlan, restart with everything in place"
 	n := r.large
@@ -410,7 +410,7 @@ func (r *runner) measureRestart(ctx context.Context) error {
 	return r.verify(ctx, r.lab.Host(1), n)
 }
 
-// measureRest measures the cost of an idle daemon.
+// measureRest measures what an idle daemon costs.
 func (r *runner) measureRest(ctx context.Context) error {
 	const group = "vxlan, at rest"
 	for _, n := range []int{0, r.large} {
@@ -453,7 +453,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.Anonymous))
 		r.report.add(group, "RSS, of files", n, "MB", mb(m.File))
 
-		// The same with a resync every two seconds shows the cost of one resync.
+		// Repeat it with a resync every two seconds, to see the cost of one resync.
 		const tick, ticks = 2 * time.Second, 4
 		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
 			return err
@@ -470,8 +470,9 @@ func (r *runner) measureRest(ctx context.Context) error {
 	return nil
 }
 
-// idle returns the CPU time of the daemon and its child processes, and their requests to
-// etcd, while nothing happens. It asks etcd from host.
+// idle waits for the time during. It returns the CPU time of the daemon and of its ended child
+// processes meanwhile, and how many requests etcd has received from all clients. It asks etcd
+// from host.
 func idle(ctx context.Context, host *lab.Host, d *lab.Daemon, during time.Duration) (time.Duration, figures.Counts, error) {
 	asked, err := requests(ctx, host)
 	if err != nil {
@@ -492,8 +493,8 @@ func idle(ctx context.Context, host *lab.Host, d *lab.Daemon, during time.Durati
 	return after - before, now.Since(asked), err
 }
 
-// measureBusy measures starts and events on a quiet host, and on a busy one, which has many
-// routes of other programs, and neighbours that change all the time.
+// measureBusy measures starts and events on a quiet host, and on a busy one. The busy host has
+// many routes of other programs, and neighbours that change all the time.
 func (r *runner) measureBusy(ctx context.Context) error {
 	const group, n, rate = "vxlan, busy host", 1000, 1000
 	h := r.lab.Host(1)
@@ -558,8 +559,8 @@ func (r *runner) busyRound(ctx context.Context, group, what string, n int) error
 	return nil
 }
 
-// measureGrowth measures how much memory and other resources grow over many lease
-// changes.
+// measureGrowth measures by how much memory and other resources of the daemon grow over many
+// lease changes.
 func (r *runner) measureGrowth(ctx context.Context) error {
 	const n = 1000
 	group := fmt.Sprintf("vxlan, after %d lease changes", r.churnChange)
@@ -586,9 +587,9 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		return wait.For(ctx, 3*time.Second)
 	}
 	times := r.churnChange / (2 * len(some))
-	// least returns the resources after ten more groups of changes, each a hundredth of times.
-	// A garbage collection during a change finds more live objects. So the memory is the least
-	// of the ten values. All others are the last values.
+	// least makes ten more groups of changes, each a hundredth of times, and returns the
+	// resources after them. A garbage collection during a change finds more live objects. So
+	// the memory is the least of the ten values. All other values are the last ones.
 	least := func() (h resources, err error) {
 		for i := range 10 {
 			if err := change(max(1, times/100)); err != nil {
@@ -605,7 +606,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		}
 		return h, nil
 	}
-	if err := change(times); err != nil { // until memory has reached its working size
+	if err := change(times); err != nil { // afterwards memory has its working size
 		return err
 	}
 	before, err := least()
@@ -627,7 +628,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 	return r.verify(ctx, r.lab.Host(1), n)
 }
 
-// measureSize measures the size of the daemon's binary.
+// measureSize measures the size of the daemon's binary, which must be stripped.
 func (r *runner) measureSize(context.Context) error {
 	info, err := os.Stat(r.flanneld)
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// udpPair returns the configurations of two hosts that are peers.
+// udpPair returns the arguments of runUDP for two hosts that are peers.
 func (b *bed) udpPair() (configs []string) {
 	hosts := b.lab.Hosts()
 	for i, h := range hosts {
@@ -23,9 +23,10 @@ func (b *bed) udpPair() (configs []string) {
 	return configs
 }
 
-// runUDP carries packets between a TUN device and one peer, packet by packet, like the
+// runUDP carries packets between a TUN device and one peer, one by one, like the
 // program of flannel's udp backend: it polls, and then reads and writes until there is
-// nothing left. It also uses the kernel's default buffer sizes.
+// no packet left. Like that program it uses the kernel's default buffer sizes. config
+// contains the own address and that of the peer.
 func runUDP(config string) error {
 	own, peer, _ := strings.Cut(config, " ")
 	local, err := netip.ParseAddr(own)
@@ -63,11 +64,12 @@ func runUDP(config string) error {
 	}
 }
 
-// move forwards one packet. It returns false if there was none.
+// move forwards one packet with the buffer buf. It returns false if there is no
+// packet.
 func move(buf []byte, from, to int) bool {
 	n, err := unix.Read(from, buf)
 	if err != nil {
-		return errors.Is(err, unix.ECONNREFUSED) // the peer has not started yet
+		return errors.Is(err, unix.ECONNREFUSED) // the peer has not started yet; continue
 	}
 	_, _ = unix.Write(to, buf[:n])
 	return true

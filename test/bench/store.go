@@ -11,7 +11,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// requests returns etcd's own count of client messages, by method. It asks etcd from inside host.
+// requests returns how many messages of all clients etcd has received so far, by method, as etcd
+// counts them. It asks etcd from inside host.
 func requests(ctx context.Context, host *lab.Host) (figures.Counts, error) {
 	transport := &http.Transport{DialContext: host.Dial, DisableKeepAlives: true}
 	return figures.EtcdMessages(ctx, &http.Client{Transport: transport, Timeout: 10 * time.Second}, host.EtcdEndpoint())

@@ -29,22 +29,22 @@ const (
 	gatheredPackets = "UDP, 200 bytes, gathered by the sender, hosts"
 )
 
-// carried is the result of one test of traffic between two hosts.
+// carried is the result of one test of traffic between two hosts or pods.
 type carried struct {
 	gbps, pps  float64
-	sent       float64 // packets per second of a flood
-	cpuPerGbit float64 // CPU seconds of both daemons
+	sent       float64 // packets per second that were sent in a flood
+	cpuPerGbit float64 // CPU seconds of both daemons for each gigabit
 	cpuPerMpkt float64
 }
 
-// way is a path of packets: through a backend, or directly over the underlay.
+// way is a way for packets to the other host: a backend, with that number of further peers.
 type way struct {
 	name    string
 	backend string
 	peers   int
 }
 
-// flow is a stream of traffic that iperf3 generates.
+// flow is traffic that iperf3 generates with args.
 type flow struct {
 	what     string
 	from, to *lab.Namespace
@@ -52,16 +52,16 @@ type flow struct {
 	args     []string
 }
 
-// congestion is a congestion control algorithm of TCP.
+// congestion selects a congestion control algorithm of TCP.
 type congestion struct {
-	suffix string // of the names of measures
+	suffix string // appended to the names of metrics
 	args   []string
 }
 
-// congestions returns the algorithms for TCP with which udp is measured: the one that this
-// machine uses and, if that is another one, Linux's default, cubic. BBR works in timers, and
-// the kernel counts their CPU time for the process that happens to run, often a daemon. cubic
-// has no such timers.
+// congestions returns the congestion control algorithms with which udp is measured: the one
+// that this machine uses and, if that is another one, cubic, which is Linux's default. BBR
+// works in timers, and the kernel charges their CPU time to the process that happens to run,
+// often a daemon. cubic has no such timers.
 func congestions() ([]congestion, error) {
 	const linux = "cubic"
 	own, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -72,9 +72,9 @@ func congestions() ([]congestion, error) {
 	return all, err
 }
 
-// measureUDP compares the udp backend with vxlan and with the bare underlay, between
-// hosts and between pods behind a bridge. In each round every way has a lab of its own.
-// Ratios are computed within a round.
+// measureUDP compares the udp backend with vxlan, with the bare underlay, and with a program
+// that carries packets one by one, between hosts and between pods behind a bridge. In each
+// round each of them has a lab of its own. Ratios are computed within a round.
 func (r *runner) measureUDP(ctx context.Context) error {
 	both, err := congestions()
 	if err != nil {
@@ -164,7 +164,7 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 	return nil
 }
 
-// measureSingle floods the tunnel of a program that carries packets one by one.
+// measureSingle floods the tunnel of the program that carries packets one by one.
 func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
@@ -186,7 +186,8 @@ func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) 
 	return results, nil
 }
 
-// meet waits until both hosts know each other.
+// meet waits until the pods of both hosts reach each other. After 21 pings without an answer
+// it returns an error.
 func (b *bed) meet(ctx context.Context) error {
 	pods := b.lab.Pods()
 	for tries := 0; ; tries++ {
@@ -197,7 +198,7 @@ func (b *bed) meet(ctx context.Context) error {
 	}
 }
 
-// pingWay measures the median of a hundred pings between pods.
+// pingWay records the median round-trip time of a hundred pings between pods.
 func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 	if err := b.meet(ctx); err != nil {
 		return err
@@ -215,7 +216,8 @@ func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 	return nil
 }
 
-// iperf runs iperf3 and returns what it received and the CPU time of the daemons.
+// iperf runs iperf3 between two namespaces. It returns what was received per second, and the
+// CPU time of the daemons meanwhile.
 func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, args ...string) (c carried, err error) {
 	if err := b.quiesce(ctx); err != nil {
 		return c, err
@@ -278,7 +280,8 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
-// daemonCPU returns the CPU time of the processes that carry packets.
+// daemonCPU returns the CPU time of the processes that carry packets on both hosts: the
+// programs of startPlain, or else the daemons.
 func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 	pids := b.plain
 	if pids == nil {
@@ -297,7 +300,7 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 	return sum, nil
 }
 
-// reportWays compares the results of one round.
+// reportWays records the results of one round, and their ratios.
 func (r *runner) reportWays(both []congestion, round map[string]map[string]carried) {
 	runtime.GC()
 	udp, vxlan, many, single := round["udp"], round["vxlan"], round["udp, 5,000 peers"], round["packet by packet"]
@@ -341,7 +344,7 @@ func (r *runner) reportWays(both []congestion, round map[string]map[string]carri
 	}
 }
 
-// atLeast records the value of one round of a metric whose target is a minimum.
+// atLeast records the value of a metric in one round. Its target is a minimum.
 func (r *runner) atLeast(name, unit string, value, target float64) {
 	r.report.add(udpGroup, name, -1, unit, value, target)
 	r.report.find(udpGroup, name, -1).Floor = true

@@ -22,14 +22,15 @@ import (
 
 const wireguardGroup = "wireguard"
 
-// wireguardConfig makes the daemon carry the packets, even if the kernel has WireGuard.
+// wireguardConfig returns a backend configuration with which the daemon carries the
+// packets, even if the kernel has WireGuard.
 func wireguardConfig() map[string]any {
 	return map[string]any{"Type": "wireguard", "Implementation": "userspace"}
 }
 
 // measureWireGuard compares the wireguard backend's userspace mode with a program that
-// consists only of wireguard-go, on equal hosts. Both run in each round, and the one that
-// runs first alternates.
+// consists only of wireguard-go, on equal hosts. In each round it measures both, in
+// alternating order.
 func (r *runner) measureWireGuard(ctx context.Context) error {
 	const tcp = "TCP, 1 stream, hosts"
 	for round := range r.rounds {
@@ -55,8 +56,8 @@ func (r *runner) measureWireGuard(ctx context.Context) error {
 	return nil
 }
 
-// wireguardCPU sends TCP traffic from host 1 to host 2 through the tunnel of who, which is
-// flanneld or wireguard-go.
+// wireguardCPU sends TCP traffic from host 1 to host 2 through the tunnel of who,
+// "flanneld" or "wireguard-go", and measures it.
 func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
@@ -81,8 +82,8 @@ func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) 
 	return r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, to)
 }
 
-// startWireGuard starts a daemon and a pod on each host. It returns an address of host 2
-// whose route leads through the tunnel.
+// startWireGuard starts a daemon and a pod on each host, and waits until the pods reach
+// each other. It returns an address of host 2 whose route leads through the tunnel.
 func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error) {
 	if err := b.putConfig(ctx, wireguardConfig(), nil); err != nil {
 		return netip.Addr{}, err
@@ -98,7 +99,8 @@ func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error)
 	return b.lab.Pods()[1].Addrs()[0].Prev(), b.meet(ctx)
 }
 
-// wireguardRestart restarts a daemon while its pods communicate.
+// wireguardRestart restarts the daemon of host 1 during traffic between pods, and records
+// the longest time without an answer.
 func (r *runner) wireguardRestart(ctx context.Context) error {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
@@ -130,7 +132,8 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 	return nil
 }
 
-// wireguardPair returns the configurations of two hosts that are peers.
+// wireguardPair returns the configurations of runWireGuard for two hosts that are peers,
+// with new keys.
 func (b *bed) wireguardPair() (configs []string, err error) {
 	var keys [2]wgtypes.Key
 	for i := range keys {
@@ -148,7 +151,8 @@ func (b *bed) wireguardPair() (configs []string, err error) {
 	return configs, nil
 }
 
-// runWireGuard runs only wireguard-go with its TUN device and sockets.
+// runWireGuard runs wireguard-go with its own TUN device and sockets, and nothing else,
+// until the device is gone.
 func runWireGuard(config string) error {
 	t, err := tun.CreateTUN(plainDevice, plainMTU)
 	if err != nil {
