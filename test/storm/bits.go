@@ -4,8 +4,8 @@ package main
 
 import "slices"
 
-// bits is a set of small numbers. Each number takes one bit, because N hosts that each know
-// N leases keep N² numbers.
+// bits is a set of small numbers, from 0. Each number takes one bit, because N hosts
+// that each know N leases store N² numbers.
 type bits []uint64
 
 func (b *bits) set(i int) (changed bool) {

@@ -25,9 +25,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// hostsChild is the only argument that makes this program run the managers of all
-// hosts. They have a process of their own so that its CPU time and memory can be read. It
-// is the only process in host 1, so that the byte counters there count only its traffic.
+// hostsChild is the only argument that makes this program run the managers of all hosts. They are in
+// a process of their own, so that its CPU time and memory can be read. It is the only process in host
+// 1 of the lab, so that the byte counters there count only its traffic.
 const hostsChild = "storm-hosts"
 
 // isHosts reports whether this process runs the managers of all hosts.
@@ -35,7 +35,7 @@ func isHosts(args []string) bool { return len(args) == 2 && args[1] == hostsChil
 
 // runHosts serves Hosts on standard input and output until the parent closes them.
 func runHosts() error {
-	klog.LogToStderr(false) // thousands of hosts say the same
+	klog.LogToStderr(false) // no log, because thousands of hosts would write the same
 	klog.SetOutput(io.Discard)
 	if err := useMemory(); err != nil {
 		return err
@@ -48,8 +48,9 @@ func runHosts() error {
 	return nil
 }
 
-// useMemory makes the garbage collector run rarely while two thirds of the machine's memory suffice.
-// Its work on the memory of all hosts would count as CPU time that real hosts do not need.
+// useMemory makes the garbage collector run rarely until the process uses two thirds of the machine's
+// memory. Otherwise its work on the memory of all hosts would count as CPU time that real hosts do
+// not need.
 func useMemory() error {
 	var info unix.Sysinfo_t
 	if err := unix.Sysinfo(&info); err != nil {
@@ -68,45 +69,46 @@ type pipes struct {
 // Close implements io.Closer.
 func (p pipes) Close() error { return errors.Join(p.ReadCloser.Close(), p.WriteCloser.Close()) }
 
-// Hosts runs the managers of many hosts. Its exported methods are called by net/rpc, one
-// at a time.
+// Hosts runs the managers of many hosts. The parent process calls its exported methods through
+// net/rpc. It waits for each call, so they do not run at the same time.
 type Hosts struct {
 	registry *registry
 	hosts    map[int]*host
 	loaded   map[int]*host        // hosts that have their last known state and have not started
-	former   map[int]subnet.Lease // leases of hosts that do not run
+	former   map[int]subnet.Lease // last leases of hosts that have been stopped
 	leases   etcd.Interner
-	// reference is the host whose last known state is kept in known when it stops. Every host starts with
-	// this state. After a scenario all hosts know the same, so one state in memory is enough.
+	// reference is the host that keeps the last known state. When it stops, the state is stored in
+	// known. Every host starts with this state: after a scenario all hosts know the same, so one
+	// state in memory is enough.
 	reference *host
 	known     subnet.LedgerState
-	outages   int                    // of hosts that were stopped
-	stores    map[int]subnet.StoreID // id of the store as each stopped host knew it: with Kubernetes they differ
+	outages   int                    // number of outages that hosts had before they were stopped
+	stores    map[int]subnet.StoreID // for each stopped host, id of the store as it knew it; with Kubernetes these ids differ
 }
 
 func newHosts() *Hosts {
 	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, loaded: map[int]*host{}, former: map[int]subnet.Lease{}, stores: map[int]subnet.StoreID{}}
 }
 
-// Start says which hosts to start, and how.
+// Start contains the hosts to start, and how they start.
 type Start struct {
 	Store    Store
-	From, To int  // numbers of hosts, To excluded
-	Forget   bool // the hosts do not know their former leases
+	From, To int  // numbers of the first host and of the one after the last
+	Forget   bool // the hosts start without their former leases and without their last known state
 }
 
-// Store says where the store is.
+// Store describes how hosts reach the store, and their leases in it.
 type Store struct {
 	Etcd       []string // endpoints; empty if the store is the Kubernetes API
 	Prefix     string
-	TTL        time.Duration // of leases; zero means the default
-	Margin     time.Duration // how long before its end a lease is renewed; zero means the default
+	TTL        time.Duration // TTL of leases; zero means the default
+	Margin     time.Duration // how long before the end of its lease a host renews it; zero means the default
 	Kubeconfig string
-	NetConfig  string // path of the network configuration, with Kubernetes
+	NetConfig  string // path of the network configuration; only with Kubernetes
 }
 
-// Load makes hosts read their last known state, up to the moment at which they would ask the store.
-// Start continues there.
+// Load creates hosts and makes them read their last known state, up to the moment at which they would
+// send requests to the store. Start continues there.
 func (s *Hosts) Load(a Start, _ *struct{}) error {
 	var loading errgroup.Group
 	loading.SetLimit(runtime.NumCPU())
@@ -124,7 +126,7 @@ func (s *Hosts) Load(a Start, _ *struct{}) error {
 	return loading.Wait()
 }
 
-// Start starts hosts. It calls Load first unless that was done.
+// Start starts hosts. It first calls Load unless the caller has done so for the same hosts.
 func (s *Hosts) Start(a Start, _ *struct{}) error {
 	if s.loaded[a.From] == nil {
 		if err := s.Load(a, nil); err != nil {
@@ -143,13 +145,13 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 	return nil
 }
 
-// Stop says which hosts to stop: those with the numbers from From up to but excluding To.
+// Stop contains the hosts to stop: those with the numbers from From up to but excluding To.
 type Stop struct{ From, To int }
 
 // Stopped is the answer to Stop: the leases of the stopped hosts.
 type Stopped struct{ Leases []subnet.Lease }
 
-// Stop stops hosts as if their power was cut, which leaves their leases in the store.
+// Stop stops running hosts as if their power was cut: their leases stay in the store.
 func (s *Hosts) Stop(a Stop, r *Stopped) error {
 	var wg sync.WaitGroup
 	for i := a.From; i < a.To; i++ {
@@ -178,14 +180,14 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 	return nil
 }
 
-// Expect lists leases that hosts must know from now on or, if Gone is true, must no longer know. The
-// leases of running hosts are added by the hosts themselves.
+// Expect contains leases that hosts must know from now on or, if Gone is true, must not know any
+// more. Hosts add their own leases when they acquire them.
 type Expect struct {
 	Leases []subnet.Lease
 	Gone   bool
 }
 
-// Expect changes which leases hosts have to know in order to be right.
+// Expect changes which leases a host must know to be right.
 func (s *Hosts) Expect(a Expect, _ *struct{}) error { //nolint:unparam // net/rpc wants an error
 	for i := range a.Leases {
 		s.registry.expect(identify(&a.Leases[i]), !a.Gone)
@@ -193,28 +195,28 @@ func (s *Hosts) Expect(a Expect, _ *struct{}) error { //nolint:unparam // net/rp
 	return nil
 }
 
-// Wait says how long to wait, and for what.
+// Wait contains how long Hosts.Wait waits, and for what.
 type Wait struct {
 	Limit   time.Duration
-	Renewed time.Time // hosts have to renew their leases after this time; zero means that they need not
+	Renewed time.Time // hosts must have renewed their leases after this time; zero means that they need not renew them
 }
 
 // State is the state of the running hosts.
 type State struct {
 	Right, Running int
-	Half, Last     time.Time // when half of the hosts that are right became right, and when the last one did
+	Half, Last     time.Time // of the hosts that are right: when half of them, and when the last one became right
 	Leased         time.Time // when the last of the hosts that have a lease has acquired it
-	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
-	Outages        int       // times that a host has lost its store
-	Example        string    // why a host was not right, or has lost its store
+	Renewed        int       // number of hosts that have renewed their leases since Wait.Renewed
+	Outages        int       // how often a host has lost its store
+	Example        string    // why some host is not right or, if all are, why one has lost its store
 }
 
-// Wait waits until all running hosts are right and have renewed their leases since a.Renewed, but not
-// longer than a.Limit. It returns the state in both cases, without an error.
+// Wait waits until all running hosts are right and have renewed their leases since a.Renewed. It
+// waits no longer than a.Limit. It then returns the state, without an error in both cases.
 func (s *Hosts) Wait(a Wait, r *State) error {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
-	wrong := -1 // the host that was not right last
+	wrong := -1 // number of the host that was not right at the last look; -1 at first
 	for deadline := time.Now().Add(a.Limit); ; <-tick.C {
 		expected := s.registry.expected()
 		done := func(i int) bool {
@@ -247,7 +249,7 @@ func (s *Hosts) State(_ struct{}, r *State) error { //nolint:unparam // net/rpc 
 func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	r.Outages = s.outages
 	var times []time.Time
-	example := "" // of a host that is not right
+	example := "" // why some host is not right
 	for _, h := range s.hosts {
 		ok, since := h.observation.right(expected)
 		if h.renewedSince(renewed) {
@@ -278,12 +280,12 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	return r
 }
 
-// host is one host without its kernel: only the part that uses the store.
+// host is a host without its kernel: only the part that uses the store.
 type host struct {
 	number      int
 	all         *Hosts
 	observation *observation
-	former      *subnet.Lease // of its last run; nil if it remembers none
+	former      *subnet.Lease // lease of its last run; nil if the host starts without it
 	manager     manager       // nil until load
 	cancel      context.CancelFunc
 	done        chan struct{}
@@ -294,26 +296,27 @@ type host struct {
 	renewed  time.Time // when own was renewed last
 	outages  int
 	said     string
-	ended    error // why it has ended although it was not stopped
+	ended    error // error with which it has ended although it was not stopped
 }
 
 func newHost(number int, all *Hosts) *host {
 	return &host{number: number, all: all, observation: &observation{registry: all.registry, own: -1}, done: make(chan struct{})}
 }
 
-// manager is a subnet.Manager with its connection.
+// manager is a subnet.Manager that can be closed.
 type manager interface {
 	subnet.Manager
 	Close() error
 }
 
-// load prepares the host for its start.
+// load opens the manager of the host, with its last known state.
 func (h *host) load(s Store) (err error) {
 	h.manager, err = h.open(s, h.former)
 	return err
 }
 
-// start begins what the daemon does with its store.
+// start makes the host do what the daemon does with its store, in the background. The manager must be
+// loaded.
 func (h *host) start() {
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
 	h.cancel = cancel
@@ -332,7 +335,8 @@ func (h *host) stop() {
 	<-h.done
 }
 
-// run does what the daemon does with its store, until ctx ends.
+// run acquires the host's lease, and keeps it and watches the others until ctx ends or one of them
+// fails. Then it closes the manager.
 func (h *host) run(ctx context.Context) error {
 	m := h.manager
 	defer m.Close()
@@ -356,7 +360,8 @@ func (h *host) run(ctx context.Context) error {
 	return errors.Join(err, <-kept)
 }
 
-// acquire takes the own lease, by the same steps as the daemon.
+// acquire takes a lease by the same steps as the daemon. If no subnet is free, it tries again each
+// second until ctx ends.
 func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
 	if s, ok := m.(subnet.PublicIPSource); ok {
 		if _, err := s.PublicIPs(ctx); err != nil {
@@ -399,7 +404,8 @@ func (h *host) lease() (subnet.Lease, bool) {
 	return *h.own, true
 }
 
-// why returns a text with the error if the host has ended although it was not stopped, and "" otherwise.
+// why returns a text with the error if the host has ended although it was not stopped. Otherwise it
+// returns "".
 func (h *host) why() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -409,7 +415,8 @@ func (h *host) why() string {
 	return fmt.Sprintf("host %d has ended: %v", h.number, h.ended)
 }
 
-// onStatus is called with an error when the store is lost, and with nil when it is back.
+// onStatus is called by the manager: with an error when it loses the store, and with nil when the
+// store is back.
 func (h *host) onStatus(err error) {
 	if err == nil {
 		return
@@ -420,7 +427,8 @@ func (h *host) onStatus(err error) {
 	h.said = err.Error()
 }
 
-// onLease is called when the own lease is acquired and when it is renewed.
+// onLease is called by the manager when it acquires the own lease and when it renews it. Only
+// renewals are recorded.
 func (h *host) onLease(subnet.Lease) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

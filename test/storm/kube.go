@@ -19,16 +19,16 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// apiServer is a kube-apiserver with its default limits. Its etcd is another process, whose
-// usage does not count.
+// apiServer is a kube-apiserver with its default limits. The usage of its etcd does not count,
+// because that is another process.
 type apiServer struct {
 	api    *lab.APIServer
 	dir    string
 	client *http.Client
 }
 
-// Tokens of the administrator, of flannel's service account, and of another one. The
-// administrator's requests do not wait in the queues of API Priority and Fairness.
+// Tokens of the administrator, of flannel's service account, and of the service account of the
+// bystander. The administrator's requests do not wait in the queues of API Priority and Fairness.
 const (
 	adminToken     = "admin"
 	flannelToken   = "flannel"
@@ -64,7 +64,7 @@ func startAPIServer(ctx context.Context, l *lab.Lab, program string) (s *apiServ
 	return s, nil
 }
 
-// prepare writes the files of hosts, and gives both service accounts all rights.
+// prepare writes the files that hosts read, and gives all service accounts all rights.
 func (s *apiServer) prepare(ctx context.Context) error {
 	kubeconfig, err := s.api.Kubeconfig(flannelToken)
 	if err != nil {
@@ -83,7 +83,8 @@ func (s *apiServer) prepare(ctx context.Context) error {
 	})
 }
 
-// do sends a request. The body is JSON, of a merge patch if the method is PATCH.
+// do sends a request with that token. The body is JSON, and a merge patch if the method is PATCH. A
+// status of 300 or more is an error.
 func (s *apiServer) do(ctx context.Context, token, method, path string, body any) error {
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -112,8 +113,8 @@ func (s *apiServer) do(ctx context.Context, token, method, path string, body any
 
 const nodesPath = "/api/v1/nodes"
 
-// addNodes makes the Nodes of the hosts from from up to but excluding to. They have podCIDRs, but no
-// annotations of flannel yet.
+// addNodes creates the Nodes of the hosts from number from up to but excluding to. They have
+// podCIDRs, but no annotations of flannel yet.
 func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
 	return figures.Each(from, to, func(i int) error {
 		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
@@ -157,10 +158,10 @@ func (s *apiServer) writeAndRead(ctx context.Context) error {
 }
 
 // bystanderCalls is empty because only requests for Nodes are counted.
-func (*apiServer) bystanderCalls() []string { return nil }
+func (*apiServer) touches() []string { return nil }
 
-// calls counts the requests for Nodes that have ended, and so no running watch. The kind is the verb and,
-// if the server has refused the request, the status code.
+// calls counts the requests for Nodes that have ended. So it does not count running watches. The
+// kind is the verb and, if the server has refused the request, the status code.
 func (s *apiServer) calls(ctx context.Context) (figures.Counts, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+s.api.Addr(nil).String()+"/metrics", http.NoBody)
 	if err != nil {

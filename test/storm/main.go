@@ -28,7 +28,7 @@ import (
 type options struct {
 	stores    []string
 	sizes     []int // numbers of hosts
-	kubeSizes []int // the same with Kubernetes
+	kubeSizes []int // numbers of hosts with Kubernetes
 	scenarios []string
 	etcd      string
 	apiserver string
@@ -36,7 +36,7 @@ type options struct {
 	churn     time.Duration
 	renew     time.Duration
 	out       string // folder for results; empty if none
-	page      string // markdown file whose tables are replaced; empty if none
+	page      string // Markdown page whose tables are replaced; empty if none
 }
 
 func parse(args []string) (options, error) {
@@ -87,7 +87,7 @@ func parse(args []string) (options, error) {
 	return o, nil
 }
 
-// numbers parses the value of a flag that is a list of numbers of hosts.
+// numbers parses list, the value of a flag with several numbers of hosts.
 func numbers(flag, list string) (sizes []int, err error) {
 	for text := range strings.SplitSeq(list, ",") {
 		n, err := strconv.Atoi(text)
@@ -99,7 +99,8 @@ func numbers(flag, list string) (sizes []int, err error) {
 	return sizes, nil
 }
 
-// maxHosts leaves numbers for the hosts that join, and one for the host that does not exist, extra.
+// maxHosts is the largest number of hosts. Above it there must be numbers for the hosts
+// that join, and one for the host that does not exist, extra.
 const maxHosts = 15_000
 
 func main() {
@@ -138,7 +139,7 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 			if err := one(ctx, o, store, n, r, progress); err != nil {
 				return fmt.Errorf("%s, %d hosts: %w", store, n, err)
 			}
-			if err := r.save(o); err != nil { // now, because the rest can take an hour
+			if err := r.save(o); err != nil { // save now, because the rest can take an hour
 				return err
 			}
 		}
@@ -146,7 +147,7 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 	return nil
 }
 
-// one runs the scenarios with a store and a number of hosts.
+// one runs the scenarios with one store and n hosts, and adds their results to r.
 func one(ctx context.Context, o options, store string, n int, r *report, progress io.Writer) error {
 	l, err := lab.New(ctx, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: store != "kube"}})
 	if err != nil {
@@ -182,7 +183,7 @@ func startKube(ctx context.Context, l *lab.Lab, program string, n int) (server, 
 	return k, nil
 }
 
-// describe records the version of the source and the machine.
+// describe records the version of the source, as git prints it, and the machine.
 func (r *report) describe(ctx context.Context) error {
 	commit, err := exec.CommandContext(ctx, "git", "describe", "--tags", "--always", "--dirty").Output()
 	if err != nil {
@@ -193,7 +194,8 @@ func (r *report) describe(ctx context.Context) error {
 	return err
 }
 
-// save writes the results, and replaces those of an earlier run.
+// save writes the results into the folder and on the page that o names. It replaces those
+// of an earlier run.
 func (r *report) save(o options) error {
 	if o.out != "" {
 		if err := figures.Save(o.out, r, r.charts()); err != nil {

@@ -14,14 +14,14 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// networkConfig has a subnet for each of 32,766 hosts. No host takes extraSubnet.
+// networkConfig has a subnet for each of about 32,000 hosts. extraSubnet is in its network, but no
+// host takes it.
 const (
 	networkConfig = `{"Network":"10.128.0.0/9","SubnetMax":"10.255.254.0","SubnetLen":24,"Backend":{"Type":"vxlan"}}`
 	extraSubnet   = "10.255.255.0-24"
 )
 
-// publicIP returns the public address that a host publishes. It is only a number here: no interface
-// has it.
+// publicIP returns the public address that a host publishes. No interface has this address.
 func publicIP(number int) netip.Addr { return addr("172.16.0.0", number+1) }
 
 func addr(first string, offset int) netip.Addr {
@@ -30,12 +30,13 @@ func addr(first string, offset int) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// vtep returns the data that a host with the backend vxlan publishes.
+// vtep returns the backend data that a host with the backend vxlan publishes.
 func vtep(number int) json.RawMessage {
 	return fmt.Appendf(nil, `{"VNI":1,"VtepMAC":"02:be:%02x:%02x:%02x:%02x"}`, byte(number>>24), byte(number>>16), byte(number>>8), byte(number))
 }
 
-// open makes the manager of a host.
+// open opens the manager of a host. former is the lease of its last run, or nil if it starts
+// without its last known state.
 func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
 	if len(s.Etcd) == 0 {
 		return h.openKube(s, former)
@@ -61,8 +62,8 @@ func (h *host) openKube(s Store, former *subnet.Lease) (manager, error) {
 	return kube.New(c)
 }
 
-// known returns the last known state of a host: the state that all hosts share, without its own lease,
-// and with the store as this host knew it.
+// known returns the last known state of a host. It is the state that all hosts share, without the
+// lease with the key own, and with the store as this host knew it.
 func (h *host) known(own string) subnet.LedgerState {
 	state := h.all.known
 	state.Store = h.all.stores[h.number]

@@ -20,7 +20,7 @@ type report struct {
 	Results []*result `json:"results"`
 }
 
-// String returns a result as one line for a terminal.
+// String returns the result as one line for a terminal.
 func (r *result) String() string {
 	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s; leases after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
 		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.Leased, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
@@ -31,7 +31,7 @@ func (r *result) String() string {
 	return text
 }
 
-// titles returns the headings of scenarios on the page.
+// titles returns the headings on the page, by name of the scenario.
 func titles() map[string]string {
 	return map[string]string{
 		"boot": "All hosts boot at once, the store is empty", "reboot": "All hosts boot at once, with their last known state",
@@ -40,7 +40,8 @@ func titles() map[string]string {
 	}
 }
 
-// markdown writes the tables of the page.
+// markdown writes the tables of results as they stand on the page of the
+// documentation.
 func (r *report) markdown(out io.Writer) {
 	fmt.Fprintf(out, "flanneld %s on %s, %s.\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine)
 	for _, sc := range scenarios() {
@@ -63,7 +64,7 @@ func (r *report) markdown(out io.Writer) {
 	}
 }
 
-// seconds returns a duration as text, which is empty if it was not measured.
+// seconds returns a number of seconds as text, or "" if it was not measured.
 func seconds(s float64) string {
 	if s <= 0 {
 		return ""
@@ -71,7 +72,8 @@ func seconds(s float64) string {
 	return chart.Number(s) + " s"
 }
 
-// charts returns the charts for which there are results, by file name.
+// charts returns the charts for which there are results, by file name without
+// extension.
 func (r *report) charts() map[string]chart.Chart {
 	all := map[string]chart.Chart{}
 	for _, kind := range []struct {

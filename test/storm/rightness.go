@@ -11,19 +11,19 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// identity is what a host has to know of a lease. A lease that has the right key and a
-// wrong address is another one.
+// identity is what a host must know about a lease. A lease with the same key and another address
+// is another lease.
 type identity struct {
 	key    string
 	public netip.Addr
 }
 
-// registry numbers leases, and knows which of them should exist.
+// registry gives leases numbers, and knows which of them should exist.
 type registry struct {
 	mu      sync.RWMutex
 	numbers map[identity]int
-	all     []identity       // by number
-	byKey   map[string][]int // a key that moved to another host has several numbers
+	all     []identity       // the index is the number of the lease
+	byKey   map[string][]int // numbers of the leases with a key; there are several if the key moved to another host
 	live    bits
 }
 
@@ -56,8 +56,8 @@ func (r *registry) numbersOf(key string) []int {
 	return r.byKey[key]
 }
 
-// expect adds a lease to those that should exist or, if there is false, removes it from them. It
-// returns the number of the lease.
+// expect adds a lease to those that should exist or, if there is false, removes it from these.
+// It returns the number of the lease.
 func (r *registry) expect(id identity, there bool) (number int) {
 	number = r.number(id)
 	r.mu.Lock()
@@ -82,16 +82,16 @@ func (r *registry) expected() bits {
 	return r.live.clone()
 }
 
-// observation is the knowledge of one host about the leases of others.
+// observation records which leases of others one host knows.
 type observation struct {
 	registry *registry
 
 	mu      sync.Mutex
 	own     int  // number of the own lease; -1 before it is acquired
-	have    bits // without the own lease
+	have    bits // numbers of the leases that the host knows, without its own
 	changed time.Time
-	store   subnet.StoreID // as the last update named it
-	ledger  *subnet.Ledger // of the reference; nil for other hosts
+	store   subnet.StoreID // id of the store in the last update
+	ledger  *subnet.Ledger // for the last known state; only the reference has it, and it is nil in other hosts
 }
 
 func (s *observation) stored() subnet.StoreID {
@@ -100,7 +100,8 @@ func (s *observation) stored() subnet.StoreID {
 	return s.store
 }
 
-// state returns what the daemon of this host would keep on disk.
+// state returns the state that the daemon of this host would keep on disk. Only the reference
+// may call it.
 func (s *observation) state() subnet.LedgerState {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -111,7 +112,7 @@ func identify(l *subnet.Lease) identity {
 	return identity{l.Key, l.Endpoints[0].PublicIP}
 }
 
-// take is the sink of a Manager's Watch.
+// take records an update. It is the function that a host passes to its manager's Watch.
 func (s *observation) take(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -156,16 +157,16 @@ func (s *observation) acquired(l subnet.Lease) {
 	s.own, s.changed = n, time.Now()
 }
 
-// right reports whether the host has a lease and knows exactly the other expected leases. The time is
-// that of the last change of its knowledge.
+// right reports whether the host has a lease and knows exactly the other expected leases. It
+// also returns when the host's knowledge last changed.
 func (s *observation) right(expected bits) (bool, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.own >= 0 && s.have.equalWithout(expected, s.own), s.changed
 }
 
-// difference says which lease the host lacks, or knows although it should not, or that it has
-// none itself. It is empty if the host is right.
+// difference returns a text about the first difference: the host has no lease, does not know an
+// expected one, or knows one that should not exist. It returns "" if the host is right.
 func (s *observation) difference(expected bits) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

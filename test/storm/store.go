@@ -24,25 +24,27 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// server is a store under test: one process in the router's namespace of a lab.
+// server is a store under test. It is one process in the namespace of the lab's
+// router.
 type server interface {
 	pid() int
 	restart(ctx context.Context) error
-	// calls returns how many requests the process has received, by kind.
+	// calls returns how many requests the process has received since its start, by
+	// kind.
 	calls(ctx context.Context) (figures.Counts, error)
 	// writeAndRead writes and reads something that is not flannel's, as other users of the store do.
-	writeAndRead(ctx context.Context) error
+	touch(ctx context.Context) error
 	// bystanderCalls returns the kinds of the requests that writeAndRead sends.
-	bystanderCalls() []string
+	touches() []string
 	// reach returns how hosts reach the store.
 	reach() Store
 	close()
 }
 
-// usage is what a process has used until now.
+// usage is what a process has used so far.
 type usage struct {
 	cpu  time.Duration
-	peak float64 // bytes of memory, since the process started or figures.ResetPeak
+	peak float64 // largest memory in bytes since the process started, or since figures.ResetPeak
 }
 
 func usageOf(pid int) (usage, error) {
@@ -62,12 +64,13 @@ type etcdServer struct {
 	http    *http.Client
 	url     string
 	etcd    *process
-	proxy   *process // through which hosts reach etcd; nil if they do so directly
+	proxy   *process // the grpc-proxy through which hosts reach etcd; nil if they reach it directly
 }
 
 const etcdPort, proxyPort = 2379, 23790
 
-// startEtcd starts an etcd and, if proxied, the grpc-proxy of the same program.
+// startEtcd starts an etcd and writes the network configuration. If proxied is true,
+// it also starts the grpc-proxy of the same program.
 func startEtcd(ctx context.Context, l *lab.Lab, program string, proxied bool) (s *etcdServer, err error) {
 	s = &etcdServer{lab: l, url: routerURL(l, etcdPort)}
 	if s.program, err = filepath.Abs(program); err != nil {
@@ -120,7 +123,8 @@ type process struct {
 	exited chan struct{}
 }
 
-// startProcess starts a program and waits until ready returns no error.
+// startProcess starts a program and waits until ready returns nil. It returns an
+// error if the program or ctx ends first.
 func startProcess(ctx context.Context, l *lab.Lab, program string, ready func() error, args ...string) (*process, error) {
 	p := &process{exited: make(chan struct{})}
 	p.cmd = &exec.Cmd{Path: program, Args: append([]string{program}, args...), Stdout: &p.output, Stderr: &p.output}
@@ -156,7 +160,7 @@ func (p *process) stop() {
 	}
 }
 
-// healthy returns nil if the etcd or the proxy at url can be used.
+// healthy returns nil if the etcd or the proxy at url reports that it is healthy.
 func (s *etcdServer) healthy(ctx context.Context, url string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url+"/health", http.NoBody)
 	if err != nil {
@@ -204,7 +208,8 @@ func (s *etcdServer) writeAndRead(ctx context.Context) error {
 
 func (*etcdServer) bystanderCalls() []string { return []string{"Put", "Range"} }
 
-// calls counts messages and not gRPC calls, because one stream carries many requests.
+// calls counts messages instead of gRPC calls, because one stream carries many
+// requests.
 func (s *etcdServer) calls(ctx context.Context) (figures.Counts, error) {
 	return figures.EtcdMessages(ctx, s.http, s.url)
 }

@@ -23,21 +23,21 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// storm is one store with the hosts around it.
+// storm is a store with the hosts that use it.
 type storm struct {
 	lab    *lab.Lab
 	store  server
 	n      int
-	limit  time.Duration // of one scenario
+	limit  time.Duration // limit of one scenario
 	minute time.Duration // in which a tenth of the hosts leaves and as many join
-	renew  time.Duration // in which all leases are renewed
+	renew  time.Duration // time after which each lease is renewed, in the scenario renew
 	child  *exec.Cmd
 	hosts  *rpc.Client
 	report *report
 }
 
-// startHosts starts the process with the managers inside host 1. The process has the lowest
-// priority, because in a cluster the hosts do not use the CPUs of the store.
+// startHosts starts the process with all managers inside host 1. The process has the lowest priority,
+// because in a real cluster hosts do not use the CPUs of the store.
 func (s *storm) startHosts(ctx context.Context) error {
 	self, err := os.Executable()
 	if err != nil {
@@ -63,9 +63,10 @@ func (s *storm) startHosts(ctx context.Context) error {
 	return nil
 }
 
-// morePorts lets new connections in the calling thread's network namespace use the ports of closed ones. All
-// managers share one address. Without morePorts, thousands of closed connections would occupy their ports for
-// a minute, and the kernel's search for a free port would take much of a CPU.
+// morePorts lets new connections from the calling thread's network namespace use more ports, and those
+// of closed connections. All managers share one address. Without morePorts, thousands of closed
+// connections would occupy their ports for a minute, and the kernel's search for a free port would take
+// much of a CPU.
 func morePorts() error {
 	for file, value := range map[string]string{"ip_local_port_range": "1024 65535", "tcp_tw_reuse": "1"} {
 		if err := os.WriteFile("/proc/sys/net/ipv4/"+file, []byte(value), 0); err != nil {
@@ -82,7 +83,8 @@ func (s *storm) stopHosts() {
 	}
 }
 
-// call calls a method of Hosts.
+// call calls a method of Hosts in the other process, and waits for its reply. It returns an error if ctx
+// ends first.
 func (s *storm) call(ctx context.Context, method string, args, reply any) error {
 	c := s.hosts.Go("Hosts."+method, args, reply, make(chan *rpc.Call, 1))
 	select {
@@ -102,35 +104,35 @@ type result struct {
 	N        int    `json:"n"`
 	Scenario string `json:"scenario"`
 
-	Right      int            `json:"right"`               // hosts that were right at the end, of N
-	Seconds    float64        `json:"seconds"`             // until the last one was right
+	Right      int            `json:"right"`               // number of hosts, of N, that were right at the end
+	Seconds    float64        `json:"seconds"`             // seconds until the last host was right, or until the limit
 	Half       float64        `json:"half,omitzero"`       // seconds until half of them were right
-	Leased     float64        `json:"leased,omitzero"`     // seconds until all hosts had their own leases, if all of them were started
-	StoreCPU   float64        `json:"storeCPU"`            // seconds
-	ProxyCPU   float64        `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
-	ProxyPeak  float64        `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
-	HostsCPU   float64        `json:"hostsCPU"`            // seconds, of the process with all managers
-	Sent       float64        `json:"sent"`                // bytes from the store to hosts
-	Received   float64        `json:"received"`            // bytes from hosts to the store
-	Peak       float64        `json:"peak"`                // bytes of memory of the store
-	HostsPeak  float64        `json:"hostsPeak"`           // bytes of memory of the process with all managers, since its start
-	Calls      figures.Counts `json:"calls"`               // by kind
-	Slowest    float64        `json:"slowest"`             // seconds that the slowest request of a bystander took
-	P99        float64        `json:"p99"`                 // seconds, of a bystander's requests
-	Bystanding int            `json:"bystanding"`          // requests of the bystander
-	Failed     int            `json:"failed"`              // of these, requests without an answer
-	Outages    int            `json:"-"`                   // times that a host has lost its store
+	Leased     float64        `json:"leased,omitzero"`     // seconds until all hosts had their own leases; 0 if hosts ran before
+	StoreCPU   float64        `json:"storeCPU"`            // CPU time in seconds, without the proxy
+	ProxyCPU   float64        `json:"proxyCPU,omitempty"`  // CPU time in seconds of the proxy in front of the store
+	ProxyPeak  float64        `json:"proxyPeak,omitempty"` // largest memory of the proxy in bytes, since its start
+	HostsCPU   float64        `json:"hostsCPU"`            // CPU time in seconds of the process with all managers
+	Sent       float64        `json:"sent"`                // bytes that the store sent to hosts
+	Received   float64        `json:"received"`            // bytes that the store received from hosts
+	Peak       float64        `json:"peak"`                // largest memory of the store in bytes
+	HostsPeak  float64        `json:"hostsPeak"`           // largest memory of the process with all managers in bytes, since its start
+	Calls      figures.Counts `json:"calls"`               // number of requests by kind, without those of the bystander
+	Slowest    float64        `json:"slowest"`             // seconds that the slowest request of the bystander took
+	P99        float64        `json:"p99"`                 // 99th percentile of the bystander's requests, in seconds
+	Bystanding int            `json:"bystanding"`          // number of times that the bystander touched the store
+	Failed     int            `json:"failed"`              // of these, how many failed
+	Outages    int            `json:"-"`                   // how often a host has lost its store
 	Example    string         `json:"example,omitempty"`
 }
 
-// reading is what the processes of a storm have used until one moment.
+// reading is what the processes of a storm have used up to one moment.
 type reading struct {
-	store, hosts, proxy usage // proxy is zero without one
+	store, hosts, proxy usage // proxy is zero if there is none
 	calls               figures.Counts
-	sent, received      float64 // bytes from the store to hosts, and back
+	sent, received      float64 // bytes from the store to hosts, and from hosts to the store
 }
 
-// read reads what all processes have used until now.
+// read reads what all processes have used so far.
 func (s *storm) read(ctx context.Context) (now reading, err error) {
 	if now.store, err = usageOf(s.store.pid()); err != nil {
 		return now, err
@@ -150,14 +152,14 @@ func (s *storm) read(ctx context.Context) (now reading, err error) {
 	return now, err
 }
 
-// meter measures the store during a scenario.
+// meter measures what a scenario costs.
 type meter struct {
 	s         *storm
 	began     time.Time
-	first     reading        // when the scenario began; of the store, when its present process began
-	spent     time.Duration  // CPU time of processes of the store that have ended meanwhile
-	ended     figures.Counts // requests to these processes
-	peak      float64        // of these processes, in bytes of memory
+	first     reading        // values at the beginning of the scenario; those of the store are zero after a restart of it
+	spent     time.Duration  // CPU time of the store's processes that have ended in this scenario
+	ended     figures.Counts // requests that these processes have received
+	peak      float64        // largest memory of these processes, in bytes
 	bystander *bystander
 	earlier   State
 }
@@ -177,7 +179,7 @@ func (s *storm) measure(ctx context.Context) (m *meter, err error) {
 	return m, nil
 }
 
-// restart restarts the store. The cost of the old process counts as well.
+// restart restarts the store. The cost of the old process counts too.
 func (m *meter) restart(ctx context.Context) error {
 	now, err := m.s.read(ctx)
 	if err != nil {
@@ -190,8 +192,8 @@ func (m *meter) restart(ctx context.Context) error {
 	return m.s.store.restart(ctx)
 }
 
-// end waits until the hosts are right, but no longer than the limit, and returns what the
-// scenario has cost. If they are not right, it returns the result with an error.
+// end waits until the hosts are right, but no longer than the limit. It returns what the scenario has
+// cost, together with an error if some hosts are not right.
 func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	s := m.s
 	var now State
@@ -228,7 +230,8 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	return r, nil
 }
 
-// traffic returns how many bytes the store has sent to the hosts, and received from them.
+// traffic returns how many bytes the store has sent to the hosts, and how many it has received from
+// them.
 func (s *storm) traffic(ctx context.Context) (sent, received float64, err error) {
 	var text []byte
 	err = s.lab.Host(1).Do(ctx, func() (err error) {
@@ -243,7 +246,7 @@ func (s *storm) traffic(ctx context.Context) (sent, received float64, err error)
 		if strings.TrimSpace(name) != "eth0" {
 			continue
 		}
-		fields := strings.Fields(rest) // as the hosts see it
+		fields := strings.Fields(rest) // received bytes are first: the hosts have received what the store has sent
 		if sent, err = strconv.ParseFloat(fields[0], 64); err != nil {
 			return 0, 0, err
 		}
@@ -253,7 +256,7 @@ func (s *storm) traffic(ctx context.Context) (sent, received float64, err error)
 	return 0, 0, errors.New("/proc/net/dev has no eth0")
 }
 
-// bystander is another user of the store.
+// bystander is another user of the store, which measures how long its requests take.
 type bystander struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
@@ -261,7 +264,7 @@ type bystander struct {
 	failed int
 }
 
-// bystandEvery is the pause between requests of the bystander.
+// bystandEvery is the time from one touch of the bystander to the next.
 const bystandEvery = 100 * time.Millisecond
 
 func (s *storm) bystand(ctx context.Context) *bystander {
@@ -302,19 +305,19 @@ func (b *bystander) finish(r *result) {
 	}
 }
 
-// loadAll makes hosts read their last known state.
+// loadAll makes hosts read their last known state. The store of a is that of s.
 func (s *storm) loadAll(ctx context.Context, a Start) error {
 	a.Store.merge(s.store.reach())
 	return s.call(ctx, "Load", a, &struct{}{})
 }
 
-// startAll starts hosts.
+// startAll starts hosts. The store of a is that of s.
 func (s *storm) startAll(ctx context.Context, a Start) error {
 	a.Store.merge(s.store.reach())
 	return s.call(ctx, "Start", a, &struct{}{})
 }
 
-// merge replaces everything but TTL and Margin by the values of other.
+// merge replaces everything in s but TTL and Margin by the values of other.
 func (s *Store) merge(other Store) {
 	ttl, margin := s.TTL, s.Margin
 	*s = other
@@ -328,14 +331,15 @@ func (s *storm) stopAll(ctx context.Context, a Stop) ([]subnet.Lease, error) {
 	return r.Leases, err
 }
 
-// scenario is one kind of storm.
+// scenario is a situation in which many hosts use the store at once.
 type scenario struct {
 	name string
 	run  func(*storm, context.Context) (*result, error)
-	etcd bool // only with etcd
+	etcd bool // the scenario exists only with etcd
 }
 
-// scenarios returns all scenarios. Each begins with the hosts and leases that the previous one has left.
+// scenarios returns all scenarios in their order. Each begins with the hosts and leases that the one
+// before has left.
 func scenarios() []scenario {
 	return []scenario{
 		{name: "boot", run: (*storm).boot},
@@ -358,8 +362,8 @@ func (s *storm) boot(ctx context.Context) (*result, error) {
 	return m.end(ctx, "boot")
 }
 
-// reboot starts all hosts at once after a loss of power: they have their last known state,
-// and the store has their leases.
+// reboot starts all hosts at once after a power failure: they have their last known state, and the store
+// has their leases.
 func (s *storm) reboot(ctx context.Context) (*result, error) {
 	if _, err := s.stopAll(ctx, Stop{To: s.n}); err != nil {
 		return nil, err
@@ -377,8 +381,8 @@ func (s *storm) reboot(ctx context.Context) (*result, error) {
 	return m.end(ctx, "reboot")
 }
 
-// restart restarts the store under all hosts. They are right when they know a lease that
-// was written afterwards.
+// restart restarts the store while all hosts run. They are right when they know a lease that was written
+// after the restart.
 func (s *storm) restart(ctx context.Context) (*result, error) {
 	m, err := s.measure(ctx)
 	if err != nil {
@@ -398,9 +402,9 @@ func (s *storm) restart(ctx context.Context) (*result, error) {
 	return r, errors.Join(err, s.dropExtra(ctx, extra))
 }
 
-// churn makes a tenth of the hosts leave within a minute while as many new ones join. At
-// the end the new ones leave, and the others come back, so that there are the hosts from
-// 0 to N again.
+// churn makes a tenth of the hosts leave within s.minute, while as many new ones join. After the
+// measurement the new ones leave and the others come back, so that the hosts are again those from 0 up
+// to but excluding N.
 func (s *storm) churn(ctx context.Context) (*result, error) {
 	tenth := max(1, s.n/10)
 	m, err := s.measure(ctx)
@@ -427,8 +431,8 @@ func (s *storm) churn(ctx context.Context) (*result, error) {
 	return r, nil
 }
 
-// replace makes count hosts, from number old on, leave the cluster, and as many, from number fresh on,
-// join. It does so in steps of a second, or in one step if within is zero.
+// replace makes count hosts leave the cluster, from number old on, and as many join, from number fresh
+// on. It does so in a step each second during within. If within is zero, it does so in one step.
 func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.Duration) error {
 	steps := max(1, int(within/time.Second))
 	tick := time.NewTicker(max(within/time.Duration(steps), time.Millisecond))
@@ -464,8 +468,8 @@ func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.
 	return nil
 }
 
-// remove deletes leases from etcd, as if they had expired. On Kubernetes it deletes the Nodes of the
-// hosts from from up to but excluding to.
+// remove deletes leases from etcd, as if they had expired. On Kubernetes it ignores leases, and deletes
+// the Nodes of the hosts from number from up to but excluding to.
 func (s *storm) remove(ctx context.Context, leases []subnet.Lease, from, to int) error {
 	if k, ok := s.store.(*apiServer); ok {
 		return k.removeNodes(ctx, from, to)
@@ -482,7 +486,7 @@ func (s *storm) remove(ctx context.Context, leases []subnet.Lease, from, to int)
 // extra is the number of a host that does not exist.
 const extra = 20_000
 
-// putExtra writes a lease of no running host.
+// putExtra writes a lease for the host extra, and returns it. On Kubernetes it also creates the Node.
 func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
 	l := subnet.Lease{Key: nodeName(extra), Endpoints: []subnet.Endpoint{{PublicIP: publicIP(extra)}}}
 	if k, ok := s.store.(*apiServer); ok {
@@ -500,7 +504,8 @@ func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
 	return l, err
 }
 
-// dropExtra deletes what putExtra has written, and waits until hosts have seen it.
+// dropExtra deletes what putExtra has written, and waits until hosts have seen that, but no longer than
+// the limit.
 func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 	if err := s.remove(ctx, []subnet.Lease{l}, extra, extra+1); err != nil {
 		return err
@@ -512,15 +517,15 @@ func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 	return s.call(ctx, "Wait", Wait{Limit: s.limit}, &now)
 }
 
-// renewAll makes all hosts renew their leases. The hosts are started anew so that they
-// have leases which they renew after the time renew instead of 23 hours.
+// renewAll makes all hosts renew their leases. For that it starts the hosts again, with leases that they
+// renew after the time renew instead of 23 hours.
 func (s *storm) renewAll(ctx context.Context) (*result, error) {
 	leases, err := s.stopAll(ctx, Stop{To: s.n})
 	if err != nil {
 		return nil, err
 	}
 	e := s.store.(*etcdServer)
-	// Leases of the scenario before have another TTL, and hosts would replace each of them first.
+	// Leases of the scenario before have another TTL, and each host would first replace its own.
 	if _, err := e.client.Delete(ctx, lab.Prefix+"/subnets/", clientv3.WithPrefix()); err != nil {
 		return nil, err
 	}
@@ -528,7 +533,7 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 		return nil, err
 	}
 	ttl := time.Hour
-	if s.renew < time.Minute { // managers renew earlier than that only if the TTL is short
+	if s.renew < time.Minute { // with a TTL of an hour, managers would not renew leases that early
 		ttl = 3 * s.renew
 	}
 	if err := s.startAll(ctx, Start{To: s.n, Store: Store{TTL: ttl, Margin: ttl - s.renew}}); err != nil {
@@ -551,12 +556,13 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 		err = fmt.Errorf("renew: %d of %d leases were renewed in %s", now.Renewed, s.n, took)
 	}
 	if r != nil {
-		r.Seconds, r.Half = took.Seconds(), 0 // hosts were right all the time
+		r.Seconds, r.Half = took.Seconds(), 0 // the hosts were right all the time
 	}
 	return r, err
 }
 
-// run runs scenarios.
+// run runs the scenarios with these names, or all if names is empty. It adds their results to the
+// report, and stops after a failure.
 func (s *storm) run(ctx context.Context, names []string, progress io.Writer) error {
 	e, isEtcd := s.store.(*etcdServer)
 	for _, sc := range scenarios() {

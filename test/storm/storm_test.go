@@ -23,8 +23,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestKernelStorm runs all scenarios with few hosts, and checks that each host is right at the end
-// of each scenario. It checks no times.
+// TestKernelStorm runs all scenarios with few hosts and each store. It checks that each host is
+// right at the end of each scenario, and that the costs were measured. It does not check times.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestKernelStorm(t *testing.T) {
@@ -59,7 +59,8 @@ func lease(key string, host int) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{PublicIP: publicIP(host)}}}
 }
 
-// TestObservation expects that a host counts as right only when it knows exactly the registered leases.
+// TestObservation checks that a host counts as right only if it has a lease and knows exactly the
+// other registered leases.
 func TestObservation(t *testing.T) {
 	r := newRegistry()
 	own, a, b := lease("own", 0), lease("a", 1), lease("b", 2)
@@ -98,7 +99,8 @@ func TestObservation(t *testing.T) {
 	}
 }
 
-// TestExtraSubnetIsFree expects that no host can take the subnet of the extra lease.
+// TestExtraSubnetIsFree checks that the subnet of the extra lease is in the network, but not among
+// those that hosts take.
 func TestExtraSubnetIsFree(t *testing.T) {
 	cfg, _, err := subnet.ParseConfig([]byte(networkConfig))
 	if err != nil {
