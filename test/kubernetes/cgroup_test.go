@@ -40,7 +40,7 @@ func hierarchies() ([]string, error) {
 	return roots, nil
 }
 
-// makeCgroups makes a node's cgroup in every hierarchy.
+// makeCgroups makes a cgroup for a node in every hierarchy, and returns their paths.
 func makeCgroups(node string) (made []string, err error) {
 	roots, err := hierarchies()
 	if err != nil {
@@ -58,7 +58,8 @@ func makeCgroups(node string) (made []string, err error) {
 	return made, nil
 }
 
-// makeCgroup makes one cgroup with all controllers, CPUs and memory nodes that its parent has.
+// makeCgroup makes a cgroup, and gives it all controllers, CPUs and memory nodes that
+// its parent has.
 func makeCgroup(dir string) error {
 	parent := filepath.Dir(dir)
 	if text, err := os.ReadFile(filepath.Join(parent, "cgroup.controllers")); err == nil {
@@ -71,7 +72,7 @@ func makeCgroup(dir string) error {
 	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	for _, file := range []string{"cpuset.cpus", "cpuset.mems"} { // if they are empty, a cgroup of version 1 accepts no process
+	for _, file := range []string{"cpuset.cpus", "cpuset.mems"} { // a cgroup of version 1 accepts no process while they are empty
 		text, err := os.ReadFile(filepath.Join(parent, file))
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
@@ -86,7 +87,8 @@ func makeCgroup(dir string) error {
 	return nil
 }
 
-// removeCgroup removes a cgroup and all below it, once the last process has left.
+// removeCgroup removes a cgroup and all below it. It waits up to 20 seconds until their
+// last process has ended.
 func removeCgroup(dir string) error {
 	const patience = 20 * time.Second
 	var below []string

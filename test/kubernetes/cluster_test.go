@@ -30,7 +30,7 @@ var (
 // networks are the address ranges of one family in a cluster.
 type networks struct {
 	pods, services netip.Prefix
-	first, dns     netip.Addr // addresses of the Services of the API server and the DNS
+	first, dns     netip.Addr // addresses of two Services: the API server, and the DNS
 }
 
 func networksOf(f prefix.Family) networks {
@@ -49,11 +49,12 @@ func networksOf(f prefix.Family) networks {
 type config struct {
 	nodes    int
 	families []prefix.Family
-	backend  string // its Type
-	nftables bool   // of the daemon, and kube-proxy
+	backend  string // Type of the backend
+	nftables bool   // of the rules of the daemon and of kube-proxy
 }
 
-// join returns one value for each family, separated by commas.
+// join calls of for each family of the cluster, and returns the values with commas between
+// them.
 func (c config) join(of func(prefix.Family) string) string {
 	var all []string
 	for _, f := range c.families {
@@ -79,11 +80,11 @@ type cluster struct {
 	dir   string
 	nodes []*node
 
-	installed     install // the last one
-	auditedBefore int     // length of the audit log before it
+	installed     install // the last way in which flanneld was installed
+	auditedBefore int     // length of the audit log before that installation
 }
 
-// clusters are the clusters of this run. An interrupted run closes them.
+// clusters contains the open clusters of this run, so that an interrupted run can close them.
 var clusters registered
 
 type registered struct {
@@ -103,8 +104,8 @@ func (r *registered) remove(c *cluster) {
 	r.all = slices.DeleteFunc(r.all, func(d *cluster) bool { return d == c })
 }
 
-// closeAll closes all clusters at the end of the run. It never releases the lock, so that a
-// test of an interrupted run blocks in add and starts no further cluster.
+// closeAll closes all clusters at the end of the run. It keeps the lock: so a test of an
+// interrupted run blocks in add, and starts no further cluster.
 func (r *registered) closeAll() error {
 	r.mu.Lock()
 	var errs []error
@@ -116,12 +117,13 @@ func (r *registered) closeAll() error {
 }
 
 const (
-	admin    = "admin" // the administrator's token and user
+	admin    = "admin" // token and name of the administrator
 	auditLog = "audit.json"
-	outside  = 8080 // the port of a server on the router
+	outside  = 8080 // port of a server on the router, which is outside of the cluster
 )
 
-// newCluster starts a cluster without flanneld. It imports the images of archives on all nodes.
+// newCluster starts a cluster without flanneld, and imports the images in archives on all
+// nodes. The end of the test closes the cluster.
 func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 	t.Helper()
 	if _, err := os.Stat("/proc/sys/net/bridge/bridge-nf-call-iptables"); err != nil {
@@ -162,7 +164,7 @@ func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 	return c
 }
 
-// close kills the nodes and removes their cgroups.
+// close kills the nodes and removes the cgroups of this run.
 func (c *cluster) close() error {
 	var errs []error
 	for _, n := range c.nodes {
@@ -197,7 +199,7 @@ func (c *cluster) startAPI() {
 	}
 }
 
-// kubeconfig writes a kubeconfig for the owner of the token, and returns its path.
+// kubeconfig writes a kubeconfig with the token, and returns its path.
 func (c *cluster) kubeconfig(token string) string {
 	c.t.Helper()
 	text, err := c.api.Kubeconfig(token)
@@ -207,7 +209,8 @@ func (c *cluster) kubeconfig(token string) string {
 	return c.write(token+".kubeconfig", string(text))
 }
 
-// access returns the environment variable by which programs find the administrator's kubeconfig.
+// access returns the environment variable, as NAME=value, with which programs find the
+// administrator's kubeconfig.
 func (c *cluster) access() string { return "KUBECONFIG=" + filepath.Join(c.dir, admin+".kubeconfig") }
 
 // write writes a file to the cluster's folder and returns its path.
@@ -220,7 +223,8 @@ func (c *cluster) write(name, text string) string {
 	return file
 }
 
-// start starts a program on the router, until the end of the test.
+// start starts a program on the router, and kills it at the end of the test. The test fails if
+// the program ends before that.
 func (c *cluster) start(name string, args ...string) {
 	c.t.Helper()
 	log, err := os.Create(filepath.Join(c.dir, name+".log"))
@@ -246,7 +250,8 @@ func (c *cluster) start(name string, args ...string) {
 	})
 }
 
-// try runs kubectl as an administrator.
+// try runs kubectl as administrator, and returns its output without surrounding spaces. The
+// method kubectl, unlike try, ends the test after an error.
 func (c *cluster) try(ctx context.Context, args ...string) (string, error) {
 	args = append([]string{c.access(), "HOME=" + c.dir, tool(c.t, "kubectl")}, args...)
 	out, err := c.lab.Underlay().Exec(ctx, "env", args...)
@@ -265,15 +270,15 @@ func (c *cluster) kubectl(args ...string) string {
 	return out
 }
 
-// apply applies manifests.
+// apply writes manifests to a file with that name, and applies them.
 func (c *cluster) apply(name, manifests string) {
 	c.t.Helper()
 	c.kubectl("apply", "-f", c.write(name+".yaml", manifests))
 }
 
-// routePods adds routes from the router to the pods, because the API server connects to
-// pods. Forwarded packets do not use these routes: otherwise the router would carry packets
-// between nodes that the network under test failed to carry.
+// routePods adds routes from the router to the pods, because the API server, which runs there,
+// connects to pods. Forwarded packets must not use these routes: otherwise the router would
+// carry packets between nodes that the network under test does not carry.
 func (c *cluster) routePods() {
 	c.t.Helper()
 	const table = "100"
@@ -306,8 +311,8 @@ func (c *cluster) onRouter(name string, args ...string) {
 	}
 }
 
-// explain logs the state of the cluster and the end of every program's log if the test has
-// failed.
+// explain logs the state of the cluster and the last lines of every program's log, but only if
+// the test has failed.
 func (c *cluster) explain() {
 	if !c.t.Failed() {
 		return

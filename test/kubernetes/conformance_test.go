@@ -17,10 +17,10 @@ import (
 
 const (
 	conformanceBudget = 20 * time.Minute
-	parallel          = 6 // tests at a time; most of their time they wait
+	parallel          = 6 // number of tests at the same time; most of the time they wait
 )
 
-// spec is a test in the report of ginkgo.
+// spec is the result of a test in ginkgo's report.
 type spec struct {
 	ContainerHierarchyTexts []string
 	LeafNodeText            string
@@ -33,16 +33,16 @@ func (s spec) name() string {
 	return strings.Join(append(s.ContainerHierarchyTexts, s.LeafNodeText), " ")
 }
 
-// conformance runs Kubernetes' tests that focus matches and reports each as a subtest. It
-// fails if their number is not want. It calls meanwhile while they run; running is closed
-// when they have ended.
+// conformance runs those of Kubernetes' tests whose names match focus, and reports each
+// as a subtest. It fails if their number is not want. While the tests run it calls
+// meanwhile, which must return soon after running is closed.
 func (c *cluster) conformance(focus string, want int, meanwhile func(running <-chan struct{})) {
 	c.t.Helper()
 	run := c.startConformance(focus)
 	meanwhile(run.ended)
 	ran := 0
 	for _, s := range run.specs() {
-		if s.State == "skipped" || s.LeafNodeText == "" { // out of focus, or a hook of the suite
+		if s.State == "skipped" || s.LeafNodeText == "" { // focus does not match it, or it is a hook of the suite
 			continue
 		}
 		ran++
@@ -58,10 +58,10 @@ func (c *cluster) conformance(focus string, want int, meanwhile func(running <-c
 	}
 }
 
-// conformanceRun is a run of the tests.
+// conformanceRun is a run of Kubernetes' tests in another process.
 type conformanceRun struct {
 	c     *cluster
-	out   bytes.Buffer // read once ended
+	out   bytes.Buffer // output; may be read after ended is closed
 	ended chan struct{}
 	err   error
 }
@@ -72,12 +72,14 @@ func (c *cluster) startConformance(focus string) *conformanceRun {
 	c.t.Helper()
 	ctx, cancel := context.WithTimeout(c.t.Context(), conformanceBudget)
 	c.t.Cleanup(cancel)
-	// In a PID namespace of its own, ginkgo's children end with it, even if it is killed.
+	// In a PID namespace of their own, ginkgo's children end when ginkgo ends, even if it
+	// is killed.
 	cmd := exec.CommandContext(ctx, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--", tool(c.t, "kubernetes/ginkgo"), fmt.Sprintf("--procs=%d", parallel), "--no-color",
 		"--focus="+focus, "--timeout="+conformanceBudget.String(), "--output-dir="+c.dir, "--json-report="+report,
 		tool(c.t, "kubernetes/conformance.test"), "--", "--kubeconfig="+filepath.Join(c.dir, admin+".kubeconfig"),
 		"--kubectl-path="+tool(c.t, "kubectl"), "--provider=skeleton", "--disable-log-dump", "--dump-logs-on-failure=false",
-		// The suite does not wait for a node that is cordoned or reboots.
+		// The suite waits until nodes are ready, but not for one that is cordoned or
+		// reboots.
 		"--allowed-not-ready-nodes=1",
 		"--non-blocking-taints=node.kubernetes.io/unschedulable,node.kubernetes.io/not-ready,node.kubernetes.io/unreachable")
 	cmd.Dir = c.dir
@@ -94,7 +96,7 @@ func (c *cluster) startConformance(focus string) *conformanceRun {
 	return r
 }
 
-// specs waits for the end of the run and returns its tests.
+// specs waits for the end of the run and returns the results of all tests in its report.
 func (r *conformanceRun) specs() (specs []spec) {
 	t := r.c.t
 	t.Helper()

@@ -19,9 +19,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-const version = "test" // of the image of the daemon
+const version = "test" // tag of the daemon's image
 
-// flannelImage builds the archive of `make image` and returns its path.
+// flannelImage builds the archive with the daemon's image by `make image`, and returns its path.
 func flannelImage(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -34,18 +34,18 @@ func flannelImage(t *testing.T) string {
 	return file
 }
 
-// install is a way to install the daemon. All ways use the imported image.
+// install is a way to install the daemon. All of them use the image that the test has imported.
 type install int
 
 const (
 	byKubectl install = iota
 	byHelm
-	existing       // the manifest of a cluster that runs flannel, with the image exchanged
+	existing       // the manifest of a cluster that runs flannel, with the image replaced
 	existingCopies // another such manifest, whose init containers call cp
 )
 
-// shipped reports whether the manifests are from this repository: then the state outlives
-// the pod, and the role allows all requests of the daemon.
+// shipped reports whether the manifests are those of this repository. With them the state
+// outlives the pod, and the role allows all requests of the daemon.
 func (i install) shipped() bool { return i == byKubectl || i == byHelm }
 
 func (c *cluster) installFlannel(i install) {
@@ -63,7 +63,8 @@ func (c *cluster) installFlannel(i install) {
 	}
 }
 
-// installBase applies the base manifests with an overlay, as Documentation/kubernetes-install.md shows.
+// installBase applies the base manifests through an overlay, as
+// Documentation/kubernetes-install.md shows.
 func (c *cluster) installBase() {
 	c.t.Helper()
 	if err := os.CopyFS(filepath.Join(c.dir, "dist/kubernetes/base"), os.DirFS("../../dist/kubernetes/base")); err != nil {
@@ -103,8 +104,8 @@ func (c *cluster) installChart() {
 	c.kubectl("label", "namespace", "kube-flannel", "pod-security.kubernetes.io/enforce=privileged")
 }
 
-// exchangeImage applies the manifest of flannel and replaces the image. installs is the command
-// of the init containers, in the form of a YAML list without brackets.
+// exchangeImage applies a manifest of flannel and replaces its image. installs is the command of
+// the init containers, as a YAML list without its brackets.
 func (c *cluster) exchangeImage(installs string) {
 	c.t.Helper()
 	text, err := os.ReadFile("../e2e/testdata/existing.yaml")
@@ -116,7 +117,8 @@ func (c *cluster) exchangeImage(installs string) {
 	c.kubectl("--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=flanneld:"+version)
 }
 
-// expectNodesReady waits until every node is ready, which needs the network.
+// expectNodesReady waits until the daemon's pods and all nodes are ready. Without the network a
+// node is not ready.
 func (c *cluster) expectNodesReady() {
 	c.t.Helper()
 	c.kubectl("rollout", "status", "--namespace=kube-flannel", "daemonset/kube-flannel-ds", "--timeout="+patience.String())
@@ -132,7 +134,9 @@ func (c *cluster) expectNodesReady() {
 	}
 }
 
-// expectInOrder checks status, leases, log, state and rules of every daemon.
+// expectInOrder checks status, leases and log of every daemon, the state and the rules on every
+// node, and that the role allows all requests. With manifests of flannel, one request must be
+// refused.
 func (c *cluster) expectInOrder() {
 	c.t.Helper()
 	pods := strings.Fields(c.kubectl("get", "pods", "--namespace=kube-flannel", "--output=jsonpath={.items[*].metadata.name}"))
@@ -147,7 +151,7 @@ func (c *cluster) expectInOrder() {
 		if out := flannelctl("status"); !strings.Contains(out, fmt.Sprintf("%d in place", len(c.nodes)-1)) {
 			c.t.Errorf("%s: status is %s", pod, out)
 		}
-		if out := flannelctl("leases", "--kube-subnet-mgr"); strings.Count(out, "\n") != len(c.nodes) { // and a heading
+		if out := flannelctl("leases", "--kube-subnet-mgr"); strings.Count(out, "\n") != len(c.nodes) { // a heading and a line for each node; the last newline is trimmed
 			c.t.Errorf("%s: leases are %s", pod, out)
 		}
 		for line := range strings.Lines(c.kubectl("logs", "--namespace=kube-flannel", pod)) {
@@ -167,7 +171,7 @@ func (c *cluster) expectInOrder() {
 		}
 	}
 	want := ""
-	if !c.installed.shipped() { // the request is only for a warning
+	if !c.installed.shipped() { // the daemon sends this request only to print a warning
 		want = "list networkpolicies"
 	}
 	if got := c.refused(); strings.Join(got, ", ") != want {
@@ -175,18 +179,19 @@ func (c *cluster) expectInOrder() {
 	}
 }
 
-// audit returns the API server's log of requests of the daemons.
+// audit returns the API server's log of the daemons' requests, from the start of the cluster on.
+// It is empty before the first request.
 func (c *cluster) audit() string {
 	c.t.Helper()
 	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
-	if err != nil && !errors.Is(err, fs.ErrNotExist) { // before the first request
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // no error before the first request
 		c.t.Fatal(err)
 	}
 	return string(text)
 }
 
-// refused returns the kinds of request that the API server refused to the daemons since
-// the last installation.
+// refused returns the kinds of request that the API server has refused to the daemons since the
+// last installation, sorted and each once.
 func (c *cluster) refused() []string {
 	c.t.Helper()
 	var refused []string
@@ -204,8 +209,8 @@ func (c *cluster) refused() []string {
 	return slices.Compact(refused)
 }
 
-// takeOut removes flanneld and everything that it left on the nodes, by the commands of the page
-// Documentation/kubernetes-install.md.
+// takeOut removes flanneld, and everything that it has left on the nodes, with the commands on
+// the page Documentation/kubernetes-install.md. It checks that nothing is left.
 func (c *cluster) takeOut() {
 	c.t.Helper()
 	switch c.installed {
@@ -232,7 +237,8 @@ func (c *cluster) takeOut() {
 	}
 }
 
-// typed runs the block of the page that starts with begins, with the imported image.
+// typed runs on the router the commands in the example of the installation page that starts with
+// begins. It replaces the image in them by the imported one.
 func (c *cluster) typed(begins string) {
 	c.t.Helper()
 	_, rest, found := strings.Cut(installPage(c.t), "\n\n    "+begins)
@@ -254,7 +260,8 @@ func installPage(t *testing.T) string {
 	return string(page)
 }
 
-// installDNS installs the cluster's DNS, which Kubernetes' tests use.
+// installDNS installs the cluster's DNS, which Kubernetes' tests use, and waits until it is
+// ready.
 func (c *cluster) installDNS() {
 	c.t.Helper()
 	policy := "SingleStack"

@@ -18,19 +18,20 @@ import (
 	"testing"
 )
 
-// registry is the registry in the names of test images. It does not exist.
+// registry is the name of the registry in references to test images. There is no such
+// registry.
 const registry = "images.invalid"
 
-// image is a container image that consists of programs of this machine.
+// image is a container image whose files are programs and other files of this machine.
 type image struct {
-	names      []string          // full references
+	names      []string          // full references to the image
 	files      map[string]string // path in the image to path on this machine
 	links      map[string]string // path in the image to target
 	entrypoint []string
 }
 
-// testImages returns the images of all pods but the daemon's: those that Kubernetes' tests
-// list, the sandbox of every pod and the cluster's DNS.
+// testImages returns the images of all pods except the daemon's: those in the list of
+// Kubernetes' tests, that of the sandbox of every pod, and that of the cluster's DNS.
 func testImages(t *testing.T) []image {
 	t.Helper()
 	pause := image{names: []string{registry + "/pause:test"}, files: map[string]string{"/pause": tool(t, "kubernetes/pause")}, entrypoint: []string{"/pause"}}
@@ -39,12 +40,12 @@ func testImages(t *testing.T) []image {
 	host := busybox(t)
 	host.names = []string{agnhost}
 	host.files["/agnhost"] = tool(t, "kubernetes/agnhost")
-	for _, file := range []string{"localhost.crt", "localhost.key"} { // for its server with TLS
+	for _, file := range []string{"localhost.crt", "localhost.key"} { // for the server with TLS of agnhost
 		host.files["/"+file] = tool(t, "kubernetes/"+file)
 	}
 	host.links["/agnhost-2"] = "agnhost"
 	host.entrypoint = []string{"/agnhost", "pause"}
-	for _, program := range []string{"curl", "dig", "getent", "nc", "sh", "ss"} { // busybox' own shell prefers its own nc
+	for _, program := range []string{"curl", "dig", "getent", "nc", "sh", "ss"} { // sh too, because the shell of busybox prefers the nc of busybox
 		host.addProgram(t, program)
 	}
 	of := map[string]*image{"/agnhost": &host, "/glibc-dns-testing": &host, "/busybox": &box, "/pause": &pause}
@@ -63,11 +64,13 @@ func testImages(t *testing.T) []image {
 	return []image{pause, dns, box, host}
 }
 
-// agnhost is the name under which tests of this package use the image with the servers of
-// Kubernetes' own tests. Those tests use the same image under their own name.
+// agnhost is the reference with which the tests of this package use the image with the
+// servers of Kubernetes' tests. Kubernetes' tests use the same image with a reference of
+// their own.
 const agnhost = registry + "/agnhost:test"
 
-// repositories returns the variable that tells Kubernetes' tests the registry of images.
+// repositories returns the environment variable, as NAME=value, that makes Kubernetes'
+// tests use images of registry.
 func repositories(t *testing.T) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "repositories.yaml")
@@ -77,7 +80,8 @@ func repositories(t *testing.T) string {
 	return "KUBE_TEST_REPO_LIST=" + file
 }
 
-// busybox returns an image with all of its applets, including a shell.
+// busybox returns an image with busybox and links for all of its applets, including a
+// shell.
 func busybox(t *testing.T) image {
 	t.Helper()
 	const program = "/bin/busybox"
@@ -94,8 +98,8 @@ func busybox(t *testing.T) image {
 	return i
 }
 
-// addProgram adds a program of this machine and the libraries that it loads. It replaces
-// the applet of busybox.
+// addProgram adds a program of this machine and the libraries that it loads. It removes
+// the applet of busybox with the same name.
 func (i *image) addProgram(t *testing.T, name string) {
 	t.Helper()
 	program, err := exec.LookPath(name)
@@ -115,7 +119,8 @@ func (i *image) addProgram(t *testing.T, name string) {
 	i.files["/bin/"+name] = program
 }
 
-// pack writes the images to an OCI archive and returns its path.
+// pack writes the images to an OCI archive, each with all of its names, and returns the
+// path.
 func pack(t *testing.T, images []image) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "images.tar")
@@ -160,7 +165,8 @@ type archive struct {
 	written map[string]bool // digests
 }
 
-// image adds the blobs of an image, which has one uncompressed layer.
+// image adds the blobs of an image with one uncompressed layer, and returns the
+// descriptor of its manifest.
 func (a *archive) image(dir string, i image) (descriptor, error) {
 	file := filepath.Join(dir, "layer.tar")
 	if err := i.writeLayer(file); err != nil {

@@ -19,12 +19,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pidFile is the environment variable by which TestInterrupted runs itself a second time. The
-// second run starts a node, writes its own process id to the file that the variable names, and
-// waits until the first run ends it.
+// pidFile is the environment variable with which TestInterrupted runs itself in a second
+// process. The second process starts a node, writes its process id to the file that the
+// variable names, and waits until the first one ends it.
 const pidFile = "FLANNELD_TEST_PID_FILE"
 
-// TestInterrupted ends runs early, and checks that their processes, cgroups and files disappear.
+// TestInterrupted ends runs early, and checks that their processes, cgroups and files
+// disappear. Only if a run itself is killed, this needs sweep, which the next run calls.
 func TestInterrupted(t *testing.T) {
 	if file := os.Getenv(pidFile); file != "" {
 		waitWithNode(t, file)
@@ -33,11 +34,11 @@ func TestInterrupted(t *testing.T) {
 	for _, tt := range []struct {
 		name string
 		end  func(*earlyRun) error
-		next bool // whether the next run must remove the rest
+		next bool // whether sweep must remove the cgroups and files
 	}{
 		{"interrupt", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGINT) }, false},
 		{"go command killed", func(r *earlyRun) error {
-			return errors.Join(r.output.Close(), r.parent.Kill()) // the go command reads the output
+			return errors.Join(r.output.Close(), r.parent.Kill()) // like a go command that is killed: it does not read the output any more
 		}, false},
 		{"killed", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGKILL) }, true},
 	} {
@@ -86,20 +87,20 @@ func waitWithNode(t *testing.T, file string) {
 		t.Fatal(err)
 	}
 	eventually(t, "the end", func(context.Context) error {
-		t.Log("waits") // like a test that is busy
+		t.Log("waits") // write output, like a test that is busy
 		return errors.New("not interrupted")
 	})
 }
 
-// earlyRun is a run that a test ends early.
+// earlyRun is a run of these tests that a test ends early.
 type earlyRun struct {
 	pid    int
-	parent *os.Process // a shell
-	output *os.File    // of both processes, to read
+	parent *os.Process // the shell that runs it, in place of the go command
+	output *os.File    // end from which the output of both processes is read
 }
 
-// startRun starts these tests in another process, as the child of a shell, and waits until
-// they have a node.
+// startRun runs this test in another process, as the child of a shell, and waits until that
+// process has a node.
 func startRun(t *testing.T) *earlyRun {
 	t.Helper()
 	self, err := os.Executable()
@@ -126,7 +127,7 @@ func startRun(t *testing.T) *earlyRun {
 	go func() { _, _ = io.Copy(&text, output); close(read) }()
 	t.Cleanup(func() {
 		<-ended
-		_ = output.Close() // a test may have done so
+		_ = output.Close() // may be closed already
 		if <-read; t.Failed() {
 			t.Logf("output of the run: %s", text.String())
 		}
@@ -147,7 +148,8 @@ func startRun(t *testing.T) *earlyRun {
 	return r
 }
 
-// cgroupsOf returns the cgroups that contain those of a run's nodes.
+// cgroupsOf returns the cgroups of a run, each of which contains the cgroups of its nodes. It
+// returns one for each hierarchy in which there is one.
 func cgroupsOf(run int) (found []string, err error) {
 	roots, err := hierarchies()
 	for _, root := range roots {
@@ -158,7 +160,7 @@ func cgroupsOf(run int) (found []string, err error) {
 	return found, err
 }
 
-// processesOf returns the command lines of processes that name dir.
+// processesOf returns the command lines of all processes that contain dir.
 func processesOf(t *testing.T, dir string) (found []string) {
 	t.Helper()
 	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
@@ -167,7 +169,7 @@ func processesOf(t *testing.T, dir string) (found []string) {
 	}
 	for _, file := range files {
 		text, err := os.ReadFile(file)
-		if line := strings.ReplaceAll(string(text), "\x00", " "); err == nil && strings.Contains(line, dir) { // with an error, the process has ended
+		if line := strings.ReplaceAll(string(text), "\x00", " "); err == nil && strings.Contains(line, dir) { // an error means that the process has ended
 			found = append(found, line)
 		}
 	}

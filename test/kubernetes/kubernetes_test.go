@@ -17,14 +17,15 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// allTests matches Kubernetes' conformance tests of the network. testCount is their number.
+// allTests is a pattern for Kubernetes' conformance tests of the network. testCount is how
+// many match.
 const (
 	allTests  = `\[sig-network\].*\[Conformance\]`
 	testCount = 47
 )
 
-// shortTests matches the tests that show in minutes whether pods and services are reachable.
-// shortCount is their number.
+// shortTests is a pattern for some of these tests, which show within minutes whether pods
+// and services are reachable. shortCount is how many match.
 const (
 	shortTests = `\[sig-network\] (Networking Granular Checks|DNS should provide DNS for (the cluster|services)|` +
 		`Services should (be able to create a functioning NodePort|have session affinity work for NodePort|serve multiport)).*\[Conformance\]`
@@ -35,16 +36,17 @@ const (
 type scenario struct {
 	name string
 	config
-	installs []install // each over the one before
-	focus    string    // Kubernetes' tests that run at the end, if any
-	count    int       // of these tests
-	// before is called before these tests and meanwhile while they run. Both may be nil.
+	installs []install // ways to install the daemon, each over the one before
+	focus    string    // pattern for Kubernetes' tests that run at the end; empty if none
+	count    int       // number of tests that focus matches
+	// before is called before Kubernetes' tests, and meanwhile while they run. Both may be
+	// nil.
 	before    func(*cluster)
 	meanwhile func(*cluster, <-chan struct{})
 }
 
-// scenarios returns all scenarios, or those of the short form. These contain every way to
-// install, but few of Kubernetes' tests.
+// scenarios returns the scenarios of the long or of the short form. Those of the short form
+// contain every way to install, but few of Kubernetes' tests.
 func scenarios(short bool) []scenario {
 	if short {
 		return []scenario{
@@ -77,8 +79,9 @@ func scenarios(short bool) []scenario {
 	return all
 }
 
-// TestClusters installs flanneld in clusters of real kubelets and runs Kubernetes'
-// conformance tests of the network.
+// TestClusters installs flanneld in clusters of real kubelets, checks pods and daemons, and
+// runs Kubernetes' conformance tests of the network. At the end it removes flanneld from
+// clusters with manifests of this repository.
 func TestClusters(t *testing.T) {
 	archive, images := flannelImage(t), pack(t, testImages(t))
 	for _, s := range scenarios(testing.Short()) {
@@ -91,7 +94,7 @@ func TestClusters(t *testing.T) {
 				c.expectPods()
 				c.expectInOrder()
 			}
-			c.importFlannel(archive) // again, while its containers run
+			c.importFlannel(archive) // import it again while its containers run
 			if s.focus != "" {
 				c.runTests(s)
 			}
@@ -102,7 +105,7 @@ func TestClusters(t *testing.T) {
 	}
 }
 
-// runTests runs Kubernetes' tests and checks the cluster again.
+// runTests runs Kubernetes' tests of the scenario, and then checks pods and daemons again.
 func (c *cluster) runTests(s scenario) {
 	c.t.Helper()
 	if s.before != nil {
@@ -118,8 +121,9 @@ func (c *cluster) runTests(s scenario) {
 	c.expectInOrder()
 }
 
-// rollOut replaces the daemon's pods again and again. The next pod is replaced when kubelet
-// has seen that the one before is ready.
+// rollOut restarts the daemon's rollout again and again until running is closed. A rollout
+// replaces the pods one after another, each when kubelet has seen that the one before is
+// ready. rollOut also checks how many readiness probes new pods fail.
 func (c *cluster) rollOut(running <-chan struct{}) {
 	c.t.Helper()
 	var pods, failed int
@@ -149,15 +153,15 @@ func (c *cluster) rollOut(running <-chan struct{}) {
 	}
 }
 
-// maxFailedProbes bounds the readiness probes that a new pod fails on average. Each adds
-// the period of the probe to the time of a rollout. The daemon needs less than one period,
-// except on a busy machine.
+// maxFailedProbes is the largest number of readiness probes that a new pod may fail on
+// average. Each failed probe makes a rollout longer by the period of the probe. Except on a
+// busy machine, the daemon is ready within one period.
 const maxFailedProbes = 2
 
 var readinessProbes = regexp.MustCompile(`(?m)^prober_probe_total\{container="kube-flannel",.*probe_type="Readiness",result="(\w+)"\} (\d+)$`)
 
-// failedProbes returns the number of readiness probes that the daemon's pod on the node
-// has failed. kubelet counts them while the pod exists.
+// failedProbes returns how many readiness probes the daemon's present pod on the node has
+// failed. kubelet forgets the number when the pod is gone.
 func (n *node) failedProbes() int {
 	n.c.t.Helper()
 	counts := map[string]int{}
@@ -168,7 +172,7 @@ func (n *node) failedProbes() int {
 		}
 		counts[m[1]] += count
 	}
-	if counts["successful"] == 0 { // it would not be ready
+	if counts["successful"] == 0 { // the pod is ready, so one probe must have been successful
 		n.c.t.Errorf("%s: kubelet counts no readiness probe that was successful: %v", n.Name(), counts)
 	}
 	return counts["failed"]
@@ -179,7 +183,8 @@ func (c *cluster) last() *node { return c.nodes[len(c.nodes)-1] }
 // cordonLast keeps the pods of Kubernetes' tests off the last node.
 func (c *cluster) cordonLast() { c.kubectl("cordon", c.last().Name()) }
 
-// rebootLast kills the last node and boots it again. Its pod must be reachable again.
+// rebootLast kills the last node and boots it again. It checks that the pods on it start
+// again, and that they and all nodes are reachable.
 func (c *cluster) rebootLast(<-chan struct{}) {
 	c.t.Helper()
 	c.last().reboot()
@@ -197,7 +202,8 @@ func (c *cluster) rebootLast(<-chan struct{}) {
 	c.expectPods()
 }
 
-// importFlannel imports the daemon's image on the nodes with the documented command.
+// importFlannel imports the daemon's image on all nodes, with the command on the
+// installation page.
 func (c *cluster) importFlannel(archive string) {
 	c.t.Helper()
 	command := regexp.MustCompile(`(?m)^    (ctr .* images import )\S+\.oci\.tar$`).FindStringSubmatch(installPage(c.t))
@@ -210,8 +216,9 @@ func (c *cluster) importFlannel(archive string) {
 	}
 }
 
-// expectPods starts a pod on every node and expects that each reaches all pods, including
-// itself, and a server outside of the cluster, which must see the address of the pod's node.
+// expectPods starts a pod on every node. It checks that each pod reaches all pods, including
+// itself, and that it reaches a server outside of the cluster, which must see the address of
+// the pod's node.
 func (c *cluster) expectPods() {
 	c.t.Helper()
 	text, err := os.ReadFile("pods.yaml")
@@ -249,14 +256,15 @@ func (c *cluster) expectPods() {
 				c.expectAnswer(from.name, netip.AddrPortFrom(addr, 8080), "/hostname", to.name)
 			}
 		}
-		for _, f := range c.families { // a packet that leaves has the address of the node
+		for _, f := range c.families { // a packet that leaves the cluster has the address of the node
 			router := netip.AddrPortFrom(c.lab.RouterAddr(f), outside)
 			c.expectAnswer(from.name, router, "/clientip", from.node.Addr(f).String())
 		}
 	}
 }
 
-// expectAnswer requests path of the server from a pod until the answer contains want.
+// expectAnswer sends requests for path from a pod to the server, until the answer contains
+// want.
 func (c *cluster) expectAnswer(pod string, server netip.AddrPort, path, want string) {
 	c.t.Helper()
 	eventually(c.t, fmt.Sprintf("%s asks %s", pod, server), func(ctx context.Context) error {
@@ -268,7 +276,7 @@ func (c *cluster) expectAnswer(pod string, server netip.AddrPort, path, want str
 	})
 }
 
-// node returns the node of that name.
+// node returns the node of that name, or nil if there is none.
 func (c *cluster) node(name string) *node {
 	for _, n := range c.nodes {
 		if n.Name() == name {

@@ -12,8 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// folderOf returns the folder below root that contains what a run creates there. root is
-// the folder of temporary files, or that of a cgroup hierarchy. run is the run's process id.
+// folderOf returns the folder below root in which a run creates its files or cgroups.
+// root is the folder of temporary files, or the root of a cgroup hierarchy. run is the
+// process id of the run.
 func folderOf(root string, run int) string {
 	return filepath.Join(root, "flanneld-test", strconv.Itoa(run))
 }
@@ -21,7 +22,8 @@ func folderOf(root string, run int) string {
 // filesOf returns the folder of a run's temporary files.
 func filesOf(run int) string { return folderOf(os.TempDir(), run) }
 
-// sweep removes the folders of runs that were killed.
+// sweep removes the cgroups and temporary files of runs whose process does not exist any
+// more.
 func sweep() error {
 	roots, err := hierarchies()
 	if err != nil {
@@ -52,13 +54,14 @@ func sweepBelow(root string, remove func(string) error) error {
 	return nil
 }
 
-// removeRun removes this run's cgroups, and their parent if no other run uses it.
+// removeRun removes the cgroups of this run, and the folder that contains those of all
+// runs unless another run uses it.
 func removeRun() error {
 	roots, err := hierarchies()
 	for _, root := range roots {
 		run := folderOf(root, os.Getpid())
 		err = errors.Join(err, removeCgroup(run))
-		_ = unix.Rmdir(filepath.Dir(run)) // other runs may be there
+		_ = unix.Rmdir(filepath.Dir(run)) // fails while other runs use it
 	}
 	return err
 }

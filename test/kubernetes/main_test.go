@@ -46,7 +46,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// patience bounds every wait except the one for conformance tests.
+// patience limits every wait except the one for conformance tests.
 const patience = 4 * time.Minute
 
 func TestMain(m *testing.M) {
@@ -58,7 +58,8 @@ func TestMain(m *testing.M) {
 	os.Exit(run(m))
 }
 
-// run runs the tests and removes everything that they leave.
+// run runs the tests and removes everything that they leave, also if the run is interrupted.
+// It returns the exit code.
 func run(m *testing.M) int {
 	if err := sweep(); err != nil {
 		fmt.Fprintln(os.Stderr, "remove the rest of earlier runs:", err)
@@ -67,7 +68,7 @@ func run(m *testing.M) int {
 	tmp := filesOf(os.Getpid())
 	err := errors.Join(os.MkdirAll(tmp, 0o700), os.Setenv("TMPDIR", tmp))
 	if err == nil {
-		// Without this, killing the go command would leave the tests running.
+		// Otherwise the tests would continue after the go command is killed.
 		err = unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGTERM), 0, 0, 0)
 	}
 	if err != nil {
@@ -78,10 +79,10 @@ func run(m *testing.M) int {
 		if err := errors.Join(clusters.closeAll(), os.RemoveAll(tmp)); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 		}
-		_ = os.Remove(filepath.Dir(tmp)) // other runs may be there
+		_ = os.Remove(filepath.Dir(tmp)) // fails while other runs use it
 	})
-	// Without this, output that the go command does not read any more would end the process
-	// at once.
+	// Otherwise the process would end at once when it writes output that the go command does
+	// not read any more.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
@@ -94,7 +95,8 @@ func run(m *testing.M) int {
 	return m.Run()
 }
 
-// tool returns the path of a program, or a folder of programs, from bin/tools.
+// tool returns the path of a program, or of a folder of programs, in bin/tools. The test
+// fails if it is missing.
 func tool(t *testing.T, name string) string {
 	t.Helper()
 	path, err := filepath.Abs(filepath.Join("../../bin/tools", name))
@@ -107,7 +109,7 @@ func tool(t *testing.T, name string) string {
 	return path
 }
 
-// background returns the context of the test, limited to patience.
+// background returns a context that ends with the test, and after patience at the latest.
 func background(t *testing.T) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -115,7 +117,8 @@ func background(t *testing.T) context.Context {
 	return ctx
 }
 
-// eventually calls try until it returns nil. The context ends after the last try.
+// eventually calls try until it returns nil, and fails the test if patience is over before.
+// The context of try ends then too.
 func eventually(t *testing.T, what string, try func(context.Context) error) {
 	t.Helper()
 	ctx := background(t)

@@ -22,17 +22,18 @@ import (
 type node struct {
 	*lab.Host
 	c       *cluster
-	variant string     // of iptables
-	cgroups []string   // one in each hierarchy, while the node runs
+	variant string     // variant of iptables
+	cgroups []string   // its cgroup in each hierarchy, while the node runs
 	machine *exec.Cmd  // nil before the first boot
-	ended   chan error // of machine
+	ended   chan error // receives the result of machine, and is then closed
 }
 
-// variant returns the variant of iptables that kubelet and kube-proxy of a node use. Each
-// cluster has nodes of both.
+// variant returns the variant of iptables that kubelet and kube-proxy use on a node, counted
+// from 0. A cluster with two nodes has both variants.
 func variant(node int) string { return []string{"nft", "legacy"}[node%2] }
 
-// newNode writes the configuration of the node's programs to its disk.
+// newNode writes the configuration of the node's programs, and returns the node. boot starts
+// it.
 func (c *cluster) newNode(h *lab.Host, variant string) *node {
 	c.t.Helper()
 	n := &node{Host: h, c: c, variant: variant}
@@ -61,8 +62,8 @@ func (n *node) putJSON(name string, value any) {
 	n.put(name, string(text))
 }
 
-// containerd returns a configuration with the default folders and socket, which
-// installation pages of Kubernetes expect.
+// containerd returns a configuration of containerd with the default folders and socket, because
+// Kubernetes' pages about installation expect these.
 func (n *node) containerd() string {
 	return `version = 3
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
@@ -108,10 +109,11 @@ func (n *node) anyAddress() string {
 	return "0.0.0.0"
 }
 
-// enterCgroups is a script that makes cgroups the root of a cgroup namespace, and runs another
-// script there as process 1. In version 2 of cgroups, kubelet enables controllers for the groups
-// below the root. The kernel allows that only if the root contains no processes, so the script
-// moves itself to a group below it.
+// enterCgroups is a script that makes the cgroups in its first argument the root of a cgroup
+// namespace, and runs there the script in the next argument as process 1. With cgroups of
+// version 2, kubelet enables controllers for the groups below the root. The kernel allows that
+// only if the root contains no processes. So enterCgroups moves itself to a group below the
+// root.
 const enterCgroups = `for cgroup in $1; do echo $$ >"$cgroup/cgroup.procs"; done
 exec unshare --cgroup -- bash -euc '
 	for cgroup in $1; do
@@ -120,7 +122,8 @@ exec unshare --cgroup -- bash -euc '
 	shift
 	exec unshare --pid --mount --uts --ipc --fork --kill-child -- bash "$@"' bash "$@"`
 
-// boot starts the node with the contents of its disk and waits for its containerd.
+// boot empties /run, starts the node with the contents of its disk, and waits until containerd
+// answers.
 func (n *node) boot() {
 	t := n.c.t
 	t.Helper()
@@ -161,21 +164,22 @@ func (n *node) boot() {
 	})
 }
 
-// kill kills all processes of the node, like a power failure.
+// kill kills all processes of the node, like a power failure, and removes its cgroups.
 func (n *node) kill() error {
 	if n.machine == nil {
 		return nil
 	}
-	_ = n.machine.Process.Kill() // it may have ended
+	_ = n.machine.Process.Kill() // may have ended already
 	<-n.ended
 	var errs []error
-	for _, dir := range n.cgroups { // each is busy until its last process has ended
+	for _, dir := range n.cgroups { // removeCgroup waits until its last process has ended
 		errs = append(errs, removeCgroup(dir))
 	}
 	return errors.Join(errs...)
 }
 
-// reboot kills the node, clears its kernel state and /run, and boots it again.
+// reboot kills the node, removes its devices, routes and rules from the kernel, and boots it
+// again.
 func (n *node) reboot() {
 	n.c.t.Helper()
 	if err := n.kill(); err != nil {
@@ -197,8 +201,8 @@ func (n *node) reboot() {
 	n.boot()
 }
 
-// run runs a command of this machine in the node's network namespace. The command sees the /run
-// and /var/lib of the node.
+// run runs a command of this machine in the network and mount namespaces of the lab's host, and
+// returns its output. The test fails if the command does.
 func (n *node) run(name string, args ...string) string {
 	n.c.t.Helper()
 	out, err := n.Exec(background(n.c.t), name, args...)
@@ -208,7 +212,7 @@ func (n *node) run(name string, args ...string) string {
 	return string(out)
 }
 
-// ctr runs ctr with the namespace of kubelet.
+// ctr runs ctr with containerd's namespace that kubelet uses.
 func (n *node) ctr(args ...string) string {
 	n.c.t.Helper()
 	return n.run(tool(n.c.t, "containerd/ctr"), append([]string{"--namespace=k8s.io"}, args...)...)
