@@ -38,15 +38,16 @@ import (
 	"time"
 )
 
-// A stage is one row of the table.
+// A stage is a group of tests, and one row of the table.
 type stage struct {
 	name  string
 	help  string
-	needs string // the stage that must pass before this one runs; empty if none
-	rest  bool   // belongs to the rest as a whole
-	// background means that the stages after this one do not wait for its end.
+	needs string // name of the stage that must pass before this one runs; empty if none
+	rest  bool   // whether the whole stage belongs to the rest
+	// background means that later stages do not wait for the end of this one.
 	background bool
-	// after is a stage in the background that must have ended first; empty if none.
+	// after is the name of a stage in the background whose end this one waits for; empty if
+	// none.
 	after string
 	run   func(ctx context.Context, r *run, s selection) error
 }
@@ -68,12 +69,12 @@ func stages(o options) []stage {
 		{name: "fuzz", help: "every fuzz target for a while", rest: true,
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
-		// Clusters mostly wait for their programs: by itself, the stage would use a fifth of two CPUs. The
-		// stage e2e leaves a third of them idle.
+		// Clusters mostly wait for their programs: alone, the stage would use a fifth of two
+		// CPUs. The stage e2e leaves a third of them idle, so both run at the same time.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
-		// The guest's CPUs are emulated and slow, so no other stage takes a part of their time.
+		// The guest's CPUs are emulated and slow, so no other stage runs at the same time.
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", after: "kubernetes", run: vm},
 	}
 }
@@ -90,8 +91,9 @@ func main() {
 	}
 }
 
-// endings returns the signals that end the run. SIGHUP, the loss of the terminal, is one
-// of them, because the child processes do not get it. Under nohup it is not one of them.
+// endings returns the signals that end the run. SIGHUP, which announces the loss of the
+// terminal, is one of them, because the child processes do not get it. Under nohup, which
+// makes the program ignore SIGHUP, it is not one of them.
 func endings() []os.Signal {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) {
@@ -100,8 +102,9 @@ func endings() []os.Signal {
 	return signals
 }
 
-// execute runs the stages that args name. ok reports whether all of them passed. It writes
-// what has failed to a file in logs, also if no stage has run.
+// execute runs the stages that args name, with the flags in args. ok reports whether all of
+// them passed. It writes the reasons of failures to a file in logs, also if it cannot choose
+// stages or tests. Only a wrong flag leaves the file unchanged.
 func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err error) {
 	flags := flag.NewFlagSet("stages", flag.ContinueOnError)
 	var o options
@@ -129,7 +132,8 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	return ok, o.part.writeFailures(failed)
 }
 
-// results runs the stages with these names.
+// results runs the stages with these names, or all if names is empty, and returns their
+// results.
 func (o options) results(ctx context.Context, names []string, out io.Writer) ([]*run, error) {
 	chosen, err := choose(stages(o), names)
 	if err != nil {
@@ -142,7 +146,8 @@ func (o options) results(ctx context.Context, names []string, out io.Writer) ([]
 	return runAll(ctx, chosen, sel, out), nil
 }
 
-// writeFailures writes what has failed to the file of a part. .ci/run prints it at the end.
+// writeFailures writes the reasons of failures to the file for a part. .ci/run prints that
+// file at the end.
 func (p part) writeFailures(text string) error {
 	if err := os.MkdirAll(logs, 0o755); err != nil {
 		return err
@@ -150,14 +155,14 @@ func (p part) writeFailures(text string) error {
 	return os.WriteFile(filepath.Join(logs, "failed-"+string(p)), []byte(text), 0o600)
 }
 
-// runAll runs the stages and returns their results in the same order, without those that an
-// interrupted run did not reach.
+// runAll runs the stages and returns their results in the same order. A run that is
+// interrupted returns no results for stages that it did not reach.
 func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) []*run {
 	strict := os.Getenv("CI") == "true"
 	var results []*run
 	var background sync.WaitGroup
 	defer background.Wait()
-	ended := map[string]chan struct{}{} // by stage in the background
+	ended := map[string]chan struct{}{} // closed at the end of each stage in the background, by its name
 	for _, s := range chosen {
 		if end, ok := ended[s.after]; ok {
 			<-end
@@ -191,7 +196,7 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 
 var errInterrupted = errors.New("interrupted")
 
-// runOne runs a stage and stores its result in r.
+// runOne runs a stage and stores its time and its error in r.
 func runOne(ctx context.Context, s stage, r *run, sel selection) {
 	start := time.Now()
 	r.err = logged(r, func() error { return s.run(ctx, r, sel.of(s)) })
@@ -201,11 +206,11 @@ func runOne(ctx context.Context, s stage, r *run, sel selection) {
 	}
 }
 
-// logs is the folder that gets the output of all tests, one file for each stage, and what has
-// failed, one file for each part.
+// logs is the folder with the output of all tests, in one file for each stage, and with the
+// reasons of failures, in one file for each part.
 const logs = "bin/tests"
 
-// logged runs a stage and writes the output of its tests to a file.
+// logged runs a stage, and writes the output of its tests to a file in logs.
 func logged(r *run, stage func() error) error {
 	if err := os.MkdirAll(logs, 0o755); err != nil {
 		return err
@@ -219,8 +224,8 @@ func logged(r *run, stage func() error) error {
 	return errors.Join(stage(), file.Close())
 }
 
-// choose returns the named stages, each once and after the stage that it needs. Without
-// names it returns all.
+// choose returns the named stages, each once and after the stage that it needs, which may be
+// unnamed. Without names it returns all.
 func choose(all []stage, names []string) ([]stage, error) {
 	if len(names) == 0 {
 		return all, nil
@@ -254,7 +259,7 @@ func named(all []stage, name string) (stage, error) {
 	return stage{}, fmt.Errorf("unknown stage %q: want %s", name, strings.Join(known, ", "))
 }
 
-// with appends a stage unless the list contains it.
+// with returns the list with s appended, unless the list contains s.
 func with(chosen []stage, s stage) []stage {
 	if slices.ContainsFunc(chosen, func(c stage) bool { return c.name == s.name }) {
 		return chosen
@@ -262,9 +267,9 @@ func with(chosen []stage, s stage) []stage {
 	return append(chosen, s)
 }
 
-// summary prints the table, the tests that were left to the other part, the reasons of
-// failures and, on the last line, the totals. If something failed, the lines before the
-// totals say where to look first. It reports whether all stages passed.
+// summary prints the table, the tests that are left to the other part, the reasons of failures
+// and, on the last line, the totals. If something failed, the lines before the totals tell the
+// reader where to look first. summary returns true if all stages passed.
 func summary(out io.Writer, results []*run, took time.Duration) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)
@@ -297,7 +302,7 @@ func summary(out io.Writer, results []*run, took time.Duration) bool {
 	return ok
 }
 
-// failures returns the reasons of failures and the skipped tests, one per line.
+// failures returns the reasons of failures and the skipped tests of all stages, one per line.
 func failures(results []*run) string {
 	var lines strings.Builder
 	for _, r := range results {

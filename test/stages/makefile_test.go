@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// TestToolsFollowVersion checks that the links in bin/tools lead to the tools of the current
-// version, even if tools of another version were built later.
+// TestToolsFollowVersion checks that make lets a link in bin/tools lead to the tool of the
+// current version, even if a tool of another version was built later.
 func TestToolsFollowVersion(t *testing.T) {
 	makefile, err := filepath.Abs("../../Makefile")
 	if err != nil {

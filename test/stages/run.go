@@ -18,7 +18,7 @@ import (
 	"time"
 )
 
-// counts are the numbers of tests, including subtests.
+// counts contains the numbers of tests, including subtests.
 type counts struct{ passed, failed, skipped int }
 
 func (c *counts) add(d counts) {
@@ -27,8 +27,8 @@ func (c *counts) add(d counts) {
 	c.skipped += d.skipped
 }
 
-// lockedWriter lets several go commands of one or more stages, and their parsers, write to
-// one place.
+// lockedWriter lets several goroutines write to w: those that run go commands of one or more stages, and
+// those that parse the output.
 type lockedWriter struct {
 	mu sync.Mutex
 	w  io.Writer
@@ -47,14 +47,14 @@ type run struct {
 	strict  bool // skipped tests count as failures, and so does a stage without tests
 	noTests bool // the stage has no tests, as expected
 	took    time.Duration
-	cpu     time.Duration // of all processes; more than took if several CPUs were busy, less if tests waited
+	cpu     time.Duration // CPU time of all processes; more than took if several CPUs were busy, less if tests waited
 	out     io.Writer
 	log     io.Writer // gets the output of all tests
 	logName string
-	err     error // a failure other than that of a test
+	err     error // a failure other than those of tests
 
 	counts
-	failures []failure // in order
+	failures []failure // in the order in which they were reported
 	skips    []string
 	left     []test // tests of the other part
 	whole    bool   // the whole stage is left to the other part
@@ -62,8 +62,8 @@ type run struct {
 
 // A failure is a failed test or package.
 type failure struct {
-	pkg, test string // test is empty if the package failed
-	message   string // as reader.message returns it, or empty
+	pkg, test string // test is empty if the package itself failed
+	message   string // as reader.message returns it; may be empty
 }
 
 func (f failure) String() string {
@@ -77,7 +77,7 @@ func (f failure) String() string {
 	return name
 }
 
-// take returns the tests of the stage that run, and stores those of the other part in left.
+// take returns the tests of the stage that run in this part, and stores those of the other part in left.
 func (r *run) take(s selection) []test {
 	var chosen []test
 	chosen, r.left = s.split(r.stage)
@@ -85,7 +85,7 @@ func (r *run) take(s selection) []test {
 	return chosen
 }
 
-// other returns the target of make that runs the tests which are left.
+// other returns the target of make that runs the tests in left.
 func (r *run) other() string {
 	if r.part == rest {
 		return "test"
@@ -127,7 +127,7 @@ func (r *run) result() string {
 	return word(r.ok())
 }
 
-// reasons returns why the stage is not ok, one reason per line.
+// reasons returns the reasons of failures and the skipped tests of the stage, one per element.
 func (r *run) reasons() []string {
 	if r.whole {
 		return nil
@@ -148,14 +148,14 @@ func (r *run) reasons() []string {
 	return reasons
 }
 
-// lookAt prints where to look first if the stage failed, in at most three lines.
+// lookAt prints, in at most three lines, where to look first. The stage must have failed.
 func (r *run) lookAt(out io.Writer) {
 	if len(r.failures) == 0 {
 		fmt.Fprintf(out, "look first at %s: %s\n", r.stage, strings.Join(r.reasons(), "; "))
 		return
 	}
 	first := r.failures[0]
-	for _, f := range r.failures { // a test whose subtest failed has no message
+	for _, f := range r.failures { // take one with a message: a test that failed because of its subtest has none
 		if f.message != "" {
 			first = f
 			break
@@ -174,21 +174,22 @@ func (r *run) lookAt(out io.Writer) {
 type event struct {
 	Time                          time.Time
 	Action, Package, Test, Output string
-	ImportPath                    string // of build output
+	ImportPath                    string // set in events with the output of a build
 	FailedBuild                   string
 	Elapsed                       float64
 }
 
-// slow is the time in seconds from which a test gets a line of its own.
+// slow is the time in seconds from which on a passed test gets a line of its own.
 const slow = 2
 
-// reader converts the events of a `go test -json` command into lines and counts.
+// reader converts the events of one `go test -json` command into lines, and adds its counts and failures
+// to run.
 type reader struct {
 	run     *run
-	output  map[string][]string             // output of each test, package and build that was not printed yet
+	output  map[string][]string             // for each test, package and build, output that was not printed yet
 	counts  map[string]*counts              // of each package
-	running map[string]map[string]time.Time // the tests of each package that run, and since when
-	broken  map[string]string               // the first message of each failed build
+	running map[string]map[string]time.Time // for each package, the tests that run, and since when
+	broken  map[string]string               // for each failed build, its first message
 }
 
 func newReader(r *run) *reader {
@@ -198,7 +199,7 @@ func newReader(r *run) *reader {
 	}
 }
 
-// read processes all lines of r. It prints lines that are not events unchanged.
+// read handles all lines of r. It prints lines that are not events unchanged.
 func (p *reader) read(r io.Reader) error {
 	lines := bufio.NewReader(r)
 	for {
@@ -232,7 +233,7 @@ func (p *reader) line(line string) {
 			p.running[e.Package] = map[string]time.Time{}
 		}
 		p.running[e.Package][e.Test] = e.Time
-	case "pause": // until other parallel tests have ended
+	case "pause": // the test waits until other parallel tests have ended
 		delete(p.running[e.Package], e.Test)
 	case "output", "build-output":
 		if !strings.HasPrefix(e.Output, "=== ") {
@@ -252,14 +253,14 @@ func (p *reader) line(line string) {
 
 func testName(e event) string { return e.Package + "." + e.Test }
 
-// show writes the output of a test, package or build in one piece, because another stage may
-// run in the background.
+// show prints the output of a test, package or build in one piece, because another stage may print at
+// the same time. It also writes the output to the log, and drops it.
 func (p *reader) show(key string) {
 	fmt.Fprint(p.run.out, strings.Join(p.output[key], ""))
 	p.forget(key)
 }
 
-// forget writes the output of a test, package or build to the log only.
+// forget writes the output of a test, package or build only to the log, and drops it.
 func (p *reader) forget(key string) {
 	for _, s := range p.output[key] {
 		fmt.Fprint(p.log(), s)
@@ -274,21 +275,23 @@ func (p *reader) log() io.Writer {
 	return p.run.log
 }
 
-// messageLine matches the first line of what a test prints with t.Error, t.Log and others,
-// the first line of a crash, and an error of the compiler.
+// messageLine matches three kinds of lines: the first line of what a test prints with t.Error, t.Log and
+// similar functions, the first line of a crash, and an error of the compiler.
 var messageLine = regexp.MustCompile(`^(?:\s+(\S+_test\.go:\d+: .*)|(` + crash + `.*)|(\S+\.go:\d+:\d+: .*))\n`)
 
-// crash matches the beginning of the line that is printed when a test program ends early. go test kills a
-// program that does not end by itself within its time.
+// crash matches the start of the line that is printed when a test program ends before its tests. go test
+// kills a program that does not end within its time.
 const crash = `(?:panic: |fatal error: |\*\*\* Test killed|signal: )`
 
 var crashLine = regexp.MustCompile("^" + crash)
 
-// logLine matches a message that only introduces the log of a daemon.
+// logLine matches a message of a test that only introduces the log of a daemon.
 var logLine = regexp.MustCompile(`: log of .*:$`)
 
-// message returns the last message in the output that was not printed yet, except logs. go
-// test does not tell errors from other messages, but a test usually ends after an error.
+// message returns the reason in the output of a test, package or build that was not printed yet, or "" if
+// there is none. This is the first crash or error of the compiler. Without one it is the last message of
+// the test that does not introduce a log. go test does not tell errors from other messages, but a test
+// usually ends after an error.
 func (p *reader) message(key string) string {
 	message := ""
 	for _, s := range p.output[key] {
@@ -296,7 +299,7 @@ func (p *reader) message(key string) string {
 		switch {
 		case m == nil || logLine.MatchString(strings.TrimSuffix(s, "\n")):
 		case m[1] == "":
-			return cmp.Or(m[1:]...) // the first crash, or error of the compiler
+			return cmp.Or(m[1:]...) // the line of the crash, or of the error of the compiler
 		default:
 			message = m[1]
 		}
@@ -354,14 +357,14 @@ func (p *reader) pkg(e event) {
 		word(e.Action != "fail"), e.Package, e.Elapsed, c.passed, c.failed, c.skipped)
 }
 
-// early returns why a package has ended before its tests, and which tests did not end: the one that hung
-// or crashed is among them. It returns an empty string if all tests have ended.
+// early returns why a package has ended before its tests, and which tests did not end. The one that hung
+// or crashed is among them. It returns "" if all tests have ended.
 func (p *reader) early(e event) string {
 	began := p.running[e.Package]
 	for _, test := range slices.Collect(maps.Keys(began)) {
 		for i, c := range test {
 			if c == '/' {
-				delete(began, test[:i]) // it waits for its subtest
+				delete(began, test[:i]) // the test only waits for its subtest
 			}
 		}
 	}
@@ -376,7 +379,7 @@ func (p *reader) early(e event) string {
 		}
 	}
 	message := "did not end: " + strings.Join(tests, ", ")
-	for _, key := range p.keys(e.Package) { // the crash is in the output of the test that printed last
+	for _, key := range p.keys(e.Package) { // the output of the test that printed last contains the crash
 		if m := p.message(key); crashLine.MatchString(m) {
 			return strings.TrimSuffix(m, ".") + "; " + message
 		}
@@ -384,7 +387,8 @@ func (p *reader) early(e event) string {
 	return message
 }
 
-// keys returns the keys of the remaining output of a package: its own, and those of tests that did not end.
+// keys returns the sorted keys in output that belong to a package: its own, and those of tests that did
+// not end.
 func (p *reader) keys(pkg string) []string {
 	var keys []string
 	for key := range p.output {

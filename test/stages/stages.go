@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// vmBudget limits the run time of the guest in the vm stage.
+// vmBudget limits how long the guest of the stage vm runs.
 const vmBudget = 30 * time.Minute
 
 func build(ctx context.Context, r *run, _ selection) error {
@@ -28,11 +28,11 @@ func build(ctx context.Context, r *run, _ selection) error {
 	return show(command(ctx, "make", "--no-print-directory", "build"), r)
 }
 
-// unit and kernel do not use cached results. The cache notices changes of files that a
-// test opens, but not of files that are read by programs that the test runs, nor of this
-// machine.
+// unit, like kernel, does not use cached results. The cache of Go notices changes of files that
+// a test opens. It does not notice changes of this machine, or of files that are read by
+// programs which the test runs.
 func unit(ctx context.Context, r *run, s selection, short bool) error {
-	// In the rest, the package of dist builds a release twice.
+	// In the rest, the tests of dist build a release twice, which takes long.
 	return goTests(ctx, r, s, "-race", s.timeout(15*time.Minute, 30*time.Minute), "-p", perCPU(2), fmt.Sprintf("-short=%v", short))
 }
 
@@ -40,8 +40,8 @@ func kernel(ctx context.Context, r *run, s selection) error {
 	return goTests(ctx, r, s, "-race", "-p", perCPU(2))
 }
 
-// perCPU returns a number of packages or tests that run at the same time. It is higher than
-// the number of CPUs, because most tests wait for timers and for other processes.
+// perCPU returns, as text, n for each CPU: how many packages or tests run at the same time.
+// That is more than there are CPUs, because most tests wait for timers and for other processes.
 func perCPU(n int) string { return strconv.Itoa(n * runtime.NumCPU()) }
 
 // vm runs the tests that need kernel features which this machine may lack.
@@ -63,7 +63,7 @@ func vm(ctx context.Context, r *run, s selection) error {
 	return events(command(ctx, program, append(args, packagesOf(tests)...)...), r)
 }
 
-// endToEnd runs one package at a time, so that packages do not share the machine.
+// endToEnd runs one package after the other, so that packages do not share the machine.
 func endToEnd(ctx context.Context, r *run, s selection) error {
 	return goTests(ctx, r, s, "-race", s.timeout(20*time.Minute, 40*time.Minute), "-p=1", "-parallel", perCPU(4))
 }
@@ -74,7 +74,7 @@ func kubernetes(ctx context.Context, r *run, s selection, short bool) error {
 	return goTests(ctx, r, s, "-timeout=90m", "-p=1", fmt.Sprintf("-short=%v", short))
 }
 
-// goTests runs the selected tests of the stage.
+// goTests runs the tests of the stage that the selection chooses.
 func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 	tests := r.take(s)
 	if len(tests) == 0 {
@@ -85,8 +85,9 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 	return goTest(ctx, r, append(args, packagesOf(tests)...)...)
 }
 
-// fuzz runs as many targets in parallel as there are CPUs. An input that makes a target fail is
-// saved in testdata/fuzz of its package, and from then on fails the unit stage too.
+// fuzz runs every target for the time each, and as many targets at the same time as there are
+// CPUs. Go saves an input that makes a target fail in testdata/fuzz of its package. From then
+// on, that input makes the stage unit fail too.
 func fuzz(ctx context.Context, r *run, s selection, each string) error {
 	targets := s.fuzzTargets()
 	var group errgroup.Group
@@ -108,13 +109,13 @@ func fuzz(ctx context.Context, r *run, s selection, each string) error {
 	return err
 }
 
-// timeIsOver matches the failure that a fuzzer of Go before 1.27 may report when its time
+// timeIsOver matches a failure that a fuzzer of Go before 1.27 may report only because its time
 // is over (https://go.dev/issue/75804). If an input made the target fail, the report has
 // further lines, or the log says that the input is being minimized.
 var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    context deadline exceeded\nFAIL$`)
 
-// fuzzTarget runs one target. If only the end of its time made it fail, it runs once
-// more.
+// fuzzTarget runs one target and returns the result. If it failed only because its time was
+// over, fuzzTarget runs it once more.
 func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, error) {
 	for again := false; ; again = true {
 		var said bytes.Buffer
@@ -127,19 +128,20 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 	}
 }
 
-// goTest runs `go test -json` with args and adds the results to r. It counts failed tests
-// and does not return an error for them. The tests, and the programs that they run, get neither
-// the variables of compilerEnv nor the user's values of these.
+// goTest runs `go test -json` with args and adds the results to r. It counts failed tests, and
+// does not return an error for them. The variables of compilerEnv are not in the environment of
+// the tests, even if the user has set them.
 func goTest(ctx context.Context, r *run, args ...string) error {
 	args = append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
 	return events(command(ctx, "go", args...), r)
 }
 
-// compilerEnv makes compilers and linkers, which end after seconds, collect garbage only when they
-// reach a limit of memory. So they take a quarter less CPU time.
+// compilerEnv contains variables that make compilers and linkers collect garbage only when they
+// reach a limit of memory. They end after seconds, so this saves a quarter of their CPU time.
 var compilerEnv = []string{"GOGC=off", "GOMEMLIMIT=2GiB"}
 
-// events runs a command that prints the events of go test -json.
+// events runs a command that prints the events of go test -json, and adds these to r. It
+// returns an error if the command fails without a failed test.
 func events(cmd *exec.Cmd, r *run) error {
 	cmd.Stderr = r.out
 	pipe, err := cmd.StdoutPipe()
@@ -160,13 +162,14 @@ func events(cmd *exec.Cmd, r *run) error {
 	return errors.Join(err, readErr)
 }
 
-// command returns a command in a process group of its own. When ctx ends, the whole group
-// gets SIGINT, because go does not forward signals to the tests that it runs.
+// command returns a command in a process group of its own. When ctx ends, the whole group gets
+// SIGINT, because go does not forward signals to the tests that it runs. After 20 more seconds
+// the command is killed.
 func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Env = append(os.Environ(), compilerEnv...)
 	if os.Getenv("GORACE") == "" {
-		// Otherwise each process with the race detector waits for a second at its exit.
+		// Otherwise each process with the race detector would wait for a second at its exit.
 		cmd.Env = append(cmd.Env, "GORACE=atexit_sleep_ms=50")
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -175,8 +178,8 @@ func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// wait waits for a command, kills the processes that remain in its group, and adds the
-// CPU time of the command and of the processes that it has waited for.
+// wait waits for a command, and kills the processes that remain in its group. It adds to r the
+// CPU time of the command and of those processes for which the command has waited.
 func (r *run) wait(cmd *exec.Cmd) error {
 	err := cmd.Wait()
 	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // usually there are none
@@ -184,7 +187,7 @@ func (r *run) wait(cmd *exec.Cmd) error {
 	return err
 }
 
-// show runs a command whose output goes to the output of r.
+// show runs a command, and prints its output where r prints.
 func show(cmd *exec.Cmd, r *run) error {
 	cmd.Stdout, cmd.Stderr = r.out, r.out
 	if err := cmd.Start(); err != nil {

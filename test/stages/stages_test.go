@@ -21,7 +21,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// module writes a Go module into a temporary directory and changes to that directory.
+// module writes a Go module with these files into a temporary directory, and changes to that directory.
 func module(t *testing.T, files map[string]string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -48,11 +48,11 @@ func TestStages(t *testing.T) {
 		"good/a_test.go": source("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
 func TestKernelGood(t *testing.T) {}; func TestVMGood(t *testing.T) { t.Error("on the wrong machine") }
 func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
-		// The tests must not get the variables of the compilers.
+		// The tests must not have the variables of compilerEnv.
 		"good/env_test.go": "package good\n\nimport (\n\t\"os\"\n\t\"testing\"\n)\n\n" +
 			`func TestEnv(t *testing.T) { if v := os.Getenv("GOGC") + os.Getenv("GOMEMLIMIT"); v != "" { t.Error(v) } }`,
 		"bad/a_test.go": source("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
-		// This skip is a part of the test, which expects that the output names it.
+		// This skip belongs to what the test checks: the output must name the skipped test.
 		"later/a_test.go":       source("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
 		"broken/a_test.go":      source("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
 		"panics/a_test.go":      source("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
@@ -102,7 +102,7 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
-// TestSkippedTest checks that a skipped test makes a stage fail under CI, and only there.
+// TestSkippedTest checks that a skipped test makes a stage fail if CI is true, and only then.
 func TestSkippedTest(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":        "build:\n",
@@ -118,8 +118,9 @@ func TestSkippedTest(t *testing.T) {
 	}
 }
 
-// TestBackground checks that a stage in the background runs at the same time as the stages after it, that a
-// stage which names it as after waits for its end, and that the run waits for its result.
+// TestBackground checks that a stage in the background runs at the same time as the stage after it. A
+// stage that waits for it by its field after must run only after its end. The run must wait for its
+// result.
 func TestBackground(t *testing.T) {
 	module(t, map[string]string{})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -176,8 +177,9 @@ func TestInterruptedEarly(t *testing.T) {
 	}
 }
 
-// TestFailureIsAtTheEnd checks that the last five lines name the failed test, the file with its
-// output and the command that runs it alone, even if the test prints long logs.
+// TestFailureIsAtTheEnd checks that the last five lines name the failed test, the file with its output
+// and the command that runs it alone, even if the test prints long logs. It also checks the list of
+// failures, the log and that command.
 func TestFailureIsAtTheEnd(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": source("sample", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Run("a (b)", func(t *testing.T) {
@@ -225,8 +227,8 @@ func TestFailureIsAtTheEnd(t *testing.T) {
 	}
 }
 
-// TestTestsThatDoNotEnd checks that a package that ends before its tests is a failure that names these
-// tests, even if other tests have failed.
+// TestTestsThatDoNotEnd checks a package that ends before its tests: it must count as a failure that
+// names these tests, even if other tests have failed.
 //
 //stages:rest it waits until tests are ended; TestStages has tests that end
 func TestTestsThatDoNotEnd(t *testing.T) {
@@ -263,7 +265,8 @@ func TestHangs(t *testing.T) { t.Run("sub/sub", func(t *testing.T) { <-make(chan
 	}
 }
 
-// TestTestsThatWaited checks that a failure does not name tests that waited for other tests.
+// TestTestsThatWaited checks that the failure of a package does not name tests that were paused, and so
+// waited for others.
 func TestTestsThatWaited(t *testing.T) {
 	r := &run{out: io.Discard}
 	err := newReader(r).read(strings.NewReader(`{"Time":"2026-01-01T00:00:00Z","Action":"run","Package":"p","Test":"TestPaused"}
@@ -284,8 +287,8 @@ func TestTestsThatWaited(t *testing.T) {
 	}
 }
 
-// TestParts checks that every test runs in exactly one of the two parts, and that the table names the
-// tests of the other part.
+// TestParts checks that each of the two parts runs its tests only, and that both together run all. Below
+// the table each part must name the tests of the other one.
 //
 //stages:rest it runs go test several times; TestStages does once
 func TestParts(t *testing.T) {
@@ -354,8 +357,8 @@ func TestKernelSlow(*testing.T) {}`),
 	}
 }
 
-// TestMarks checks that a mark that would have no effect is an error, and so is a mark that leaves a
-// test of the same name in the other part.
+// TestMarks checks that a mark without an effect is an error. A mark is an error too if a test with the
+// same name is in the other part.
 func TestMarks(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files map[string]string
@@ -379,7 +382,7 @@ func TestMarks(t *testing.T) {
 }
 
 // TestShortPart checks that the table of defect classes in testing.md names only end-to-end tests of the
-// short part, and at least one for each class.
+// short part, including those in test/vm, and at least one for each class.
 func TestShortPart(t *testing.T) {
 	t.Chdir("../..")
 	page, err := os.ReadFile("Documentation/testing.md")
@@ -418,7 +421,7 @@ func TestShortPart(t *testing.T) {
 func TestSelectionByName(t *testing.T) {
 	module(t, map[string]string{"a_test.go": source("a", "func TestA(*testing.T) {}\nfunc TestAB(*testing.T) {}\nfunc TestMain(*testing.M) {}")})
 	for _, tt := range []struct{ run, pattern string }{
-		{"TestA", "^(TestA)$"}, // and not TestAB
+		{"TestA", "^(TestA)$"}, // but not TestAB
 		{"TestA/x", "^(TestA)$/x"},
 		{"^TestA", "^(TestA|TestAB)$"},
 		{"", "^(TestA|TestAB)$"},
@@ -436,8 +439,8 @@ func TestSelectionByName(t *testing.T) {
 	}
 }
 
-// TestUnitRunsAgain checks that the unit stage uses no cached result of Go, because such a
-// result does not depend on files that are read by a program which the test runs.
+// TestUnitRunsAgain checks that the stage unit uses no cached result of Go. Such a result does not
+// depend on files that are read by a program which the test runs.
 func TestUnitRunsAgain(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": `package sample
@@ -472,7 +475,7 @@ func TestScript(t *testing.T) {
 	}
 }
 
-// TestEnded checks that the tests end when a signal ends the run.
+// TestEnded checks that the running tests end when a signal ends the run, and that the run then fails.
 //
 //stages:rest it waits until tests are ended; TestStages has tests that end
 func TestEnded(t *testing.T) {
@@ -496,7 +499,7 @@ func TestForever(t *testing.T) {
 }
 `})
 			heeded := make(chan os.Signal, 1)
-			signal.Notify(heeded, sig) // without this, the program would ignore the signal if the tests run under nohup
+			signal.Notify(heeded, sig) // otherwise the program would inherit that the signal is ignored, if the tests run under nohup
 			defer signal.Stop(heeded)
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
@@ -547,8 +550,8 @@ func poll(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// TestFuzzTimeIsOver checks that a fuzzer that failed only because its time was over runs
-// once more. It must not run again after another failure, or after the second run.
+// TestFuzzTimeIsOver checks that a fuzz target that failed only because its time was over runs once
+// more. It must not run again after another failure, or after the second run.
 //
 //stages:rest fuzzing is left to the rest as well
 func TestFuzzTimeIsOver(t *testing.T) {
@@ -556,7 +559,7 @@ func TestFuzzTimeIsOver(t *testing.T) {
 	const over, finding = "    context deadline exceeded", "    a_test.go:1: context deadline exceeded"
 	for _, tt := range []struct {
 		name   string
-		before string // output of the first run, or with always of all runs, before the failure
+		before string // output before the failure in the first run or, if always is set, in all runs
 		said   string // output of the failure
 		always bool
 		runs   int
@@ -661,8 +664,8 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// TestNeeds checks that stages do not run if the stage that they need fails, but the others
-// do. A stage that is needed runs even if it was not named.
+// TestNeeds checks that a stage does not run if the stage that it needs fails, and that other stages do.
+// A stage that is needed must run even if it was not named.
 func TestNeeds(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":           "build:\n\t@echo no compiler; false\n",
@@ -674,7 +677,7 @@ func TestNeeds(t *testing.T) {
 		counts string
 	}{
 		{[]string{"build", "unit", "e2e"}, "1 passed, 0 failed, 0 skipped"},
-		{[]string{"e2e"}, "0 passed, 0 failed, 0 skipped"}, // does not use the result of an earlier build either
+		{[]string{"e2e"}, "0 passed, 0 failed, 0 skipped"}, // the run does not use the result of an earlier build either
 	} {
 		var out bytes.Buffer
 		ok, err := execute(t.Context(), tt.stages, &out)

@@ -21,17 +21,18 @@ import (
 	"time"
 )
 
-// part is the part of the tests that a run contains.
+// part is the part of the tests that a run contains, or all.
 type part string
 
-// short and rest together are all, and no test is in both.
+// Each test is either in short or in rest. all means both parts.
 const (
 	short part = "short"
 	rest  part = "rest"
 	all   part = "all"
 )
 
-// restMark precedes a test that is in the rest. The reason follows it.
+// restMark is the start of a line in the comment of a test, which puts the test into the rest. The
+// reason follows in the line.
 const restMark = "//stages:rest"
 
 const (
@@ -46,8 +47,7 @@ type test struct {
 	rest      bool
 }
 
-// stage returns the name of the stage that runs the test. The stage fuzz runs fuzz targets
-// in addition.
+// stage returns the name of the stage that runs the test. A fuzz target also runs in the stage fuzz.
 func (t test) stage() string {
 	switch {
 	case strings.HasPrefix(t.name, "TestVM"):
@@ -68,7 +68,7 @@ func (t test) fuzzTarget() bool { return strings.HasPrefix(t.name, "Fuzz") }
 
 func in(pkg, folder string) bool { return strings.Contains(pkg+"/", folder+"/") }
 
-// pattern returns an argument for -run that matches the names of tests. Unless sub is empty,
+// pattern returns an argument for -run that matches exactly the names of the tests. If sub is not empty,
 // only those of their subtests run that match the pattern sub.
 func pattern(tests []test, sub string) string {
 	var names []string
@@ -84,7 +84,8 @@ func pattern(tests []test, sub string) string {
 }
 
 // packagesOf returns the packages of the tests, each once. Packages with the most tests are first,
-// because they take longest: if one of them began last, it would run without another beside it.
+// because they take longest. If one of them began last, it would run at the end while no other package
+// is left.
 func packagesOf(tests []test) []string {
 	counts := map[string]int{}
 	for _, t := range tests {
@@ -97,15 +98,16 @@ func packagesOf(tests []test) []string {
 
 // A selection decides which tests of each stage run.
 type selection struct {
-	tests []test // of all stages
+	tests []test // tests of all stages
 	part  part
 	name  string         // the only test that runs, or empty
-	match *regexp.Regexp // the names of the tests that run; nil stands for all
-	sub   string         // a pattern of subtests, or empty
+	match *regexp.Regexp // pattern for the names of the tests that run; nil if all run
+	sub   string         // pattern for the subtests that run; empty if all run
 }
 
-// newSelection reads the tests of the module. run is the name of a test or a pattern of
-// names, with a pattern of subtests after a slash, or empty.
+// newSelection reads the tests of the module. run is the name of a test or a pattern for names. After a
+// slash it may have a pattern for subtests. If run is empty, all tests are selected. If no test matches,
+// newSelection returns an error.
 func newSelection(ctx context.Context, p part, run string) (selection, error) {
 	s := selection{part: p}
 	var err error
@@ -129,8 +131,8 @@ func newSelection(ctx context.Context, p part, run string) (selection, error) {
 	return s, nil
 }
 
-// of returns the selection for a stage. If the whole stage belongs to the rest, a run of the rest
-// contains all of its tests.
+// of returns the selection for a stage. It contains all tests of the stage if the whole stage belongs to
+// the rest and the run is of the rest.
 func (s selection) of(st stage) selection {
 	if st.rest && s.part == rest {
 		s.part = all
@@ -138,7 +140,7 @@ func (s selection) of(st stage) selection {
 	return s
 }
 
-// split returns the tests of a stage that run, and those that are left to the other part.
+// split returns the tests of the stage that run, and those that are left to the other part.
 func (s selection) split(stage string) (chosen, left []test) {
 	for _, t := range s.tests {
 		switch {
@@ -152,20 +154,20 @@ func (s selection) split(stage string) (chosen, left []test) {
 	return chosen, left
 }
 
-// timeout returns an argument for go test that limits the time of each package, given the limits of both
-// parts. A limit is about twice the time that the slowest package takes with two CPUs: a test that hangs must
-// not use up the time of the whole run.
+// timeout returns an argument for go test that limits the time of each package. The limits for both
+// parts are given; a run of all gets their sum. A limit is about twice the time of the slowest package
+// with two CPUs, because a test that hangs must not use up the time of the whole run.
 func (s selection) timeout(ofShort, ofRest time.Duration) string {
 	limit := map[part]time.Duration{short: ofShort, rest: ofRest, all: ofShort + ofRest}[s.part]
 	return "-timeout=" + limit.String()
 }
 
-// fuzzTargets returns the targets of the stage fuzz.
+// fuzzTargets returns all fuzz targets of the module, of both parts.
 func (s selection) fuzzTargets() []test {
 	return slices.DeleteFunc(slices.Clone(s.tests), func(t test) bool { return !t.fuzzTarget() })
 }
 
-// findTests returns the tests of all packages of the module.
+// findTests returns the tests of all packages of the module, including examples and fuzz targets.
 func findTests(ctx context.Context) ([]test, error) {
 	pkgs, err := packages(ctx)
 	if err != nil {
@@ -184,8 +186,8 @@ func findTests(ctx context.Context) ([]test, error) {
 	return tests, ambiguous(tests)
 }
 
-// ambiguous returns an error if two tests have the same name and stage but are not in the
-// same part. The patterns of go test contain no package, so they would match both tests.
+// ambiguous returns an error if two tests have the same name and the same stage, but are in different
+// parts. The patterns of go test do not contain the package, so a pattern for one test would match both.
 func ambiguous(tests []test) error {
 	type key struct{ stage, name string }
 	first := map[key]test{}
@@ -199,7 +201,8 @@ func ambiguous(tests []test) error {
 	return nil
 }
 
-// testsOf returns the tests of a file.
+// testsOf returns the tests in a file of the package pkg. It returns an error if the file contains a
+// mark that has no reason or does not belong to a test.
 func testsOf(pkg, path string) ([]test, error) {
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, path, nil, parser.ParseComments|parser.SkipObjectResolution)
@@ -207,7 +210,7 @@ func testsOf(pkg, path string) ([]test, error) {
 		return nil, fmt.Errorf("read tests: %w", err)
 	}
 	var tests []test
-	marks := map[token.Pos]bool{} // the marks that belong to a test
+	marks := map[token.Pos]bool{} // positions of the marks that belong to a test
 	for _, d := range file.Decls {
 		f, ok := d.(*ast.FuncDecl)
 		if !ok || f.Recv != nil || !isTest(f.Name.Name) {
@@ -234,7 +237,7 @@ func testsOf(pkg, path string) ([]test, error) {
 	return tests, nil
 }
 
-// isTest reports whether go test runs functions with that name. It returns false for TestMain.
+// isTest reports whether go test runs a function with that name. It returns false for TestMain.
 func isTest(name string) bool {
 	if name == "TestMain" {
 		return false
@@ -247,7 +250,7 @@ func isTest(name string) bool {
 	return false
 }
 
-// pkg holds the fields of `go list -json` that are used here.
+// pkg contains those fields of the output of `go list -json` that are used here.
 type pkg struct {
 	Dir, ImportPath           string
 	TestGoFiles, XTestGoFiles []string
