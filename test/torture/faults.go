@@ -19,15 +19,15 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// kind is one kind of fault. begin causes it and returns a function that ends it, or nil if the
-// fault is over at once.
+// kind is one kind of fault. begin causes the fault. It returns a function that ends it, or nil if
+// the fault is over when begin returns.
 type kind struct {
 	name  string
 	begin func(ctx context.Context, t *torture) (end func(context.Context) error, err error)
 }
 
-// kinds returns all faults. Each lasts less than the time after which a lease must be renewed,
-// because a host that is cut off for longer may lose its subnet.
+// kinds returns all kinds of faults. A fault lasts less than the time after which a lease must be
+// renewed, because a host that is cut off for longer may lose its subnet.
 func kinds() []kind {
 	return []kind{
 		{"member killed", killMember},
@@ -78,7 +78,8 @@ func isolateMember(ctx context.Context, t *torture) (func(context.Context) error
 	return t.cut(ctx, []*member{m}, bothWays, t.memberAddrs(m))
 }
 
-// deafMember drops the packets from the other members to a member. They still receive its packets.
+// deafMember drops the packets that a member gets from the other members. These still get its
+// packets.
 func deafMember(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	m := pick(t.rnd, t.store.members)
 	return t.cut(ctx, []*member{m}, inbound, t.memberAddrs(m))
@@ -128,8 +129,8 @@ func moveLeader(ctx context.Context, t *torture) (func(context.Context) error, e
 
 const filler = "/filler/"
 
-// fillQuota writes until the store raises the alarm NOSPACE, and ends as an operator would:
-// by removing, compacting, defragmenting and disarming.
+// fillQuota writes until the store raises the alarm NOSPACE. It ends the fault as an operator
+// would: it deletes the data, compacts, defragments and disarms the alarm.
 func fillQuota(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	value := strings.Repeat("x", 512<<10)
 	err := t.with(ctx, t.store.members, func(ctx context.Context, c *clientv3.Client) error {
@@ -190,7 +191,8 @@ func renewCertificates(_ context.Context, t *torture) (func(context.Context) err
 	return nil, t.store.issue()
 }
 
-// changePassword gives flanneld another password, and restarts all daemons with it.
+// changePassword changes the password of flanneld in the store. It ends the fault with a restart
+// of all daemons with the new password.
 func changePassword(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	password := fmt.Sprintf("torture-%x", t.rnd.Uint64())
 	err := t.with(ctx, t.store.members, func(ctx context.Context, c *clientv3.Client) error {
@@ -220,15 +222,15 @@ func restartDaemon(ctx context.Context, t *torture) (func(context.Context) error
 	return nil, t.restart(ctx, pick(t.rnd, t.hosts), nil)
 }
 
-// stepClock steps the clock of a host whose daemon is down, as happens to a host without a
-// real-time clock.
+// stepClock stops the daemon of a host, steps the host's clock, and starts the daemon again, as
+// after a boot without a real-time clock.
 func stepClock(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	h := pick(t.rnd, t.hosts)
 	step := time.Duration(t.rnd.Int64N(int64(48*time.Hour))) - 24*time.Hour
 	return nil, t.restart(ctx, h, func() error { return h.StepClock(step) })
 }
 
-// way is the direction in which packets are dropped.
+// way is the direction of the packets that are dropped on a member.
 type way int
 
 const (
@@ -236,8 +238,9 @@ const (
 	bothWays
 )
 
-// cut drops packets between members and addrs, on the members: all packets or, with inbound, only
-// those from addrs. end makes them pass again, and is not nil even if cut returns an error.
+// cut drops packets between members and addrs: those from addrs to the members and, with bothWays,
+// also those from the members. end makes all pass again, and is not nil even if cut returns an
+// error.
 func (t *torture) cut(ctx context.Context, members []*member, w way, addrs []netip.Addr) (end func(context.Context) error, err error) {
 	var list []string
 	for _, a := range addrs {
@@ -265,8 +268,8 @@ func (t *torture) cut(ctx context.Context, members []*member, w way, addrs []net
 	return heal, nil
 }
 
-// with runs f with an administrator's client of the given members, and repeats this until f succeeds
-// or ctx ends.
+// with runs f with a client of the given members that is logged in as administrator. It repeats
+// this until f succeeds or ctx ends.
 func (t *torture) with(ctx context.Context, members []*member, f func(context.Context, *clientv3.Client) error) error {
 	return until(ctx, "the store to answer", func(ctx context.Context) error {
 		c, err := t.store.client(ctx, members...)
@@ -278,7 +281,7 @@ func (t *torture) with(ctx context.Context, members []*member, f func(context.Co
 	})
 }
 
-// memberAddrs returns the addresses of all members but m.
+// memberAddrs returns the addresses of all members except m.
 func (t *torture) memberAddrs(m *member) (others []netip.Addr) {
 	for _, o := range t.store.members {
 		if o != m {

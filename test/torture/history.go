@@ -12,7 +12,8 @@ import (
 	"time"
 )
 
-// history is everything that a run has recorded. Its methods find what must never happen.
+// history contains everything that a run has recorded. Its methods find violations of the
+// promises.
 type history struct {
 	start  time.Time
 	hosts  map[string]netip.Addr // public address of each host, by name
@@ -20,10 +21,10 @@ type history struct {
 	routes []routeLoss
 	store  []change
 	faults []fault
-	lines  map[string]map[string]int // by host and text without its variable parts
+	lines  map[string]map[string]int // number of log lines, by host and by text without numbers
 }
 
-// serving is a time during which the subnet file of a host named one subnet.
+// serving is a time during which the subnet file of a host had one subnet.
 type serving struct {
 	host     string
 	subnet   netip.Prefix
@@ -37,7 +38,8 @@ type routeLoss struct {
 	at   time.Time
 }
 
-// change is a new value or, with a zero owner, the removal of a lease in the store.
+// change is a change of a lease in the store: a new value or, if owner is zero, its
+// removal.
 type change struct {
 	revision int64
 	at       time.Time // when a watcher saw it
@@ -45,13 +47,14 @@ type change struct {
 	owner    netip.Addr
 }
 
-// fault is a fault and its end.
+// fault is a fault that the run has caused, with its beginning and end.
 type fault struct {
 	name     string
 	from, to time.Time
 }
 
-// slack is the most by which the times of different recorders differ.
+// slack is the largest difference between the times at which different recorders see the
+// same event.
 const slack = 2 * time.Second
 
 // violations returns one line for each broken promise.
@@ -62,7 +65,7 @@ func (h *history) violations() []string {
 // since returns the time from the start of the run until t.
 func (h *history) since(t time.Time) time.Duration { return t.Sub(h.start).Round(time.Millisecond) }
 
-// sharedSubnets finds subnets that two hosts served at the same time.
+// sharedSubnets returns a line for each subnet that two hosts served at the same time.
 func (h *history) sharedSubnets() (found []string) {
 	for i, a := range h.serves {
 		for _, b := range h.serves[i+1:] {
@@ -76,7 +79,8 @@ func (h *history) sharedSubnets() (found []string) {
 	return found
 }
 
-// lostRoutes finds routes to the subnet of a host that were removed while the host served the subnet.
+// lostRoutes returns a line for each route to the subnet of another host that a host
+// removed while the other one served that subnet.
 func (h *history) lostRoutes() (found []string) {
 	for _, loss := range h.routes {
 		for _, s := range h.serves {
@@ -88,7 +92,8 @@ func (h *history) lostRoutes() (found []string) {
 	return found
 }
 
-// leftSubnets finds hosts that ceased to serve a subnet while the store had their lease.
+// leftSubnets returns a line for each host that ceased to serve a subnet although the
+// store had its lease, then and for slack afterwards.
 func (h *history) leftSubnets() (found []string) {
 	end := time.Time{}
 	for _, s := range h.serves {
@@ -105,7 +110,8 @@ func (h *history) leftSubnets() (found []string) {
 	return found
 }
 
-// owner returns the owner of a subnet at the given time; zero if it had none.
+// owner returns the host that had the lease of a subnet at the given time, or the zero
+// Addr if none had.
 func (h *history) owner(subnet netip.Prefix, at time.Time) netip.Addr {
 	var last change
 	for _, c := range h.store {
@@ -116,7 +122,8 @@ func (h *history) owner(subnet netip.Prefix, at time.Time) netip.Addr {
 	return last.owner
 }
 
-// repeatedLines finds log lines that a daemon wrote more often than faults explain.
+// repeatedLines returns a line for each log line that a daemon wrote more than ten times
+// for each fault. It compares lines without their numbers.
 func (h *history) repeatedLines() (found []string) {
 	const perFault = 10
 	most := perFault * (len(h.faults) + 1)
@@ -130,7 +137,8 @@ func (h *history) repeatedLines() (found []string) {
 	return found
 }
 
-// countLines adds the lines of a daemon's log, without times, numbers and addresses.
+// countLines adds the lines of a daemon's log to lines. It removes times, and replaces
+// numbers and addresses by one sign.
 func (h *history) countLines(host, log string) {
 	if h.lines == nil {
 		h.lines = map[string]map[string]int{}
@@ -139,7 +147,7 @@ func (h *history) countLines(host, log string) {
 		h.lines[host] = map[string]int{}
 	}
 	for line := range strings.Lines(log) {
-		_, text, ok := strings.Cut(line, "] ") // behind the header of klog
+		_, text, ok := strings.Cut(line, "] ") // the text follows the header of klog
 		if !ok {
 			text = line
 		}
@@ -147,7 +155,7 @@ func (h *history) countLines(host, log string) {
 	}
 }
 
-// withoutNumbers replaces each run of digits and separators of addresses by one sign.
+// withoutNumbers replaces each number or IPv4 address, with its port, by #.
 func withoutNumbers(text string) string {
 	var b strings.Builder
 	number := false
@@ -164,7 +172,7 @@ func withoutNumbers(text string) string {
 	return b.String()
 }
 
-// byName counts the faults of each kind.
+// byName returns a text with the number of faults of each kind.
 func (h *history) byName() string {
 	count := map[string]int{}
 	for _, f := range h.faults {

@@ -9,14 +9,14 @@ import (
 	"time"
 )
 
-// TestViolations checks that each broken promise is found, and nothing in a history without
-// a broken promise.
+// TestViolations checks that violations finds each broken promise, and nothing in a
+// history in which all are kept.
 func TestViolations(t *testing.T) {
 	start := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	at := func(seconds int) time.Time { return start.Add(time.Duration(seconds) * time.Second) }
 	one, two := netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24")
 	addr := map[string]netip.Addr{"host1": netip.MustParseAddr("192.0.2.1"), "host2": netip.MustParseAddr("192.0.2.2")}
-	// A run of 100 s in which both hosts keep their subnets.
+	// sound returns a run of 100 s in which both hosts keep their subnets.
 	sound := func() *history {
 		return &history{
 			start: start, hosts: addr, faults: []fault{{name: "kill", from: at(10), to: at(20)}},
@@ -26,7 +26,7 @@ func TestViolations(t *testing.T) {
 	}
 	tests := map[string]struct {
 		change func(*history)
-		want   string // empty: nothing is wrong
+		want   string // part of the violations; empty: there are none
 	}{
 		"sound": {change: func(*history) {}},
 		"two hosts with one subnet": {

@@ -39,8 +39,8 @@ func main() {
 	}
 }
 
-// runs makes the runs that the command line asks for, and reports them to out. It returns true
-// if all of them kept all promises.
+// runs makes the runs that the command line requests, and reports them to out. It returns
+// true if all of them kept all promises. It returns false if ctx ends before.
 func runs(ctx context.Context, out io.Writer) bool {
 	var o options
 	flag.IntVar(&o.hosts, "hosts", 20, "number of hosts that run flanneld")
@@ -67,17 +67,18 @@ func runs(ctx context.Context, out io.Writer) bool {
 	return kept == *count
 }
 
-// options are those of one run.
+// options contains the parameters of one run.
 type options struct {
 	hosts    int
 	duration time.Duration
 	flanneld string
 	etcd     string // paths of the releases of etcd, separated by commas
 	seed     uint64
-	dir      string // for logs; empty: a temporary folder that remains if the run fails
+	dir      string // parent of the folder with logs; empty: a new temporary folder. Only a failed run keeps its logs
 }
 
-// run makes one run and reports it to out. An error lists the broken promises.
+// run makes one run and reports it to out. It returns an error that lists the broken
+// promises, or that says why the run itself failed.
 func run(ctx context.Context, o options, out io.Writer) (err error) {
 	if o.dir == "" {
 		if o.dir, err = os.MkdirTemp("", "torture"); err != nil {

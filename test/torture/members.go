@@ -30,33 +30,33 @@ import (
 const (
 	clientPort, peerPort = 2379, 2380
 	etcdDir              = "/var/lib/etcd"
-	// quota is the size of the store from which on it refuses writes.
+	// quota is the size in bytes above which the store refuses writes.
 	quota = 16 << 20
-	// rootPassword belongs to the administrator of the test's store.
+	// rootPassword is the password of the store's administrator.
 	rootPassword = "torture-root"
 )
 
-// member is one process of the store, on a host of its own. Its clients must present a
+// member is one member of the store, on a host of its own. Its clients must present a
 // certificate and log in.
 type member struct {
 	host    *lab.Host
 	name    string
-	cluster string // for --initial-cluster
+	cluster string // value of --initial-cluster
 	files   [2]string
 	ca      string
 
 	mu      sync.Mutex
 	program string
 	cmd     *exec.Cmd     // nil while it is down
-	exited  chan struct{} // of cmd
+	exited  chan struct{} // closed when cmd has ended
 	output  *os.File
 }
 
-// store is an etcd of several members.
+// store is an etcd cluster of several members.
 type store struct {
 	authority *lab.Authority
 	members   []*member
-	clientTLS [2]string // certificate and key of flanneld
+	clientTLS [2]string // paths of the certificate and the key of flanneld
 	user      string
 	password  string
 }
@@ -82,7 +82,8 @@ func newStore(dir, program string, hosts []*lab.Host) (*store, error) {
 	return s, s.issue()
 }
 
-// issue makes new certificates for all members and for flanneld, at the same paths.
+// issue makes new certificates for all members and for flanneld. They replace the files
+// of the former ones.
 func (s *store) issue() error {
 	var err error
 	for _, m := range s.members {
@@ -101,8 +102,8 @@ func (m *member) url(port uint16) string {
 	return "https://" + netip.AddrPortFrom(m.addr(), port).String()
 }
 
-// start starts the member with its data. It does not wait for an answer, because a member
-// answers only if a majority of the members runs.
+// start starts the member with its data, unless it runs. It does not wait until the
+// member answers, because it answers only if a majority of the members runs.
 func (m *member) start() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -126,13 +127,13 @@ func (m *member) start() error {
 	exited := make(chan struct{})
 	go func() {
 		defer close(exited)
-		_ = cmd.Wait() // signals end it
+		_ = cmd.Wait() // a signal ends it, so the result does not matter
 	}()
 	m.cmd, m.exited = cmd, exited
 	return nil
 }
 
-// kill ends the member as a crash does.
+// kill ends the member with SIGKILL, as a crash would, and waits for its end.
 func (m *member) kill() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -154,7 +155,7 @@ func (m *member) signal(sig syscall.Signal) error {
 	return m.cmd.Process.Signal(sig)
 }
 
-// upgrade starts the member with another program.
+// upgrade kills the member and starts it again with another program.
 func (m *member) upgrade(program string) error {
 	m.kill()
 	m.mu.Lock()
@@ -163,8 +164,9 @@ func (m *member) upgrade(program string) error {
 	return m.start()
 }
 
-// client returns a client for the given members alone, as administrator. Its connections
-// begin on the host of the first member, because no fault cuts that host off from its member.
+// client returns a client that is logged in as administrator and uses only the given
+// members. It connects from the host of the first of them, because no fault separates
+// that host from its member.
 func (s *store) client(ctx context.Context, members ...*member) (*clientv3.Client, error) {
 	cfg, err := s.clientConfig(ctx, members)
 	if err != nil {
@@ -200,7 +202,8 @@ func (s *store) clientConfig(ctx context.Context, members []*member) (clientv3.C
 	return cfg, nil
 }
 
-// begin starts all members, creates the users and stores the network configuration.
+// begin starts all members, stores the network configuration, and creates the users. It
+// waits until the store answers.
 func (s *store) begin(ctx context.Context, network string) error {
 	for _, m := range s.members {
 		if err := m.start(); err != nil {
@@ -211,7 +214,7 @@ func (s *store) begin(ctx context.Context, network string) error {
 	if err != nil {
 		return err
 	}
-	cfg.DialTimeout = 0 // no limit: the members need some time until they answer
+	cfg.DialTimeout = 0 // no limit, because the members need some time until they answer
 	c, err := clientv3.New(cfg)
 	if err != nil {
 		return err
@@ -245,7 +248,8 @@ func (s *store) begin(ctx context.Context, network string) error {
 	return nil
 }
 
-// flags returns the flags and environment with which flanneld reaches the store.
+// flags returns the arguments and the environment variables with which flanneld connects
+// to the store.
 func (s *store) flags() (args, env []string) {
 	var urls []string
 	for _, m := range s.members {
@@ -265,10 +269,11 @@ func (s *store) close() {
 	}
 }
 
-// attempt is the time that one attempt of until has.
+// attempt limits the time of one attempt of until.
 const attempt = 15 * time.Second
 
-// until repeats f until it succeeds or ctx ends.
+// until repeats f until it succeeds or ctx ends. Each attempt gets a context that ends
+// after the time attempt.
 func until(ctx context.Context, what string, f func(context.Context) error) error {
 	var last error
 	for {

@@ -23,7 +23,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// recorder fills a history while a run lasts.
+// recorder records a history while a run lasts.
 type recorder struct {
 	mu      sync.Mutex
 	history history
@@ -38,14 +38,15 @@ func newRecorder(hosts []*lab.Host) *recorder {
 	return r
 }
 
-// change gives f exclusive access to the history.
+// change calls f with the history, which no other goroutine uses meanwhile.
 func (r *recorder) change(f func(*history)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	f(&r.history)
 }
 
-// follow records the subnet file and the routes of a host until ctx ends.
+// follow records the subnet file of a host and the removal of its routes, in the
+// background until ctx ends.
 func (r *recorder) follow(ctx context.Context, h *lab.Host) error {
 	ns, err := netns.GetFromPath(h.NetNS())
 	if err != nil {
@@ -79,12 +80,13 @@ func (r *recorder) routeLost(h *lab.Host, route netlink.Route) {
 	r.change(func(history *history) { history.routes = append(history.routes, loss) })
 }
 
-// followFile polls, because the file is replaced by a rename.
+// followFile records the subnet file of a host until ctx ends. It polls, because a
+// rename replaces the file.
 func (r *recorder) followFile(ctx context.Context, h *lab.Host) {
 	const period = 50 * time.Millisecond
 	tick := time.NewTicker(period)
 	defer tick.Stop()
-	last := -1 // index of the host's last entry
+	last := -1 // index in serves of the host's last entry; -1 if the file could not be read last
 	for {
 		select {
 		case <-ctx.Done():
@@ -107,7 +109,8 @@ func (r *recorder) followFile(ctx context.Context, h *lab.Host) {
 	}
 }
 
-// servedSubnet returns the IPv4 subnet in a host's subnet file.
+// servedSubnet returns the IPv4 subnet in a host's subnet file. It returns an error if
+// there is no valid file.
 func servedSubnet(h *lab.Host) (netip.Prefix, error) {
 	file, err := subnetfile.Load(h.Path(lab.SubnetFile))
 	if err != nil {
@@ -116,8 +119,8 @@ func servedSubnet(h *lab.Host) (netip.Prefix, error) {
 	return file.Entries[0].Subnet, nil
 }
 
-// watch records the leases that one member of the store shows, until ctx ends. A watch
-// that breaks begins again with a list.
+// watch records the leases that the member of client c shows, in the background until
+// ctx ends. If the watch breaks, it lists the leases and watches again.
 func (r *recorder) watch(ctx context.Context, c *clientv3.Client) {
 	const dir = lab.Prefix + "/subnets/"
 	r.tasks.Go(func() {
@@ -141,13 +144,13 @@ func (r *recorder) watch(ctx context.Context, c *clientv3.Client) {
 	})
 }
 
-// stored records a lease, or with an empty value its removal. Members may show a change
-// more than once.
+// stored records a lease or, if value is empty, its removal. It ignores a change that
+// another member has already shown.
 func (r *recorder) stored(revision int64, key string, value []byte) {
 	name := key[strings.LastIndexByte(key, '/')+1:]
 	subnet, err := netip.ParsePrefix(strings.Replace(name, "-", "/", 1))
 	if err != nil {
-		return // no key of a lease
+		return // not the key of a lease
 	}
 	var lease struct{ PublicIP netip.Addr }
 	if len(value) > 0 && json.Unmarshal(value, &lease) != nil {
@@ -164,7 +167,8 @@ func (r *recorder) stored(revision int64, key string, value []byte) {
 	})
 }
 
-// finish waits for all recorders, whose context has ended, and returns the history.
+// finish waits for all recorders, adds the log lines of the daemons, and returns the
+// history. The context of the recorders must have ended.
 func (r *recorder) finish(hosts []*lab.Host) *history {
 	r.tasks.Wait()
 	for _, h := range hosts {
@@ -175,7 +179,8 @@ func (r *recorder) finish(hosts []*lab.Host) *history {
 	return &r.history
 }
 
-// logs writes the log of each daemon to a folder, for a reader of violations.
+// logs writes the log of each daemon to a file in dir, so that a person can find out
+// why a promise was broken.
 func logs(dir string, hosts []*lab.Host) error {
 	for _, h := range hosts {
 		for i, d := range h.Daemons() {

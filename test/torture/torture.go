@@ -21,29 +21,30 @@ import (
 )
 
 const (
-	// leaseTTL is long enough that no fault makes a lease run out, and short enough that
-	// each host renews several times in a run.
+	// leaseTTL is so long that no lease expires during a fault, and so short that each host renews
+	// its lease several times in a run.
 	leaseTTL = 2 * time.Minute
-	// longest is how long a fault lasts at most.
+	// longest is the longest time between the beginning of a fault and the attempt to end it.
 	longest = 20 * time.Second
-	// recovery is the time within which everything must be right after the last fault.
+	// recovery is the time after the last fault within which every host must be ready and have all
+	// routes.
 	recovery = 60 * time.Second
-	// flowRate is in packets per second. No fault touches packets between pods, so none may be
-	// lost.
+	// flowRate is the number of packets per second of each flow. No fault affects packets between
+	// pods, so none may be lost.
 	flowRate = 20
 	members  = 3
 )
 
-// torture is one run.
+// torture is one run: a lab with a store, hosts that run flanneld, and flows between their pods.
 type torture struct {
 	opts     options
 	out      io.Writer
 	rnd      *rand.Rand
 	lab      *lab.Lab
-	hosts    []*lab.Host // that run flanneld
+	hosts    []*lab.Host // hosts that run flanneld
 	store    *store
 	recorder *recorder
-	programs []string // of etcd, by release
+	programs []string // paths of the programs of etcd, from the first release to the last
 	flows    map[string]*lab.Flow
 }
 
@@ -100,7 +101,7 @@ func newTorture(ctx context.Context, o options, out io.Writer) (t *torture, err 
 	return t, t.startFlows(ctx)
 }
 
-// startFlows sends packets from each host's pod to that of the next.
+// startFlows starts a flow from the pod of each host to the pod of the next one.
 func (t *torture) startFlows(ctx context.Context) error {
 	for i, h := range t.hosts {
 		from, to := h.Pods()[0], t.hosts[(i+1)%len(t.hosts)].Pods()[0]
@@ -113,8 +114,8 @@ func (t *torture) startFlows(ctx context.Context) error {
 	return nil
 }
 
-// startDaemon starts flanneld and waits until it is ready. On a host on which it was ready before,
-// it becomes ready even while the store is unavailable.
+// startDaemon starts flanneld and waits until it is ready. If it was ready on this host before, it
+// becomes ready even while the store is unavailable.
 func (t *torture) startDaemon(ctx context.Context, h *lab.Host) error {
 	args, env := t.store.flags()
 	args = append(args, "--subnet-lease-ttl="+leaseTTL.String(), "--subnet-lease-renew-margin=1")
@@ -125,7 +126,8 @@ func (t *torture) startDaemon(ctx context.Context, h *lab.Host) error {
 	return d.Ready(ctx)
 }
 
-// restart stops flanneld on h, calls between, and starts it again.
+// restart stops flanneld on h if it runs, calls between unless that is nil, and starts flanneld
+// again.
 func (t *torture) restart(ctx context.Context, h *lab.Host, between func() error) error {
 	if h.Daemon().Ended() == nil {
 		if code, err := h.Daemon().Stop(ctx); err != nil || code != 0 {
@@ -140,8 +142,8 @@ func (t *torture) restart(ctx context.Context, h *lab.Host, between func() error
 	return t.startDaemon(ctx, h)
 }
 
-// run causes faults for the duration of the run, and returns the broken promises. An error
-// means that the run itself did not work.
+// run causes faults for the duration of the run, and returns a line for each broken promise. It
+// returns an error if the run itself fails.
 func (t *torture) run(ctx context.Context) (found []string, err error) {
 	recording, stop := context.WithCancel(ctx)
 	defer stop()
@@ -171,7 +173,8 @@ func (t *torture) run(ctx context.Context) (found []string, err error) {
 		fmt.Fprintf(t.out, "  everything was right %s after the last fault\n", time.Since(begin).Round(time.Millisecond))
 	}
 	for name, f := range t.flows {
-		// The machine may be too busy to send for seconds, so a pause alone means nothing.
+		// Only lost packets count. A gap means nothing, because the machine may be too busy to
+		// send for seconds.
 		if s := f.Stop(); len(s.Lost) > 0 {
 			found = append(found, fmt.Sprintf("%d of %d packets from %s were lost, the first one %s after the start",
 				len(s.Lost), s.Sent, name, time.Duration(s.Lost[0])*time.Second/flowRate))
@@ -183,12 +186,13 @@ func (t *torture) run(ctx context.Context) (found []string, err error) {
 	return append(found, h.violations()...), nil
 }
 
-// causeFaults causes one fault after the other, and upgrades the members in between.
+// causeFaults causes one fault after the other. The upgrades of the members are spread evenly
+// between them.
 func (t *torture) causeFaults(ctx context.Context) error {
 	end := time.Now().Add(t.opts.duration)
 	upgrades := t.upgrades()
 	all := kinds()
-	var queue []kind // each kind comes once before any kind comes again
+	var queue []kind // shuffled, so that each kind of fault comes once before one comes again
 	for time.Now().Before(end) && ctx.Err() == nil {
 		if len(queue) == 0 {
 			queue = slices.Clone(all)
@@ -209,7 +213,8 @@ func (t *torture) causeFaults(ctx context.Context) error {
 	return context.Cause(ctx)
 }
 
-// upgrades returns the steps that bring each member from release to release.
+// upgrades returns the steps of an upgrade of the store, as faults that are over at once: each
+// upgrades one member to the next release.
 func (t *torture) upgrades() (steps []func(context.Context, *torture) (func(context.Context) error, error)) {
 	for _, program := range t.programs[1:] {
 		for _, m := range t.store.members {
@@ -221,8 +226,8 @@ func (t *torture) upgrades() (steps []func(context.Context, *torture) (func(cont
 	return steps
 }
 
-// cause causes one fault and ends it. It pauses only briefly after that, so that the next fault may
-// meet a cluster that has not recovered.
+// cause causes one fault, ends it after a random time, and records it. Then it pauses only for a
+// moment, so that the next fault may find a cluster that has not recovered.
 func (t *torture) cause(ctx context.Context, k kind) error {
 	f := fault{name: k.name, from: time.Now()}
 	ctx, cancel := context.WithTimeoutCause(ctx, longest+2*recovery, fmt.Errorf("not within %s", longest+2*recovery))
@@ -244,7 +249,8 @@ func (t *torture) cause(ctx context.Context, k kind) error {
 	return nil
 }
 
-// right returns nil if every host is ready and has a route to the subnet of every other.
+// right returns nil if every host is ready and has a route to the subnet of every other host.
+// Otherwise it returns an error with the first exception.
 func (t *torture) right(ctx context.Context) error {
 	subnets := map[*lab.Host]string{}
 	for _, h := range t.hosts {

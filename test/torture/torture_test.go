@@ -19,7 +19,7 @@ func TestMain(m *testing.M) {
 }
 
 // TestTorture checks that flanneld keeps all promises in a short run with few hosts. The seed is
-// random, as in every run.
+// random.
 //
 //stages:rest it runs for more than a minute
 func TestTorture(t *testing.T) {
