@@ -11,24 +11,25 @@ import (
 	"strings"
 )
 
-// guest is a virtual machine before its start.
+// guest describes a virtual machine that can be started.
 type guest struct {
 	options
 	kernel  kernel
-	image   string // the initrd, which is its file system
-	console string // path of the file for the messages of its kernel
+	image   string // path of the initrd, which is its only file system
+	console string // path of the file to which its kernel writes messages
 }
 
-// boot starts the guest and waits for its end.
+// boot starts the guest, passes its output to r, and waits for its end.
 func boot(ctx context.Context, g guest, r *report) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, g.timeout, fmt.Errorf("the guest was not done after %s", g.timeout))
 	defer cancel()
-	// Emulation is slow. A plain CPU helps: programs use the extensions of newer CPUs if
-	// they exist, and these take longer to emulate. norandmaps helps too: code at the
-	// same address in each process is found at once in the cache of translated code. The options
-	// in the second line turn off parts of the kernel that cost CPU time and that no test needs:
-	// its hardening, audit, security modules but one, and the accounting of kernel memory. A guest
-	// whose CPUs are locked up for a minute panics, and its console then contains the stacks.
+	// Emulation is slow, and some options save time. A plain CPU is one: programs use the
+	// extensions of newer CPUs if these exist, and their emulation takes longer. norandmaps is
+	// another: with code at the same address in each process, qemu finds it at once in its cache
+	// of translated code. The options in the second line turn off parts of the kernel that cost
+	// CPU time and that no test needs: its hardening, audit, security modules but one, and the
+	// accounting of kernel memory. A guest whose CPUs are locked up for a minute panics. Its
+	// console then contains the stacks.
 	cmd := command(ctx, "", "qemu-system-x86_64",
 		"-accel", "tcg,thread=multi", "-cpu", "qemu64,+rdrand", "-smp", strconv.Itoa(g.cpus), "-m", strconv.Itoa(g.memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-net", "none",
@@ -56,7 +57,7 @@ func boot(ctx context.Context, g guest, r *report) error {
 	return err
 }
 
-// lastLines returns the last n lines of a file.
+// lastLines returns the last n lines of a file, or the error if it cannot be read.
 func lastLines(path string, n int) string {
 	text, err := os.ReadFile(path)
 	if err != nil {

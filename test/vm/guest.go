@@ -19,16 +19,16 @@ import (
 	"github.com/flanneld/flanneld/test/vm/job"
 )
 
-// tools are the programs of this machine that tests and the tested code run. The kernel
-// runs modprobe.
+// tools are programs of this machine that the tests or the tested code run. modprobe is
+// also run by the kernel.
 var tools = []string{
 	"bash", "bridge", "cat", "env", "ethtool", "grep", "ip", "mkdir", "modprobe", "mount", "nft", "nsenter", "sed", "sh", "sleep", "sysctl",
 	"tc", "umount", "unshare", "wg",
 }
 
-// multi are the programs of iptables by variant. They are called through links whose
-// names select the function, and load extensions from the folder xtables beside their
-// library.
+// multi contains the program of iptables for each suffix of the program's name. The
+// program is called through links whose names select its function. It loads extensions
+// from the folder xtables beside its library.
 var multi = map[string]string{"": "xtables-nft-multi", "-nft": "xtables-nft-multi", "-legacy": "xtables-legacy-multi"}
 
 const (
@@ -36,14 +36,16 @@ const (
 	xtablesFolder  = "xtables"
 )
 
-// modules are the folders of kernel modules that are copied to the guest.
+// modules are the folders of the kernel's modules that are copied to the guest.
 var modules = []string{"arch", "crypto", "drivers/net", "lib", "net"}
 
-// source is the guest's directory for this Go module. Tests can use the same relative
-// paths there.
+// source is the folder of this Go module in the guest, so that the relative paths in
+// tests stay valid.
 const source = "/src"
 
-// addTests compiles the tests and copies them to the guest.
+// addTests compiles the tests, copies them below root, the guest's file system, and
+// returns the jobs that run them. It also copies the list of jobs, and the programs of
+// bin.
 func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 	list, err := output(ctx, "", "go", append([]string{"list", "-f", "{{.ImportPath}}\t{{.Dir}}\t{{.Module.Dir}}"}, o.packages...)...)
 	if err != nil {
@@ -61,7 +63,8 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 		}
 		j := job.Job{
 			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
-			// parallel tests mostly wait for timers, so one more than there are CPUs
+			// One more than there are CPUs, because parallel tests mostly wait for
+			// timers.
 			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus+1)},
 			End:  testsEnd(o.timeout),
 		}
@@ -82,8 +85,9 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 	return jobs, os.WriteFile(filepath.Join(root, job.File), text, 0o600)
 }
 
-// testsEnd returns when all tests must have ended in a guest whose run time is limited to
-// limit. The remaining time is for the stack traces of tests that hang.
+// testsEnd returns the uptime of the guest at which all tests must have ended, if the
+// guest may run for the time limit. The rest of that time is for the stack traces of
+// tests that hang.
 func testsEnd(limit time.Duration) time.Duration { return limit - limit/10 }
 
 func addTest(ctx context.Context, root, dir string, j job.Job) error {
@@ -100,7 +104,8 @@ func addTest(ctx context.Context, root, dir string, j job.Job) error {
 	return os.CopyFS(filepath.Join(root, j.Dir, "testdata"), os.DirFS(data))
 }
 
-// addPrograms copies the programs that make build has built, at the same relative path.
+// addPrograms copies flanneld and flannelctl from bin to the same relative path in the
+// guest, if make build has built them.
 func addPrograms(root, module string) error {
 	for _, name := range []string{"flanneld", "flannelctl"} {
 		from := filepath.Join(module, "bin", name)
@@ -114,7 +119,7 @@ func addPrograms(root, module string) error {
 	return nil
 }
 
-// static runs the go command such that it builds static programs.
+// static runs the go command with args, so that the programs that it builds are static.
 func static(ctx context.Context, args ...string) error {
 	cmd := command(ctx, "", "go", args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -124,7 +129,8 @@ func static(ctx context.Context, args ...string) error {
 	return nil
 }
 
-// addSystem copies everything except the tests.
+// addSystem copies everything that the guest needs, except the tests, below root: init,
+// tools, iptables and kernel modules.
 func addSystem(ctx context.Context, root string, k kernel) error {
 	for _, dir := range []string{"usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
@@ -156,8 +162,8 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 	return addModules(ctx, root, k)
 }
 
-// addIPTables copies both variants of iptables. The plain names are those of the nft
-// variant.
+// addIPTables copies both variants of iptables. The names without a suffix, such as
+// iptables, are those of the nft variant.
 func addIPTables(ctx context.Context, root string) error {
 	extensions := ""
 	for variant, name := range multi {
@@ -209,7 +215,7 @@ func addTool(ctx context.Context, root, name string) (libraries []string, err er
 	return libraries, nil
 }
 
-// addModules copies the kernel's modules and generates the list of their dependencies.
+// addModules copies the modules of k, and generates the list of their dependencies.
 func addModules(ctx context.Context, root string, k kernel) error {
 	to := filepath.Join(root, "usr/lib/modules", k.version)
 	for _, dir := range modules {
@@ -230,7 +236,8 @@ func addModules(ctx context.Context, root string, k kernel) error {
 	return err
 }
 
-// add copies a file of this machine to a path in the guest, unless that path exists.
+// add copies a file of this machine to a path in the guest, unless that path exists
+// already.
 func add(root, from, to string) error {
 	to = filepath.Join(root, to)
 	if _, err := os.Stat(to); err == nil {
@@ -246,7 +253,8 @@ func add(root, from, to string) error {
 	return os.WriteFile(to, data, 0o755)
 }
 
-// pack writes the tree below root as an initrd, the guest's only file system.
+// pack writes the files below root to image as an initrd, which is the guest's only
+// file system.
 func pack(ctx context.Context, root, image string) error {
 	_, err := output(ctx, root, "sh", "-c", `find . -print0 | cpio --null -o -H newc --quiet >"$0"`, image)
 	return err

@@ -12,18 +12,19 @@ import (
 	"runtime"
 )
 
-// metaPackage depends on the package of the newest kernel.
+// metaPackage is a Debian package that depends on the package of the newest kernel.
 const metaPackage = "linux-image-cloud-amd64"
 
-// kernel is an unpacked kernel package.
+// kernel describes an unpacked kernel package.
 type kernel struct {
-	image   string // vmlinuz
-	modules string // directory that contains kernel and modules.builtin
+	image   string // path of vmlinuz
+	modules string // folder with the folder kernel and the file modules.builtin
 	version string // as uname -r prints it
 }
 
-// findKernel returns the newest kernel that apt knows. It is stored in the user's cache
-// under its name, so that each version is downloaded once.
+// findKernel returns the newest kernel that apt knows. If necessary it updates apt's
+// lists. The unpacked package stays in a folder of the user's cache, so each version
+// is downloaded only once.
 func findKernel(ctx context.Context) (kernel, error) {
 	if runtime.GOARCH != "amd64" {
 		return kernel{}, fmt.Errorf("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
@@ -88,7 +89,7 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 			return kernel{}, fmt.Errorf("unpack %s: %w", name, err)
 		}
 	}
-	if err := os.Rename(tree, dir); err != nil && !errors.Is(err, os.ErrExist) { // if it exists, another run was faster
+	if err := os.Rename(tree, dir); err != nil && !errors.Is(err, os.ErrExist) { // if dir exists, another run was faster
 		return kernel{}, err
 	}
 	return k, nil

@@ -26,10 +26,10 @@ import (
 )
 
 type options struct {
-	run      string // which tests
+	run      string // regular expression for the tests to run
 	json     bool
-	timeout  time.Duration // from the guest's start
-	memory   int           // of the guest, in MB
+	timeout  time.Duration // how long the guest may run
+	memory   int           // memory of the guest in MB
 	cpus     int
 	packages []string
 }

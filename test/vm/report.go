@@ -13,11 +13,11 @@ import (
 	"github.com/flanneld/flanneld/test/vm/job"
 )
 
-// report prints the guest's output and counts the tests.
+// report prints the guest's output and counts the results of tests.
 type report struct {
 	out    io.Writer
 	json   bool
-	passed map[string]int // passed tests, by package
+	passed map[string]int // number of passed tests, by package
 	failed int
 	ended  map[string]bool // packages whose tests have ended
 }
@@ -31,7 +31,7 @@ type event struct {
 	Action, Package, Test, Output string `json:",omitempty"`
 }
 
-// read processes all lines from the guest.
+// read handles all lines from the guest until it ends.
 func (r *report) read(from io.Reader) error {
 	lines := bufio.NewReader(from)
 	for {
@@ -70,8 +70,9 @@ func (r *report) line(line string) {
 	}
 }
 
-// close counts every package whose tests did not end as failed. It returns an error if a
-// test failed or was skipped, or if no test passed in a package.
+// close reports and counts every package whose tests did not end as failed. It
+// returns an error if a test failed or was skipped, or if a package has no passed
+// test.
 func (r *report) close(jobs []job.Job) error {
 	for _, j := range jobs {
 		if r.ended[j.Package] {

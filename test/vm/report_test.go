@@ -20,9 +20,9 @@ func TestReport(t *testing.T) {
 	)
 	for _, tt := range []struct {
 		name, said string
-		err        string   // empty if all is well
-		packages   []string // p if not given
-		out        string   // part of the output
+		err        string   // part of the error; empty: success is expected
+		packages   []string // packages of the jobs; empty: only p
+		out        string   // expected part of the output
 	}{
 		{name: "passed", said: pass + end, out: "1 tests passed"},
 		{name: "failed", said: pass + fail + bad, err: "1 tests passed, not all"},

@@ -11,7 +11,8 @@ import (
 	"time"
 )
 
-// command returns a command that is killed when ctx ends or this process exits.
+// command returns a command that runs in dir. When ctx ends, the command and its
+// children are killed. The command is also killed when this process exits.
 func command(ctx context.Context, dir, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir
@@ -21,8 +22,8 @@ func command(ctx context.Context, dir, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// output runs a command and returns its standard output. On failure the error contains
-// its standard error.
+// output runs a command in dir and returns its standard output. If it fails, the
+// error contains its standard error.
 func output(ctx context.Context, dir, name string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd := command(ctx, dir, name, args...)

@@ -21,14 +21,14 @@ import (
 
 func main() {
 	if err := run(); err != nil {
-		fmt.Fprintln(os.Stderr, "init:", err) // on the console
+		fmt.Fprintln(os.Stderr, "init:", err) // written to the console
 	}
 	unix.Sync()
-	// With -no-reboot qemu ends the machine instead of restarting it.
+	// qemu runs with -no-reboot, so it ends instead of restarting the machine.
 	if err := unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART); err != nil {
 		fmt.Fprintln(os.Stderr, "init:", err)
 	}
-	os.Exit(1) // the exit of init panics the kernel, which ends the machine too
+	os.Exit(1) // the kernel panics when init exits, which ends the machine too
 }
 
 func run() error {
@@ -54,15 +54,15 @@ func run() error {
 	}
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
-		// An emulated CPU may stop for seconds. The kernel then takes a neighbour for dead, and drops packets
-		// to it, because three requests have no answer. New devices, also those of other network namespaces,
+		// An emulated CPU may stop for seconds. After three requests without an answer the kernel would take
+		// a neighbour for dead, and drop packets to it. New devices, also those of other network namespaces,
 		// get these values.
 		{"sysctl", "-qw", "net.ipv4.neigh.default.ucast_solicit=60", "net.ipv4.neigh.default.mcast_solicit=60",
 			"net.ipv6.neigh.default.ucast_solicit=60", "net.ipv6.neigh.default.mcast_solicit=60"},
-		// For the same reason packets between namespaces may wait long for the CPU. The kernel drops those for
-		// which this queue has no place, by default after 1000.
+		// For the same reason packets between namespaces may wait long for the CPU. The kernel drops packets
+		// for which this queue has no place; by default it has 1000 places.
 		{"sysctl", "-qw", "net.core.netdev_max_backlog=100000"},
-		{"modprobe", "tun"}, // not loaded on demand, because the device file exists only after loading
+		{"modprobe", "tun"}, // the kernel does not load it on demand, because its device file exists only after loading
 	} {
 		if err := command(args...); err != nil {
 			return err
@@ -87,7 +87,7 @@ func run() error {
 		args := j.Command(time.Duration(uptime.Nano()))
 		cmd := exec.Command(args[0], args[1:]...)
 		cmd.Dir, cmd.Stdout, cmd.Stderr = j.Dir, port, os.Stderr
-		if err := cmd.Run(); err != nil && !errors.As(err, new(*exec.ExitError)) { // failed tests are in the output
+		if err := cmd.Run(); err != nil && !errors.As(err, new(*exec.ExitError)) { // tests have failed, which their output says
 			return fmt.Errorf("run %s: %w", cmd, err)
 		}
 	}
@@ -115,14 +115,14 @@ func keepStaticKeys() error {
 		fmt.Fprintf(&chains, "chain %s { type filter hook %[1]s priority 0; }; ", hook)
 	}
 	for _, args := range [][]string{
-		// A chain at each hook: nf_hooks_needed, ingress_needed_key.
+		// A chain at each hook, for nf_hooks_needed and ingress_needed_key.
 		{"nft", "table inet kept { " + chains.String() + "}"},
 		{"nft", "table netdev kept { chain ingress { type filter hook ingress device lo priority 0; }; }"},
-		// Sockets of a tunnel, which may use the memory reserves: udp_encap_needed_key,
-		// udpv6_encap_needed_key, memalloc_socks_key.
+		// A tunnel with sockets that may use the memory reserves, for udp_encap_needed_key,
+		// udpv6_encap_needed_key and memalloc_socks_key.
 		{"ip", "link", "add", "kept0", "type", "wireguard"},
 		{"ip", "link", "set", "kept0", "up"},
-		// A tunnel whose routes have its parameters: ip_tunnel_metadata_cnt.
+		// A tunnel whose parameters are in its routes, for ip_tunnel_metadata_cnt.
 		{"ip", "link", "add", "kept1", "type", "vxlan", "external", "dstport", "4789"},
 		{"ip", "link", "set", "kept1", "up"},
 	} {
@@ -134,16 +134,16 @@ func keepStaticKeys() error {
 }
 
 // traceDrops makes the kernel record each packet that it drops, until the guest ends. A test that misses
-// packets can then report where the kernel has dropped them.
+// packets can then report where in the kernel they were dropped.
 func traceDrops() error {
 	const dir = "/sys/kernel/tracing"
 	if err := unix.Mount("tracefs", dir, "tracefs", 0, ""); err != nil {
 		return err
 	}
 	for _, setting := range []struct{ file, value string }{
-		{"trace_clock", "tai"}, // the time of day
+		{"trace_clock", "tai"}, // as the time of day
 		{"options/hash-ptr", "0"},
-		{"buffer_size_kb", "4096"}, // for each CPU, and the oldest events are lost
+		{"buffer_size_kb", "4096"}, // for each CPU; when it is full, the oldest events are lost
 		{"events/skb/kfree_skb/enable", "1"},
 	} {
 		if err := os.WriteFile(filepath.Join(dir, setting.file), []byte(setting.value), 0); err != nil {
@@ -153,7 +153,7 @@ func traceDrops() error {
 	return nil
 }
 
-// openPort opens the serial line to the host machine in raw mode, so that output arrives
+// openPort opens the serial line to the host machine, and sets it to raw mode, so that output arrives
 // unchanged.
 func openPort() (*os.File, error) {
 	port, err := os.OpenFile(job.Port, os.O_RDWR|unix.O_NOCTTY, 0)
