@@ -354,7 +354,7 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 
 // quiesce waits until the last measure no longer has effects: it collects the benchmark's
 // own garbage and leaves the kernel time for deferred work.
-func (b *bed) settle(ctx context.Context) error {
+func (b *bed) quiesce(ctx context.Context) error {
 	runtime.GC()
 	return wait.For(ctx, 300*time.Millisecond)
 }

@@ -184,7 +184,7 @@ func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.
 func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // kills the command and its children
-	out := newLog()
+	out := &log{}
 	cmd.Stdout, cmd.Stderr = out, out
 	if err := n.start(cmd); err != nil {
 		return nil, err

@@ -158,7 +158,7 @@ func (s *apiServer) writeAndRead(ctx context.Context) error {
 }
 
 // bystanderCalls is empty because only requests for Nodes are counted.
-func (*apiServer) touches() []string { return nil }
+func (*apiServer) bystanderCalls() []string { return nil }
 
 // calls counts the requests for Nodes that have ended. So it does not count running watches. The
 // kind is the verb and, if the server has refused the request, the status code.

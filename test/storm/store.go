@@ -33,9 +33,9 @@ type server interface {
 	// kind.
 	calls(ctx context.Context) (figures.Counts, error)
 	// writeAndRead writes and reads something that is not flannel's, as other users of the store do.
-	touch(ctx context.Context) error
+	writeAndRead(ctx context.Context) error
 	// bystanderCalls returns the kinds of the requests that writeAndRead sends.
-	touches() []string
+	bystanderCalls() []string
 	// reach returns how hosts reach the store.
 	reach() Store
 	close()

@@ -264,7 +264,7 @@ type bystander struct {
 	failed int
 }
 
-// bystandEvery is the time from one touch of the bystander to the next.
+// bystandEvery is the time from one writeAndRead of the bystander to the next.
 const bystandEvery = 100 * time.Millisecond
 
 func (s *storm) bystand(ctx context.Context) *bystander {
