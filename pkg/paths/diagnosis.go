@@ -26,7 +26,7 @@ const (
 )
 
 // Diagnose tries the parts of a path, from the outside to the inside, and stops at the first one that
-// does not work. It needs CAP_NET_RAW. If ctx ends before, the verdict means nothing.
+// does not work. It needs CAP_NET_RAW. If ctx ends before, Broken is Unknown.
 func Diagnose(ctx context.Context, p Path, n Network) Verdict {
 	return sender{ping: ping.Ping, knock: knock}.diagnose(ctx, p, n)
 }
@@ -51,6 +51,9 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	v := Verdict{Path: p}
 	inner := n.end(p.Subnet)
 	fail := func(part Part, err error, advice string) Verdict {
+		if ctx.Err() != nil { // perhaps only that has prevented the answer
+			part, advice, v.Largest = Unknown, "the check was interrupted", 0
+		}
 		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
 		return v
 	}
@@ -70,10 +73,10 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		v.Largest = s.largest(ctx, inner, mtu)
 		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
 	}
-	if err := s.await(ctx); err != nil {
-		return fail(Unknown, err, "the check was interrupted")
+	if err = s.await(ctx); err == nil {
+		err = s.knock(ctx, inner)
 	}
-	if err := s.knock(ctx, inner); err != nil {
+	if err != nil {
 		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
 	v.OK = true
