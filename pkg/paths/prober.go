@@ -94,11 +94,12 @@ type Prober struct {
 // state is the present knowledge of a path.
 type state struct {
 	Result
-	begun time.Time    // when the last check began; zero if there was none
-	due   time.Time    // time of the next check, if the path is broken
-	pause wait.Backoff // between checks of a broken path
-	busy  bool
-	tcp   bool // TCP was answered once
+	begun   time.Time    // when the last check began; zero if there was none
+	due     time.Time    // time of the next check, if the path is broken
+	pause   wait.Backoff // between checks of a broken path
+	busy    bool
+	tcp     bool // TCP was answered once
+	failing Part // broken part of the last verdict other than Unknown; empty if the path worked
 }
 
 // NewProber returns a prober.
@@ -306,7 +307,7 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 		p.mu.Unlock()
 		return
 	}
-	before := s.Result
+	before, failing := s.Result, s.failing
 	s.busy, s.Verdict, s.Checked = false, v, now
 	if before.OK != v.OK || before.Checked.IsZero() {
 		s.Since = now
@@ -322,9 +323,12 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	} else {
 		delete(p.broken, v.Path)
 	}
-	after := s.Result
+	if s.OK || s.broken() {
+		s.failing = v.Broken
+	}
+	after, changed := s.Result, s.failing != failing
 	p.mu.Unlock()
-	if before.broken() != after.broken() && (after.broken() || after.OK) || after.broken() && before.Broken != after.Broken {
+	if changed {
 		p.tell(ctx, after)
 	}
 }

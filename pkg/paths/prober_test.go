@@ -3,6 +3,7 @@
 package paths
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -326,6 +327,23 @@ func TestBreakAndHeal(t *testing.T) {
 		time.Sleep(time.Minute)
 		expect("all are broken", 0, 100, changes.Burst)
 	})
+}
+
+// TestReportsAfterUnknown breaks a path that then cannot be judged for a while. Only the break, another
+// broken part and the repair must be reported.
+func TestReportsAfterUnknown(t *testing.T) {
+	var reports []string
+	p := NewProber(Config{
+		Own: []netip.Prefix{subnet(0)}, Limit: NewLimit(),
+		Changed: func(r Result) { reports = append(reports, cmp.Or(string(r.Broken), "works")) },
+	})
+	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
+	for _, part := range []Part{Unknown, "", Unknown, Underlay, Unknown, Underlay, Unknown, Tunnel, Unknown, "", Unknown, ""} {
+		p.end(t.Context(), Verdict{Path: path(1), OK: part == "", Broken: part}, time.Now())
+	}
+	if want := []string{"underlay", "network", "works"}; !slices.Equal(reports, want) {
+		t.Errorf("reports %q, want %q", reports, want)
+	}
 }
 
 // TestKnocked expects that a TCP connection without an answer counts only on a path on which TCP was
