@@ -26,7 +26,7 @@ type Entry struct {
 }
 
 // Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node. It
-// also lists Nodes whose podCIDRs cannot be used, with that error. It uses only APIURL, Kubeconfig
+// also lists those whose podCIDRs cannot be used, with that error. It uses only APIURL, Kubeconfig
 // and AnnotationPrefix of cfg.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
@@ -49,7 +49,7 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 		switch {
 		case e.lease != nil:
 			all = append(all, Entry{*e.lease, e.partialErr})
-		case e.notes[annotation.Managed].Text == "true" && e.cidrs == nil:
+		case e.needsRequest():
 			all = append(all, Entry{subnet.Lease{Key: e.name}, errNoPodCIDR})
 		case !errors.Is(e.err, annotation.ErrNotManaged):
 			all = append(all, Entry{subnet.Lease{Key: e.name}, e.err})

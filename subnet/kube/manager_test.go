@@ -649,6 +649,18 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	}
 }
 
+// TestEntriesWithUnusablePodCIDRs expects that an operator sees a Node whose podCIDRs cannot be used only if
+// flannel manages it.
+func TestEntriesWithUnusablePodCIDRs(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.addNode(t, "other", "0.0.0.0/0")
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("managed", peerNotes(3), "0.0.0.0/0"))
+	all, err := Entries(t.Context(), Config{Kubeconfig: f.kubeconfig(t, f.url, flannel)})
+	if err != nil || len(all) != 1 || all[0].Lease.Key != "managed" || all[0].Err == nil {
+		t.Errorf("%+v, %v, want only the managed Node, with an error", all, err)
+	}
+}
+
 // TestRestartIsCheap expects that a restart requests in full only the two new Nodes, because the
 // podCIDRs of the others are known.
 func TestRestartIsCheap(t *testing.T) {

@@ -54,6 +54,7 @@ type entry struct {
 	host          string // value of the label wire.HostnameLabel, while the podCIDRs have to be requested
 	order         uint64
 	cidrs         []netip.Prefix // the podCIDRs; nil if they are not known, empty and not nil if they cannot be used
+	cidrsErr      error          // why the podCIDRs cannot be used; nil if they can, or are not known
 	notes         annotation.Notes
 	err           error         // why the Node has no lease now; with annotation.ErrNotManaged it need not have one
 	partialErr    error         // why the lease lacks a family of the Node, or still has the former endpoint of that family
@@ -66,8 +67,11 @@ type entry struct {
 // needsRequest reports whether the Node has to be requested, because flannel manages it and its
 // podCIDRs are not known. It reports false if e is nil.
 func (e *entry) needsRequest() bool {
-	return e != nil && e.cidrs == nil && e.notes[annotation.Managed].Text == "true"
+	return e != nil && e.cidrs == nil && e.managed()
 }
+
+// managed reports whether flannel manages the Node.
+func (e *entry) managed() bool { return e.notes[annotation.Managed].Text == "true" }
 
 // lastKnown is the last known state of this node.
 type lastKnown struct {
@@ -221,11 +225,11 @@ func (e *entry) setNotes(n *wire.Node) (changed bool) {
 func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	switch {
 	case err == nil:
-		e.cidrs = cidrs
+		e.cidrs, e.cidrsErr = cidrs, nil
 	case errors.Is(err, errNoPodCIDR):
-		e.cidrs = nil
+		e.cidrs, e.cidrsErr = nil, nil
 	default:
-		e.cidrs, e.err = []netip.Prefix{}, err // not nil: podCIDRs never change, so the Node is not requested again
+		e.cidrs, e.cidrsErr = []netip.Prefix{}, err // not nil: podCIDRs never change, so the Node is not requested again
 	}
 }
 
@@ -233,11 +237,12 @@ func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 // cannot be read, the entry keeps its last lease.
 func (c *nodeCache) decode(e *entry) {
 	e.partialErr = nil
-	if e.cidrs == nil { // a Node that flannel manages is requested
+	switch {
+	case e.cidrs == nil || !e.managed(): // a Node that flannel manages is requested
 		e.err = annotation.ErrNotManaged
 		return
-	}
-	if len(e.cidrs) == 0 {
+	case e.cidrsErr != nil:
+		e.err = e.cidrsErr
 		return
 	}
 	claim, err := c.keys.Decode(e.notes, e.cidrs, e.lease)

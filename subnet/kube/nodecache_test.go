@@ -178,6 +178,30 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	}
 }
 
+// TestUnusablePodCIDRsOfUnmanagedNode expects that podCIDRs that cannot be used are a problem only while flannel
+// manages the Node, also after the audit has corrected the entry.
+func TestUnusablePodCIDRsOfUnmanagedNode(t *testing.T) {
+	d := newDecoder(defaultKeys())
+	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
+	n := newNode("n1", 1)
+	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "10.5.2.0/24", "10.5.3.0/24"}
+	cache.put(wiretest.Decode(t, d, n, false), true, &nodeCache{})
+	for _, managed := range []string{"", "true", "", "true"} {
+		cache.revision++
+		n.ResourceVersion, n.Annotations[annotationKey("kube-subnet-manager")] = strconv.FormatInt(cache.revision, 10), managed
+		if _, err := cache.advance(wiretest.DecodeEvent(t, d, wire.Modified, n)); err != nil {
+			t.Fatal(err)
+		}
+		e := *cache.entries["n1"]
+		cache.correct(&entry{name: e.name, uid: e.uid, order: e.order, version: e.version, notes: e.notes}, e.name)
+		for when, problem := range map[string]string{"after the event": e.problem(), "after the audit": cache.entries["n1"].problem()} {
+			if (problem != "") != (managed == "true") {
+				t.Errorf("%s, managed is %q: problem %q", when, managed, problem)
+			}
+		}
+	}
+}
+
 // TestHeartbeatsAllocateNothing expects that an event that does not change a lease costs the cache
 // no allocation, because there are hundreds of such events in a second.
 func TestHeartbeatsAllocateNothing(t *testing.T) {
