@@ -292,16 +292,16 @@ func (d *device) setPeers(index int, full bool, set backend.Set, next map[string
 }
 
 // countRepairs counts the changes in c that undo a change by another program: removals of peers
-// that were not wanted before, and changes to peers whose wanted state is the same as before.
-// Changes to a new preshared key or to another endpoint do not count. Nor does a peer that another
-// program has removed, because adding it again sets its endpoint.
+// that were not wanted before, and peers whose wanted state is the same as before, if c adds or changes them.
+// Changes to a new preshared key or to another endpoint do not count.
 func countRepairs(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
 		now, wanted := d.want[p.PublicKey]
-		same := wanted && known && before.endpoint == now.endpoint && slices.Equal(before.allowed, now.allowed) && p.Endpoint == nil
+		same := wanted && known && before.endpoint == now.endpoint && slices.Equal(before.allowed, now.allowed)
+		missing := !p.UpdateOnly // from the device
 		rotated := d.rotating && p.PresharedKey != nil
-		if p.Remove && !known || same && !rotated {
+		if p.Remove && !known || same && (missing || p.Endpoint == nil && !rotated) {
 			count++
 		}
 	}

@@ -4,6 +4,7 @@ package wireguard
 
 import (
 	"bytes"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -58,8 +59,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestForeign checks which changes of a peer countRepairs counts. A new preshared key does not
-// count while flanneld's own key is new.
+// TestForeign checks which changes of a peer countRepairs counts. Another endpoint does not count, nor
+// does a new preshared key while flanneld's own key is new.
 func TestForeign(t *testing.T) {
 	psk, p := key(5), peer{key: key(2)}
 	peers := map[wgtypes.Key]peer{p.key: p}
@@ -72,6 +73,9 @@ func TestForeign(t *testing.T) {
 		{"preshared key", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, PresharedKey: &psk}, false, 1},
 		{"new preshared key", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, PresharedKey: &psk}, true, 0},
 		{"allowed IPs", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, ReplaceAllowedIPs: true}, true, 1},
+		{"another endpoint", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, Endpoint: &net.UDPAddr{}}, false, 0},
+		{"missing peer", diff{}.add(p), true, 1},
+		{"missing peer that is new", diff{}.add(peer{key: key(4)}), true, 0},
 		{"stranger", wgtypes.PeerConfig{PublicKey: key(3), Remove: true}, true, 1},
 	} {
 		d := diff{want: peers, known: peers, settings: settings{rotating: tt.rotating}}
