@@ -196,26 +196,27 @@ func (f *senderFilter) build() error {
 	if err != nil {
 		return fmt.Errorf("open nftables: %w", err)
 	}
-	f.keepCounts(c)
-	if err := changeFilter(f.write); err != nil {
+	if err := f.replace(c); err != nil {
 		return err
 	}
 	f.rules, err = handles(c)
 	return err
 }
 
-// keepCounts adds the counts of the table in the kernel to f.lost, before the table is
-// replaced.
-func (f *senderFilter) keepCounts(c *nftables.Conn) {
-	counts := map[string]uint64{}
-	if addCounts(c, counts) != nil {
-		return
-	}
+// replace writes the table. Then it adds the counts of the former table, as far as they could be read, to f.lost.
+// It locks f.mu all the time, so that dropped counts no packet twice.
+func (f *senderFilter) replace(c *nftables.Conn) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	counts := map[string]uint64{}
+	_ = addCounts(c, counts)
+	if err := changeFilter(f.write); err != nil {
+		return err
+	}
 	for reason, n := range counts {
 		f.lost[reason] += n
 	}
+	return nil
 }
 
 func (f *senderFilter) set() *nftables.Set {

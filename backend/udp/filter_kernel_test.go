@@ -163,6 +163,17 @@ func TestKernelSenderFilterCountsDrops(t *testing.T) {
 	}
 	sendUDP(t, "127.0.0.3:8285", "127.0.0.1:8285")
 	expect(3)
+	impossible := []netip.Addr{netip.IPv6Loopback()} // the set has IPv4 addresses only
+	for range 2 {
+		if err := f.update(nil, impossible); err == nil {
+			t.Error("the table has an address that does not fit")
+		}
+		expect(3)
+	}
+	if err := f.update(slices.Repeat(impossible, 2), nil); err != nil {
+		t.Error(err)
+	}
+	expect(3)
 }
 
 // TestKernelFilterForAnySender checks that a filter without the source check admits every
