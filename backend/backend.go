@@ -133,10 +133,15 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 // deletion fails. Looking for the module is not sufficient, because the kernel loads it only when a
 // device is created.
 func (e Env) TryDevice(ctx context.Context, l dataplane.Link) error {
-	for _, failed := range e.Kernel.Apply(ctx, []dataplane.Op{{Object: l}, {Object: l, Delete: true}}) {
-		return fmt.Errorf("create a device of type %s: %w", l.Kind, failed.Err)
+	failed := e.Kernel.Apply(ctx, []dataplane.Op{{Object: l}, {Object: l, Delete: true}})
+	if len(failed) == 0 {
+		return nil
 	}
-	return nil
+	verb := "create"
+	if failed[0].Op.Delete {
+		verb = "delete"
+	}
+	return fmt.Errorf("%s a device of type %s: %w", verb, l.Kind, failed[0].Err)
 }
 
 // DeviceConflict returns the error about device l, which has the name of one of the backend's
