@@ -5,6 +5,7 @@ package cloud_test
 import (
 	"errors"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -39,6 +40,12 @@ func TestCallsAreRepeated(t *testing.T) {
 			t.Errorf("%v after %d calls, want no repetition of another error", err, calls)
 		}
 	})
+}
+
+func TestMissingErrorWithoutPermissions(t *testing.T) {
+	if text := (&cloud.MissingError{Page: "page.md"}).Error(); !strings.Contains(text, "page.md") {
+		t.Errorf("error %q, want the page", text)
+	}
 }
 
 func TestRights(t *testing.T) {

@@ -191,13 +191,13 @@ func (e *QuotaError) Error() string {
 
 // MissingError names the rights that this host needs and does not have.
 type MissingError struct {
-	Permissions []string // such as ec2:CreateRoute; not empty
+	Permissions []string // such as ec2:CreateRoute
 	Page        string   // path of the documentation page with the policy to paste
 }
 
 // Error implements error.
 func (e *MissingError) Error() string {
-	what := "permission " + e.Permissions[0] + " is missing"
+	what := "permission " + strings.Join(e.Permissions, ", ") + " is missing"
 	if len(e.Permissions) > 1 {
 		what = "permissions " + strings.Join(e.Permissions, ", ") + " are missing"
 	}

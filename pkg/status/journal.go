@@ -22,8 +22,8 @@ type Journal struct {
 	next   int     // index of the oldest event once the ring is full; 0 before
 }
 
-// NewJournal returns a journal that keeps the latest size messages. size must be positive.
-func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, size)} }
+// NewJournal returns a journal that keeps the latest size messages, but at least one.
+func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, max(size, 1))} }
 
 // Events returns the kept messages, oldest first.
 func (j *Journal) Events() []Event {

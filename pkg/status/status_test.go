@@ -201,6 +201,16 @@ func TestJournal(t *testing.T) {
 	}
 }
 
+func TestJournalOfNoMessages(t *testing.T) {
+	j := status.NewJournal(0)
+	log := j.Logger(klog.Background())
+	log.Info("one")
+	log.Info("two")
+	if events := j.Events(); len(events) != 1 || events[0].Text != "two" {
+		t.Errorf("events %v, want only the last one", events)
+	}
+}
+
 // TestJournalKeepsTheCaller checks that a log line that passes through the journal names the
 // line of code that wrote it.
 func TestJournalKeepsTheCaller(t *testing.T) {
