@@ -81,8 +81,11 @@ func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: kinds[f].protocol}
 }
 
-// HoldsIPIP implements backend.IPIPHolder.
-func (*Backend) HoldsIPIP() bool { return true }
+// HoldsIPIP implements backend.IPIPHolder. The device for IPv6 has another type.
+func (b *Backend) HoldsIPIP() bool {
+	_, ok := b.env.Config.Network(prefix.IPv4)
+	return ok
+}
 
 // probeDevice is the name of the device that Usable creates and deletes again.
 const probeDevice = "flannel-try"
