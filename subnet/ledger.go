@@ -40,7 +40,7 @@ type LedgerState struct {
 // Restore replaces the content of the ledger by state. The caller must not change state
 // afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	l.store, l.synced, l.held = state.Store, false, heldPeers{}
+	l.store, l.synced, l.held, l.unreadable = state.Store, false, heldPeers{}, nil
 	l.peers = make(map[string]knownLease, len(state.Peers))
 	for i := range state.Peers {
 		p := &state.Peers[i]

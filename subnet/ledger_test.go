@@ -187,6 +187,9 @@ func TestLedgerHasUnreadable(t *testing.T) {
 	c := lease("c", 3, "10.5.3.0/24", "192.0.2.3")
 	follow(7, map[string]*subnet.Lease{"c": &c})
 	expect("it can be read", false)
+	follow(8, none, "d")
+	l.Restore(l.State(), time.Now())
+	expect("the ledger begins again with a last known state", false)
 }
 
 // TestLedgerWalk applies random snapshots, with restarts between them. The leases of a snapshot must
