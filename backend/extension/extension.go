@@ -91,18 +91,22 @@ func (h *Host) Shutdown(ctx context.Context) {
 }
 
 // Retire undoes what commands have done since the boot, because the network was deleted: it runs
-// SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file. It does
-// nothing if the state file was not written since the boot. It logs a command that fails, and does
-// not repeat it. The caller must close the network first. If ctx ends, Retire returns the error of
+// SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file, also one of
+// an earlier boot. It logs a command that fails, and does not repeat it. If it cannot read the state
+// file and this process has run no commands, it logs that and does nothing. The caller must close the network first. If ctx ends, Retire returns the error of
 // ctx. The next call then repeats the command that was killed, and continues. Retire also returns
 // an error if it cannot delete the state file.
 func (h *Host) Retire(ctx context.Context) error {
-	if !h.store.exists() {
+	exists, err := h.store.exists()
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "cannot read which commands have run, undoing none")
+	}
+	if !exists {
 		return nil
 	}
 	h.store.load(ctx)
 	timeout := time.Duration(cmp.Or(h.timeout.Load(), int64(defaultTimeout*time.Second)))
-	err := h.removeSubnets(ctx, timeout)
+	err = h.removeSubnets(ctx, timeout)
 	h.store.invalidateSetup() // if the network is created again, its start runs ShutdownCommand first
 	h.store.flush(context.WithoutCancel(ctx))
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"math/rand/v2"
 	"net/netip"
@@ -14,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -429,8 +431,8 @@ func TestRetire(t *testing.T) {
 			}
 		}
 		n.expect("remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "remove 10.5.3.0/24 192.0.2.3 [ ] [three]", "shutdown 10.5.1.0/24")
-		if n.host.store.exists() {
-			t.Error("the state file still exists")
+		if exists, err := n.host.store.exists(); exists || err != nil {
+			t.Errorf("the state file still exists (%v, %v)", exists, err)
 		}
 		n.mustStart() // the network exists again
 		n.sync(peer(2, "two"))
@@ -470,10 +472,52 @@ func TestRetireWhileShutdownHangs(t *testing.T) {
 			}
 		}
 		n.expect("shutdown begins", "shutdown ends")
-		if n.host.store.exists() {
-			t.Error("the state file still exists")
+		if exists, err := n.host.store.exists(); exists || err != nil {
+			t.Errorf("the state file still exists (%v, %v)", exists, err)
 		}
 	}
+}
+
+// TestRetireAfterBoot checks that Retire deletes a state file of an earlier boot, and runs no command, because the
+// boot has undone what commands did.
+func TestRetireAfterBoot(t *testing.T) {
+	n := newNode(t, logging())
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.stop()
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	n.host = NewHost(n.host.settings)
+	n.host.store.boot = "boot2"
+	if err := n.host.Retire(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.expect()
+	if _, err := os.Stat(filepath.Join(n.dir, "state", "test.json")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("%v, want no state file", err)
+	}
+}
+
+// TestRetireWithBrokenDisk checks that Retire undoes the commands of this process also if it cannot write or read
+// the state file. The next process cannot know them.
+func TestRetireWithBrokenDisk(t *testing.T) {
+	n := newNode(t, logging())
+	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil { // a file in place of the directory
+		t.Fatal(err)
+	}
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.stop()
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	for range 2 {
+		if err := n.host.Retire(t.Context()); !errors.Is(err, syscall.ENOTDIR) {
+			t.Errorf("%v, want that the state file cannot be deleted", err)
+		}
+	}
+	n.expect("remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "shutdown 10.5.1.0/24")
+	if err := NewHost(n.host.settings).Retire(t.Context()); err != nil {
+		t.Errorf("%v in the next process, want none: the rest of the network must be removed", err)
+	}
+	n.expect()
 }
 
 func TestStartFails(t *testing.T) {

@@ -109,11 +109,16 @@ func (s *stateStore) load(ctx context.Context) {
 	}
 }
 
-// exists reports whether a process has written the state file since the boot. It returns false
-// if the file cannot be read.
-func (s *stateStore) exists() bool {
+// exists reports whether this process has used the state, or any process has written the state file, perhaps
+// before the boot. It returns an error if only the file could tell and cannot be read.
+func (s *stateStore) exists() (bool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.loaded {
+		return true, nil
+	}
 	last, err := state.Read[appliedState](s.dir, s.name)
-	return err == nil && last.Boot == s.boot && s.boot != ""
+	return last.Boot != "", err
 }
 
 func (s *stateStore) setup() setup {
@@ -188,7 +193,7 @@ func (s *stateStore) flush(ctx context.Context) {
 	s.failing, s.changed = err != nil, err != nil
 }
 
-// remove deletes the state, in memory and on disk.
+// remove deletes the state, in memory and on disk. It can be loaded again.
 func (s *stateStore) remove() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -198,5 +203,9 @@ func (s *stateStore) remove() error {
 		return err
 	}
 	defer func() { _ = file.Close() }()
-	return file.Remove()
+	if err := file.Remove(); err != nil {
+		return err
+	}
+	s.loaded = false
+	return nil
 }
