@@ -61,7 +61,9 @@ first step that fails and where to look. The exit code is 1 if a step fails.
 
 It needs root. The address in the network is that of the tunnel device (10.5.7.0 of
 10.5.7.0/24). With host-gw, alloc, aws-vpc, gce, ali-vpc, tencent-vpc and extension, which have no device, it is
-that of the pods' bridge (10.5.7.1), which exists only if the host has pods.`,
+that of the pods' bridge (10.5.7.1), which exists only if the host has pods. If only
+that does not answer, the result is unknown: the exit code stays 0, and in JSON ok is
+false.`,
 		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			peers, err := parsePeers(only)

@@ -63,6 +63,14 @@ func TestEmptyLists(t *testing.T) {
 	}
 }
 
+// TestCheckExplainsUnknown checks that the help of check says what a path that cannot be judged does to the exit
+// code.
+func TestCheckExplainsUnknown(t *testing.T) {
+	if help := newCheckCommand().Long; !strings.Contains(help, "result is unknown: the exit code stays 0") {
+		t.Errorf("the help does not explain the result unknown:\n%s", help)
+	}
+}
+
 // TestWatchedLeases checks that a lease that becomes unreadable counts as existing.
 func TestWatchedLeases(t *testing.T) {
 	lease := func(key, ip string) *subnet.Lease {
