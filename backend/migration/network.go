@@ -83,7 +83,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 	n.Forward(reconciler.Changed())
-	if n.running[present], err = b.parts[present].be.Start(ctx, ownOf(b.parts[present].side, own)); err != nil {
+	if n.running[present], err = b.startPresent(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
 	n.follow(present)
@@ -91,6 +91,17 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n.prober = newProber(n.Notify)
 	n.Go(n.prober.run)
 	return n, nil
+}
+
+// startPresent starts the present backend. It returns an error if own has no data for it, as a lease of another
+// configuration: with the data of another backend, this host would not be what its peers expect.
+func (b *Backend) startPresent(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	part := b.parts[present]
+	l, ok := part.side.Of(&own)
+	if !ok {
+		return nil, fmt.Errorf("start %s: %w", part.side.Type, errNoData)
+	}
+	return part.be.Start(ctx, *l)
 }
 
 // follow passes on what the network of one backend announces.
@@ -136,14 +147,6 @@ func (n *network) lackOfData(ctx context.Context) error {
 
 // Reclaim implements backend.Reclaimer.
 func (n *network) Reclaim() <-chan struct{} { return n.claimable }
-
-// ownOf returns the own lease as s has it. It returns the whole lease if s has no data in it.
-func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
-	if l, ok := s.Of(&own); ok {
-		return *l
-	}
-	return own
-}
 
 // startNext tries to start the next backend. After an error it sets the time of the next try. It
 // logs only the first error of a series.

@@ -145,6 +145,25 @@ func start(t *testing.T, k *dataplanetest.Kernel, from, to string) *network {
 	return n.(*network)
 }
 
+// TestStartWithoutOwnData expects that a network does not start with a lease that has only data of other backends.
+func TestStartWithoutOwnData(t *testing.T) {
+	for _, own := range []subnet.Lease{
+		{Key: "host1", BackendType: vxlan.Type, Endpoints: []subnet.Endpoint{{Subnet: subnetOf(1), Data: dataOf(1, 9)}}},
+		{Key: "host1", BackendType: hostgw.Type, Endpoints: []subnet.Endpoint{{Subnet: subnetOf(1), Data: dataOf(1, 1)}}},
+	} {
+		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n, err := b.Start(t.Context(), own); !errors.Is(err, errNoData) {
+			t.Errorf("type %s, data %s: error %v, want that the lease has no data", own.BackendType, own.Endpoints[0].Data, err)
+			if err == nil {
+				_ = n.Close()
+			}
+		}
+	}
+}
+
 // dataOf returns the data of host n for a vxlan backend with that VNI.
 func dataOf(n, vni int) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"VNI":%d,"VtepMAC":"02:00:00:00:%02x:%02x"}`, vni, vni, n))
