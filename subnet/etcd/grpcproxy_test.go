@@ -5,7 +5,6 @@ package etcd
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"os/exec"
@@ -128,33 +127,61 @@ func TestWatchByGRPCProxy(t *testing.T) {
 	}
 }
 
-// TestNoAnswerToProbes checks awaitRevision when others have written to the store and no answer to
-// a probe was received. The stream must count as behind only after timing.quiet, when the next
-// notification is due. The test receives nothing from the stream, so it does not depend on what the
-// proxy sends.
-func TestNoAnswerToProbes(t *testing.T) {
+// TestAnswersToProbes probes a stream to etcd, and one through the grpc-proxy. Only etcd must count as a
+// server that answers probes: see awaitRevision. An answer comes before the events of a watch that
+// was requested after the probe, so the test knows when there is none.
+func TestAnswersToProbes(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
-	f.put(t, "config", configV4)
-	f.server = startGRPCProxy(t, f.server, etcdReleases(t)["3.4"])
-	m := f.manager(t)
-	m.timing.probeAnswer = time.Millisecond
-	for _, quiet := range []time.Duration{time.Hour, 10 * time.Millisecond} {
-		m.timing.quiet = quiet
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		conn, _, err := m.client.get(ctx)
-		if err != nil {
-			t.Fatal(err)
-		}
-		s, err := open(ctx, conn, []string{m.configKey()}, 2)
-		if err != nil {
-			t.Fatal(err)
-		}
-		revision := f.put(t, "other", "not flannel's")
-		s.probe()
-		err = m.awaitRevision(ctx, s, revision)
-		cancel()
-		if behind := errors.Is(err, errBehind); behind != (quiet < time.Second) {
-			t.Errorf("without an answer to probes, with a notification every %s: %v", quiet, err)
-		}
+	for name, tc := range map[string]struct {
+		server  *server
+		answers bool
+	}{
+		"etcd":       {f.server, true},
+		"grpc-proxy": {startGRPCProxy(t, f.server, etcdReleases(t)["3.4"]), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			through := *f
+			through.server = tc.server
+			m := through.manager(t)
+			m.timing.quiet = endless // the test alone probes
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			conn, _, err := m.client.get(ctx)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, err := open(ctx, conn, []string{m.configKey()}, f.put(t, "config", configV4))
+			if err != nil {
+				t.Fatal(err)
+			}
+			created, events := make(chan struct{}, 2), make(chan struct{}, 2)
+			watchdog := time.AfterFunc(endless, cancel)
+			defer watchdog.Stop()
+			received := make(chan error, 1)
+			go func() {
+				received <- m.receive(ctx, s, watchdog, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
+					if resp.Created {
+						created <- struct{}{}
+					}
+					for range resp.Events {
+						events <- struct{}{}
+					}
+					return nil
+				}})
+			}()
+			waittest.Receive(t, patience, "the first watch", created)
+			waittest.Receive(t, patience, "the event of the configuration", events) // from now on etcd does not drop probes
+			s.probe()
+			if err := s.send(watchRequest(f.prefix+"/other", f.put(t, "other", ""))); err != nil {
+				t.Fatal(err)
+			}
+			waittest.Receive(t, patience, "the second watch", created)
+			waittest.Receive(t, patience, "the event of the other key", events)
+			if answers := s.answers.Load(); answers != tc.answers {
+				t.Errorf("the server counts as one that answers probes: %v, want %v", answers, tc.answers)
+			}
+			cancel()
+			waittest.Receive(t, patience, "the end of the stream", received)
+		})
 	}
 }

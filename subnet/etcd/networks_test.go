@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
@@ -123,6 +124,45 @@ func TestNetworks(t *testing.T) {
 	s.wipe(t)
 	all.expect(map[string]string{})
 	some.expect(map[string]string{})
+}
+
+// TestNetworksAfterACompaction compacts the store between the listing of the configurations and the
+// watch, as when a host comes back after a long time. The configurations must be listed again, and
+// that must not count as an outage.
+func TestNetworksAfterACompaction(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "red/config", "r1")
+	f.put(t, "green/config", "g1")
+	var status statuses
+	m := f.manager(t, status.option)
+	listings := 0
+	known := func() map[string]subnet.Sighting { // Networks calls it after each listing
+		if listings++; listings == 1 {
+			f.delete(t, "green/config")
+			compact(t, f, f.put(t, "blue/config", "b1"))
+		}
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	var texts []map[string][]byte
+	err := m.Networks(ctx, nil, known, func(now NetworkConfigs) {
+		if texts = append(texts, now.Texts); len(texts) == 2 {
+			cancel()
+		}
+	})
+	if !errors.Is(err, context.Canceled) {
+		t.Fatalf("Networks returned %v after %q, want two listings", err, texts)
+	}
+	want := []map[string][]byte{{"red": []byte("r1"), "green": []byte("g1")}, {"red": []byte("r1"), "blue": []byte("b1")}}
+	if diff := cmp.Diff(want, texts); diff != "" {
+		t.Errorf("configurations (-want +got):\n%s", diff)
+	}
+	for _, err := range status.list() {
+		if err != nil {
+			t.Errorf("the compaction was reported as an outage: %v", err)
+		}
+	}
 }
 
 // TestNetworkPutAfterTheListing lists a store without configurations. Then a configuration is put,

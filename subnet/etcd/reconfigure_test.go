@@ -4,7 +4,9 @@ package etcd
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"slices"
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
@@ -46,18 +48,24 @@ func TestWatchAgain(t *testing.T) {
 	}
 }
 
-// TestAcquireOfTheSameSubnet checks that Acquire needs no list if the claim has the subnet of the
-// manager's own lease.
+// TestAcquireOfTheSameSubnet acquires a claim that has the subnet of the manager's own lease, but
+// another backend. Acquire must write the new backend to that lease without a list.
 func TestAcquireOfTheSameSubnet(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
 	m := f.manager(t)
 	own := acquire(t, m, claim("192.0.2.1"))
 	m.timing.page = 0 // a list fails
-	c := subnet.Claim{BackendType: "host-gw", Endpoints: own.Endpoints}
-	again := acquire(t, m, c)
-	if again.Key != own.Key || again.Order != own.Order || again.BackendType != "host-gw" {
-		t.Errorf("the lease is %+v, want %+v with another type", again, own)
+	want := own
+	want.BackendType, want.Endpoints = "vxlan", slices.Clone(own.Endpoints)
+	want.Endpoints[0].Data = json.RawMessage(`{"VNI":1}`)
+	again := acquire(t, m, want.Claim())
+	if again.Key != want.Key || describe(again) != describe(want) {
+		t.Errorf("the lease is %+v, want the one of before with backend vxlan, %+v", again, want)
+	}
+	const stored = `{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1}}`
+	if value, _, _ := f.get(t, "subnets/"+own.Key); value != stored {
+		t.Errorf("the store has %s, want %s", value, stored)
 	}
 }
 

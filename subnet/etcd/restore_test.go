@@ -18,11 +18,9 @@ import (
 	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
-	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // restartableNode is a node that keeps its ledger and its own lease across restarts, like the
@@ -682,8 +680,8 @@ func TestAudit(t *testing.T) {
 	}
 }
 
-// TestAuditFindsNothing restarts a node with a true state whose JSON has another form, and expects
-// no correction in the time of many audits.
+// TestAuditFindsNothing audits a true state whose JSON has another form. The audit must compare it
+// with the store, correct nothing, and not end the watch.
 func TestAuditFindsNothing(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	for i := 2; i <= 4; i++ {
@@ -693,19 +691,28 @@ func TestAuditFindsNothing(t *testing.T) {
 	k := &restartableNode{f: f}
 	k.restart(t, "", nil)
 	k.restart(t, "", nil)
-	state := k.savedState(t)
 	m := f.manager(t, func(c *Config) {
-		c.Known = state
+		c.Known = k.savedState(t)
 		c.OnRepaired = func(n int) { t.Errorf("%d leases were corrected", n) }
 	})
 	m.timing.audit = time.Millisecond
-	w := subnettest.Watch(t, m)
-	w.Until(t, "the leases", subnettest.Has("10.5.2.0-24", "10.5.255.0-24", "10.5.3.0-24", "10.5.4.0-24"))
-	start := time.Now()
-	waittest.Until(t, patience, "time for an audit", func() bool { return time.Since(start) > time.Second })
-	_, err := f.kv.Put(t.Context(), f.prefix+"/subnets/10.5.9.0-24", leaseValue("192.0.2.9"), clientv3.WithLease(0))
-	if err != nil {
-		t.Fatal(err)
+	cache := recognized(t, m)
+	check := m.newAudit(cache)
+	watch, end := check.begin(t.Context())
+	defer end()
+	check.stop() // waits for the end of the audit
+	if err := context.Cause(watch); err != nil {
+		t.Errorf("the audit has ended the watch: %v", err)
 	}
-	w.Until(t, "a new lease", subnettest.Has("10.5.2.0-24", "10.5.255.0-24", "10.5.3.0-24", "10.5.4.0-24", "10.5.9.0-24"))
+	if check.repair(t.Context(), func(subnet.Update) {}) {
+		t.Error("the audit has found a difference")
+	}
+	for key, e := range cache.entries {
+		if e.modRevision == 0 {
+			t.Errorf("lease %s was not compared with the store", key)
+		}
+	}
+	if cache.restored != 0 {
+		t.Error("the cache counts as restored after the audit")
+	}
 }

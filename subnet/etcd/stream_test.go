@@ -18,29 +18,37 @@ import (
 )
 
 // TestAwaitRevision expects that a stream counts as behind if it does not reach the revision of the
-// store in time, and otherwise not.
+// store in time, and otherwise not. It has timing.probeAnswer if the server answers probes, and
+// timing.quiet, when the next notification is due, if the server does not.
 func TestAwaitRevision(t *testing.T) {
+	const probeAnswer, quiet = time.Second, time.Minute
 	for name, tc := range map[string]struct {
-		revision, reaches int64 // the awaited revision, and the one that the stream reaches after half of the time; before, it is at 3
+		answers           bool
+		revision, reaches int64         // the awaited revision, and the one that the stream reaches; before, it is at 3
+		after             time.Duration // when it reaches that revision
 		want              error
+		takes             time.Duration
 	}{
-		"it was there already": {3, 3, nil},
-		"it comes there":       {5, 5, nil},
-		"it stays behind":      {5, 4, errBehind},
+		"it was there already":                      {true, 3, 3, probeAnswer / 2, nil, 0},
+		"it comes there":                            {true, 5, 5, probeAnswer / 2, nil, probeAnswer / 2},
+		"it stays behind":                           {true, 5, 4, probeAnswer / 2, errBehind, probeAnswer},
+		"no answers, and it comes there in time":    {false, 5, 5, quiet / 2, nil, quiet / 2},
+		"no answers, and it is behind at that time": {false, 5, 4, quiet / 2, errBehind, quiet},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				m := &Manager{timing: timing{probeAnswer: time.Second}}
+				m := &Manager{timing: timing{probeAnswer: probeAnswer, quiet: quiet}}
 				s := &stream{advanced: wait.NewSignal()}
+				s.answers.Store(tc.answers)
 				s.advance(3)
-				time.AfterFunc(time.Second/2, func() { s.advance(tc.reaches) })
+				time.AfterFunc(tc.after, func() { s.advance(tc.reaches) })
 				start := time.Now()
 				err := m.awaitRevision(t.Context(), s, tc.revision)
 				if !errors.Is(err, tc.want) || tc.want == nil && err != nil {
 					t.Errorf("error is %v, want %v", err, tc.want)
 				}
-				if d := time.Since(start); d > time.Second {
-					t.Errorf("it took %s", d)
+				if took := time.Since(start); took != tc.takes {
+					t.Errorf("it took %s, want %s", took, tc.takes)
 				}
 			})
 		})
