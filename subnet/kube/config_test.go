@@ -49,7 +49,7 @@ func TestWatchConfigFollowsAConfigMap(t *testing.T) {
 				t.Error(diff)
 			}
 		case <-time.After(20 * time.Second):
-			t.Fatalf("OnConfig was not called with %q", want)
+			t.Fatalf("the sink of WatchConfig was not called with %q", want)
 		}
 	}
 	expect([]byte("one"))

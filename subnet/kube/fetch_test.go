@@ -215,7 +215,8 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 }
 
 // TestProbe expects that a silent watch is stale only if it has not reached the last change of the
-// own Node. It must not count as stale any more after an event of that revision.
+// own Node. A stale watch is an outage, which must end with an event of that revision, and not
+// before.
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &countingServer{answer: func(*http.Request) *http.Response {
@@ -224,6 +225,8 @@ func TestProbe(t *testing.T) {
 			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "9", "", own)))}
 		}}
 		m := emulated("n0", 1, c)
+		var statuses []error
+		m.outage = outage.New("the API", func(err error) { statuses = append(statuses, err) })
 		m.timing.silence, m.timing.late = 2*time.Minute, 10*time.Second
 		cache := &nodeCache{own: "n0", revision: 7}
 		p := newProbe(m, cache)
@@ -246,20 +249,26 @@ func TestProbe(t *testing.T) {
 			}
 		}
 		cache.revision = 6
-		cache.stale = true
-		for err := next(); ; err = next() {
-			if errors.Is(err, errStale) {
-				break
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
+		var stale error
+		for stale == nil {
+			stale = next()
 		}
-		m.report(t.Context(), watching, m.client.stale(6, 7))
+		if !errors.Is(stale, errStale) {
+			t.Fatalf("a watch that is behind fails with %v, want %v", stale, errStale)
+		}
+		m.report(t.Context(), watching, stale) // as Watch does
+		cache.stale = true
+		p.applyEvent(t.Context())
+		if !cache.stale {
+			t.Error("the watch counts as up to date before it has reached the store")
+		}
 		cache.revision = 7
 		p.applyEvent(t.Context())
 		if cache.stale {
 			t.Error("the watch counts as stale after it has reached the store")
+		}
+		if want := []error{stale, nil}; !slices.Equal(statuses, want) {
+			t.Errorf("the statuses are %v, want %v", statuses, want)
 		}
 	})
 }

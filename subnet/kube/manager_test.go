@@ -864,6 +864,11 @@ func TestOneNodeCannotBeRequested(t *testing.T) {
 	}
 	f.peer(t, 4)
 	w.Until(t, "another new peer", subnettest.Has("node2", "node4"))
+	for len(statuses) > 0 {
+		if err := <-statuses; err == nil {
+			t.Error("the outage has ended although the Node cannot be requested")
+		}
+	}
 	p.answer(nil)
 	w.Until(t, "the peer", subnettest.Has("node2", "node3", "node4"))
 	for err := next(); err != nil; err = next() {

@@ -414,8 +414,11 @@ func (f *fixture) grant(t *testing.T, events bool) {
 	leasesBinding["kind"], leasesBinding["roleRef"] = "RoleBinding", map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "flannel"}
 	namespaced := "namespaces/" + defaultNamespace + "/"
 	for path, body := range map[string]any{"clusterroles": role, "clusterrolebindings": binding, namespaced + "roles": leases, namespaced + "rolebindings": leasesBinding} {
-		if status, _, err := f.try(http.MethodPost, rbac+path, body); err == nil && status == http.StatusConflict {
+		switch status, answer, err := f.try(http.MethodPost, rbac+path, body); {
+		case err == nil && status == http.StatusConflict:
 			f.do(t, http.MethodPut, rbac+path+"/flannel", body)
+		case err != nil || status >= 300:
+			t.Fatalf("create %s: %d, %v: %s", path, status, err, answer)
 		}
 	}
 	f.do(t, http.MethodDelete, "/apis/coordination.k8s.io/v1/"+namespaced+"leases", nil)
