@@ -361,17 +361,19 @@ func TestKnocked(t *testing.T) {
 	}
 }
 
-// TestPeersUnknown expects the prober to keep the paths to the last peers while the present peers are not
-// known.
+// TestPeersUnknown expects the prober to keep the paths to the last peers, and to check them, while the
+// present peers are not known.
 func TestPeersUnknown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w network
 		p := w.prober(t, 3, Config{})
 		time.Sleep(time.Minute)
 		w.unknown.Store(true)
-		time.Sleep(time.Minute)
-		if o := p.Outcome(0); o.OK != 3 {
-			t.Errorf("%+v, want 3 paths ok", o)
+		time.Sleep(leastRound) // the present round began when the peers were known
+		w.setBroken(Tunnel, path(2))
+		time.Sleep(2 * leastRound)
+		if o := p.Outcome(1); o.OK != 2 || len(o.Worst) != 1 || o.Worst[0].Path != path(2) {
+			t.Errorf("%+v, want 2 paths ok, and the one that has broken", o)
 		}
 	})
 }
