@@ -76,8 +76,8 @@ func broken(t testing.TB, n int) *mesh.Matrix {
 	return m
 }
 
-// TestAnswers expects the paths of each usable answer, and the reason for every other answer, of limited
-// length.
+// TestAnswers expects the paths of each usable answer, and the reason for every other answer, as one line
+// of limited length.
 func TestAnswers(t *testing.T) {
 	advised := path(1, "mtu", 0)
 	advised.Advice = "set\nthe MTU"
@@ -112,14 +112,15 @@ func TestAnswers(t *testing.T) {
 		{"a broken part that is called ok", string(answer(t, 0, path(1, "ok", 0))), mesh.Cell{}, `its answer has a wrong path 1: ok is false, and what is broken is "ok"`},
 		{"neither", `{` + own + `,"paths":{"worst":[{}]}}`, mesh.Cell{}, `its answer has a wrong path 1: ok is false, and what is broken is ""`},
 		{"a negative round trip", string(answer(t, 0, path(1, "", -1))), mesh.Cell{}, "its answer has a wrong path 1: a round trip of -1 ms"},
+		{"a text of two lines", `{"lease":{"key":"a\nb"}}`, mesh.Cell{}, `the host that answers there has the lease "a\nb"`},
 		{"a long text", `{"lease":{"key":"` + strings.Repeat("ü", 5000) + `"}}`, mesh.Cell{}, "the host that answers there has the lease"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			m := mesh.New(hosts(3))
 			m.Answer(0, []byte(tc.body))
 			problem := m.Problem(0)
-			if !strings.HasPrefix(problem, tc.problem) || (problem == "") != (tc.problem == "") || len(problem) > 500 || !utf8.ValidString(problem) {
-				t.Errorf("the problem is %q, want %q", problem, tc.problem)
+			if !strings.HasPrefix(problem, tc.problem) || (problem == "") != (tc.problem == "") || len(problem) > 500 || !utf8.ValidString(problem) || strings.ContainsFunc(problem, unicode.IsControl) {
+				t.Errorf("the problem is %q, want one line that begins with %q", problem, tc.problem)
 			}
 			if got := m.Cell(0, 1); tc.problem == "" && got != tc.want {
 				t.Errorf("the cell is %+v, want %+v", got, tc.want)
