@@ -24,7 +24,8 @@ type internet struct {
 	sent    []time.Time
 	sizes   map[int]int // number of packets, by size
 	checked map[netip.Addr]int
-	traffic []netip.Addr // destinations of large packets, in each sample
+	largest map[netip.Addr]int // size of the largest packet, by Path.To
+	traffic []netip.Addr       // destinations of large packets, in each sample
 	samples int
 }
 
@@ -42,6 +43,7 @@ func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Dur
 	w.sent = append(w.sent, time.Now())
 	w.sizes[size]++
 	w.checked[p.To]++
+	w.largest[p.To] = max(w.largest[p.To], size)
 	most, limited := w.carries[p.To]
 	ok := (!limited || size <= most) && rand.Float64() >= w.loss
 	w.mu.Unlock()
@@ -96,7 +98,7 @@ func keyOf(i int) string { return fmt.Sprint("peer", i) }
 // prober runs a prober of the peers 0 to n-1 until the end of the test.
 func (w *internet) prober(t *testing.T, n int, c Config) *Prober {
 	t.Helper()
-	w.carries, w.sizes, w.checked = map[netip.Addr]int{}, map[int]int{}, map[netip.Addr]int{}
+	w.carries, w.sizes, w.checked, w.largest = map[netip.Addr]int{}, map[int]int{}, map[netip.Addr]int{}, map[netip.Addr]int{}
 	c.Limit = NewLimit()
 	if c.Resized == nil {
 		c.Resized = func() {}
@@ -326,8 +328,9 @@ func TestManyPeers(t *testing.T) {
 	}
 }
 
-// TestBefore expects a path to begin with the size that it had before a restart. It must have the full size
-// if the former size is not between Path.Least and Path.Full.
+// TestBefore expects a path to begin with the size that it had before a restart. No packet may be larger
+// until the prober tries whether the path carries more, after raiseEvery. The path must have the full size if
+// the former size is not between Path.Least and Path.Full.
 func TestBefore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var w internet
@@ -343,10 +346,27 @@ func TestBefore(t *testing.T) {
 				t.Errorf("path %d: size %d, want %d", i, got, want)
 			}
 		}
+		expectLargest := func(i, want int) {
+			t.Helper()
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if got := w.largest[pathTo(i).To]; got != want {
+				t.Errorf("path %d: the largest packet has %d bytes, want %d", i, got, want)
+			}
+		}
 		time.Sleep(20 * time.Second)
 		if got := p.Size(pathTo(0).Subnet); got != 1300 || resized > 0 {
 			t.Errorf("size %d, resized %d times; want 1300 and no change", got, resized)
 		}
+		for i, want := range []int{1300, 1450, 1450, 1450} {
+			expectLargest(i, want)
+		}
+		w.set(1450, 0)
+		time.Sleep(raiseEvery)
+		if got := p.Size(pathTo(0).Subnet); got != 0 || resized != 1 {
+			t.Errorf("the path carries more: size %d, resized %d times; want 0 and one change", got, resized)
+		}
+		expectLargest(0, 1450)
 	})
 }
 
