@@ -5,6 +5,7 @@ package state_test
 import (
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -92,9 +93,15 @@ func TestIntact(t *testing.T) {
 	}
 }
 
+// TestSecondProcess expects that a file which is open cannot be opened again: neither by this process, nor by
+// another one, which runs this test too. Files with another name in the same directory are independent.
 func TestSecondProcess(t *testing.T) {
-	dir := t.TempDir()
-	open(t, dir)
+	const variable = "FLANNELD_TEST_STATE_DIR" // set in the second process
+	dir, second := os.LookupEnv(variable)
+	if !second {
+		dir = t.TempDir()
+		open(t, dir)
+	}
 	if _, err := state.Open[content](dir, "node"); !errors.Is(err, state.ErrInUse) {
 		t.Errorf("second Open: %v, want ErrInUse", err)
 	}
@@ -103,6 +110,14 @@ func TestSecondProcess(t *testing.T) {
 		t.Fatalf("another name in the same directory: %v", err)
 	}
 	_ = other.Close()
+	if second {
+		return
+	}
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestSecondProcess$", "-test.v")
+	cmd.Env = append(os.Environ(), variable+"="+dir)
+	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "--- PASS: TestSecondProcess") {
+		t.Errorf("the second process: %v\n%s", err, out)
+	}
 }
 
 func TestLock(t *testing.T) {
