@@ -188,8 +188,8 @@ func TestWrongRouteIsReplaced(t *testing.T) {
 }
 
 // TestZombie starts a host whose subnet may have gone to another host. It expects that a route to the other host
-// stays while the store has not answered or is not connected. A missing or lost route must be put regardless of
-// that.
+// stays while the store has not answered or is not connected, and is replaced when it has answered and is
+// connected. A missing or lost route must be put regardless of that.
 func TestZombie(t *testing.T) {
 	run(t, func(b *bed) {
 		b.comparison()
@@ -208,6 +208,15 @@ func TestZombie(t *testing.T) {
 		})
 		b.comparison()
 		b.expectRoutes("a route to nowhere", routeTo(1, 1))
+		b.Do(func() {
+			b.DeleteByHand("table-1", subnet(1))
+			b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(1, 2))
+		})
+		b.comparison()
+		b.expectRoutes("still without a connection", routeTo(1, 2))
+		b.setConnected(true)
+		b.comparison()
+		b.expectRoutes("with a connection", routeTo(1, 1))
 	}, routeTo(1, 2))
 }
 

@@ -167,22 +167,27 @@ func TestLeaderWithAFullTable(t *testing.T) {
 	})
 }
 
-// TestLeaderWithoutTheStore expects that no route of another host is replaced or removed while the store is away.
+// TestLeaderWithoutTheStore expects that no route of another host is put, replaced or removed while the store is
+// away, and that missing and wrong routes are repaired when it is back.
 func TestLeaderWithoutTheStore(t *testing.T) {
 	runAll(t, func(b *bed) {
-		b.answer(2)
+		b.answer(2, 3)
 		b.comparison()
 		b.setConnected(false)
 		b.Do(func() {
 			b.DeleteByHand("table-1", subnet(2))
-			b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(2, 3), routeTo(3, 3), routeTo(8, 8))
+			b.DeleteByHand("table-1", subnet(3))
+			b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(2, 3), routeTo(7, 3), routeTo(8, 8))
 		})
 		b.hour()
-		b.expectRoutes("without the store", routeTo(1, 1), routeTo(2, 3), routeTo(3, 3), routeTo(8, 8))
-		if r := b.keeper.Report(); len(r.Routed) != 2 {
+		b.expectRoutes("without the store", routeTo(1, 1), routeTo(2, 3), routeTo(7, 3), routeTo(8, 8))
+		if r := b.keeper.Report(); len(r.Routed) != 3 {
 			t.Errorf("%v are in order, want what the last comparison with the store has found", r.Routed)
 		}
-	}, routeTo(1, 1), routeTo(2, 2))
+		b.setConnected(true)
+		b.comparison()
+		b.expectRoutes("with the store", routeTo(1, 1), routeTo(2, 2), routeTo(3, 3), routeTo(7, 3)) // host 8 does not exist
+	}, routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
 }
 
 // TestLeasesChangeTheirData expects that leases that come again with the same addresses cause no comparison, and that
