@@ -96,9 +96,9 @@ func TestRoutesOfOthers(t *testing.T) { bed().RoutesOfOthers(t) }
 func TestClusters(t *testing.T) { bed().Clusters(t) }
 
 // TestWrongRoutes checks that Put replaces an enabled route in place, so that the destination
-// always has a route. Put may make a new route only if all others carry no packets. The test counts
-// the calls that create and delete routes. flannel did not see such wrong routes, or deleted them
-// first.
+// always has an enabled route. Put may make a new route only if all others carry no packets. The test
+// counts the calls that create and delete routes, and the changes that leave no enabled route.
+// flannel did not see such wrong routes, or deleted them first.
 func TestWrongRoutes(t *testing.T) {
 	for name, test := range map[string]struct {
 		present          []vpctest.Route
@@ -126,6 +126,9 @@ func TestWrongRoutes(t *testing.T) {
 		left := slices.DeleteFunc(s.Routes(vpctest.MainTable), func(r vpctest.Route) bool { return r.Dst != dst })
 		if len(left) != 1 || left[0].Target != self || left[0].Disabled || s.Succeeded("DeleteRoutes") != test.deleted || s.Succeeded("CreateRoutes") != test.created {
 			t.Errorf("%s: routes %v after %v", name, left, s.Calls())
+		}
+		if n := s.Gaps(); n > 0 {
+			t.Errorf("%s: the destination was without an enabled route %d times after %v", name, n, s.Calls())
 		}
 		if got := cloudtest.Routes(t, c); !slices.Contains(got, backendtest.RouteTo(self)) {
 			t.Errorf("%s: routes %v, want a right one", name, got)

@@ -146,6 +146,42 @@ func (s *State) remember() {
 	s.past = append(s.past, now)
 }
 
+// Gaps returns how often a change left a destination in a table without an enabled route, which it had before.
+func (s *State) Gaps() (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var before map[place]bool
+	for _, p := range s.past {
+		now := p.enabled()
+		for to := range before {
+			if !now[to] {
+				n++
+			}
+		}
+		before = now
+	}
+	return n
+}
+
+// place is a destination in a table.
+type place struct {
+	table string
+	dst   netip.Prefix
+}
+
+// enabled returns the destinations that have an enabled route.
+func (p snapshot) enabled() map[place]bool {
+	all := map[place]bool{}
+	for id, routes := range p.tables {
+		for _, r := range routes {
+			if !r.Disabled {
+				all[place{id, r.Dst}] = true
+			}
+		}
+	}
+	return all
+}
+
 // AddTable adds a table that a subnet uses. If subnet is empty, no subnet uses the table. MainTable is used by all
 // subnets without a table.
 func (s *State) AddTable(id, subnet string) {
