@@ -36,6 +36,16 @@ type network struct {
 	sets    []string // keys of each set, with "*" in front if the set was complete
 	last    backend.Set
 	refused []string // keys of the refused leases at the last Sync
+	checked []string // keys of the leases that were checked since the last call of checks
+}
+
+// checks returns the sorted keys of the leases that were checked since its last call.
+func (n *network) checks() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	all := n.checked
+	n.checked = nil
+	return slices.Sorted(slices.Values(all))
 }
 
 // hint returns the sorted changed keys of the last set, or nil if any lease may have changed.
@@ -58,7 +68,10 @@ func (*network) MTU() int                 { return 1450 }
 func (*network) Changed() <-chan struct{} { return nil }
 func (*network) Close() error             { return nil }
 
-func (*network) Check(l subnet.Lease) ([]string, error) {
+func (n *network) Check(l subnet.Lease) ([]string, error) {
+	n.mu.Lock()
+	n.checked = append(n.checked, l.Key)
+	n.mu.Unlock()
 	var ids []string
 	for _, e := range l.Endpoints {
 		var id string
@@ -296,24 +309,34 @@ func TestSharedAddressIsLoggedOnce(t *testing.T) {
 	})
 }
 
-// TestUpdateChecksOnlyChangedLeases checks that the hint to the network contains only the changed
-// leases, and that a refusal ends when the lease in conflict is removed. It does not check which
-// leases the Syncer validates.
+// TestUpdateChecksOnlyChangedLeases checks that the Syncer validates only the changed leases, and all
+// leases when a conflict begins or ends. The hint to the network must contain only the changed
+// leases, and a refusal must end when the lease in conflict is removed.
 func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, log := run(t, n)
+		expectChecks := func(want ...string) {
+			t.Helper()
+			if diff := cmp.Diff(want, n.checks()); diff != "" {
+				t.Errorf("validated leases (-want +got):\n%s", diff)
+			}
+		}
 		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"))))
 		expectSyncs(t, n, "", "*host2 host3")
+		n.checks()
 		s.Publish(deltaUpdate(3, []subnet.Lease{lease(4, "four")}, "host2"))
 		expectSyncs(t, n, "", "*host2 host3", "*host3 host4")
+		expectChecks("host4")
 		if diff := cmp.Diff([]string{"host2", "host4"}, n.hint()); diff != "" {
 			t.Errorf("hint (-want +got):\n%s", diff)
 		}
 		s.Publish(deltaUpdate(4, []subnet.Lease{lease(5, "three")}))
 		expectSyncs(t, n, "", "*host2 host3", "*host3 host4", "*host3 host4")
+		expectChecks("host3", "host4", "host5", "host5")
 		s.Publish(deltaUpdate(5, nil, "host3"))
 		expectSyncs(t, n, "", "*host2 host3", "*host3 host4", "*host3 host4", "*host4 host5")
+		expectChecks("host4", "host5")
 		for text, want := range map[string]int{"its MAC three is that of host3": 1, "lease no longer refused": 1} {
 			if got := strings.Count(log(), text); got != want {
 				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
