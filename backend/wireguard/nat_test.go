@@ -60,13 +60,16 @@ func (h *natHost) pass(d time.Duration) {
 
 // session gives host i a new session with host 1 at endpoint, on the IPv4 device, and one received
 // byte. It also counts one more byte sent to each peer of the device.
-func (h *natHost) session(i byte, endpoint string) {
-	for k, p := range h.device.peers["flannel-wg"] {
+func (h *natHost) session(i byte, endpoint string) { h.sessionOn("flannel-wg", i, endpoint) }
+
+// sessionOn is session for the device with that name.
+func (h *natHost) sessionOn(device string, i byte, endpoint string) {
+	for k, p := range h.device.peers[device] {
 		if p.TransmitBytes++; k == key(i) {
 			p.Endpoint, p.LastHandshakeTime = netUDP(endpoint), h.clock.wall
 			p.ReceiveBytes++
 		}
-		h.device.peers["flannel-wg"][k] = p
+		h.device.peers[device][k] = p
 	}
 }
 
