@@ -337,14 +337,16 @@ func takeOver(f *fixture) {
 }
 
 // moveBetweenDevices checks that the routes to a peer move to the host's own L2 network and
-// back, as with direct routing. The IPv6 route must do so without a gap.
+// back, as with direct routing, without a gap in either family.
 func moveBetweenDevices(f *fixture) {
 	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(directRoutes(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
 		f.spy.Take()
 		f.reconcile(want, true)
 		f.expect(want)
-		f.noGap(f.spy.Take(), subnet6(3))
+		ops := f.spy.Take()
+		f.noGap(ops, subnet4(3))
+		f.noGap(ops, subnet6(3))
 	}
 	// This route leads to the gateway of peer 4 through another device. Its destination is
 	// outside of the scope's networks.
