@@ -7,8 +7,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -152,23 +154,36 @@ func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunn
 }
 
 // TestKernelDetourWithoutCopy checks that a route is created even if the route that packets to its gateway
-// take cannot be copied, because it has two next hops. The number of all other routes must not change.
+// take cannot be copied, because it has two next hops. All other routes must stay as they are.
 func TestKernelDetourWithoutCopy(t *testing.T) {
 	w, _ := newDetourWorld(t)
-	routes := func() int {
+	dst := netip.MustParsePrefix("fd00:10:5:3::/64")
+	routes := func() (created, others []string) {
 		t.Helper()
 		all, err := w.links.RouteList(nil, netlink.FAMILY_V6)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return len(all)
+		for _, r := range all {
+			if r.Dst != nil && r.Dst.String() == dst.String() {
+				created = append(created, r.Gw.String())
+			} else {
+				others = append(others, r.String())
+			}
+		}
+		slices.Sort(others)
+		return created, others
 	}
-	before := routes()
-	op := dataplane.Op{Object: dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:97::2"), detourDevice, true)}
+	_, before := routes()
+	op := dataplane.Op{Object: dataplane.NewRoute(dst, netip.MustParseAddr("fd00:97::2"), detourDevice, true)}
 	if failed := w.Apply(silentContext(t), []dataplane.Op{op}); len(failed) > 0 {
 		t.Fatal(failed[0])
 	}
-	if n := routes(); n != before+1 {
-		t.Errorf("%d routes are there, want %d and the new one", n, before)
+	created, others := routes()
+	if want := []string{"fd00:97::2"}; !slices.Equal(created, want) {
+		t.Errorf("the gateways to %s are %v, want %v", dst, created, want)
+	}
+	if diff := cmp.Diff(before, others); diff != "" {
+		t.Errorf("other routes (-before +after):\n%s", diff)
 	}
 }

@@ -3,9 +3,13 @@
 package linux
 
 import (
+	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
+
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
@@ -23,9 +27,9 @@ func (w *world) daemon(t *testing.T) *Kernel {
 	return k
 }
 
-// TestKernelTwoNetworks checks that a daemon whose peers come and go does not delete the
+// TestKernelTwoNetworks checks that a daemon whose peers come and go does not change the
 // routes of a second daemon on the host. Both have so many peers that they use nexthop
-// objects, and some routes of the second one must still use them.
+// objects, and the routes of the second one must still use the same objects.
 func TestKernelTwoNetworks(t *testing.T) {
 	const peers = nexthopThreshold + 20
 	w := newWorld(t)
@@ -43,23 +47,33 @@ func TestKernelTwoNetworks(t *testing.T) {
 	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 		t.Fatal(err)
 	}
+	routes := func() (all []string, through int) {
+		t.Helper()
+		have, err := second.Read(t.Context(), scope)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for route := range have.AllRoutes() {
+			all = append(all, fmt.Sprintf("%+v", route))
+			if route.NexthopID != 0 {
+				through++
+			}
+		}
+		slices.Sort(all)
+		return all, through
+	}
+	before, through := routes()
+	if len(before) != peers || through == 0 {
+		t.Fatalf("the second network has %d routes, %d of them on nexthop objects; want %d and some", len(before), through, peers)
+	}
 	first := dataplanetest.NewReconciler(t, w, 0)
 	for _, n := range []int{peers, 0, peers} {
 		if _, err := first.Reconcile(silentContext(t), dataplanetest.Peers(n), true); err != nil {
 			t.Fatal(err)
 		}
-		have, err := second.Read(t.Context(), scope)
-		if err != nil {
-			t.Fatal(err)
-		}
-		through := 0
-		for route := range have.AllRoutes() {
-			if route.NexthopID != 0 {
-				through++
-			}
-		}
-		if len(have.Routes) != peers || through == 0 {
-			t.Fatalf("with %d peers here the other network has %d routes, %d of them on nexthop objects; want %d and some", n, len(have.Routes), through, peers)
+		now, _ := routes()
+		if diff := cmp.Diff(before, now); diff != "" {
+			t.Fatalf("routes of the other network with %d peers here (-before +now):\n%s", n, diff)
 		}
 	}
 }
