@@ -208,7 +208,8 @@ func TestPackageNamesConflictingFiles(t *testing.T) {
 		t.Run(tc.script+" with "+filepath.Base(tc.file), func(t *testing.T) {
 			root := t.TempDir()
 			path := filepath.Join(root, tc.file)
-			if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
+			const text = "# of an administrator\n"
+			if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600)); err != nil {
 				t.Fatal(err)
 			}
 			script, args, _ := strings.Cut(tc.script, " ")
@@ -217,6 +218,9 @@ func TestPackageNamesConflictingFiles(t *testing.T) {
 			out, err := cmd.CombinedOutput()
 			if err != nil || !strings.Contains(string(out), tc.wants) || (len(out) > 0) != (tc.wants != "") {
 				t.Errorf("%v: %q, want a line about %q", err, out, tc.wants)
+			}
+			if left, err := os.ReadFile(path); err != nil || string(left) != text {
+				t.Errorf("the file contains %q (%v) afterwards, want %q", left, err, text)
 			}
 		})
 	}
