@@ -411,7 +411,7 @@ func (e *Elected) Result(ctx context.Context) (repaired int, err error) {
 	return repaired, err
 }
 
-// Last is Result without waiting. known is false before the first result.
+// Last is Result without waiting. It also sets the number of repaired routes back to zero. known is false before the first result.
 func (e *Elected) Last() (repaired int, known bool, err error) {
 	select {
 	case <-e.first:

@@ -238,7 +238,7 @@ func (k *Keeper) Result(ctx context.Context) (repaired int, err error) {
 	return repaired, err
 }
 
-// Last is Result without waiting. compared is false before the first comparison.
+// Last is Result without waiting. It also sets the number of repaired routes back to zero. compared is false before the first comparison.
 func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	select {
 	case <-k.first:

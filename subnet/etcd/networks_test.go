@@ -136,7 +136,7 @@ func TestNetworksAfterACompaction(t *testing.T) {
 	var status statuses
 	m := f.manager(t, status.option)
 	listings := 0
-	known := func() map[string]subnet.Sighting { // Networks calls it after each listing
+	known := func() map[string]subnet.Observation { // Networks calls it after each listing
 		if listings++; listings == 1 {
 			f.delete(t, "green/config")
 			compact(t, f, f.put(t, "blue/config", "b1"))

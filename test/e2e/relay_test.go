@@ -170,8 +170,8 @@ func TestUserspaceWireGuardRelay(t *testing.T) {
 		return r.use(t, second)
 	})
 	t.Logf("the hidden hosts use the other relay after %v", time.Since(begin))
-	// A host that has sent nothing to the dead relay may still publish it, until its WireGuard session with the
-	// relay ends.
+	// The lease of a hidden host must name at least one relay, the second one. It may still name the dead one: a
+	// host that sends no data to a relay keeps it in its lease until shortly after the WireGuard session ends.
 	if by := r.expectBy(t, l.Lab, 1); by != second {
 		t.Errorf("they reach each other by %s, want %s", by.Name(), second.Name())
 	}

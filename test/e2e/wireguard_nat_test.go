@@ -17,8 +17,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// natKind is the way in which a NAT treats the packets of WireGuard. RFC 3489 and RFC 4787 define the
-// names.
+// natKind is the way in which a NAT treats the packets of WireGuard. The names are those of
+// RFC 3489.
 type natKind string
 
 const (
