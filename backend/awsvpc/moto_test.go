@@ -359,7 +359,7 @@ func testRole(t *testing.T, m moto) {
 		t.Errorf("routes %v, want %v removed", got, r)
 	}
 	t.Setenv("AWS_SECRET_ACCESS_KEY", "another")
-	cloudtest.CheckFails(t, "another secret key", bed().Backend(t, `{}`).Cloud, "EC2 refuses the keys (AuthFailure)", false)
+	cloudtest.CheckFails(t, "another secret key", bed().Backend(t, `{}`).Cloud, "EC2 refuses the credentials (AuthFailure)", false)
 }
 
 // authorize makes moto verify all further calls, and gives this process the keys of a role with
