@@ -208,10 +208,10 @@ func (f *fleet) admit(ctx context.Context) {
 // Close implements served.
 func (f *fleet) Close() { _ = f.etcd.Close() }
 
-// Shutdown implements served.
+// Shutdown implements served. By then most networks are closed already.
 func (f *fleet) Shutdown(ctx context.Context) {
 	for _, m := range f.list() {
-		if n := m.present(); n != nil {
+		if n := m.served(); n != nil {
 			n.Shutdown(ctx)
 		}
 	}

@@ -4,6 +4,7 @@ package daemon
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -53,6 +54,7 @@ type member struct {
 	recalled   chan struct{}      // closed when the start may go on after the store has answered; nil unless config is of the last process
 	began      bool               // this host may have something of the network
 	net        *network.Network   // while it is served
+	last       *network.Network   // the last one that was served, already closed; nil while net is set, and after a removal
 }
 
 func newMember(s *shared, name string) *member {
@@ -313,7 +315,7 @@ func (m *member) begin(t task, n *network.Network) bool {
 		return false
 	}
 	m.roster.begin(m.name)
-	m.began, m.net, m.used = true, n, t.config
+	m.began, m.net, m.last, m.used = true, n, nil, t.config
 	return true
 }
 
@@ -378,7 +380,7 @@ func (m *member) closed(n *network.Network) {
 	if now, ok := n.State(); ok {
 		m.used = now.Config
 	}
-	m.seen, m.net = m.lastSeen(), nil
+	m.seen, m.net, m.last = m.lastSeen(), nil, n
 	m.progress.Stopped()
 	m.mu.Unlock()
 	n.Close()
@@ -387,6 +389,9 @@ func (m *member) closed(n *network.Network) {
 
 // retire removes everything of a network whose configuration was deleted.
 func (m *member) retire(ctx context.Context) error {
+	m.mu.Lock()
+	m.last = nil // Retire does what its Shutdown would do
+	m.mu.Unlock()
 	n, err := m.open(ctx, task{})
 	if err != nil {
 		return err
@@ -413,6 +418,13 @@ func (m *member) present() *network.Network {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.net
+}
+
+// served returns the network that is served or was served last, or nil.
+func (m *member) served() *network.Network {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return cmp.Or(m.net, m.last)
 }
 
 // isUp reports whether m has no configuration, was refused, or has been ready with the present

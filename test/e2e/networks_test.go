@@ -570,7 +570,7 @@ func TestNetworksOfOneBackend(t *testing.T) {
 
 // TestNetworksOfCommands checks two networks with extension, one with alloc and one with vxlan in one daemon.
 // The test itself adds the routes for alloc. If a network with extension is deleted, its commands must run,
-// and if it is added again, too.
+// and if it is added again, too. When the daemon stops, each of the two networks must run ShutdownCommand.
 //
 //stages:rest TestNetworks has networks of other backends
 func TestNetworksOfCommands(t *testing.T) {
@@ -624,6 +624,15 @@ func TestNetworksOfCommands(t *testing.T) {
 	expectPhase(t, l, "x1", "serving")
 	for _, h := range l.Hosts() {
 		expectCalls(t, h, "pre x1")
+	}
+
+	h := l.Host(1)
+	expectStop(t, h.Daemon())
+	text, err := os.ReadFile(h.Path(calls))
+	got := strings.Split(strings.TrimSpace(string(text)), "\n")
+	slices.Sort(got)
+	if want := []string{"shutdown x1", "shutdown x2"}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("the commands %q ran when the daemon stopped, %v, want %q", got, err, want)
 	}
 }
 
