@@ -99,7 +99,7 @@ func (b *Backend) startPresent(ctx context.Context, own subnet.Lease) (backend.N
 	part := b.parts[present]
 	l, ok := part.side.Of(&own)
 	if !ok {
-		return nil, fmt.Errorf("start %s: %w", part.side.Type, errNoData)
+		return nil, fmt.Errorf("start %s: %w: %w", part.side.Type, subnet.ErrUnfit, errNoData) // only the store can help
 	}
 	return part.be.Start(ctx, *l)
 }
