@@ -31,7 +31,7 @@ func subnetOf(n int) netip.Prefix {
 }
 
 // via returns the route to the subnet of peer n through dev.
-func via(n int, dev string) dataplane.Route {
+func routeOf(n int, dev string) dataplane.Route {
 	return dataplane.NewRoute(subnetOf(n), netip.Addr{}, dev, false)
 }
 
@@ -100,7 +100,7 @@ func TestLayer(t *testing.T) {
 				want := stateOf(link(dev), dataplane.Addr{Dev: dev, Prefix: netip.MustParsePrefix("10.5.1.0/32")})
 				for n := 2; n <= 3 && (n == 2 || i == present); n++ {
 					if !tt.wide[i] {
-						want.Add(via(n, dev))
+						want.Add(routeOf(n, dev))
 					}
 					v.serve(subnetOf(n), true)
 				}
@@ -132,7 +132,7 @@ func TestLayer(t *testing.T) {
 			l.choose(subnetOf(2), next) // and at the same time the peer leaves the present backend
 			v := l.views[present]
 			if !tt.wide[present] {
-				if _, err := v.Update(ctx, []dataplane.Object{via(2, "old")}, nil, true); err != nil {
+				if _, err := v.Update(ctx, []dataplane.Object{routeOf(2, "old")}, nil, true); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -153,7 +153,7 @@ func TestLayerRandomWalk(t *testing.T) {
 	l.deferred = true
 	// The next backend has one route to the network, and one to a peer only while its path is narrow.
 	narrow := func(n int) dataplane.Route {
-		r := via(n, "new")
+		r := routeOf(n, "new")
 		r.MTU = 1300
 		return r
 	}
@@ -184,9 +184,9 @@ func TestLayerRandomWalk(t *testing.T) {
 		case 2:
 			l.views[present].serve(subnetOf(n), true)
 			if v := l.views[present]; len(v.want.Routes[subnetOf(n)]) == 0 {
-				_, _ = v.Update(ctx, nil, []dataplane.Object{via(n, "old")}, true)
+				_, _ = v.Update(ctx, nil, []dataplane.Object{routeOf(n, "old")}, true)
 			} else {
-				_, _ = v.Update(ctx, []dataplane.Object{via(n, "old")}, nil, true)
+				_, _ = v.Update(ctx, []dataplane.Object{routeOf(n, "old")}, nil, true)
 			}
 		case 3:
 			if _, err := l.apply(ctx, true); err != nil {
@@ -219,7 +219,7 @@ func TestLayerReportsOwnRefusals(t *testing.T) {
 	}
 	for i, want := range []int{1, 0} {
 		dev := []string{"old", "new"}[i]
-		report, err := l.view(i).Reconcile(t.Context(), stateOf(link(dev), via(2+i, dev)), false)
+		report, err := l.view(i).Reconcile(t.Context(), stateOf(link(dev), routeOf(2+i, dev)), false)
 		if err != nil || len(report.Refused) != want {
 			t.Errorf("%s: refused %v, %v, want %d", dev, report.Refused, err, want)
 		}

@@ -36,10 +36,10 @@ type resolver struct {
 	wake   wait.Signal
 	limit  *rate.Limiter
 
-	mu    sync.Mutex
-	names map[string]*name
-	queue []string  // names to resolve
-	told  time.Time // when found was called last, or will be called next
+	mu     sync.Mutex
+	names  map[string]*name
+	queue  []string  // names to resolve
+	called time.Time // when found was called last, or will be called next
 }
 
 // name is a name with its addresses.
@@ -165,13 +165,13 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 // call. The caller holds r.mu.
 func (r *resolver) tell() {
 	now := time.Now()
-	if r.told.After(now) { // a call is planned already
+	if r.called.After(now) { // a call is planned already
 		return
 	}
-	if r.told = r.told.Add(foundPause); r.told.After(now) {
-		time.AfterFunc(r.told.Sub(now), r.found)
+	if r.called = r.called.Add(foundPause); r.called.After(now) {
+		time.AfterFunc(r.called.Sub(now), r.found)
 		return
 	}
-	r.told = now
+	r.called = now
 	r.found()
 }

@@ -61,7 +61,7 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 // that slow hosts are asked at most half of the time.
 func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
-// pair identifies a trouble: the path from one host to another or, if to is empty, the host from
+// pair identifies a failure: the path from one host to another or, if to is empty, the host from
 // itself. The hosts are named as in the mesh.
 type pair struct{ from, to string }
 
@@ -72,29 +72,29 @@ func (p pair) String() string {
 	return p.from + " -> " + p.to
 }
 
-// trouble describes why a path does not work, or why nothing is known from a host.
-type trouble struct {
+// failure describes why a path does not work, or why nothing is known from a host.
+type failure struct {
 	result mesh.Result
 	text   string
 }
 
-func troubleOf(c mesh.Cell) trouble { return trouble{c.Result, string(c.Result) + ": " + c.Advice} }
+func failureOf(c mesh.Cell) failure { return failure{c.Result, string(c.Result) + ": " + c.Advice} }
 
 // meshReport records what a watch has printed. Its zero value has printed nothing.
 type meshReport struct {
-	known    map[pair]trouble // nil before the first update
+	known    map[pair]failure // nil before the first update
 	unlisted int              // number of broken paths that are not in known, which is limited to maxWatched paths
 }
 
-// update prints how m differs from the mesh of the last update: troubles that are new or have another
-// result, troubles that have ended, and those of hosts that are gone. In the first update, and if the
+// update prints how m differs from the mesh of the last update: failures that are new or have another
+// result, failures that have ended, and those of hosts that are gone. In the first update, and if the
 // number of unlisted paths has changed, it prints a summary before them.
 func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	number := map[string]int{}
 	for i, h := range m.Hosts {
 		number[h.Name] = i
 	}
-	now, unlisted := r.troubles(m, number)
+	now, unlisted := r.failures(m, number)
 	if r.known == nil || unlisted != r.unlisted {
 		line := fmt.Sprint(m.Summary().Counts)
 		if unlisted > 0 {
@@ -127,22 +127,22 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 
 func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }
 
-// troubles returns the present troubles of a mesh. It lists about maxWatched broken paths at most;
+// failures returns the present failures of a mesh. It lists about maxWatched broken paths at most;
 // unlisted is the number of the others. number is the index of each host in m.Hosts, by name. If
-// nothing is known about a path any more, its last known trouble remains.
-func (r *meshReport) troubles(m *mesh.Matrix, number map[string]int) (now map[pair]trouble, unlisted int) {
-	now = map[pair]trouble{}
+// nothing is known about a path any more, its last known failure remains.
+func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pair]failure, unlisted int) {
+	now = map[pair]failure{}
 	unlisted = m.Summary().Broken
 	watched := 0
 	for path, was := range r.known {
 		from, okFrom := number[path.from]
-		to, okTo := number[path.to] // false if the trouble is about a host
+		to, okTo := number[path.to] // false if the failure is about a host
 		if !okFrom || !okTo {
 			continue
 		}
 		switch c := m.Cell(from, to); {
 		case c.Result.Broken():
-			now[path] = troubleOf(c)
+			now[path] = failureOf(c)
 			unlisted--
 			watched++
 		case c.Result == mesh.Unknown:
@@ -153,14 +153,14 @@ func (r *meshReport) troubles(m *mesh.Matrix, number map[string]int) (now map[pa
 	for _, p := range m.Broken(maxWatched + len(r.known)) {
 		path := pair{m.Hosts[p.From].Name, m.Hosts[p.To].Name}
 		if _, known := now[path]; !known && watched < maxWatched {
-			now[path] = troubleOf(p.Cell)
+			now[path] = failureOf(p.Cell)
 			unlisted--
 			watched++
 		}
 	}
 	for i, h := range m.Hosts {
 		if why := m.Problem(i); why != "" {
-			now[pair{from: h.Name}] = trouble{mesh.Unknown, "nothing is known: " + why}
+			now[pair{from: h.Name}] = failure{mesh.Unknown, "nothing is known: " + why}
 		}
 	}
 	return now, unlisted

@@ -217,7 +217,7 @@ func clean(text string) string {
 }
 
 // check returns nil if the routes to all of these subnets are in order. Otherwise it returns the reason for the
-// first subnet whose route is not: a toldError if the leader has announced one, and a waitingError if the leader
+// first subnet whose route is not: a announcedError if the leader has announced one, and a waitingError if the leader
 // has said nothing. leader is the name of the leader, for the error.
 func (a announcement) check(subnets []netip.Prefix, leader string) error {
 	for _, dst := range subnets {
@@ -226,7 +226,7 @@ func (a announcement) check(subnets []netip.Prefix, leader string) error {
 		}
 		for _, u := range a.Unrouted {
 			if slices.Contains(u.Subnets, dst) {
-				return &toldError{fmt.Sprintf("no route to %s, says the leader %s: %s", dst, leader, clean(u.Reason)), knownKind(u.Kind)}
+				return &announcedError{fmt.Sprintf("no route to %s, says the leader %s: %s", dst, leader, clean(u.Reason)), knownKind(u.Kind)}
 			}
 		}
 		if a.Error != "" {
@@ -237,11 +237,11 @@ func (a announcement) check(subnets []netip.Prefix, leader string) error {
 	return nil
 }
 
-// toldError is the reason that the leader has announced for a missing route to this host.
-type toldError struct{ text, kind string }
+// announcedError is the reason that the leader has announced for a missing route to this host.
+type announcedError struct{ text, kind string }
 
 // Error implements error.
-func (e *toldError) Error() string { return e.text }
+func (e *announcedError) Error() string { return e.text }
 
 // knownKind returns kind, or "failed" if Kind never returns it for an error.
 func knownKind(kind string) string {

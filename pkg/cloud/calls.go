@@ -86,8 +86,8 @@ func (c *Calls) Counts() []CallCount {
 func Kind(err error) string {
 	var missing *MissingError
 	var quota *QuotaError
-	if told, ok := errors.AsType[*toldError](err); ok {
-		return told.kind
+	if announced, ok := errors.AsType[*announcedError](err); ok {
+		return announced.kind
 	}
 	switch {
 	case err == nil:

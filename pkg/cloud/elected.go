@@ -83,15 +83,15 @@ type Elected struct {
 	unfit  error        // why this host may not write; nil if it may
 	failed error        // why this host has not become the leader although there is no other one
 
-	mu       sync.Mutex
-	peers    Peers
-	keeper   *Keeper   // while this host is the leader; otherwise nil
-	report   Report    // while this host is not the leader; the field Leader is always valid
-	vacant   time.Time // since when there is no leader; zero if there is one
-	inOrder  bool      // the last announcement or comparison says that the own routes are in order
-	told     bool      // the last announcement or comparison had the tables; only with Tunnel
-	repaired int       // routes that this host has repaired since the last call of Last
-	err      error     // why the routes to this host are not in order
+	mu          sync.Mutex
+	peers       Peers
+	keeper      *Keeper   // while this host is the leader; otherwise nil
+	report      Report    // while this host is not the leader; the field Leader is always valid
+	vacant      time.Time // since when there is no leader; zero if there is one
+	inOrder     bool      // the last announcement or comparison says that the own routes are in order
+	knowsTables bool      // the last announcement or comparison had the tables; only with Tunnel
+	repaired    int       // routes that this host has repaired since the last call of Last
+	err         error     // why the routes to this host are not in order
 }
 
 // NewElected returns an Elected. The caller runs it.
@@ -216,7 +216,7 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 	e.mu.Lock()
 	e.report.Leader = name
 	e.mu.Unlock()
-	var told, omitted, problem string
+	var announced, omitted, problem string
 	retry := &wait.Backoff{Least: leastRead, Most: mostRead}
 	for again := time.Duration(0); ; {
 		var due <-chan time.Time
@@ -235,7 +235,7 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 			klog.FromContext(term).Info("the routes are too many to announce all of them", "most", mostText, "omitted", less)
 		}
 		omitted = less
-		if failed == nil && string(text) != told {
+		if failed == nil && string(text) != announced {
 			failed = publish(term, text)
 		}
 		if now := errorText(failed); now != problem && now != "" && term.Err() == nil {
@@ -245,7 +245,7 @@ func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, pu
 		if again = 0; failed != nil {
 			again = retry.Next()
 		} else {
-			told = string(text)
+			announced = string(text)
 			retry.Reset()
 		}
 		if _, alone := errors.AsType[*joinError](err); Hopeless(err) || alone && !Transient(err) {
@@ -266,7 +266,7 @@ func (e *Elected) take(ctx context.Context, k *Keeper) error {
 	repaired, err := k.Result(ctx)
 	e.mu.Lock()
 	e.repaired += repaired
-	e.err, e.inOrder, e.told = err, err == nil, e.Tunnel && len(k.Report().Tables) > 0
+	e.err, e.inOrder, e.knowsTables = err, err == nil, e.Tunnel && len(k.Report().Tables) > 0
 	e.mu.Unlock()
 	e.ready()
 	e.Compared()
@@ -281,7 +281,7 @@ func (e *Elected) follow(leader string, announced json.RawMessage, err error) {
 	before, was, report := errorText(e.err), e.inOrder, e.report
 	switch {
 	case err != nil:
-		if !e.inOrder && !e.told { // otherwise the routes stay as they are while the store is away
+		if !e.inOrder && !e.knowsTables { // otherwise the routes stay as they are while the store is away
 			e.err = &waitingError{err}
 		}
 	case leader == "":
@@ -318,7 +318,7 @@ func (e *Elected) stay() {
 	if e.vacant.IsZero() {
 		e.vacant = time.Now()
 	}
-	if (e.inOrder || e.told) && time.Since(e.vacant) <= mostVacancy {
+	if (e.inOrder || e.knowsTables) && time.Since(e.vacant) <= mostVacancy {
 		return
 	}
 	err := errors.New("no host writes the routes of the cloud yet")
@@ -336,7 +336,7 @@ func (e *Elected) stay() {
 // routers may not follow this route yet.
 func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, err error) {
 	if announced == nil {
-		if e.inOrder || e.told {
+		if e.inOrder || e.knowsTables {
 			return e.stays()
 		}
 		return false, &waitingError{fmt.Errorf("waiting for the leader %s, which has not compared the routes yet", leader)}
@@ -345,7 +345,7 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 	if err != nil {
 		return false, fmt.Errorf("the leader %s has announced something that cannot be read: %w", leader, err)
 	}
-	if a.Routed == nil && (e.inOrder || e.told) { // the routes stay as they are in an outage of the cloud or of the store
+	if a.Routed == nil && (e.inOrder || e.knowsTables) { // the routes stay as they are in an outage of the cloud or of the store
 		return e.stays()
 	}
 	err = a.check(e.Own.Subnets, leader)
@@ -359,7 +359,7 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 		}
 		return inOrder, err
 	}
-	if e.told = a.Tables != nil; e.told {
+	if e.knowsTables = a.Tables != nil; e.knowsTables {
 		complete := false
 		e.report.Tables, e.report.Routes, complete = a.tables(e.Own.Subnets)
 		e.report.Dropped = false
@@ -367,8 +367,8 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 	}
 	// Without tables this host continues to use the cloud or the tunnel, as before, unless the leader says that
 	// there is no route.
-	if _, told := errors.AsType[*toldError](err); inOrder || told {
-		e.report.Dropped = told && Kind(err) != "waiting"
+	if _, announced := errors.AsType[*announcedError](err); inOrder || announced {
+		e.report.Dropped = announced && Kind(err) != "waiting"
 	}
 	if inOrder && len(e.report.Tables) == 0 {
 		return false, &waitingError{fmt.Errorf("the leader %s %w", leader, errNoTables)}

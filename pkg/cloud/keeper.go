@@ -113,13 +113,13 @@ type Keeper struct {
 	right   map[Route]bool  // wanted routes that the tables had when they were last read
 	targets targets         // of other hosts
 
-	mu       sync.Mutex
-	peers    Peers
-	read     bool      // a comparison has used peers
-	whole    time.Time // since when peers has contained all leases of the store; zero if it does not
-	report   Report
-	repaired int   // routes repaired since the last call of Last
-	err      error // of the routes to this host, from the last comparison
+	mu            sync.Mutex
+	peers         Peers
+	read          bool      // a comparison has used peers
+	completeSince time.Time // since when peers has contained all leases of the store; zero if it does not
+	report        Report
+	repaired      int   // routes repaired since the last call of Last
+	err           error // of the routes to this host, from the last comparison
 }
 
 // idle is the state of a route that no lease needs.
@@ -196,9 +196,9 @@ func (k *Keeper) SetPeers(p Peers) {
 	}
 	switch {
 	case !p.Complete || p.Unreadable:
-		k.whole = time.Time{}
-	case k.whole.IsZero():
-		k.whole = time.Now()
+		k.completeSince = time.Time{}
+	case k.completeSince.IsZero():
+		k.completeSince = time.Now()
 	}
 }
 
@@ -216,10 +216,10 @@ func (k *Keeper) hosts() (all []Host, since time.Time) {
 	connected := k.Connected()
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if connected.IsZero() || k.whole.IsZero() {
+	if connected.IsZero() || k.completeSince.IsZero() {
 		return nil, time.Time{}
 	}
-	if since = k.whole; connected.After(since) {
+	if since = k.completeSince; connected.After(since) {
 		since = connected
 	}
 	return append(slices.Clone(k.peers.Hosts), k.Own), since

@@ -69,7 +69,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	}
 	v.RTT = rtt
 	mtu := n.mtu(p)
-	if _, err := s.whole(ctx, inner, mtu); err != nil {
+	if _, err := s.unfragmented(ctx, inner, mtu); err != nil {
 		v.Largest = s.largest(ctx, inner, mtu)
 		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
 	}
@@ -106,8 +106,8 @@ func (s sender) echo(ctx context.Context, dst netip.Addr, size int) (time.Durati
 	return s.twice(ctx, dst, ping.Options{Size: size, Timeout: answerTimeout})
 }
 
-// whole is like echo for packets that must not be fragmented.
-func (s sender) whole(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
+// unfragmented is like echo for packets that must not be fragmented.
+func (s sender) unfragmented(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
 	return s.twice(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: answerTimeout})
 }
 

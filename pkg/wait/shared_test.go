@@ -24,7 +24,7 @@ func TestShared(t *testing.T) {
 		}
 		return changed
 	}
-	told := func(changed Signal) bool {
+	changedOf := func(changed Signal) bool {
 		select {
 		case <-changed:
 			return true
@@ -38,12 +38,12 @@ func TestShared(t *testing.T) {
 	}
 	one, two := join(true), join(false)
 	wake()
-	if !told(one) || !told(two) {
+	if !changedOf(one) || !changedOf(two) {
 		t.Error("a listener was not told of a change")
 	}
 	s.Leave(one)
 	wake()
-	if told(one) || !told(two) || ended != 0 {
+	if changedOf(one) || !changedOf(two) || ended != 0 {
 		t.Errorf("after one has left: the subscription has ended %d times, or a change was not told to the other", ended)
 	}
 	s.Leave(two)

@@ -627,11 +627,11 @@ func TestAudit(t *testing.T) {
 	ledger.Restore(state, time.Now())
 	snaps := make(chan map[string]string, 100)
 	done := make(chan error)
-	var whole atomic.Int64
+	var snapshots atomic.Int64
 	go func() {
 		done <- m.Watch(ctx, func(u subnet.Update) {
 			if _, ok := ledger.Follow(u, time.Now()); !ok {
-				whole.Add(1)
+				snapshots.Add(1)
 				ledger.Apply(u.Snapshot(), time.Now())
 			}
 			all := map[string]string{}
@@ -675,8 +675,8 @@ func TestAudit(t *testing.T) {
 	if len(lines) != 1 || !strings.Contains(lines[0], fmt.Sprintf(`"leases"=%d "first"="10.5.2.0-24"`, n)) {
 		t.Errorf("log has %q, want one line about %d leases", lines, n)
 	}
-	if whole.Load() != 1 {
-		t.Errorf("the ledger applied %d whole snapshots, want 1", whole.Load())
+	if snapshots.Load() != 1 {
+		t.Errorf("the ledger applied %d whole snapshots, want 1", snapshots.Load())
 	}
 }
 

@@ -25,7 +25,7 @@ var errOwnChanged = errors.New("own node has changed")
 // ready, the condition NetworkUnavailable. While it runs it also creates the Events of Warn. It
 // returns ErrLeaseLost, wrapped, when the Node has other podCIDRs. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
-	defer m.outage.Forget(keeping)
+	defer m.outage.Forget(maintaining)
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -61,7 +61,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case !passes(err) && !errors.Is(err, errRelist):
 			return err
 		}
-		m.report(ctx, keeping, err)
+		m.report(ctx, maintaining, err)
 		if err := b.Wait(ctx, retryAfter(err)); err != nil {
 			return err
 		}
@@ -89,7 +89,7 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	if err != nil {
 		return false, err
 	}
-	k.report(ctx, keeping, nil)
+	k.report(ctx, maintaining, nil)
 	if restored {
 		return true, nil
 	}

@@ -138,10 +138,10 @@ type timing struct {
 
 // The activities that talk to the API server.
 const (
-	starting = "start"
-	keeping  = "own node"
-	watching = "watch"
-	getting  = "get node " // the name of the Node follows
+	starting    = "start"
+	maintaining = "own node"
+	watching    = "watch"
+	getting     = "get node " // the name of the Node follows
 )
 
 // New returns a manager. It reads the files that say how to reach the API server but does not

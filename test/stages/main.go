@@ -170,7 +170,7 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
 		results = append(results, r)
 		if s.rest && sel.part == short {
-			r.whole = true
+			r.leftOut = true
 			continue
 		}
 		if slices.ContainsFunc(results, func(n *run) bool { return n.stage == s.needs && !n.ok() }) {

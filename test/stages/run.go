@@ -57,7 +57,7 @@ type run struct {
 	failures []failure // in the order in which they were reported
 	skips    []string
 	left     []test // tests of the other part
-	whole    bool   // the whole stage is left to the other part
+	leftOut  bool   // the whole stage is left to the other part
 }
 
 // A failure is a failed test or package.
@@ -94,14 +94,14 @@ func (r *run) other() string {
 }
 
 func (r *run) leftColumn() string {
-	if r.whole {
+	if r.leftOut {
 		return "all"
 	}
 	return strconv.Itoa(len(r.left))
 }
 
 func (r *run) leftNames() string {
-	if r.whole {
+	if r.leftOut {
 		return "the whole stage"
 	}
 	var names []string
@@ -114,11 +114,11 @@ func (r *run) leftNames() string {
 func (r *run) empty() bool { return !r.noTests && r.passed+r.failed+r.skipped == 0 }
 
 func (r *run) ok() bool {
-	return r.whole || r.err == nil && r.failed == 0 && (!r.strict || r.skipped == 0 && !r.empty())
+	return r.leftOut || r.err == nil && r.failed == 0 && (!r.strict || r.skipped == 0 && !r.empty())
 }
 
 func (r *run) result() string {
-	if r.whole {
+	if r.leftOut {
 		return "left"
 	}
 	if r.ok() && r.empty() {
@@ -129,7 +129,7 @@ func (r *run) result() string {
 
 // reasons returns the reasons of failures and the skipped tests of the stage, one per element.
 func (r *run) reasons() []string {
-	if r.whole {
+	if r.leftOut {
 		return nil
 	}
 	var reasons []string

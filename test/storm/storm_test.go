@@ -65,7 +65,7 @@ func TestObservation(t *testing.T) {
 	r := newRegistry()
 	own, a, b := lease("own", 0), lease("a", 1), lease("b", 2)
 	s := &observation{registry: r, own: -1}
-	told := func(leases ...*subnet.Lease) {
+	learned := func(leases ...*subnet.Lease) {
 		s.take(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: leases} }})
 	}
 	check := func(when string, want bool) {
@@ -83,7 +83,7 @@ func TestObservation(t *testing.T) {
 	check("alone", true)
 	r.expect(identify(&a), true)
 	check("before the first peer is known", false)
-	told(&a, &b)
+	learned(&a, &b)
 	check("with a peer that should not be there", false)
 	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"b": nil}})
 	check("without it", true)
