@@ -411,7 +411,7 @@ func TestFirewallSwitchIsLogged(t *testing.T) {
 	}
 	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
 	expectOnce(t, d, `"firewall chosen" firewall="iptables" because="EnableNFTables is false in the last known configuration"`)
-	expectSoonOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true"`)
+	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true"`)
 	expectStop(t, d)
 	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
 	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true in the last known configuration"`)

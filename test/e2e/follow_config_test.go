@@ -630,7 +630,7 @@ func TestConfigurationFollowedByNetworks(t *testing.T) {
 	monitor := newKernelMonitor(t, h)
 	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6,"MTU":1400}}`)
 	for _, h := range l.Hosts() {
-		expectSoonOnce(t, h.Daemon(), followed)
+		expectOnce(t, h.Daemon(), followed)
 		expectInOutput(t, h, "ip link show flannel.6", "mtu 1350")
 	}
 	expectPhase(t, l, "green", "serving")

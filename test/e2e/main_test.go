@@ -250,16 +250,10 @@ func linesWith(d *lab.Daemon, text string) []string {
 	return found
 }
 
-// expectOnce fails the test unless exactly one line of the daemon's log contains text.
+// expectOnce waits until a line of a daemon's log contains text, and fails the test unless exactly one
+// line does. It waits because the test reads the log through a pipe, which may be later than the answer to
+// a request.
 func expectOnce(t *testing.T, d *lab.Daemon, text string) {
-	t.Helper()
-	if lines := linesWith(d, text); len(lines) != 1 {
-		t.Errorf("%d lines with %q, want one: %q", len(lines), text, lines)
-	}
-}
-
-// expectSoonOnce waits until a line of the log contains text, and then does what expectOnce does.
-func expectSoonOnce(t *testing.T, d *lab.Daemon, text string) {
 	t.Helper()
 	eventually(t, text, func() error {
 		if len(linesWith(d, text)) == 0 {
@@ -267,7 +261,9 @@ func expectSoonOnce(t *testing.T, d *lab.Daemon, text string) {
 		}
 		return nil
 	})
-	expectOnce(t, d, text)
+	if lines := linesWith(d, text); len(lines) != 1 {
+		t.Errorf("%d lines with %q, want one: %q", len(lines), text, lines)
+	}
 }
 
 // expectFailure waits until the daemon ends. The test fails unless its exit code is 1, and one line
