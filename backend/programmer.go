@@ -18,25 +18,6 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Reconciler makes the kernel's state equal to a wanted state. Its methods have the
-// contract of dataplane.Reconciler.
-type Reconciler interface {
-	Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error)
-	Update(ctx context.Context, removed, added []dataplane.Object, sweep bool) (dataplane.Report, error)
-	Has(o dataplane.Object) bool
-	Counts() map[string]dataplane.Count
-	Changed() <-chan struct{}
-	Close() error
-}
-
-// Sweeper is a Reconciler that can delete single objects before all peers are known, like
-// dataplane.Reconciler. The Reconciler that a migration gives to its backends is none, because the
-// migration decides what is deleted.
-type Sweeper interface {
-	Reconciler
-	SweepAt(objects ...dataplane.Object)
-}
-
 var _ Sweeper = (*dataplane.Reconciler)(nil)
 
 // Programmer is the common part of the networks of all kernel backends. It makes the

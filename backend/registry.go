@@ -156,6 +156,33 @@ func (r Registry) tunnels() []string {
 	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Overflows })
 }
 
+// located returns the backend for a configuration with SameLocation. It refuses MTU "probe": the
+// MTU of a path needs a route to the peer alone, and with locations only the backend inside may
+// have such a route.
+func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
+	entry := r.entries[same.Type]
+	if !entry.Inside || r.locate == nil {
+		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys", subnet.Shorten(same.Type), strings.Join(r.insides(), ", "))
+	}
+	_, probes, err := r.probesMTU(same.Raw, entry)
+	if err != nil {
+		return nil, nil, fmt.Errorf("SameLocation: %w", err)
+	}
+	if probes || env.ProbesMTU {
+		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
+	}
+	inside := func(env Env) (Backend, []string, error) {
+		env.Config.BackendType, env.Config.Backend = same.Type, same.Raw
+		return r.one(env)
+	}
+	return r.locate(env, same, between, inside)
+}
+
+// insides returns the types that SameLocation may have, in alphabetical order.
+func (r Registry) insides() []string {
+	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Inside })
+}
+
 // Types returns the types of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 

@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-
-	"github.com/flanneld/flanneld/subnet"
 )
 
 // SameLocation is the key SameLocation of a Backend object: the backend between hosts of one location.
@@ -59,33 +57,6 @@ type Surrounding interface {
 // packets between locations, and inside(env) the one for packets inside of a location. same is the
 // configuration of the latter.
 type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend, []string, error)) (Backend, []string, error)
-
-// located returns the backend for a configuration with SameLocation. It refuses MTU "probe": the
-// MTU of a path needs a route to the peer alone, and with locations only the backend inside may
-// have such a route.
-func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
-	entry := r.entries[same.Type]
-	if !entry.Inside || r.locate == nil {
-		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys", subnet.Shorten(same.Type), strings.Join(r.insides(), ", "))
-	}
-	_, probes, err := r.probesMTU(same.Raw, entry)
-	if err != nil {
-		return nil, nil, fmt.Errorf("SameLocation: %w", err)
-	}
-	if probes || env.ProbesMTU {
-		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
-	}
-	inside := func(env Env) (Backend, []string, error) {
-		env.Config.BackendType, env.Config.Backend = same.Type, same.Raw
-		return r.one(env)
-	}
-	return r.locate(env, same, between, inside)
-}
-
-// insides returns the types that SameLocation may have, in alphabetical order.
-func (r Registry) insides() []string {
-	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Inside })
-}
 
 // Placer is a Backend whose hosts may have locations.
 type Placer interface {

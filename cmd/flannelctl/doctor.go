@@ -17,26 +17,10 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 )
-
-// finding is a problem of this host that affects the network.
-type finding struct {
-	Problem string `json:"problem"`
-	Fix     string `json:"fix"` // a command or another remedy
-	Serious bool   `json:"serious"`
-}
-
-// host is the host to examine. root is the root of its file system, which tests replace.
-type host struct {
-	root   string
-	report *status.Report // nil if no daemon answers
-	away   error          // why no daemon answers, or nil
-	docker dockerFunc
-}
 
 func newDoctorCommand() *cobra.Command {
 	var (
@@ -104,33 +88,6 @@ func (h host) examine(ctx context.Context) []finding {
 	return findings
 }
 
-// text returns the content of the file at path below root, without surrounding spaces. ok is false if
-// the file cannot be read.
-func (h host) text(path string) (text string, ok bool) {
-	b, err := os.ReadFile(filepath.Join(h.root, path))
-	return strings.TrimSpace(string(b)), err == nil
-}
-
-func (h host) backend() string {
-	if h.report == nil {
-		return ""
-	}
-	return h.report.Network.BackendType
-}
-
-func (h host) families() map[prefix.Family]bool {
-	families := map[prefix.Family]bool{}
-	if h.report != nil {
-		for _, p := range h.report.Network.Prefixes {
-			families[prefix.FamilyOf(p.Addr())] = true
-		}
-	}
-	if len(families) == 0 {
-		families[prefix.IPv4] = true
-	}
-	return families
-}
-
 func (h host) daemon() []finding {
 	switch {
 	case errors.Is(h.away, fs.ErrPermission):
@@ -189,12 +146,6 @@ func (h host) forwarding() []finding {
 	return fs
 }
 
-func (h host) sysctl(key string) (int, bool) {
-	text, ok := h.text("proc/sys/" + strings.ReplaceAll(key, ".", "/"))
-	v, err := strconv.Atoi(text)
-	return v, ok && err == nil
-}
-
 func (h host) bridges() []finding {
 	var fs []finding
 	for f, key := range map[prefix.Family]string{prefix.IPv4: "net.bridge.bridge-nf-call-iptables", prefix.IPv6: "net.bridge.bridge-nf-call-ip6tables"} {
@@ -215,8 +166,6 @@ func (h host) bridges() []finding {
 // answer of the pod stays on the bridge. So the kernel does not translate its source address back to
 // the address of the Service, and the client does not recognize the answer.
 const withoutBridgeFilter = "a pod gets no answer from a Service that a pod on the same bridge serves, and NetworkPolicies do not apply between them"
-
-func (h host) kubernetes() bool { return h.report != nil && h.report.Datastore.Kind == "kubernetes" }
 
 func (h host) reversePath() []finding {
 	if h.report == nil {
@@ -263,19 +212,6 @@ func (h host) firewalldFix() string {
 		fix = append(fix, fmt.Sprintf("firewall-cmd --permanent --add-port=%d/udp", port))
 	}
 	return strings.Join(append(fix, "firewall-cmd --reload"), " && ")
-}
-
-// ports returns the UDP ports that peers send to, or nil if no daemon answers.
-func (h host) ports() []int {
-	if h.report == nil {
-		return nil
-	}
-	return h.report.Network.Ports
-}
-
-func (h host) exists(path string) bool {
-	_, err := os.Stat(filepath.Join(h.root, path))
-	return !errors.Is(err, fs.ErrNotExist)
 }
 
 // mtus returns a finding for each bridge of pods whose MTU is larger than that of the network.
@@ -381,12 +317,4 @@ func (h host) modules() []finding {
 		"kernel " + release + " has no module " + module,
 		"install the package with the kernel's additional modules (Ubuntu: linux-modules-extra-" + release + ")", true,
 	}}
-}
-
-func (h host) release() string {
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return "unknown"
-	}
-	return unix.ByteSliceToString(u.Release[:])
 }

@@ -19,10 +19,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// dockerFunc returns which kinds of rules Docker has that keep packets of other hosts
-// from the containers behind b: first those in iptables, then those in nftables.
-type dockerFunc func(ctx context.Context, b rules.DockerBridge) (iptables, nftables rules.DockerCut)
-
 // dockerCuts reads the rules in the kernel. It ignores rules that cannot be read.
 func dockerCuts(ctx context.Context, b rules.DockerBridge) (inIPTables, inNFTables rules.DockerCut) {
 	inIPTables, _ = iptables.Docker(ctx, b)

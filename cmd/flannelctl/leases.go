@@ -152,17 +152,6 @@ func expires(l lease) string {
 	return (time.Duration(l.TTLSeconds) * time.Second).String()
 }
 
-// list joins values with commas.
-func list[T fmt.Stringer](values []T) string {
-	texts := make([]string, 0, len(values))
-	for _, v := range values {
-		texts = append(texts, v.String())
-	}
-	return strings.Join(texts, ",")
-}
-
-func dash(s string) string { return cmp.Or(s, "-") }
-
 // watched is a lease as watchLeases has last seen it.
 type watched struct {
 	*subnet.Lease

@@ -3,19 +3,14 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"io"
-	"net/http"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/pkg/status"
 )
-
-// networkFlag is the name of the flag that chooses one of several networks.
-const networkFlag = "network"
 
 func newNetworksCommand() *cobra.Command {
 	var (
@@ -61,24 +56,4 @@ func printOverview(w io.Writer, r status.Report, out *output) error {
 		err = errNotReady
 	}
 	return err
-}
-
-// fetchOne asks a daemon for the report about one network. If network is empty and the
-// daemon serves several, the error names them.
-func fetchOne(ctx context.Context, client *http.Client, base, network string) (status.Report, error) {
-	r, err := fetch(ctx, client, base, network)
-	if err != nil || len(r.Networks) == 0 {
-		return r, err
-	}
-	var names []string
-	for _, n := range r.Networks {
-		names = append(names, n.Name)
-	}
-	return r, fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)
-}
-
-// addNetworkTo adds the flag that chooses one of several networks, and returns its
-// value.
-func addNetworkTo(cmd *cobra.Command) *string {
-	return cmd.PersistentFlags().String(networkFlag, "", "one of several networks, by name")
 }

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -57,3 +58,14 @@ func (o *output) print(w io.Writer, v any, table func(io.Writer)) error {
 	_, err = fmt.Fprintln(w, strings.TrimSuffix(string(text), "\n"))
 	return err
 }
+
+// list joins values with commas.
+func list[T fmt.Stringer](values []T) string {
+	texts := make([]string, 0, len(values))
+	for _, v := range values {
+		texts = append(texts, v.String())
+	}
+	return strings.Join(texts, ",")
+}
+
+func dash(s string) string { return cmp.Or(s, "-") }

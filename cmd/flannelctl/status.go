@@ -4,9 +4,6 @@ package main
 
 import (
 	"cmp"
-	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -20,12 +17,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/status"
 )
-
-// statusTimeout limits the time that a daemon may take to answer.
-const statusTimeout = 10 * time.Second
-
-// errNotReady makes the exit code 1. The command has already printed the reason.
-var errNotReady = errors.New("flanneld is not ready")
 
 func newStatusCommand() *cobra.Command {
 	var (
@@ -71,41 +62,6 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and its kernel objects")
 	cmd.MarkFlagsMutuallyExclusive("socket", "url")
 	return cmd
-}
-
-// fetch asks the daemon at the URL base for its report about one network. If network is empty, a
-// daemon with one network reports about that one, and a daemon with several lists them in Networks.
-func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
-	fail := func(err error) (status.Report, error) { return r, fmt.Errorf("ask flanneld for its status: %w", err) }
-	address, err := url.JoinPath(base, "statusz.json")
-	if err != nil {
-		return fail(err)
-	}
-	if network != "" {
-		address += "?network=" + url.QueryEscape(network)
-	}
-	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
-	if err != nil {
-		return fail(err)
-	}
-	resp, err := client.Do(req)
-	if err != nil {
-		return fail(err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode == http.StatusNotFound && network != "" {
-		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
-		return fail(errors.New(strings.TrimSpace(string(text))))
-	}
-	if resp.StatusCode != http.StatusOK {
-		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))
-	}
-	if err := json.NewDecoder(resp.Body).Decode(&r); err != nil {
-		return fail(err)
-	}
-	return r, nil
 }
 
 func printStatus(w io.Writer, r status.Report, all bool) {

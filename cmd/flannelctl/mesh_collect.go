@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/flanneld/flanneld/pkg/mesh"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
+)
+
+const (
+	// meshAtOnce is the number of hosts that are asked at the same time. It is large because most of the
+	// time is spent waiting for hosts that are down.
+	meshAtOnce = 128
+	// meshReading is the number of answers that are read at the same time. Each may take several times
+	// mesh.MaxAnswer of memory.
+	meshReading = 16
+	// meshConnect limits the time to connect to a host. It is long enough for TCP to repeat a lost packet.
+	meshConnect = 2 * time.Second
+)
+
+// meshFlags are the flags of flannelctl mesh.
+type meshFlags struct {
+	store     storeFlags
+	port      uint16
+	timeout   time.Duration
+	interval  time.Duration
+	namespace string
+	selector  string
+}
+
+// cluster contains the hosts that have a lease, and the way to ask them for their status.
+type cluster struct {
+	hosts []mesh.Host
+	// ask requests the status of a host and returns the body of the answer. The caller must read the body
+	// before it cancels ctx, and close it.
+	ask   func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error)
+	close func()
+}
+
+// find reads the hosts from the store. The caller closes the cluster, unless find returns an error.
+func (f *meshFlags) find(ctx context.Context) (cluster, error) {
+	o, err := f.store.options()
+	if err != nil {
+		return cluster{}, err
+	}
+	if o.KubeSubnetMgr {
+		return f.onKubernetes(ctx, o)
+	}
+	hosts, err := f.onEtcd(ctx)
+	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
+}
+
+// collect asks all hosts for their status. Each host may take the time most to begin its answer, and the
+// same time again to send it. If a host does not answer, the matrix contains its error. collect returns an
+// error only if ctx ends.
+func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix, error) {
+	m := mesh.New(c.hosts)
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(meshAtOnce)
+	reading := make(chan struct{}, meshReading)
+	for i := range m.Hosts {
+		group.Go(func() error {
+			if err := c.collectOne(ctx, m, i, most, reading); err != nil {
+				m.Fail(i, err)
+			}
+			return ctx.Err()
+		})
+	}
+	return m, group.Wait()
+}
+
+// collectOne asks host i, counted from 0, and records its answer in m. If it returns an error, the caller
+// records that. collectOne puts a value into reading while it reads the answer: the capacity of reading
+// limits the number of answers that are read at the same time.
+func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most time.Duration, reading chan struct{}) error {
+	within, cancel := context.WithCancel(ctx)
+	defer cancel()
+	late := time.AfterFunc(most, cancel)
+	defer late.Stop()
+	explain := func(err error) error {
+		if within.Err() != nil && ctx.Err() == nil {
+			return fmt.Errorf("it does not answer within %s", most)
+		}
+		return err
+	}
+	answer, err := c.ask(within, m.Hosts[i])
+	if err != nil {
+		return explain(err)
+	}
+	defer answer.Close()
+	// Stop the clock of this host while it waits for its turn to be read.
+	if !late.Stop() {
+		return explain(nil)
+	}
+	select {
+	case reading <- struct{}{}:
+		defer func() { <-reading }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	late.Reset(most)
+	body, err := io.ReadAll(io.LimitReader(answer, int64(mesh.MaxAnswer(len(m.Hosts)))+1))
+	if err != nil {
+		return fmt.Errorf("read its answer: %w", explain(err))
+	}
+	m.Answer(i, body)
+	return nil
+}
+
+// meshHost returns the host of a lease, with its public addresses. ok is false if the lease has none,
+// because it reserves a subnet for no host or cannot be read.
+func meshHost(l subnet.Lease, name string) (h mesh.Host, ok bool) {
+	h = mesh.Host{Key: l.Key, Name: name}
+	for _, e := range l.Endpoints {
+		if subnet.IsHost(e.PublicIP) {
+			h.PublicIPs = append(h.PublicIPs, e.PublicIP)
+		}
+	}
+	return h, len(h.PublicIPs) > 0
+}
+
+// onEtcd returns the hosts of the leases in etcd. A host has the name of its first subnet.
+func (f *meshFlags) onEtcd(ctx context.Context) (hosts []mesh.Host, err error) {
+	err = withAdmin(f.store, func(a *etcd.Admin) error {
+		entries, err := a.Entries(ctx, false)
+		for _, e := range entries {
+			name := e.Lease.Key
+			if len(e.Lease.Endpoints) > 0 {
+				name = e.Lease.Endpoints[0].Subnet.String()
+			}
+			if h, ok := meshHost(e.Lease, name); ok {
+				hosts = append(hosts, h)
+			}
+		}
+		return err
+	})
+	return hosts, err
+}
+
+// overHTTP returns a function that asks a host at its public addresses. It asks at the address of the
+// second family only if the request to the first one fails.
+func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) (io.ReadCloser, error) {
+	dialer := &net.Dialer{Timeout: min(meshConnect, f.timeout/2)}
+	client := &http.Client{
+		Transport: &http.Transport{DisableKeepAlives: true, DialContext: dialer.DialContext}, // no proxy: the addresses are those of hosts on the underlay
+		// Do not follow a redirect: another host must not make this one send requests to arbitrary
+		// addresses.
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	return func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error) {
+		for _, a := range h.PublicIPs {
+			if answer, err = get(ctx, client, netip.AddrPortFrom(a, f.port), f.query()); err == nil {
+				return answer, nil
+			}
+		}
+		return nil, err
+	}
+}
+
+func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.Values) (io.ReadCloser, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+at.String()+"/statusz.json?"+query.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, errors.New(cause(err)) // without the URL, which has a long query
+	}
+	if resp.StatusCode != http.StatusOK {
+		_ = resp.Body.Close()
+		return nil, fmt.Errorf("http://%s/statusz.json: %s", at, resp.Status)
+	}
+	return resp.Body, nil
+}
+
+// onKubernetes returns the hosts of the Nodes that flannel manages. ask sends its requests through the API
+// server to flanneld's pods.
+func (f *meshFlags) onKubernetes(ctx context.Context, o options.Options) (cluster, error) {
+	d, err := kube.FindDaemons(ctx, kubeConfig(o), f.namespace, f.selector)
+	if err != nil {
+		return cluster{}, err
+	}
+	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
+		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query())
+	}}
+	entries, err := kube.Entries(ctx, kubeConfig(o))
+	if err != nil {
+		d.Close()
+		return cluster{}, err
+	}
+	for _, e := range entries {
+		if h, ok := meshHost(e.Lease, e.Lease.Key); ok {
+			c.hosts = append(c.hosts, h)
+		}
+	}
+	return c, nil
+}
+
+// query returns the URL parameters that request all paths of the network.
+func (f *meshFlags) query() url.Values {
+	q := url.Values{status.ParamPaths: {status.AllPaths}}
+	if *f.store.network != "" {
+		q.Set(status.ParamNetwork, *f.store.network)
+	}
+	return q
+}
