@@ -158,7 +158,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		in.Location = locator.Location()
 	}
 	for l := range s.Ledger.Leases() {
-		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
+		p := PeerReport{Lease: *l, Refused: s.log.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
 		if objects && inspector != nil {
 			p.Objects = inspector.Objects(l.Key)
 		}

@@ -7,24 +7,15 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
-
-	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/parallel"
 	"github.com/flanneld/flanneld/pkg/repair"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
-)
-
-// While passes fail, a new error is logged at once. If the text of the error differs each time, for
-// example because many changes fail in random order, errorBurst errors are logged at once, and then
-// one in errorEvery.
-const (
-	errorEvery = time.Minute
-	errorBurst = 5
 )
 
 // SyncerConfig configures a Syncer. OnSync and OnRefused may be nil.
@@ -68,12 +59,9 @@ type Syncer struct {
 	arbiter  *subnet.Arbiter
 	unusable map[string]string // reasons why leases were not passed to the arbiter, by key
 	kernel   map[string]string // reasons why the network refused peers, by lease key
-	refused  map[string]string // all logged reasons, by lease key
 	err      error             // error of the last pass
-	logged   string            // last logged error
-	limit    *rate.Limiter     // limit of logged errors without a success between them
 	lastSync time.Time         // time of the last successful pass
-	held     int               // number of held peers at the last pass
+	log      syncLog
 	repairs  *repair.Limiter
 	retry    wait.Backoff // for refusals whose cause may disappear
 
@@ -98,9 +86,8 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this check was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
-		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairs(),
-		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
-		side:  side, moving: map[string]struct{}{},
+		kernel: map[string]string{}, log: newSyncLog(c.OnRefused), repairs: newRepairs(),
+		side: side, moving: map[string]struct{}{},
 	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
@@ -156,11 +143,14 @@ func (s *Syncer) step(ctx context.Context) error {
 		return nil
 	}
 	s.repairs.Note(ctx, outcome.Repaired)
-	s.logRefused(ctx, set, outcome.Refused, err != nil)
+	s.log.refusals(ctx, s.mayDiffer(set, outcome.Refused, err != nil), s.reason)
 	if set.Complete { // before that, the leases are those on disk, which the last process has logged
-		s.logShared(ctx)
+		s.log.shared(ctx, s.arbiter.SharedChanges())
 	}
-	s.logResult(ctx, err)
+	s.log.result(ctx, err)
+	if s.err = err; err == nil {
+		s.lastSync = time.Now()
+	}
 	if s.OnSync != nil {
 		s.OnSync(Pass{
 			Complete: set.Complete, News: news, Err: err, OneBackend: s.Migrated && set.Complete && len(s.moving) == 0,
@@ -214,8 +204,51 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	set.Leases, set.Refused = s.arbiter.Accepted(), s.refusedLeases
 	s.all, s.news = false, false
 	clear(s.changed)
-	s.logHeld(ctx)
+	s.log.held(ctx, s.Ledger.NumHeld(), s.Ledger.Held)
 	return set, news
+}
+
+// mayDiffer returns the keys of the leases whose refusals may differ from those at the last pass.
+// byKernel contains the refusals of this pass. If the pass failed, it may not have reached all peers, so a
+// peer that is not in byKernel keeps its refusal.
+func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[string]struct{} {
+	keys := map[string]struct{}{}
+	add := func(reasons map[string]string) {
+		for key := range reasons {
+			keys[key] = struct{}{}
+		}
+	}
+	add(s.kernel)
+	maps.DeleteFunc(s.kernel, func(key, _ string) bool { return !failed || set.Leases[key] == nil })
+	for _, r := range byKernel {
+		s.kernel[r.Key] = r.Reason
+	}
+	add(s.kernel)
+	if set.All {
+		add(s.log.refused)
+		add(s.unusable)
+		for _, r := range s.arbiter.AllRefused() {
+			keys[r.Key] = struct{}{}
+		}
+	}
+	for _, key := range set.Changed {
+		keys[key] = struct{}{}
+	}
+	return keys
+}
+
+// reason returns the reason why a lease is not served in all families, or "" if it is.
+func (s *Syncer) reason(key string) string {
+	if why, ok := s.unusable[key]; ok {
+		return why
+	}
+	why := strings.Join(s.arbiter.Refused(key), "; ")
+	if k, ok := s.kernel[key]; ok && why != "" {
+		return why + "; " + k
+	} else if ok {
+		return k
+	}
+	return why
 }
 
 // compareBool orders false before true.
