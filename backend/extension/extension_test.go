@@ -500,10 +500,7 @@ func TestRetireAfterBoot(t *testing.T) {
 // TestRetireWithBrokenDisk checks that Retire undoes the commands of this process also if it cannot write or read
 // the state file. The next process cannot know them.
 func TestRetireWithBrokenDisk(t *testing.T) {
-	n := newNode(t, logging())
-	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil { // a file in place of the directory
-		t.Fatal(err)
-	}
+	n := newNodeWithBrokenDisk(t)
 	n.mustStart()
 	n.sync(peer(2, "two"))
 	n.stop()
@@ -728,11 +725,18 @@ func TestHostileData(t *testing.T) {
 	}
 }
 
-func TestBrokenDisk(t *testing.T) {
+// newNodeWithBrokenDisk returns a node that has a file in place of the state directory.
+func newNodeWithBrokenDisk(t *testing.T) *node {
+	t.Helper()
 	n := newNode(t, logging())
-	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil { // a file in place of the directory
+	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
+	return n
+}
+
+func TestBrokenDisk(t *testing.T) {
+	n := newNodeWithBrokenDisk(t)
 	n.mustStart()
 	n.sync(peer(2, "two"))
 	n.sync(peer(2, "two"))

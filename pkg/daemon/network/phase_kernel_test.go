@@ -49,7 +49,7 @@ func TestKernelPhases(t *testing.T) {
 	w.store.Put(peerOn("10.5.1.0/24", "192.0.2.9"))
 	w.store.SetConfig(`{"Network": "10.5.0.0/23", "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0", "Backend": {"Type": "vxlan"}}`)
 	w.expect(PhaseNoInterface)
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	w.expect(PhaseNoLease)
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
 	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
@@ -142,13 +142,13 @@ func TestKernelPhases(t *testing.T) {
 
 	// After a restart the interface has no address, and the store has a configuration that also needs an
 	// IPv6 address. The last known state needs only the IPv4 address.
-	w.noAddress("192.0.2.1/24")
+	w.address(netlink.AddrDel, "192.0.2.1/24")
 	w.store.SetConfig(`{"Network": "10.7.0.0/23", "EnableIPv6": true, "IPv6Network": "fd00:7::/48", "Backend": {"Type": "vxlan"}}`)
 	stop = w.start()
 	w.expect(PhaseNoConfiguration, PhaseNoInterface)
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	w.expect(PhaseLastKnown)
-	w.address("2001:db8::1/64")
+	w.address(netlink.AddrAdd, "2001:db8::1/64")
 	w.expect(PhaseServing)
 	stop()
 
@@ -171,7 +171,7 @@ func TestKernelStartWithoutAFreeSubnet(t *testing.T) {
 		return
 	}
 	w := newWalk(t)
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	config := func(n int) string {
 		return fmt.Sprintf(`{"Network": "10.%[1]d.0.0/23", "SubnetMin": "10.%[1]d.1.0", "SubnetMax": "10.%[1]d.1.0", "Backend": {"Type": "host-gw"}}`, n)
 	}
@@ -198,7 +198,7 @@ func TestKernelStartWaitsForAFormerSubnet(t *testing.T) {
 		return
 	}
 	w := newWalk(t)
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	const rest = `"Network": "10.5.0.0/23", "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0"`
 	w.store.SetConfig(`{` + rest + `, "Backend": {"Type": "host-gw"}}`)
 	for _, next := range []string{
@@ -246,7 +246,7 @@ func TestKernelStopWhileStarting(t *testing.T) {
 	stop = w.start()
 	w.expect(PhaseNoConfiguration, PhaseNoInterface)
 	stop()
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	w.store.Put(peerOn("10.5.1.0/24", "192.0.2.9"))
 	stop = w.start()
 	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease)
@@ -261,7 +261,7 @@ func TestKernelClaims(t *testing.T) {
 		return
 	}
 	w := newWalk(t)
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
 	stop := w.start()
 	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
@@ -286,7 +286,7 @@ func TestKernelStartWithAnUnusableConfiguration(t *testing.T) {
 		return
 	}
 	w := newWalk(t)
-	w.address("192.0.2.1/24")
+	w.address(netlink.AddrAdd, "192.0.2.1/24")
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
 	stop := w.start()
 	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
@@ -385,22 +385,14 @@ func (w *walk) link(name string, change func(netlink.Link) error) {
 	}
 }
 
-func (w *walk) address(addr string) {
+// address adds an address to eth0, or deletes it, by change.
+func (w *walk) address(change func(netlink.Link, *netlink.Addr) error, addr string) {
 	w.t.Helper()
 	a, err := netlink.ParseAddr(addr)
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	w.link("eth0", func(l netlink.Link) error { return netlink.AddrAdd(l, a) })
-}
-
-func (w *walk) noAddress(addr string) {
-	w.t.Helper()
-	a, err := netlink.ParseAddr(addr)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	w.link("eth0", func(l netlink.Link) error { return netlink.AddrDel(l, a) })
+	w.link("eth0", func(l netlink.Link) error { return change(l, a) })
 }
 
 func (w *walk) mtu(mtu int) {
