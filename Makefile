@@ -55,7 +55,7 @@ ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
+.PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-release test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
 	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
@@ -105,6 +105,9 @@ test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubern
 test-cloud: ## run the suite of clouds with aws-vpc and moto_server, an emulator of AWS that must be in PATH
 	@command -v moto_server > /dev/null || { echo "test-cloud: moto_server is not in PATH: install it, for example by pip install 'moto[server]==5.2.1'"; exit 1; }
 	go test -tags moto -race -count=1 -v -run '^TestMoto$$' ./backend/awsvpc
+
+test-release: deps components bin/tools/stages ## build releases and check them (SHORT=1: for two architectures)
+	@$(STAGES) $(ONE) $(if $(SHORT),-short) release
 
 fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz

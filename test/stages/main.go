@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command stages runs the tests in stages, one after another, and prints a table of
-// results and times at the end. One stage, which mostly waits, runs in the background of those
-// after it. If a stage fails, the others still run, except those that need it: these count as
-// failed too. Arguments name the stages that run, in addition to those that they need. Without
-// arguments all stages run.
+// results and times at the end. Some stages run in the background of those after them. If a
+// stage fails, the others still run, except those that need it: these count as failed too.
+// Arguments name the stages that run, in addition to those that they need. Without arguments
+// all stages run.
 //
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
 // stage. A test of test/e2e that needs the whole machine is named TestAlone... and runs
-// before the stage in the background starts. A test that needs a kernel feature that
+// before the stages in the background start. A test that needs a kernel feature that
 // this machine may lack, such as WireGuard or IPIP, is named TestVM... and runs in test/vm.
-// Fuzz targets are named Fuzz... A test file with a build tag belongs to no stage.
+// A test of dist that is named TestRelease... belongs to the stage release. Fuzz targets are
+// named Fuzz... A test file with a build tag belongs to no stage.
 //
 // The tests have two parts. A test whose comment contains the line "//stages:rest reason"
 // belongs to the rest, and so do whole stages. All others are the short part. The table
@@ -46,10 +47,12 @@ type stage struct {
 	rest  bool   // whether the whole stage belongs to the rest
 	// background means that later stages do not wait for the end of this one.
 	background bool
-	// after is the name of a stage in the background whose end this one waits for; empty if
-	// none.
-	after string
-	run   func(ctx context.Context, r *run, s selection) error
+	// nice is the niceness of the programs of the stage. At 19 they leave the CPUs to those of
+	// all other stages.
+	nice int
+	// exclusive means that this stage waits for the end of all stages in the background.
+	exclusive bool
+	run       func(ctx context.Context, r *run, s selection) error
 }
 
 type options struct {
@@ -62,20 +65,20 @@ type options struct {
 func stages(o options) []stage {
 	return []stage{
 		{name: "build", help: "make build", run: build},
-		{name: "unit", help: "all but the other stages, with the race detector", run: func(ctx context.Context, r *run, s selection) error {
-			return unit(ctx, r, s, o.short)
-		}},
+		{name: "unit", help: "all but the other stages, with the race detector", run: unit},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
-		{name: "fuzz", help: "every fuzz target for a while", rest: true,
-			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
-		// Clusters mostly wait for their programs: alone, the stage would use a fifth of two
-		// CPUs. The stage e2e leaves a third of them idle, so both run at the same time.
+		// Two CPUs are idle for a third of the stage e2e, which mostly waits for timers. The next
+		// three stages use that time: clusters mostly wait too, compilers and fuzzers are nice.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
+		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true, nice: 10,
+			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
+		{name: "release", help: "TestRelease... of dist, which build releases", rest: true, background: true, nice: 19,
+			run: func(ctx context.Context, r *run, s selection) error { return release(ctx, r, s, o.short) }},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		// The guest's CPUs are emulated and slow, so no other stage runs at the same time.
-		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", after: "kubernetes", run: vm},
+		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", exclusive: true, run: vm},
 	}
 }
 
@@ -162,12 +165,11 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 	var results []*run
 	var background sync.WaitGroup
 	defer background.Wait()
-	ended := map[string]chan struct{}{} // closed at the end of each stage in the background, by its name
 	for _, s := range chosen {
-		if end, ok := ended[s.after]; ok {
-			<-end
+		if s.exclusive {
+			background.Wait()
 		}
-		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
+		r := &run{stage: s.name, part: sel.part, strict: strict, nice: s.nice, out: out}
 		results = append(results, r)
 		if s.rest && sel.part == short {
 			r.leftOut = true
@@ -179,12 +181,7 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 		}
 		fmt.Fprintf(out, "== %s: %s\n", s.name, s.help)
 		if s.background {
-			end := make(chan struct{})
-			ended[s.name] = end
-			background.Go(func() {
-				defer close(end)
-				runOne(ctx, s, r, sel)
-			})
+			background.Go(func() { runOne(ctx, s, r, sel) })
 			continue
 		}
 		if runOne(ctx, s, r, sel); errors.Is(r.err, errInterrupted) {

@@ -31,9 +31,8 @@ func build(ctx context.Context, r *run, _ selection) error {
 // unit, like kernel, does not use cached results. The cache of Go notices changes of files that
 // a test opens. It does not notice changes of this machine, or of files that are read by
 // programs which the test runs.
-func unit(ctx context.Context, r *run, s selection, short bool) error {
-	// In the rest, the tests of dist build a release twice, which takes long.
-	return goTests(ctx, r, s, "-race", s.timeout(15*time.Minute, 30*time.Minute), "-p", perCPU(2), fmt.Sprintf("-short=%v", short))
+func unit(ctx context.Context, r *run, s selection) error {
+	return goTests(ctx, r, s, "-race", s.timeout(15*time.Minute, 15*time.Minute), "-p", perCPU(2))
 }
 
 func kernel(ctx context.Context, r *run, s selection) error {
@@ -66,6 +65,12 @@ func vm(ctx context.Context, r *run, s selection) error {
 // endToEnd runs one package after the other, so that packages do not share the machine.
 func endToEnd(ctx context.Context, r *run, s selection) error {
 	return goTests(ctx, r, s, "-race", s.timeout(20*time.Minute, 40*time.Minute), "-p=1", "-parallel", perCPU(4))
+}
+
+// release runs without the race detector, because the tests run make, which builds the product
+// without it.
+func release(ctx context.Context, r *run, s selection, short bool) error {
+	return goTests(ctx, r, s, "-timeout=30m", fmt.Sprintf("-short=%v", short))
 }
 
 // kubernetes runs without the race detector, because the tests contain no code of the
@@ -119,7 +124,7 @@ var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    con
 func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, error) {
 	for again := false; ; again = true {
 		var said bytes.Buffer
-		r := &run{stage: stage.stage, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
+		r := &run{stage: stage.stage, nice: stage.nice, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
 		err := goTest(ctx, r, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
 		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
@@ -133,7 +138,12 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 // the tests, even if the user has set them.
 func goTest(ctx context.Context, r *run, args ...string) error {
 	args = append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
-	return events(command(ctx, "go", args...), r)
+	name := "go"
+	if r.nice > 0 {
+		args = append([]string{"-n", strconv.Itoa(r.nice), name}, args...)
+		name = "nice"
+	}
+	return events(command(ctx, name, args...), r)
 }
 
 // compilerEnv contains variables that make compilers and linkers collect garbage only when they

@@ -116,9 +116,8 @@ func TestSkippedTest(t *testing.T) {
 	}
 }
 
-// TestBackground checks that a stage in the background runs at the same time as the stage after it. A
-// stage that waits for it by its field after must run only after its end. The run must wait for its
-// result.
+// TestBackground checks that a stage in the background runs at the same time as the stage after it. An
+// exclusive stage must run only after its end. The run must wait for its result.
 func TestBackground(t *testing.T) {
 	module(t, map[string]string{})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -140,7 +139,7 @@ func TestBackground(t *testing.T) {
 			close(reached)
 			return nil
 		}},
-		{name: "guest", after: "clusters", run: func(_ context.Context, r *run, _ selection) error {
+		{name: "guest", exclusive: true, run: func(_ context.Context, r *run, _ selection) error {
 			r.noTests = true
 			select {
 			case <-ended:
@@ -304,6 +303,21 @@ func TestSlow(*testing.T) {}
 func TestKernelSlow(*testing.T) {}`),
 		"test/e2e/a_test.go":        source("e2e", "func TestE(*testing.T) {}\n\n//stages:rest waits\nfunc TestESlow(*testing.T) {}\n\n//stages:rest waits\nfunc TestAloneSlow(*testing.T) {}"),
 		"test/kubernetes/a_test.go": source("kubernetes", "func TestK(*testing.T) {}"),
+		"dist/a_test.go": `package dist
+
+import (
+	"syscall"
+	"testing"
+)
+
+// TestReleaseIsNice expects a niceness of 19, for which the system call returns 1.
+//
+//stages:rest builds a release
+func TestReleaseIsNice(t *testing.T) {
+	if n, err := syscall.Getpriority(syscall.PRIO_PROCESS, 0); err != nil || n != 1 {
+		t.Errorf("got %d, %v", n, err)
+	}
+}`,
 	}
 	module(t, files)
 	for _, tt := range []struct {
@@ -315,12 +329,12 @@ func TestKernelSlow(*testing.T) {}`),
 		{"short", "3 passed, 0 failed, 0 skipped", []string{
 			"unit: left to make test-rest: TestSlow\n", "kernel: left to make test-rest: TestKernelSlow\n",
 			"alone: left to make test-rest: TestAloneSlow\n", "e2e: left to make test-rest: TestESlow\n", "fuzz: left to make test-rest: the whole stage\n",
-			"kubernetes: left to make test-rest: the whole stage\n",
+			"kubernetes: left to make test-rest: the whole stage\n", "release: left to make test-rest: the whole stage\n",
 		}, map[string]string{"kernel": "1", "alone": "1", "e2e": "1", "fuzz": "all"}},
-		{"rest", "6 passed, 0 failed, 0 skipped", []string{
+		{"rest", "7 passed, 0 failed, 0 skipped", []string{
 			"unit: left to make test: TestA, FuzzA\n", "e2e: left to make test: TestE\n",
-		}, map[string]string{"unit": "2", "kubernetes": "0"}},
-		{"all", "9 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
+		}, map[string]string{"unit": "2", "kubernetes": "0", "release": "0"}},
+		{"all", "10 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
 	} {
 		t.Run(tt.part, func(t *testing.T) {
 			var out bytes.Buffer
@@ -329,7 +343,7 @@ func TestKernelSlow(*testing.T) {}`),
 				t.Setenv("CI", "")
 			} else {
 				t.Setenv("CI", "true")
-				args = append(args, "build", "unit", "kernel", "alone", "e2e", "fuzz", "kubernetes")
+				args = append(args, "build", "unit", "kernel", "alone", "e2e", "fuzz", "kubernetes", "release")
 			}
 			ok, err := execute(t.Context(), args, &out)
 			if err != nil || !ok {
@@ -646,7 +660,7 @@ func TestChoose(t *testing.T) {
 		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
 		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
 		{[]string{"kubernetes"}, []string{"build", "kubernetes"}},
-		{nil, []string{"build", "unit", "kernel", "fuzz", "alone", "kubernetes", "e2e", "vm"}},
+		{nil, []string{"build", "unit", "kernel", "alone", "kubernetes", "fuzz", "release", "e2e", "vm"}},
 	} {
 		chosen, err := choose(stages(options{}), tt.names)
 		if err != nil {

@@ -60,6 +60,8 @@ func (t test) stage() string {
 		return "e2e"
 	case strings.HasPrefix(t.name, "TestKernel"):
 		return "kernel"
+	case strings.HasSuffix(t.pkg, "/dist") && strings.HasPrefix(t.name, "TestRelease"):
+		return "release"
 	}
 	return "unit"
 }
