@@ -154,6 +154,9 @@ func (s section) write(t *testing.T, b *strings.Builder) {
 		}
 		fmt.Fprintf(b, "| `%s` | %s | %s | %s |\n", key, s.wants(t, key, v.Field(i)), textOf(v.Field(i)), comments[key])
 	}
+	if !v.FieldByName("MTU").IsValid() && s.backend != "" && s.refusal("MTU", "probe") == "" { // the registry knows the key, not the backend
+		b.WriteString("| `MTU` | \"probe\" | none | each host finds the MTU of the path to each peer; see [paths](paths.md#let-hosts-find-the-mtu-of-each-path) |\n")
+	}
 	b.WriteString("\n")
 }
 
