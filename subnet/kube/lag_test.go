@@ -45,8 +45,10 @@ var etcds = map[string]string{
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestEveryEtcd(t *testing.T) {
+	t.Parallel()
 	for name, program := range etcds {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			s := &server{dir: t.TempDir(), program: program}
 			t.Cleanup(s.stop)
 			if err := s.start(); err != nil {
@@ -335,6 +337,7 @@ func (b *balancer) use(s *server) {
 //
 //stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {
+	t.Parallel()
 	a := &server{dir: t.TempDir()}
 	t.Cleanup(a.stop)
 	if err := a.start(); err != nil {

@@ -1050,6 +1050,7 @@ func TestTokenIsRead(t *testing.T) {
 //
 //stages:rest it takes half a minute; TestWatchNewNodes starts an API server too
 func TestWipedServer(t *testing.T) {
+	t.Parallel()
 	s := &server{dir: t.TempDir()}
 	if err := s.start(); err != nil {
 		t.Fatal(err)
