@@ -55,7 +55,7 @@ func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
 	return Cloud(t, v.New, raw, v.Families...)
 }
 
-// Joined returns the Cloud of host i-1 after a successful Join.
+// Joined calls Join for this process, which runs on the instance i-1, and returns its Cloud.
 func (v VPC) Joined(t *testing.T) cloud.Cloud {
 	t.Helper()
 	c := v.Backend(t, `{}`).Cloud

@@ -171,8 +171,8 @@ type Backend struct {
 	host   *Host
 }
 
-// Scope implements backend.Backend. It contains no devices: those that commands create
-// belong to the commands.
+// Scope implements backend.Backend. The scope contains no devices, because only the commands manage
+// the devices that they create.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Claim implements backend.Backend. The claim contains the output of PreStartupCommand, so Claim

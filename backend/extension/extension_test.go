@@ -679,8 +679,9 @@ func TestStopWhileCommandsHang(t *testing.T) {
 	n.expect("add", "remove", "add")
 }
 
-// TestStopWhileRemoveHangs checks that the next process adds the subnet again after a stop
-// during its removal, because the removal may have succeeded in part.
+// TestStopWhileRemoveHangs stops the daemon while SubnetRemoveCommand runs. It checks that the next
+// process runs that command again, and then SubnetAddCommand with the present data, because the first
+// removal may have succeeded in part.
 func TestStopWhileRemoveHangs(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $(cat)" >> $LOG`, "SubnetRemoveCommand": `echo "remove $(cat)" >> $LOG; test -e $DIR/ok || sleep 1000`})
 	n.mustStart()

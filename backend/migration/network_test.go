@@ -241,7 +241,8 @@ func TestDecisions(t *testing.T) {
 }
 
 // TestAnswerForAFormerLease checks that an answer to a probe does not count if the lease of the
-// peer has changed since the probe. The peer must not change its backend before it answers again.
+// peer has changed since the probe. Packets to the peer must stay with the present backend until
+// the peer answers a new probe.
 func TestAnswerForAFormerLease(t *testing.T) {
 	former := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))
 	moved := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))

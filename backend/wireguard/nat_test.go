@@ -20,7 +20,7 @@ type natHost struct {
 	clock  instant
 }
 
-// newNATHost returns host 1 at its start, with own as its last lease.
+// newNATHost returns host 1 just after its start. own is the lease that it had before.
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)

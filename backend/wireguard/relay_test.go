@@ -22,7 +22,7 @@ func keys(numbers ...byte) (ks []wgtypes.Key) {
 	return ks
 }
 
-// array returns the JSON array of the keys with these numbers, as for key.
+// array returns a JSON array that contains key(n) for each n in numbers.
 func array(t *testing.T, numbers ...byte) json.RawMessage {
 	t.Helper()
 	raw, err := encodeKeys(keys(numbers...))

@@ -98,8 +98,9 @@ func (r *relaying) note(lease string, now relayNote) {
 	r.decisive = r.decisive || decides(before.peer) || decides(now.peer)
 }
 
-// agreed reports whether this host and a peer publish that they do not reach each other, so that a
-// relay may carry their packets. A host that is down publishes nothing new, and needs no relay.
+// agreed reports whether this host and at least one peer both publish that they do not reach each
+// other. Only then may a relay carry the packets between them. It is not sufficient that this host
+// publishes it, because the peer may be down.
 func (r *relaying) agreed() bool {
 	if r.published.empty() {
 		return false

@@ -258,8 +258,9 @@ func TestTheEndOfAMigrationKeepsTheRelay(t *testing.T) {
 	}
 }
 
-// TestNoNetworkIsEverWithoutAPeer checks that a subnet moves to the relay, and back to the peer, in
-// one write, which removes no subnet.
+// TestNoNetworkIsEverWithoutAPeer checks that one write moves a subnet from the peer to the relay,
+// and that one write moves it back. Neither write may remove a subnet, because the device would drop
+// packets to that subnet until the next write.
 func TestNoNetworkIsEverWithoutAPeer(t *testing.T) {
 	h := newRelayedHost(t, host(t, 1, 1))
 	five, six := withRelays(t, 5, leaseData{Relay: true}), host(t, 6, 6)

@@ -22,7 +22,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/version"
 )
 
-// readTimeout limits how long a scrape waits for the daemon's main loop.
+// readTimeout limits how long a scrape waits for Values. The daemon reads them only between two
+// passes of a network's Syncer.
 const readTimeout = 2 * time.Second
 
 // Values contains the values that are read at each scrape. A zero time or a nil map means

@@ -408,7 +408,7 @@ func TestKernelWaitTimesOut(t *testing.T) {
 		t.Errorf("log: %s", log)
 	}
 
-	// At the end of the time a link-local address is better than none.
+	// When the timeout has passed, Wait accepts a link-local address if there is no other.
 	ctx, log = logged(t)
 	i, err := Wait(ctx, Options{Families: v6, Ifaces: []string{"d1"}}, 200*time.Millisecond)
 	if err != nil || len(i.Addrs) != 1 || !i.Addrs[0].Local.IsLinkLocalUnicast() {

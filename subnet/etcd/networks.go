@@ -20,9 +20,10 @@ import (
 // Several networks share one prefix: each network has the keys <prefix>/<name>/config and
 // <prefix>/<name>/subnets/..., as in flannel 0.5 to 0.7.
 
-// Network returns a manager of one network below the prefix of m. It uses the connection of m, so
-// cfg needs no endpoints, prefix, TLS files and login, and the caller must close m last. Network
-// returns an error if no network can have that name.
+// Network returns a manager of the network with that name, whose keys are below the prefix of m.
+// It uses the connection of m, so cfg needs no endpoints, prefix, TLS files and login. The caller
+// must not close m while it uses the returned manager. Network returns an error if the name is
+// invalid.
 func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	if err := subnet.CheckNetworkName(name); err != nil {
 		return nil, err

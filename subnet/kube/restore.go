@@ -114,8 +114,9 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	return true, nil
 }
 
-// full reports whether the podCIDRs of all entries are known. They are not known for a Node whose
-// last known lease lacks a family of the configuration.
+// full reports whether the podCIDRs of all entries are known. The cache takes the podCIDRs from the
+// last known leases. If a lease has no subnet of a family that the configuration enables, the
+// podCIDRs of its Node are not known.
 func (c *nodeCache) full() bool {
 	for _, e := range c.entries {
 		if e.cidrs == nil {

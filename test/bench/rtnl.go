@@ -312,7 +312,8 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 	})
 }
 
-// dumpRoutes calls each for every IPv4 route of the main table that leads through a device.
+// dumpRoutes reads the IPv4 routes of the main table whose output device has the index ifindex, and
+// calls the function each for every one of them.
 func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) error {
 	body := rtmsg(0, 0, 0)
 	clear(body[5:])

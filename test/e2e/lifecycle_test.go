@@ -58,8 +58,8 @@ func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 	return have
 }
 
-// TestStopAtAnyMoment stops daemons, each a bit later after its start than the one before. A stop
-// must never remove entries that are already in the kernel.
+// TestStopAtAnyMoment starts and stops one daemon after another. Each daemon runs a bit longer than
+// the one before. None may remove an entry that an earlier daemon has written to the kernel.
 //
 //stages:rest it stops a daemon at many moments
 func TestStopAtAnyMoment(t *testing.T) {

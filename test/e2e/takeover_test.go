@@ -360,8 +360,9 @@ func runOtherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	}
 }
 
-// expectAddresses waits until duplicate address detection has ended for all addresses. The kernel
-// then sends another notification of each address, which a kernelMonitor would take for a change.
+// expectAddresses waits until duplicate address detection has ended for all IPv6 addresses. When it
+// ends for an address, the kernel sends another notification about that address. A kernelMonitor
+// would take that notification for a change.
 func expectAddresses(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	eventually(t, "the end of duplicate address detection", func() error {

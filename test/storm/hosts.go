@@ -280,7 +280,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	return r
 }
 
-// host is a host without its kernel: only the part that uses the store.
+// host simulates the part of a host that uses the store. It has no devices, routes and rules.
 type host struct {
 	number      int
 	all         *Hosts

@@ -215,7 +215,8 @@ func addTool(ctx context.Context, root, name string) (libraries []string, err er
 	return libraries, nil
 }
 
-// addModules copies the modules of k, and generates the list of their dependencies.
+// addModules copies the folders in modules from the kernel k to the guest, and generates the list
+// of the dependencies between the modules in them.
 func addModules(ctx context.Context, root string, k kernel) error {
 	to := filepath.Join(root, "usr/lib/modules", k.version)
 	for _, dir := range modules {

@@ -101,8 +101,8 @@ func completeDevice(f *fixture) {
 	}
 }
 
-// checksumOffload checks that the checksum offload changes only if a wanted link has
-// another value than OffloadAuto.
+// checksumOffload checks that a device gets the checksum offload of the wanted link. If the wanted
+// link has OffloadAuto, the device keeps its setting.
 func checksumOffload(f *fixture) {
 	offload := func(want dataplane.Offload) {
 		f.Helper()
