@@ -90,12 +90,15 @@ func (h *Host) Shutdown(ctx context.Context) {
 	}
 }
 
-// Retire undoes what commands have done since the boot, because the network was deleted: it runs
-// SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file, also one of
-// an earlier boot. It logs a command that fails, and does not repeat it. If it cannot read the state
-// file and this process has run no commands, it logs that and does nothing. The caller must close the network first. If ctx ends, Retire returns the error of
-// ctx. The next call then repeats the command that was killed, and continues. Retire also returns
-// an error if it cannot delete the state file.
+// Retire undoes what commands have done since the boot, because the network was deleted. It runs
+// SubnetRemoveCommand for each subnet, and then ShutdownCommand. It logs a command that fails, and
+// does not repeat it. Then it deletes the state file. If only an earlier boot has run commands, it
+// just deletes the state file. If this process has not loaded the state yet and cannot read the
+// file, Retire logs that and does nothing.
+//
+// The caller must close the network first. If ctx ends, Retire returns the error of ctx. The next
+// call then repeats the command that was killed, and continues. Retire also returns an error if it
+// cannot delete the state file.
 func (h *Host) Retire(ctx context.Context) error {
 	exists, err := h.store.exists()
 	if err != nil {

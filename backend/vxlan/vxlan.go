@@ -2,7 +2,7 @@
 
 // Package vxlan carries packets between hosts with the kernel's VXLAN device. There is
 // one device per address family, with a route, a neighbour and an FDB entry for each
-// peer.
+// peer. With DirectRouting, a peer on the same network as this host has only a route.
 //
 //   - vxlan.go is the Backend, and the pure functions from leases to kernel objects.
 //   - config.go is the Backend object of the configuration, with the MTU.

@@ -191,8 +191,11 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 	}
 }
 
-// change returns the change that turns h, the peer in the device, into w. differs is false if
-// no change is necessary. allowed returns the subnets of all wanted peers.
+// change compares h, the peer in the device, with the wanted peer w, and returns the change that
+// h needs now. differs is false if h needs none. change leaves some differences to a later pass,
+// so that they do not disturb a session: a new preshared key waits until takesPSK is true, and
+// another endpoint waits until h has no session, unless w has got a new one. allowed returns the
+// subnets of all wanted peers, for mustRemove.
 func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {

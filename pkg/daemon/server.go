@@ -19,8 +19,9 @@ import (
 // journalSize is the number of log lines on the status page.
 const journalSize = 200
 
-// listen opens the local socket and the health port, and makes group serve them until ctx
-// ends. The daemon continues without the socket, because it is only for inspection.
+// listen opens the local socket, the health port and the address of --statusz-address, as far
+// as they are configured. group serves them until members, its context, ends. If the socket
+// cannot be opened, listen logs that and continues, because the socket is only for inspection.
 func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
 	page, err := status.Handler(s.status)
 	if err != nil {

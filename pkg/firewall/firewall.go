@@ -155,8 +155,9 @@ func (t Table) Concerns() bool { return len(t.Own) > 0 }
 // Wanted reports whether the table contains any rules.
 func (t Table) Wanted() bool { return len(t.rules) > 0 }
 
-// Rules returns all rules that chain c should contain if no other daemon uses it: the
-// common ones and those of t. It returns nil if t has none for the chain.
+// Rules returns all rules that chain c should contain if no other daemon has rules in it:
+// the rules at its head that all daemons share (see common), and those of t. It returns nil
+// if t has no rules for the chain.
 func (t Table) Rules(c Chain) []Rule {
 	if len(t.rules[c]) == 0 {
 		return nil

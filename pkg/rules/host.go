@@ -60,9 +60,10 @@ func (h *Host) Run(ctx context.Context) error {
 	return nil
 }
 
-// programs returns the iptables programs of this host, or nil if ctx ends first. The first
-// call decides in which families Run searches for them: all networks of a host use the same
-// variant, because a packet passes the rules of every variant.
+// programs asks Run to search the iptables programs of this host for families, and returns the
+// result, or nil if ctx ends first. Only the first call causes a search. Later calls return the
+// same programs, even for other families, because all networks of a host must use the same
+// variant of iptables: a packet passes the rules of every variant.
 func (h *Host) programs(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	select {
 	case h.wanted <- families:

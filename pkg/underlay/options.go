@@ -11,7 +11,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Options holds the operator's settings for the external interface.
+// Options holds what decides the choice of the external interface, besides the facts that are
+// read from the kernel: the operator's settings, the enabled families, the pod subnets and the
+// current choice.
 type Options struct {
 	// Ifaces are interface names or addresses, tried in order.
 	Ifaces []string

@@ -110,8 +110,9 @@ func TestSlowLink(t *testing.T) {
 	}
 }
 
-// TestListTakesTurns expects that a host waits for its turn before it lists the second page, if a
-// small request before has taken long, because the store is overloaded then.
+// TestListTakesTurns expects that list waits for a random time (see turn) before it reads the second
+// page, but only if the last small request was slow. A slow request shows that the store is
+// overloaded, and the waits spread the pages of many hosts over time.
 func TestListTakesTurns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

@@ -130,7 +130,8 @@ func (v *cloudBed) testLeader() {
 	v.expectNoSecrets()
 }
 
-// TestAWSVPCLeader checks in EC2 that another host takes over from a leader that stops.
+// TestAWSVPCLeader checks with a simulated EC2 that another host becomes the leader when the leader
+// stops.
 func TestAWSVPCLeader(t *testing.T) {
 	t.Parallel()
 	v, _ := newVPC(t, 3, dual)

@@ -22,8 +22,8 @@ import (
 // followed is the message that a daemon logs when it has changed to another configuration.
 const followed = "the network uses the changed configuration"
 
-// edits writes network configurations. done counts how many changes each daemon must have followed so
-// far.
+// edits writes changed network configurations and waits until all daemons use them. done contains for
+// each daemon how often it must have changed to another configuration since its start.
 type edits struct {
 	t    *testing.T
 	lab  *lab.Lab

@@ -176,10 +176,12 @@ func expectArrived(t *testing.T, when string, got, want []string) {
 	}
 }
 
-// TestGuardUDP checks that a pod cannot send packets into the network by sending datagrams of the
-// backend udp to a host. The guard drops the datagrams on the pod's host. Without the guard the
-// other host drops them if masquerading has given them a random source port, because hosts send
-// from another port. If masquerading keeps the pod's port, nothing protects without the guard.
+// TestGuardUDP checks that a pod cannot send packets into the network inside of datagrams that look
+// like those of the backend udp. The guard, a firewall rule (--guard-tunnel), drops these datagrams
+// on the pod's host. Without the guard they reach the other host, which accepts only the source port
+// of the backend. Masquerading usually changes the source port, so that the other host drops the
+// datagrams. If masquerading keeps the port and the pod sends from the port of the backend, the
+// packets enter the network.
 func TestGuardUDP(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {

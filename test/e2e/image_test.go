@@ -78,7 +78,7 @@ func extract(t *testing.T, archive, dir string) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	// With --verbose twice, tar prints the type of each file first, as with --list.
+	// With --verbose twice, tar prints a line for each file. It begins with the type, as in ls -l.
 	list, err := exec.CommandContext(t.Context(), "tar", "--extract", "--verbose", "--verbose", "--file", archive, "--directory", dir).Output()
 	if err != nil {
 		t.Fatalf("extract %s: %v", archive, err)

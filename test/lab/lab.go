@@ -51,7 +51,8 @@ type Config struct {
 	// Network is the network configuration in the store at the start. With nil the store
 	// is empty.
 	Network json.RawMessage
-	// Networks, if not empty, makes daemons serve these networks instead.
+	// Networks, if not empty, makes each daemon serve these named networks instead of the
+	// network of the field Network.
 	Networks []Network
 	Etcd     EtcdOptions
 	// Progress, if not nil, is called after each step of the set-up.

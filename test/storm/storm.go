@@ -469,7 +469,7 @@ func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.
 }
 
 // remove deletes leases from etcd, as if they had expired. On Kubernetes it ignores leases, and deletes
-// the Nodes of the hosts from number from up to but excluding to.
+// the Nodes of the hosts whose number n has from <= n < to.
 func (s *storm) remove(ctx context.Context, leases []subnet.Lease, from, to int) error {
 	if k, ok := s.store.(*apiServer); ok {
 		return k.removeNodes(ctx, from, to)

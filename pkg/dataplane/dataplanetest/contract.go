@@ -152,8 +152,8 @@ func onlyLinks(f *fixture) {
 	}
 }
 
-// onlyConnected checks that a read of a scope with Connected returns no routes but the
-// directly connected ones, and all other objects.
+// onlyConnected checks that a read of a scope with Connected returns only the directly
+// connected routes. It must still return all links, addresses, neighbours and FDB entries.
 func onlyConnected(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	f.must(f.Append(bridge()...))

@@ -11,8 +11,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
-// place is the location of a chain's rules, and the comment that they have. Other tools
-// know these names.
+// place contains the names that a firewall.Chain has in iptables: its table, the built-in chain
+// parent, the chain of flanneld to which parent jumps, and the comment of the rules. Other
+// programs know these names, so they must not change.
 type place struct {
 	table, parent, chain string
 	comment              string
