@@ -55,7 +55,8 @@ func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
 	return Cloud(t, v.New, raw, v.Families...)
 }
 
-// Joined calls Join for this process, which runs on the instance i-1, and returns its Cloud.
+// Joined returns the Cloud of a new backend after a call of Cloud.Join. VPC.Open makes this process
+// the host i-1, so Join must return Self.
 func (v VPC) Joined(t *testing.T) cloud.Cloud {
 	t.Helper()
 	c := v.Backend(t, `{}`).Cloud

@@ -20,7 +20,8 @@ type natHost struct {
 	clock  instant
 }
 
-// newNATHost returns host 1 just after its start. own is the lease that it had before.
+// newNATHost returns a natHost whose daemon has just started. own is the lease that host 1 had
+// before the start. The network begins with the shared endpoints and relay lists in own.
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)

@@ -192,10 +192,11 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 }
 
 // change compares h, the peer in the device, with the wanted peer w, and returns the change that
-// h needs now. differs is false if h needs none. change leaves some differences to a later pass,
-// so that they do not disturb a session: a new preshared key waits until takesPSK is true, and
-// another endpoint waits until h has no session, unless w has got a new one. allowed returns the
-// subnets of all wanted peers, for mustRemove.
+// h needs now. differs is false if h needs no change now. change leaves a difference to a later
+// pass if the change could disturb the session with the peer. It sets a new preshared key only at
+// the times that takesPSK allows. It sets the endpoint only if there is no session, or if the
+// endpoint of w has changed since the last pass. allowed returns the subnets of all wanted peers.
+// change calls it only if h has subnets that w lacks.
 func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {

@@ -22,7 +22,7 @@ func keys(numbers ...byte) (ks []wgtypes.Key) {
 	return ks
 }
 
-// array returns a JSON array that contains key(n) for each n in numbers.
+// array returns a JSON array that contains key(n) for each n in numbers, or nil without numbers.
 func array(t *testing.T, numbers ...byte) json.RawMessage {
 	t.Helper()
 	raw, err := encodeKeys(keys(numbers...))

@@ -55,9 +55,9 @@ const leastRest = 2 * time.Second
 // the resync period, because all hosts may have the same error and make calls.
 const leastLasting = time.Second
 
-// errUnanswered means that a route to a wanted destination leads to another host. The keeper does
-// not replace that route before it knows all leases, because the store may have given the subnet to
-// that host.
+// errUnanswered means that a route to a wanted destination leads to another host, and that the keeper
+// leaves it. The keeper replaces such a route only while the store is connected and has told its
+// leases, because the store may have given the subnet to that host.
 var errUnanswered = errors.New("the store has not answered, and may have given the subnet to another host")
 
 // joinError is an error of Cloud.Join. A host cannot write any route before Join succeeds.

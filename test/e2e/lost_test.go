@@ -120,9 +120,10 @@ func TestStoreWiped(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStoreRestoredFromBackup checks that no packet is lost if the store returns to an old
-// state. In this state one host has no lease, and another peer has a former lease instead
-// of its present one.
+// TestStoreRestoredFromBackup restores the store from a backup. The backup lacks the lease of host
+// 3 and the lease of a peer. It contains a lease of another peer that was deleted after the backup.
+// Host 3 must take its lease again, and all hosts must serve both peers. No packet between the pods
+// of the hosts may be lost.
 func TestStoreRestoredFromBackup(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)

@@ -153,7 +153,7 @@ func onlyLinks(f *fixture) {
 }
 
 // onlyConnected checks that a read of a scope with Connected returns only the directly
-// connected routes. It must still return all links, addresses, neighbours and FDB entries.
+// connected routes. It must still return all addresses, neighbours and FDB entries.
 func onlyConnected(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	f.must(f.Append(bridge()...))
