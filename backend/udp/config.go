@@ -15,6 +15,10 @@ import (
 
 const defaultPort = 8285
 
+// deviceName is the name of the device if the process serves one network. flannel creates
+// flannel%d, for which the kernel chooses the first free number.
+const deviceName = "flannel0"
+
 // config is the Backend object of the network configuration.
 type config struct {
 	Port int // UDP port on which all hosts receive packets

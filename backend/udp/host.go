@@ -4,7 +4,6 @@ package udp
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -15,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/tunnel"
@@ -51,21 +49,6 @@ type Host struct {
 
 // NewHost returns a Host without a device. The caller closes it.
 func NewHost(s Settings) *Host { return &Host{settings: s, peers: newPeers()} }
-
-// New is the backend's factory.
-func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
-	c, warnings, err := parseConfig(raw, env)
-	if err != nil {
-		return nil, nil, err
-	}
-	b := &Backend{env: env, config: c, host: h}
-	if c.Mode == modeKernel {
-		if err := b.kernelSupported(); err != nil {
-			return nil, nil, fmt.Errorf("Backend.Mode is %q: %w", c.Mode, err)
-		}
-	}
-	return b, warnings, nil
-}
 
 // Close closes the device. The kernel deletes the device with the routes to it, unless the
 // device is persistent or systemd keeps it for the next start. Close also removes the objects
@@ -191,6 +174,14 @@ func (h *Host) removeKernelPath(r receiver) error {
 	defer h.mu.Unlock()
 	h.receiver = nil
 	return r.removeAll()
+}
+
+// warnUnchecked logs once that senders are not checked.
+func (h *Host) warnUnchecked(ctx context.Context, err error) {
+	if !h.uncheckedLogged {
+		h.uncheckedLogged = true
+		klog.FromContext(ctx).Error(err, "senders are not checked: any host that reaches the UDP port can send packets into the network, also to loopback addresses")
+	}
 }
 
 // openDevice makes h.device the device with that name, ready to carry packets. It also passes a

@@ -4,14 +4,10 @@ package udp
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"sync/atomic"
 	"time"
-
-	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
@@ -25,44 +21,6 @@ import (
 // portCheckInterval is the interval at which the FOU port is checked, because the kernel
 // does not announce that a port was deleted.
 const portCheckInterval = 2 * time.Second
-
-// ipv4Only reports whether the network has no IPv6.
-func (b *Backend) ipv4Only() bool {
-	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
-}
-
-// kernelSupported returns an error if the kernel path cannot do what the configuration or the
-// options of this host require.
-func (b *Backend) kernelSupported() error {
-	switch {
-	case b.env.Network != "":
-		return errors.New("the kernel path is for a daemon with one network")
-	case !b.ipv4Only():
-		return errors.New("the kernel path supports only networks without IPv6")
-	case b.host.settings.Check == tunnel.CheckStrict:
-		return errors.New("the kernel path cannot check sources inside datagrams, as --udp-source-check=strict requires")
-	}
-	return nil
-}
-
-// kernelPreferred returns an error if mode auto must use user space.
-func (b *Backend) kernelPreferred() error {
-	if err := b.kernelSupported(); err != nil {
-		return err
-	}
-	if err := fouMissing(); err != nil {
-		return err
-	}
-	return nftables.Available()
-}
-
-// local returns the IPv4 address and port at which datagrams from peers arrive.
-func (b *Backend) local() netip.AddrPort {
-	addr, _ := b.env.Underlay.Family(prefix.IPv4)
-	return netip.AddrPortFrom(addr.Local, uint16(b.config.Port))
-}
-
-func (b *Backend) receiver() receiver { return receiver{b.local()} }
 
 // kernelBase returns the wanted state without any peers: that of Env.Base, and the device with the
 // base address of the own subnet. The device does not leave checksums to the hardware. Between
@@ -220,14 +178,6 @@ func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	var err error
 	n.inherited, err = n.filter.start()
 	return err
-}
-
-// warnUnchecked logs once that senders are not checked.
-func (h *Host) warnUnchecked(ctx context.Context, err error) {
-	if !h.uncheckedLogged {
-		h.uncheckedLogged = true
-		klog.FromContext(ctx).Error(err, "senders are not checked: any host that reaches the UDP port can send packets into the network, also to loopback addresses")
-	}
 }
 
 // watchPort checks the port every portCheckInterval until ctx ends, and notifies the loop when the

@@ -4,25 +4,27 @@
 // packet and nothing else. The backend is for hosts whose kernel has no vxlan. Either the
 // kernel packs the datagrams with fou (the kernel path), or this process does (user space).
 //
-//   - udp.go is the Backend and the network in user space, which package tunnel carries.
+//   - udp.go is the Backend, and config.go the Backend object of the configuration. start.go
+//     chooses between user space and the kernel path.
+//   - userspace.go is the network in user space, which package tunnel carries.
 //   - kernel.go is the network of the kernel path. Its objects besides device and routes
 //     are the FOU port in receiver.go and the source check in filter.go and
-//     filter_rules.go.
+//     filter_rules.go. leftovers.go removes these objects after a change of the configuration.
 //   - host.go is the Host, which outlives networks: it contains the TUN device, the tunnel and
 //     the peers (peers.go).
 package udp
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
-
-	"k8s.io/klog/v2"
+	"slices"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/tunnel"
 	"github.com/flanneld/flanneld/subnet"
@@ -31,9 +33,27 @@ import (
 // Type is the backend's name in the configuration. Leases do not contain it.
 const Type = "udp"
 
-// deviceName is the name of the device if the process serves one network. flannel creates
-// flannel%d, for which the kernel chooses the first free number.
-const deviceName = "flannel0"
+// Backend implements backend.Backend.
+type Backend struct {
+	env    backend.Env
+	config config
+	host   *Host
+}
+
+// New is the backend's factory.
+func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw, env)
+	if err != nil {
+		return nil, nil, err
+	}
+	b := &Backend{env: env, config: c, host: h}
+	if c.Mode == modeKernel {
+		if err := b.kernelSupported(); err != nil {
+			return nil, nil, fmt.Errorf("Backend.Mode is %q: %w", c.Mode, err)
+		}
+	}
+	return b, warnings, nil
+}
 
 // device returns the name of the device. If the process serves several networks, each device
 // has its port in its name, so that the name does not depend on the order of the networks.
@@ -42,13 +62,6 @@ func (b *Backend) device() string {
 		return deviceName
 	}
 	return fmt.Sprintf("flannel-%d", b.config.Port)
-}
-
-// Backend implements backend.Backend.
-type Backend struct {
-	env    backend.Env
-	config config
-	host   *Host
 }
 
 // Scope implements backend.Backend.
@@ -73,142 +86,6 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	return b.env.Claim("", prev), nil
 }
 
-// Start implements backend.Backend.
-func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if b.config.Mode == modeUserspace {
-		return b.startUserspace(ctx, own)
-	}
-	if b.config.Mode == modeKernel {
-		return b.startKernel(ctx, own)
-	}
-	err := b.kernelPreferred()
-	if err == nil {
-		var n backend.Network
-		if n, err = b.startKernel(ctx, own); err == nil {
-			klog.FromContext(ctx).Info("the kernel carries the packets")
-			return n, nil
-		}
-	}
-	klog.FromContext(ctx).Info("packets go through user space", "reason", err.Error())
-	return b.startUserspace(ctx, own)
-}
-
-// startUserspace starts a network whose packets this process carries. It first removes the objects
-// of the kernel path. Packets wait in the device until the first Sync has set the peers.
-func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if b.env.Network == "" { // otherwise there is no kernel path, and its objects belong to another daemon
-		if err := b.host.removeKernelPath(b.receiver()); err != nil {
-			return nil, err
-		}
-	}
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
-	if err != nil {
-		return nil, err
-	}
-	n := &network{
-		Backend: b, own: own, Notifier: backend.NewNotifier(ctx),
-		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
-	}
-	n.Forward(reconciler.Changed())
-	if err := n.start(ctx); err != nil {
-		return nil, oneline.Join(err, n.Close())
-	}
-	return n, nil
-}
-
-// base returns the wanted state: that of Env.Base, the device with the base addresses of the own
-// subnets, and a route to each network through the device.
-func (b *Backend) base(own subnet.Lease) dataplane.State {
-	want := b.env.Base(own)
-	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
-	for _, e := range own.Endpoints {
-		want.Add(dataplane.Addr{Dev: b.device(), Prefix: prefix.Host(e.Subnet.Addr())})
-	}
-	for _, n := range b.env.Config.Networks {
-		want.Add(dataplane.NewRoute(n.Prefix, netip.Addr{}, b.device(), false))
-	}
-	return want
-}
-
-// network implements backend.Network.
-type network struct {
-	*Backend
-	*backend.Programmer
-	*backend.Notifier
-	own     subnet.Lease
-	tunnel  *tunnel.Tunnel // belongs to the Host
-	started bool           // this network has started the tunnel, and is notified of its end
-}
-
-// start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
-// left it running.
-func (n *network) start(ctx context.Context) error {
-	if err := n.openTunnel(ctx); err != nil {
-		return err
-	}
-	if err := n.SetUp(ctx); err != nil {
-		return fmt.Errorf("set up %s: %w", n.device(), err)
-	}
-	return nil
-}
-
-// openTunnel makes the Host open the device, and a tunnel between the device and the peers. The
-// network uses that tunnel from then on.
-func (n *network) openTunnel(ctx context.Context) (err error) {
-	var c tunnel.Config
-	for _, net := range n.env.Config.Networks {
-		c.Networks = append(c.Networks, net.Prefix)
-		if addr, ok := n.env.Underlay.Family(net.Family()); ok {
-			c.Local = append(c.Local, netip.AddrPortFrom(addr.Local, uint16(n.config.Port)))
-		}
-	}
-	for _, e := range n.own.Endpoints {
-		c.Own = append(c.Own, e.Subnet.Addr())
-	}
-	n.started = false
-	n.tunnel, err = n.host.openTunnel(ctx, n.device(), c)
-	return err
-}
-
-// startTunnel makes the tunnel carry packets, and notifies the loop when the tunnel ends.
-func (n *network) startTunnel() error {
-	if err := n.tunnel.Start(); err != nil {
-		return err
-	}
-	n.started = true
-	done := n.tunnel.Done()
-	n.Go(func(ctx context.Context) {
-		select {
-		case <-done:
-			n.Notify()
-		case <-ctx.Done():
-		}
-	})
-	return nil
-}
-
-// Sync implements backend.Network.
-func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	n.host.peers.apply(peers)
-	if err := n.reopen(ctx); err != nil {
-		return backend.Outcome{}, err
-	}
-	outcome, err := n.Programmer.Sync(ctx, peers)
-	if !n.started { // even after an error, which may concern one family only
-		err = oneline.Join(err, n.startTunnel())
-	}
-	return outcome, err
-}
-
-// reopen opens a new device or tunnel if another program has deleted the device, the tunnel has
-// ended, or the last attempt has failed.
-func (n *network) reopen(ctx context.Context) error {
-	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
-		return nil
-	}
-	return n.openTunnel(ctx)
-}
-
 // MTU implements backend.Sized. It also implements backend.Network for the networks of both modes.
 func (b *Backend) MTU() int { return mtu(b.env) }
 
@@ -224,21 +101,29 @@ func (*Backend) Check(l subnet.Lease) ([]string, error) {
 	return nil, nil
 }
 
-// Objects implements backend.Inspector.
-func (n *network) Objects(key string) []backend.ObjectReport {
-	return n.host.peers.objects(key, n.config.Port)
+// ipv4Only reports whether the network has no IPv6.
+func (b *Backend) ipv4Only() bool {
+	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
 }
 
-// Mode implements backend.DataPath.
-func (*network) Mode() string { return modeUserspace }
-
-// Dropped implements backend.DataPath.
-func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
-
-// Close implements backend.Network. Device and tunnel belong to the Host, and continue for the next
-// network.
-func (n *network) Close() error {
-	n.Notifier.Close()
-	n.host.leaveTunnel()
-	return n.Programmer.Close()
+// kernelSupported returns an error if the kernel path cannot do what the configuration or the
+// options of this host require.
+func (b *Backend) kernelSupported() error {
+	switch {
+	case b.env.Network != "":
+		return errors.New("the kernel path is for a daemon with one network")
+	case !b.ipv4Only():
+		return errors.New("the kernel path supports only networks without IPv6")
+	case b.host.settings.Check == tunnel.CheckStrict:
+		return errors.New("the kernel path cannot check sources inside datagrams, as --udp-source-check=strict requires")
+	}
+	return nil
 }
+
+// local returns the IPv4 address and port at which datagrams from peers arrive.
+func (b *Backend) local() netip.AddrPort {
+	addr, _ := b.env.Underlay.Family(prefix.IPv4)
+	return netip.AddrPortFrom(addr.Local, uint16(b.config.Port))
+}
+
+func (b *Backend) receiver() receiver { return receiver{b.local()} }

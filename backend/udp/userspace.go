@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package udp
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// startUserspace starts a network whose packets this process carries. It first removes the objects
+// of the kernel path. Packets wait in the device until the first Sync has set the peers.
+func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	if b.env.Network == "" { // otherwise there is no kernel path, and its objects belong to another daemon
+		if err := b.host.removeKernelPath(b.receiver()); err != nil {
+			return nil, err
+		}
+	}
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	if err != nil {
+		return nil, err
+	}
+	n := &network{
+		Backend: b, own: own, Notifier: backend.NewNotifier(ctx),
+		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
+	}
+	n.Forward(reconciler.Changed())
+	if err := n.start(ctx); err != nil {
+		return nil, oneline.Join(err, n.Close())
+	}
+	return n, nil
+}
+
+// base returns the wanted state: that of Env.Base, the device with the base addresses of the own
+// subnets, and a route to each network through the device.
+func (b *Backend) base(own subnet.Lease) dataplane.State {
+	want := b.env.Base(own)
+	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
+	for _, e := range own.Endpoints {
+		want.Add(dataplane.Addr{Dev: b.device(), Prefix: prefix.Host(e.Subnet.Addr())})
+	}
+	for _, n := range b.env.Config.Networks {
+		want.Add(dataplane.NewRoute(n.Prefix, netip.Addr{}, b.device(), false))
+	}
+	return want
+}
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
+	*backend.Notifier
+	own     subnet.Lease
+	tunnel  *tunnel.Tunnel // belongs to the Host
+	started bool           // this network has started the tunnel, and is notified of its end
+}
+
+// start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
+// left it running.
+func (n *network) start(ctx context.Context) error {
+	if err := n.openTunnel(ctx); err != nil {
+		return err
+	}
+	if err := n.SetUp(ctx); err != nil {
+		return fmt.Errorf("set up %s: %w", n.device(), err)
+	}
+	return nil
+}
+
+// openTunnel makes the Host open the device, and a tunnel between the device and the peers. The
+// network uses that tunnel from then on.
+func (n *network) openTunnel(ctx context.Context) (err error) {
+	var c tunnel.Config
+	for _, net := range n.env.Config.Networks {
+		c.Networks = append(c.Networks, net.Prefix)
+		if addr, ok := n.env.Underlay.Family(net.Family()); ok {
+			c.Local = append(c.Local, netip.AddrPortFrom(addr.Local, uint16(n.config.Port)))
+		}
+	}
+	for _, e := range n.own.Endpoints {
+		c.Own = append(c.Own, e.Subnet.Addr())
+	}
+	n.started = false
+	n.tunnel, err = n.host.openTunnel(ctx, n.device(), c)
+	return err
+}
+
+// startTunnel makes the tunnel carry packets, and notifies the loop when the tunnel ends.
+func (n *network) startTunnel() error {
+	if err := n.tunnel.Start(); err != nil {
+		return err
+	}
+	n.started = true
+	done := n.tunnel.Done()
+	n.Go(func(ctx context.Context) {
+		select {
+		case <-done:
+			n.Notify()
+		case <-ctx.Done():
+		}
+	})
+	return nil
+}
+
+// Sync implements backend.Network.
+func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	n.host.peers.apply(peers)
+	if err := n.reopen(ctx); err != nil {
+		return backend.Outcome{}, err
+	}
+	outcome, err := n.Programmer.Sync(ctx, peers)
+	if !n.started { // even after an error, which may concern one family only
+		err = oneline.Join(err, n.startTunnel())
+	}
+	return outcome, err
+}
+
+// reopen opens a new device or tunnel if another program has deleted the device, the tunnel has
+// ended, or the last attempt has failed.
+func (n *network) reopen(ctx context.Context) error {
+	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
+		return nil
+	}
+	return n.openTunnel(ctx)
+}
+
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) []backend.ObjectReport {
+	return n.host.peers.objects(key, n.config.Port)
+}
+
+// Mode implements backend.DataPath.
+func (*network) Mode() string { return modeUserspace }
+
+// Dropped implements backend.DataPath.
+func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
+
+// Close implements backend.Network. Device and tunnel belong to the Host, and continue for the next
+// network.
+func (n *network) Close() error {
+	n.Notifier.Close()
+	n.host.leaveTunnel()
+	return n.Programmer.Close()
+}
