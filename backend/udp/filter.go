@@ -22,12 +22,11 @@ import (
 
 // senderFilter is the source check of the kernel path, because the kernel itself accepts
 // datagrams from any sender. It is an nftables table of its own, for IPv4 only: a set
-// with the public addresses of all peers, and the rules in filter_rules.go. Only dropped
-// may be called concurrently with another method.
+// with the public addresses of all peers, and the senderRules. Only dropped may be called
+// concurrently with another method.
 type senderFilter struct {
-	local     netip.AddrPort     // address at which datagrams for the device arrive
-	anySender bool               // any host may send, not only peers
-	peers     map[netip.Addr]int // number of peers by public address
+	senderRules
+	peers map[netip.Addr]int // number of peers by public address
 	// rules contains the handles of the rules by chain, as the kernel assigned them. It is
 	// nil if this process has not created the table.
 	rules map[string][]uint64
@@ -35,17 +34,6 @@ type senderFilter struct {
 	mu   sync.Mutex
 	lost map[string]uint64 // packets dropped by earlier tables, by reason
 }
-
-// The names of the table, of its chains and of its set. They are public: operators delete
-// the table by its name.
-const (
-	filterTable = "flannel-udp"
-	inputChain  = "input"  // receives datagrams to the port
-	deviceChain = "tunnel" // receives the packets that come out of the device
-	peerSet     = "peers"
-)
-
-var filterChains = []string{inputChain, deviceChain}
 
 // filterPlaces returns the chains for nftables.Watch.
 func filterPlaces() []firewall.Place {
@@ -59,7 +47,7 @@ func filterPlaces() []firewall.Place {
 // newSenderFilter returns a filter for datagrams to local. It admits no peer, and does not
 // change the kernel yet.
 func newSenderFilter(local netip.AddrPort, anySender bool) *senderFilter {
-	return &senderFilter{local: local, anySender: anySender, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
+	return &senderFilter{senderRules: senderRules{local, anySender}, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
 }
 
 // start creates a table that admits no peer, unless the kernel already has an active table.
@@ -117,7 +105,7 @@ func (f *senderFilter) update(removed, added []netip.Addr) error {
 		return nil
 	}
 	err := changeFilter(func(c *nftables.Conn) error {
-		set := f.set()
+		set := peerSet()
 		return oneline.Join(elements(in, func(e []nftables.SetElement) error { return c.SetAddElements(set, e) }),
 			elements(out, func(e []nftables.SetElement) error { return c.SetDeleteElements(set, e) }))
 	})
@@ -155,7 +143,7 @@ func (f *senderFilter) intact() (bool, error) {
 	if err != nil || !maps.EqualFunc(rules, f.rules, slices.Equal) {
 		return false, ignoreMissing(err)
 	}
-	have, err := c.GetSetElements(f.set())
+	have, err := c.GetSetElements(peerSet())
 	if err != nil || len(have) != len(f.peers) {
 		return false, ignoreMissing(err)
 	}
@@ -210,17 +198,14 @@ func (f *senderFilter) replace(c *nftables.Conn) error {
 	defer f.mu.Unlock()
 	counts := map[string]uint64{}
 	_ = addCounts(c, counts)
-	if err := changeFilter(f.write); err != nil {
+	peers := slices.Collect(maps.Keys(f.peers))
+	if err := changeFilter(func(c *nftables.Conn) error { return f.write(c, peers) }); err != nil {
 		return err
 	}
 	for reason, n := range counts {
 		f.lost[reason] += n
 	}
 	return nil
-}
-
-func (f *senderFilter) set() *nftables.Set {
-	return &nftables.Set{Table: tableRef(), Name: peerSet, KeyType: nftables.TypeIPAddr}
 }
 
 // filterState reports whether the kernel has the table, and whether it is active. A table with
@@ -279,11 +264,6 @@ func changeFilter(fill func(*nftables.Conn) error) error {
 	return nil
 }
 
-// tableRef identifies the table in requests.
-func tableRef() *nftables.Table {
-	return &nftables.Table{Name: filterTable, Family: nftables.TableFamilyIPv4}
-}
-
 // rulesOf reads the rules of one chain of the table.
 func rulesOf(c *nftables.Conn, chain string) ([]*nftables.Rule, error) {
 	rules, err := c.GetRules(tableRef(), &nftables.Chain{Name: chain, Table: tableRef()})
@@ -326,21 +306,6 @@ func addCounts(c *nftables.Conn, counts map[string]uint64) error {
 					counts[reason] += counter.Packets
 				}
 			}
-		}
-	}
-	return nil
-}
-
-// elements calls do with parts of addrs, each of which fits in one message.
-func elements(addrs []netip.Addr, do func([]nftables.SetElement) error) error {
-	const most = 1000
-	for chunk := range slices.Chunk(addrs, most) {
-		var es []nftables.SetElement
-		for _, a := range chunk {
-			es = append(es, nftables.SetElement{Key: a.AsSlice()})
-		}
-		if err := do(es); err != nil {
-			return err
 		}
 	}
 	return nil

@@ -3,7 +3,7 @@
 package udp
 
 import (
-	"maps"
+	"net/netip"
 	"slices"
 
 	"github.com/google/nftables"
@@ -12,6 +12,17 @@ import (
 	"github.com/google/nftables/userdata"
 	"golang.org/x/sys/unix"
 )
+
+// The names of the table, of its chains and of its set. They are public: operators delete
+// the table by its name.
+const (
+	filterTable = "flannel-udp"
+	inputChain  = "input"  // receives datagrams to the port
+	deviceChain = "tunnel" // receives the packets that come out of the device
+	peerSetName = "peers"
+)
+
+var filterChains = []string{inputChain, deviceChain}
 
 // The reasons for dropping packets, as in the comments of the rules. They are values of
 // the metric's label, like those of package tunnel.
@@ -36,17 +47,32 @@ const (
 	destinationPort    = 2
 )
 
-// write adds the table, with the set of peers and all rules, to c's transaction. The transaction
-// first deletes a table with the same name.
-func (f *senderFilter) write(c *nftables.Conn) error {
+// tableRef identifies the table in requests.
+func tableRef() *nftables.Table {
+	return &nftables.Table{Name: filterTable, Family: nftables.TableFamilyIPv4}
+}
+
+// peerSet identifies the set with the public addresses of the peers in requests.
+func peerSet() *nftables.Set {
+	return &nftables.Set{Table: tableRef(), Name: peerSetName, KeyType: nftables.TypeIPAddr}
+}
+
+// senderRules are the rules of a senderFilter.
+type senderRules struct {
+	local     netip.AddrPort // address at which datagrams for the device arrive
+	anySender bool           // any host may send, not only peers
+}
+
+// write adds the table, with the set of peers and all rules, to c's transaction. addrs are the
+// public addresses of the peers. The transaction first deletes a table with the same name.
+func (s senderRules) write(c *nftables.Conn, addrs []netip.Addr) error {
 	c.AddTable(tableRef()) // because DelTable fails if there is no table
 	c.DelTable(tableRef())
 	t := c.AddTable(tableRef())
-	peers := f.set()
+	peers := peerSet()
 	if err := c.AddSet(peers, nil); err != nil {
 		return err
 	}
-	addrs := slices.Collect(maps.Keys(f.peers))
 	if err := elements(addrs, func(e []nftables.SetElement) error { return c.SetAddElements(peers, e) }); err != nil {
 		return err
 	}
@@ -58,7 +84,7 @@ func (f *senderFilter) write(c *nftables.Conn) error {
 			c.AddRule(r.in(t, ch))
 		}
 	}
-	chain(inputChain, nftables.ChainHookInput, f.inputRules(peers))
+	chain(inputChain, nftables.ChainHookInput, s.inputRules(peers))
 	var noHost [2]*nftables.Set // an anonymous set belongs to one rule
 	for i := range noHost {
 		noHost[i] = &nftables.Set{Table: t, Anonymous: true, Constant: true, Interval: true, KeyType: nftables.TypeIPAddr}
@@ -66,7 +92,7 @@ func (f *senderFilter) write(c *nftables.Conn) error {
 			return err
 		}
 	}
-	chain(deviceChain, nftables.ChainHookPrerouting, f.deviceRules(noHost[0], noHost[1]))
+	chain(deviceChain, nftables.ChainHookPrerouting, s.deviceRules(noHost[0], noHost[1]))
 	return nil
 }
 
@@ -92,18 +118,18 @@ func (r filterRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
 // inputRules returns the rules for datagrams to the port; none with anySender. The datagrams must
 // come from a peer, and from the port that peers send from. A pod on a peer's host has the same
 // address because of masquerading, but another port.
-func (f *senderFilter) inputRules(peers *nftables.Set) []filterRule {
-	if f.anySender {
+func (s senderRules) inputRules(peers *nftables.Set) []filterRule {
+	if s.anySender {
 		return nil
 	}
-	datagram := f.datagram()
+	datagram := s.datagram()
 	return []filterRule{
 		{match: slices.Concat(datagram, []expr.Any{
 			loadAddress(sourceAddress), &expr.Lookup{SourceRegister: 1, SetName: peers.Name, SetID: peers.ID, Invert: true},
 		}), drops: unknownPeer},
 		{match: slices.Concat(datagram, []expr.Any{
 			loadPort(sourcePort),
-			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: binaryutil.BigEndian.PutUint16(f.local.Port())},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: binaryutil.BigEndian.PutUint16(s.local.Port())},
 		}), drops: wrongPort},
 		{match: datagram, action: []expr.Any{
 			&expr.Immediate{Register: 1, Data: binaryutil.NativeEndian.PutUint32(peerPriority)},
@@ -115,7 +141,7 @@ func (f *senderFilter) inputRules(peers *nftables.Set) []filterRule {
 // deviceRules returns the rules for packets that come out of the device. Unless anySender is set,
 // their datagrams must have passed the input chain. Their addresses must be those of hosts:
 // noSource and noDestination contain the addresses that no host can have.
-func (f *senderFilter) deviceRules(noSource, noDestination *nftables.Set) []filterRule {
+func (s senderRules) deviceRules(noSource, noDestination *nftables.Set) []filterRule {
 	device := []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
 		equal(append([]byte(deviceName), make([]byte, unix.IFNAMSIZ-len(deviceName))...)),
@@ -127,7 +153,7 @@ func (f *senderFilter) deviceRules(noSource, noDestination *nftables.Set) []filt
 		{match: in(sourceAddress, noSource), drops: wrongSource},
 		{match: in(destinationAddress, noDestination), drops: wrongDestination},
 	}
-	if f.anySender {
+	if s.anySender {
 		return rules
 	}
 	notFromPeer := filterRule{match: slices.Concat(device, []expr.Any{
@@ -148,12 +174,12 @@ func noHostAddresses() []nftables.SetElement {
 	}
 }
 
-// datagram matches datagrams to the address and port in f.local.
-func (f *senderFilter) datagram() []expr.Any {
+// datagram matches datagrams to the address and port in s.local.
+func (s senderRules) datagram() []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, equal([]byte{unix.IPPROTO_UDP}),
-		loadPort(destinationPort), equal(binaryutil.BigEndian.PutUint16(f.local.Port())),
-		loadAddress(destinationAddress), equal(f.local.Addr().AsSlice()),
+		loadPort(destinationPort), equal(binaryutil.BigEndian.PutUint16(s.local.Port())),
+		loadAddress(destinationAddress), equal(s.local.Addr().AsSlice()),
 	}
 }
 
@@ -168,3 +194,18 @@ func loadPort(offset uint32) expr.Any {
 }
 
 func equal(data []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: data} }
+
+// elements calls do with parts of addrs, each of which fits in one message.
+func elements(addrs []netip.Addr, do func([]nftables.SetElement) error) error {
+	const most = 1000
+	for chunk := range slices.Chunk(addrs, most) {
+		var es []nftables.SetElement
+		for _, a := range chunk {
+			es = append(es, nftables.SetElement{Key: a.AsSlice()})
+		}
+		if err := do(es); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -8,8 +8,8 @@
 //     chooses between user space and the kernel path.
 //   - userspace.go is the network in user space, which package tunnel carries.
 //   - kernel.go is the network of the kernel path. Its objects besides device and routes
-//     are the FOU port in receiver.go and the source check in filter.go and
-//     filter_rules.go. leftovers.go removes these objects after a change of the configuration.
+//     are the FOU port in receiver.go and the source check in filter.go, with its rules in
+//     filter_rules.go. leftovers.go removes them when another configuration replaces this one.
 //   - host.go is the Host, which outlives networks: it contains the TUN device, the tunnel and
 //     the peers (peers.go).
 package udp
