@@ -3,12 +3,10 @@
 package wireguard
 
 import (
-	"encoding/json"
 	"net/netip"
 	"slices"
 	"sync"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/underlay"
 )
@@ -32,15 +30,6 @@ type hostDevice struct {
 
 // NewHost returns a Host without devices. The caller closes it.
 func NewHost() *Host { return &Host{devices: map[string]*hostDevice{}} }
-
-// New is the backend's factory.
-func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
-	c, warnings, err := parseConfig(raw, env)
-	if err != nil {
-		return nil, nil, err
-	}
-	return &Backend{env: env, config: c, host: h}, warnings, nil
-}
 
 // take returns the device for t, and marks it as used. The caller starts it. An earlier network
 // may have left the device running. If the external interface or the addresses that the device

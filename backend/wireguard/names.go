@@ -4,6 +4,7 @@ package wireguard
 
 import (
 	"context"
+	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -174,4 +175,10 @@ func (r *resolver) tell() {
 	}
 	r.called = now
 	r.found()
+}
+
+// resolve looks up the addresses of host, of both families. If host is an address, it returns that
+// address.
+func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
+	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }

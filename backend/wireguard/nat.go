@@ -5,7 +5,6 @@ package wireguard
 import (
 	"context"
 	"maps"
-	"net"
 	"net/netip"
 	"slices"
 	"time"
@@ -19,9 +18,6 @@ import (
 )
 
 const (
-	// leastReadPause is the shortest planned time between two readings of a device. The trials of many
-	// peers end at different times, and each reading returns all peers.
-	leastReadPause = time.Second
 	// mostReadPause is the longest time between two readings of a device while there are peers
 	// behind NAT, peers with names, or notes about relays. The kernel announces neither sessions
 	// nor endpoints.
@@ -62,31 +58,6 @@ func (n *network) newNAT(own subnet.Lease) nat {
 	return nat{sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal()}
 }
 
-// publishes returns what this host publishes about other hosts at present. Before the network has
-// started, that is the content of prev, the last claim of this host. The result is empty if
-// EndpointSharingInterval is 0.
-func (b *Backend) publishes(prev subnet.Claim) published {
-	if b.config.EndpointSharingInterval == 0 {
-		return published{}
-	}
-	if now := b.published.Load(); now != nil {
-		return *now
-	}
-	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
-	side, ok := backend.NewSide(b, Type).Of(&own)
-	if !ok {
-		return published{}
-	}
-	own = *side // prev may have the data of a second backend, after a migration
-	now := published{shared: b.sharedBy(own), relays: map[prefix.Family]relayLists{}}
-	for _, t := range b.tunnels() {
-		if _, _, lists := relaysIn(t, own); !lists.empty() && b.usesRelays() {
-			now.relays[t.families[0]] = lists
-		}
-	}
-	return now
-}
-
 // Republish implements backend.Publisher.
 func (n *network) Republish() <-chan struct{} { return n.nat.republish }
 
@@ -104,7 +75,7 @@ func (n *network) noteShared(set backend.Set) {
 		var now sharedEndpoints
 		l, ok := set.Leases[key]
 		if ok {
-			now = n.sharedBy(*l)
+			now = sharedIn(*l, n.env.Reachable)
 		}
 		n.nat.news = n.nat.shared.set(key, now) || n.nat.news
 		for _, d := range n.devices {
@@ -134,9 +105,6 @@ func (n *network) noteShared(set backend.Set) {
 // readingDue reports whether the time nat.readBy has come. The devices must then be read because of
 // peers behind NAT, names or relays. now is the time on the steady clock.
 func (n *network) readingDue(now time.Duration) bool { return n.nat.readBy != 0 && now >= n.nat.readBy }
-
-// serves reports whether the device sends to addresses of family f.
-func (d *device) serves(f prefix.Family) bool { return slices.Contains(d.outer, f) }
 
 // candidates returns the endpoints to try for p, a peer of d that has no session: first the
 // addresses of its name, then the endpoints that other hosts share. It also makes the resolver look
@@ -176,12 +144,6 @@ func (n *network) noteNames(d *device, c diff) {
 	for host := range fresh {
 		n.names.addrs(host)
 	}
-}
-
-// resolve looks up the addresses of host, of both families. If host is an address, it returns that
-// address.
-func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
-	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
 
 // worthSharing reports whether other hosts may reach the peer that this host sees at endpoint.

@@ -86,7 +86,7 @@ func (h *natHost) published(t *testing.T) sharedEndpoints {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return h.sharedBy(subnet.Lease{Endpoints: claim.Endpoints})
+	return sharedIn(subnet.Lease{Endpoints: claim.Endpoints}, h.env.Reachable)
 }
 
 // asked reports whether the network has asked to publish its lease since the last call.

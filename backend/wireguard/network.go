@@ -4,16 +4,13 @@ package wireguard
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
-	"golang.zx2c4.com/wireguard/wgctrl"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/backend"
@@ -37,53 +34,32 @@ type network struct {
 	now            func() instant
 }
 
-// control reads and configures devices.
-type control interface {
-	// Index returns the index of a device.
-	Index(device string) (int, error)
-	Device(name string) (*wgtypes.Device, error)
-	ConfigureDevice(name string, c wgtypes.Config) error
-	Close() error
-}
-
-// hostControl implements control for this host.
-type hostControl struct{ *wgctrl.Client }
-
-// Index implements control.
-func (hostControl) Index(device string) (int, error) {
-	link, err := net.InterfaceByName(device)
-	if err != nil {
-		return 0, err
+// Check implements backend.Network. The identities are the public keys. Unless each family has
+// its own device, a lease with two keys is unusable, and so is one without an address that the
+// device can send to.
+func (n *network) Check(l subnet.Lease) ([]string, error) {
+	var ids []string
+	for _, e := range l.Endpoints {
+		key, _, err := decodeData(e.Data)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", e.Family(), err)
+		}
+		if id := "public key " + key.String(); !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
 	}
-	return link.Index, nil
-}
-
-// device is a tunnel with the state that the passes have written to it and read from it.
-type device struct {
-	tunnel
-	userspace       *userspaceDevice // nil if the kernel implements it
-	index           int              // index of the interface; another one means a new device, without any peers
-	peers           map[string]peer  // wanted peers, by lease key
-	unwantedRemoved bool             // peers without a lease were removed from this device
-	waiting         int              // number of peers that do not have the present preshared key yet
-
-	handshakes handshakes
-	seen       observations    // peers behind NAT
-	trials     trials          // searches for endpoints of peers without a session
-	relaying   relaying        // the use of relays
-	named      map[string]bool // names of peers
-	read       time.Duration   // when the device was read, on the steady clock
-}
-
-func newDevice(t tunnel) *device {
-	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, relaying: newRelaying(), named: map[string]bool{}}
-}
-
-// pass contains the input of one pass over the devices.
-type pass struct {
-	set  backend.Set
-	now  instant
-	read bool // every device has to be read
+	if n.config.Mode == modeSeparate {
+		return ids, nil
+	}
+	if len(ids) > 1 {
+		return nil, fmt.Errorf("it has two public keys, want one: Backend.Mode is %q", n.config.Mode)
+	}
+	for _, t := range n.tunnels() {
+		if _, ok := n.peer(t, l); !ok {
+			return nil, fmt.Errorf("it has no address that Backend.Mode %q can send to", n.config.Mode)
+		}
+	}
+	return ids, nil
 }
 
 // Sync implements backend.Network. If the address, the route or the peers of one device cannot
@@ -275,22 +251,6 @@ func asWritten(p peer, s settings) wgtypes.Peer {
 	}
 }
 
-// setPeers stores what a pass has written. full is set if next contains the wanted peers of all
-// leases, and not only those of the changed ones.
-func (d *device) setPeers(index int, full bool, set backend.Set, next map[string]peer) {
-	d.index = index
-	if full {
-		d.peers, d.unwantedRemoved = next, set.Complete
-		return
-	}
-	for _, key := range set.Changed {
-		delete(d.peers, key)
-		if p, ok := next[key]; ok {
-			d.peers[key] = p
-		}
-	}
-}
-
 // countRepairs counts the changes in c that undo a change by another program: removals of peers
 // that were not wanted before, and peers whose wanted state is the same as before, if c adds or changes them.
 // Changes to a new preshared key or to another endpoint do not count.
@@ -308,20 +268,6 @@ func countRepairs(c wgtypes.Config, d diff) (count int) {
 	return count
 }
 
-// explainPortInUse names port if err says that another program uses it. Otherwise it returns
-// err.
-func explainPortInUse(err error, port int) error {
-	// A device of this process returns a number, which wgctrl turns into a text.
-	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))
-	if strings.HasSuffix(err.Error(), inUse) {
-		err = syscall.EADDRINUSE
-	}
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return fmt.Errorf("another program listens on UDP port %d (Backend.ListenPort, Backend.ListenPortV6): %w", port, err)
-	}
-	return err
-}
-
 // Objects implements backend.Inspector. It reports what was written, and does not read the devices.
 func (n *network) Objects(key string) []backend.ObjectReport {
 	var hs []backend.ObjectReport
@@ -331,6 +277,17 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 		}
 	}
 	return hs
+}
+
+// Relay implements backend.RelayUser. With a device for each family, each device may use another relay.
+func (n *network) Relay(key string) string {
+	var relays []string
+	for _, d := range n.devices {
+		if relay := d.relaying.by[key]; relay != "" && !slices.Contains(relays, relay) {
+			relays = append(relays, relay)
+		}
+	}
+	return strings.Join(relays, ", ")
 }
 
 // Mode implements backend.DataPath.

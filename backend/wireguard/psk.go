@@ -83,22 +83,21 @@ func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 	s.rotating = !all
 }
 
-// watchPSKFile notifies the loop when the file of the preshared key changes, until the end
-// of ctx.
-func (n *network) watchPSKFile(ctx context.Context) {
+// watchPSKFile calls changed when the file of the preshared key changes, until the end of ctx.
+func watchPSKFile(ctx context.Context, path string, changed func()) {
 	ticker := time.NewTicker(pskCheck)
 	defer ticker.Stop()
-	last, _ := os.ReadFile(n.config.PSKFile) // secret.read logs the error
+	last, _ := os.ReadFile(path) // secret.read logs the error
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
 		}
-		now, _ := os.ReadFile(n.config.PSKFile)
+		now, _ := os.ReadFile(path)
 		if !bytes.Equal(now, last) {
 			last = now
-			n.Notify()
+			changed()
 		}
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -207,19 +206,3 @@ func relayRank(a, b, relay wgtypes.Key) [sha256.Size]byte {
 	}
 	return sha256.Sum256(slices.Concat(a[:], b[:], relay[:]))
 }
-
-// CheckRelay implements backend.Relayer. Without keepalives, hosts have sessions only while
-// pods send, so no host knows whether it reaches another. Without EndpointSharingInterval,
-// hosts do not write their leases again to publish what they know.
-func (b *Backend) CheckRelay() error {
-	switch {
-	case b.config.PersistentKeepaliveInterval == 0:
-		return errors.New("Backend.PersistentKeepaliveInterval is 0, so hosts do not know whom they reach: expected 1 or more, such as 25")
-	case b.config.EndpointSharingInterval == 0:
-		return errors.New("Backend.EndpointSharingInterval is 0, so hosts do not publish whom they reach: expected 1 or more, such as 120")
-	}
-	return nil
-}
-
-// usesRelays reports whether the configuration lets this host reach peers by a relay.
-func (b *Backend) usesRelays() bool { return b.CheckRelay() == nil }

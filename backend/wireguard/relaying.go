@@ -7,7 +7,6 @@ import (
 	"context"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -284,15 +283,4 @@ func (r *relaying) setBy(ctx context.Context, device string, now map[string]stri
 		}
 	}
 	r.by = now
-}
-
-// Relay implements backend.RelayUser. With a device for each family, each device may use another relay.
-func (n *network) Relay(key string) string {
-	var relays []string
-	for _, d := range n.devices {
-		if relay := d.relaying.by[key]; relay != "" && !slices.Contains(relays, relay) {
-			relays = append(relays, relay)
-		}
-	}
-	return strings.Join(relays, ", ")
 }

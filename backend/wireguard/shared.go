@@ -91,11 +91,11 @@ func decodeShared(raw json.RawMessage, f prefix.Family, usable func(netip.Addr) 
 	}
 }
 
-// sharedBy returns the shared endpoints in a lease, except those that this host cannot use.
-func (b *Backend) sharedBy(l subnet.Lease) sharedEndpoints {
+// sharedIn returns the shared endpoints in lease l, except those whose address is not usable.
+func sharedIn(l subnet.Lease, usable func(netip.Addr) bool) sharedEndpoints {
 	shared := sharedEndpoints{}
 	for _, e := range l.Endpoints {
-		decodeShared(e.Data, prefix.FamilyOf(e.PublicIP), b.env.Reachable, shared)
+		decodeShared(e.Data, prefix.FamilyOf(e.PublicIP), usable, shared)
 	}
 	return shared
 }

@@ -65,12 +65,6 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 	}
 }
 
-// published is what this host publishes in its lease about other hosts.
-type published struct {
-	shared sharedEndpoints
-	relays map[prefix.Family]relayLists // by the first family of the device; only those that are not empty
-}
-
 // sharer decides which endpoints this host shares, and when it writes its lease.
 type sharer struct {
 	interval time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing

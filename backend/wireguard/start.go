@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"syscall"
+
+	"golang.zx2c4.com/wireguard/wgctrl"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	key, err := b.key()
+	if err != nil {
+		return nil, err
+	}
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	if err != nil {
+		return nil, err
+	}
+	n := &network{
+		Backend: b, key: key, now: currentInstant, Notifier: backend.NewNotifier(ctx),
+		Programmer: &backend.Programmer{Reconciler: reconciler},
+	}
+	n.Forward(reconciler.Changed())
+	n.names = newResolver(resolve, n.Notify)
+	n.Go(n.names.run)
+	if b.config.PSKFile != "" {
+		n.Go(func(ctx context.Context) { watchPSKFile(ctx, b.config.PSKFile, n.Notify) })
+	}
+	for _, t := range b.tunnels() {
+		n.devices = append(n.devices, newDevice(t))
+	}
+	n.nat = n.newNAT(own)
+	if err := n.start(ctx, own); err != nil {
+		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
+	}
+	return n, nil
+}
+
+// start sets up the devices, and gives them their keys and ports. The devices run in this
+// process if Implementation is userspace, or if it is auto and the kernel has no WireGuard.
+// Otherwise they are devices of the kernel.
+func (n *network) start(ctx context.Context, own subnet.Lease) error {
+	links, err := n.env.Links(ctx, n.Scope().Devices...)
+	if err != nil {
+		return err
+	}
+	kind := dataplane.KindWireGuard
+	n.implementation = implKernel
+	err = n.kernelSupported(ctx, links)
+	switch {
+	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
+		kind, n.implementation = dataplane.KindTUN, implUserspace
+		if err := n.removeKernelDevices(ctx, links); err != nil {
+			return err
+		}
+		for _, d := range n.devices {
+			if d.userspace, err = n.host.take(d.tunnel, n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel), n.env.Underlay); err != nil {
+				return err
+			}
+		}
+		if err := n.ensureUserspace(ctx); err != nil {
+			return err
+		}
+	case err != nil:
+		return err
+	default:
+		if err := n.host.closeNamed(n.Scope().Devices); err != nil {
+			return err
+		}
+	}
+	n.Base = n.base(own, kind)
+	if err := n.SetUp(ctx); err != nil {
+		return err
+	}
+	if n.env.Relay {
+		klog.FromContext(ctx).Info("this host is a relay: it carries the packets of hosts that do not reach each other, and sees their plaintext")
+	}
+	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
+	client, err := wgctrl.New()
+	if err != nil {
+		return fmt.Errorf("open WireGuard's interface: %w", err)
+	}
+	n.control = hostControl{client}
+	_, err = n.syncPeers(ctx, backend.Set{All: true})
+	return err
+}
+
+// Usable implements backend.Checker.
+func (b *Backend) Usable(ctx context.Context) error {
+	if b.config.Implementation == implUserspace {
+		return nil
+	}
+	links, err := b.env.Links(ctx, b.Scope().Devices...)
+	if err != nil {
+		return err
+	}
+	err = b.kernelSupported(ctx, links)
+	if b.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP) {
+		return nil
+	}
+	return err
+}
+
+// probeDevice is the name of the device that kernelSupported creates and deletes again.
+const probeDevice = "flannel-wg-try"
+
+// kernelSupported returns an error if the kernel cannot create a WireGuard device. The error
+// wraps EOPNOTSUPP if the kernel has no WireGuard. links contains the existing devices. If one
+// of them is a WireGuard device, kernelSupported returns nil without a try.
+func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
+	for _, l := range links {
+		if l.Kind == dataplane.KindWireGuard {
+			return nil
+		}
+	}
+	// The kernel loads its WireGuard module only when a device is created.
+	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
+	for _, failed := range b.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
+		return failed.Err
+	}
+	return nil
+}
+
+// removeKernelDevices removes the kernel's WireGuard devices that an earlier start with another
+// Implementation has left, so that TUN devices can have their names. It removes nothing and
+// returns an error if another device has such a name, or if TUN devices cannot be created.
+func (n *network) removeKernelDevices(ctx context.Context, links map[string]dataplane.Link) error {
+	var ops []dataplane.Op
+	for _, l := range links {
+		switch l.Kind {
+		case dataplane.KindTUN:
+		case dataplane.KindWireGuard:
+			ops = append(ops, dataplane.Op{Object: l, Delete: true})
+		default:
+			return backend.DeviceConflict(l, dataplane.KindTUN)
+		}
+	}
+	if len(ops) == 0 {
+		return nil
+	}
+	// The devices carry traffic. Keep them if TUN devices cannot be created.
+	tun, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
+	if err != nil {
+		return fmt.Errorf("check whether TUN devices can be created: %w", err)
+	}
+	if err := tun.Close(); err != nil {
+		return err
+	}
+	for _, failed := range n.env.Kernel.Apply(ctx, ops) {
+		return failed
+	}
+	return nil
+}
+
+// base returns the wanted state without peers: that of Env.Base, the devices with the base
+// addresses of the own subnets, and one route for each network. Without that route, packets to
+// unused or unknown subnets could leave unencrypted by another route.
+func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
+	want := b.env.Base(own)
+	for _, t := range b.tunnels() {
+		want.Add(dataplane.Link{Name: t.name, Kind: kind, MTU: b.config.deviceMTU(b.env.Underlay.MTU, t), Up: true})
+		for _, n := range b.env.Config.Networks {
+			e, ok := own.Endpoint(n.Family())
+			if !ok || !slices.Contains(t.families, n.Family()) {
+				continue
+			}
+			want.Add(dataplane.Addr{Dev: t.name, Prefix: prefix.Host(e.Subnet.Addr())},
+				dataplane.NewRoute(n.Prefix, netip.Addr{}, t.name, false))
+		}
+	}
+	return want
+}
