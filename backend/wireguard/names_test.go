@@ -225,8 +225,8 @@ func TestTryTheNameOfAPeer(t *testing.T) {
 				s := &nameServer{addrs: map[string]string{
 					"node2.example.org": "203.0.113.2 203.0.113.3 2001:db8::2", "192.0.2.2": "192.0.2.2", "inside.example.org": "10.5.2.2 127.0.0.1 192.168.77.1",
 				}}
-				h.names = newResolver(s.lookup, h.Notify)
-				h.Go(h.names.run)
+				h.nat.names = newResolver(s.lookup, h.Notify)
+				h.Go(h.nat.names.run)
 				l := withName(t, 2, name)
 				tried := map[string]bool{}
 				for range 40 {
@@ -264,8 +264,8 @@ func TestNamesOfNewPeers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := newNATHost(t, host(t, 1, 1))
 		s := &nameServer{}
-		h.names = newResolver(s.lookup, h.Notify)
-		h.Go(h.names.run)
+		h.nat.names = newResolver(s.lookup, h.Notify)
+		h.Go(h.nat.names.run)
 		two, three := withName(t, 2, "node2"), withName(t, 3, "node3")
 		moved := withName(t, 3, "node3:9")
 		for _, set := range []backend.Set{set(nil, two), set([]string{"host3"}, two, three), set([]string{"host3"}, two, moved)} {

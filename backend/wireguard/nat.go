@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -28,8 +29,14 @@ const (
 )
 
 // nat finds the endpoints of peers that are behind NAT. A host shares in its lease the endpoints at
-// which it sees such peers, and tries the endpoints that other hosts share.
+// which it sees such peers, and tries the endpoints that other hosts share. It also tries the
+// addresses of the names that peers have.
 type nat struct {
+	backend *Backend
+	own     wgtypes.Key // public key of this host
+	devices []*device
+	names   *resolver
+
 	shared    sharedIndex
 	sharer    sharer
 	republish wait.Signal
@@ -37,56 +44,52 @@ type nat struct {
 	readBy    time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 }
 
-// newNAT returns the state at the start of the network. It begins with the shared endpoints and the
-// relay lists in the own lease, so that a restart does not withdraw them. It also stores these in
-// the devices and in Backend.published.
-func (n *network) newNAT(own subnet.Lease) nat {
-	now := n.now().steady
-	before := n.publishes(own.Claim())
+// newNAT returns the state at the start of the network. key is the public key of this host, and now
+// the time on the steady clock. It begins with the shared endpoints and the relay lists in the own
+// lease, so that a restart does not withdraw them. It also stores these in the devices and in
+// Backend.published.
+func newNAT(b *Backend, key wgtypes.Key, devices []*device, names *resolver, own subnet.Lease, now time.Duration) *nat {
+	before := b.publishes(own.Claim())
 	for of, endpoint := range before.shared {
-		for _, d := range n.devices {
+		for _, d := range devices {
 			if d.serves(of.family) {
 				d.seen[of.peer] = observation{endpoint: endpoint, since: now, last: now}
 			}
 		}
 	}
-	for _, d := range n.devices {
+	for _, d := range devices {
 		d.relaying.published = before.relays[d.families[0]]
 	}
-	n.Backend.published.Store(&before)
-	interval := time.Duration(n.config.EndpointSharingInterval) * time.Second
-	return nat{sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal()}
+	b.published.Store(&before)
+	interval := time.Duration(b.config.EndpointSharingInterval) * time.Second
+	return &nat{
+		backend: b, own: key, devices: devices, names: names,
+		sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal(),
+	}
 }
 
-// Republish implements backend.Publisher.
-func (n *network) Republish() <-chan struct{} { return n.nat.republish }
-
-// Published implements backend.Publisher. There is nothing to do after a write.
-func (*network) Published(subnet.Claim) {}
-
 // noteShared stores what the leases of set share, and what they say about relays. It visits only
-// the changed leases, unless any lease may differ or the last pass has failed.
-func (n *network) noteShared(set backend.Set) {
-	if n.nat.sharer.interval == 0 {
+// the changed leases, unless all is set because any lease may differ.
+func (n *nat) noteShared(set backend.Set, all bool) {
+	if n.sharer.interval == 0 {
 		return
 	}
-	own := n.key.PublicKey()
 	note := func(key string) {
 		var now sharedEndpoints
 		l, ok := set.Leases[key]
 		if ok {
-			now = sharedIn(*l, n.env.Reachable)
+			now = sharedIn(*l, n.backend.env.Reachable)
 		}
-		n.nat.news = n.nat.shared.set(key, now) || n.nat.news
+		n.news = n.shared.set(key, now) || n.news
 		for _, d := range n.devices {
 			var now relayNote
-			if ok && n.usesRelays() {
-				now = newRelayNote(d.tunnel, *l, own)
+			if ok && n.backend.usesRelays() {
+				now = newRelayNote(d.tunnel, *l, n.own)
 			}
 			d.relaying.note(key, now)
 		}
 	}
-	if !set.All && !n.failed { // a failed pass may have ended before it visited its changes
+	if !all {
 		for _, key := range set.Changed {
 			note(key)
 		}
@@ -96,29 +99,29 @@ func (n *network) noteShared(set backend.Set) {
 		note(key)
 	}
 	present := func(key string) bool { return set.Leases[key] != nil }
-	n.nat.news = n.nat.shared.retain(present) || n.nat.news
+	n.news = n.shared.retain(present) || n.news
 	for _, d := range n.devices {
 		d.relaying.news = d.relaying.notes.retain(present) || d.relaying.news
 	}
 }
 
-// readingDue reports whether the time nat.readBy has come. The devices must then be read because of
+// readingDue reports whether the time readBy has come. The devices must then be read because of
 // peers behind NAT, names or relays. now is the time on the steady clock.
-func (n *network) readingDue(now time.Duration) bool { return n.nat.readBy != 0 && now >= n.nat.readBy }
+func (n *nat) readingDue(now time.Duration) bool { return n.readBy != 0 && now >= n.readBy }
 
 // candidates returns the endpoints to try for p, a peer of d that has no session: first the
 // addresses of its name, then the endpoints that other hosts share. It also makes the resolver look
 // up the name again.
-func (n *network) candidates(d *device, p peer) []netip.AddrPort {
+func (n *nat) candidates(d *device, p peer) []netip.AddrPort {
 	var all []netip.AddrPort
 	if !p.named.IsZero() {
 		for _, a := range n.names.addrs(p.named.Host) {
-			if d.serves(prefix.FamilyOf(a)) && n.env.Reachable(a) {
+			if d.serves(prefix.FamilyOf(a)) && n.backend.env.Reachable(a) {
 				all = append(all, netip.AddrPortFrom(a, p.named.Port))
 			}
 		}
 	}
-	for _, shared := range n.nat.shared.candidates(p.key, d.outer) {
+	for _, shared := range n.shared.candidates(p.key, d.outer) {
 		if !slices.Contains(all, shared) {
 			all = append(all, shared)
 		}
@@ -128,7 +131,7 @@ func (n *network) candidates(d *device, p peer) []netip.AddrPort {
 
 // noteNames stores the names of the wanted peers in d.named. It also makes the resolver look up the
 // names of peers that are not on the device yet, because there is no session with them.
-func (n *network) noteNames(d *device, c diff) {
+func (n *nat) noteNames(d *device, c diff) {
 	fresh := map[string]bool{} // names of peers that are not on the device yet
 	for _, p := range c.want {
 		if !p.named.IsZero() {
@@ -147,16 +150,16 @@ func (n *network) noteNames(d *device, c diff) {
 }
 
 // worthSharing reports whether other hosts may reach the peer that this host sees at endpoint.
-func (n *network) worthSharing(endpoint netip.AddrPort) bool {
-	own, _ := n.env.Underlay.Family(prefix.FamilyOf(endpoint.Addr()))
-	return n.env.Reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
+func (n *nat) worthSharing(endpoint netip.AddrPort) bool {
+	own, _ := n.backend.env.Underlay.Family(prefix.FamilyOf(endpoint.Addr()))
+	return n.backend.env.Reachable(endpoint.Addr()) && worthSharing(own.Public, endpoint)
 }
 
 // offer decides whether this host should change what it publishes. It must be called after a pass
 // that has read all devices. It returns the time after which another pass must read the devices and
 // call offer again; zero if there is nothing to change or the set is not complete.
-func (n *network) offer(p pass) (again time.Duration) {
-	s := &n.nat.sharer
+func (n *nat) offer(p pass) (again time.Duration) {
+	s := &n.sharer
 	if s.interval == 0 || !p.set.Complete {
 		return 0
 	}
@@ -168,22 +171,22 @@ func (n *network) offer(p pass) (again time.Duration) {
 			want.relays[d.families[0]] = lists
 		}
 	}
-	want.shared = s.wanted(p.now.steady, seen, &n.nat.shared)
+	want.shared = s.wanted(p.now.steady, seen, &n.shared)
 	return s.offer(p.now.steady, len(p.set.Leases), want)
 }
 
 // share publishes the change in sharer.offered, if there is one, unless other hosts have made it
 // unnecessary since by what they share. It reports whether the lists about relays have changed,
 // because then the relays must be chosen again.
-func (n *network) share(ctx context.Context, p pass) (relays bool) {
-	s := &n.nat.sharer
+func (n *nat) share(ctx context.Context, p pass) (relays bool) {
+	s := &n.sharer
 	before := s.published
-	if !p.set.Complete || !s.due(p.now.steady, len(p.set.Leases), &n.nat.shared) {
+	if !p.set.Complete || !s.due(p.now.steady, len(p.set.Leases), &n.shared) {
 		return false
 	}
 	now := s.published
-	n.Backend.published.Store(&now)
-	n.nat.republish.Send()
+	n.backend.published.Store(&now)
+	n.republish.Send()
 	log := klog.FromContext(ctx)
 	if !maps.Equal(now.shared, before.shared) {
 		log.Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(now.shared))
@@ -199,16 +202,16 @@ func (n *network) share(ctx context.Context, p pass) (relays bool) {
 }
 
 // followPeers runs after a pass without an error. If the pass has read all devices, followPeers
-// calls offer. In any case it sets nat.readBy, the time of the next reading because of peers behind
+// calls offer. In any case it sets readBy, the time of the next reading because of peers behind
 // NAT, names and relays. wrote is set if the pass has changed a peer.
-func (n *network) followPeers(p pass, wrote bool) {
-	by, now := n.nat.readBy, p.now.steady
+func (n *nat) followPeers(p pass, wrote bool) {
+	by, now := n.readBy, p.now.steady
 	within := func(pause time.Duration) {
 		if at := now + pause; pause > 0 && (by == 0 || at < by) {
 			by = at
 		}
 	}
-	read, news, needed, named := true, n.nat.news, wrote && n.nat.sharer.interval != 0, map[string]bool{}
+	read, news, needed, named := true, n.news, wrote && n.sharer.interval != 0, map[string]bool{}
 	for _, d := range n.devices {
 		read = read && d.read == now
 		needed = needed || len(d.seen) > 0 || len(d.named) > 0 || d.relaying.active()
@@ -216,21 +219,21 @@ func (n *network) followPeers(p pass, wrote bool) {
 		maps.Copy(named, d.named)
 	}
 	if read {
-		by, news, n.nat.news = 0, false, false
-		needed = needed || !n.nat.shared.empty()
+		by, news, n.news = 0, false, false
+		needed = needed || !n.shared.empty()
 		n.names.retain(func(host string) bool { return named[host] })
 		within(n.offer(p))
 		for _, d := range n.devices {
 			within(d.trials.pause(now))
-			within(d.relaying.pause(now, n.nat.sharer.interval))
+			within(d.relaying.pause(now, n.sharer.interval))
 		}
 	}
 	pause := mostReadPause
-	if n.nat.sharer.interval != 0 {
-		pause = min(pause, n.nat.sharer.pause(len(p.set.Leases))/2)
+	if n.sharer.interval != 0 {
+		pause = min(pause, n.sharer.pause(len(p.set.Leases))/2)
 	}
 	if slices.ContainsFunc(n.devices, func(d *device) bool { return d.relaying.agreed() }) {
-		pause = min(pause, relayPause(n.nat.sharer.interval))
+		pause = min(pause, relayPause(n.sharer.interval))
 	}
 	if news {
 		within(min(newsPause, pause))
@@ -238,5 +241,5 @@ func (n *network) followPeers(p pass, wrote bool) {
 	if needed {
 		within(pause)
 	}
-	n.nat.readBy = by
+	n.readBy = by
 }

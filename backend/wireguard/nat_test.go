@@ -27,9 +27,14 @@ func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	n, _, c := start(t)
 	h := &natHost{network: n, device: c, clock: instant{wall: time.Unix(1_000_000, 0), steady: time.Hour}}
 	n.now = func() instant { return h.clock }
-	n.Backend.published.Store(nil) // start has set it
-	n.nat = n.newNAT(*own)
+	restart(n, own)
 	return h
+}
+
+// restart gives n the nat of a new start, with own as the last lease of the host.
+func restart(n *network, own *subnet.Lease) {
+	n.Backend.published.Store(nil) // the last start has set it
+	n.nat = newNAT(n.Backend, n.key.PublicKey(), n.devices, n.nat.names, *own, n.now().steady)
 }
 
 // sync lets the time d pass on the clock of the test. It makes one pass at once, and then a pass
@@ -197,7 +202,7 @@ func TestPeersWithoutNATCostNothing(t *testing.T) {
 	}
 	off, _, c := start(t)
 	off.config.EndpointSharingInterval = 0
-	off.nat = off.newNAT(*host(t, 1, 1))
+	restart(off, host(t, 1, 1))
 	o, err := off.Sync(t.Context(), set(nil, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002")))
 	if err != nil || o.Again != 0 || !off.nat.shared.empty() {
 		t.Errorf("with interval 0: another pass after %s, %v, and %+v, want none", o.Again, err, off.nat.shared)
@@ -279,12 +284,14 @@ func TestSharedEndpointsAreTriedSoon(t *testing.T) {
 	}
 }
 
-// TestNothingSharedIsLost checks that noteShared visits all leases after a failed pass, because
-// that pass may not have visited its changes.
+// TestNothingSharedIsLost checks that the pass after a failed one visits all leases, because the
+// failed one may not have visited its changes.
 func TestNothingSharedIsLost(t *testing.T) {
 	h := newNATHost(t, host(t, 1, 1))
 	h.failed = true
-	h.noteShared(set([]string{"host2"}, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002")))
+	if _, err := h.Sync(t.Context(), set([]string{"host2"}, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002"))); err != nil {
+		t.Fatal(err)
+	}
 	if h.nat.shared.empty() {
 		t.Error("nothing is tried of what a host has begun to share during a failed pass")
 	}

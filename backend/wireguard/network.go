@@ -28,8 +28,7 @@ type network struct {
 	devices        []*device
 	implementation string // kernel or userspace
 	secret         secret
-	nat            nat
-	names          *resolver
+	nat            *nat
 	failed         bool // the last pass failed, and the next set does not repeat its changes
 	now            func() instant
 }
@@ -116,11 +115,11 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err != nil {
 		return 0, err
 	}
-	n.noteShared(set)
+	n.nat.noteShared(set, set.All || n.failed) // a failed pass may have ended before it visited its changes
 	now := n.now()
 	relays := func(d *device) bool { return d.relaying.decisive || d.relaying.concerns(set.Changed) }
-	p := pass{set, now, n.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
-	if n.share(ctx, p) { // publish before the devices are read, because that may take long
+	p := pass{set, now, n.nat.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
+	if n.nat.share(ctx, p) { // publish before the devices are read, because that may take long
 		p.read = true
 	}
 	waiting, wrote := 0, false
@@ -139,7 +138,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		return repaired, err
 	}
 	n.secret.setWaiting(ctx, waiting, set.Complete)
-	n.followPeers(p, wrote)
+	n.nat.followPeers(p, wrote)
 	return repaired, nil
 }
 
@@ -206,11 +205,11 @@ func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map
 	d.relaying.observe(p.now.steady, c)
 	c.by = useRelays(d.relaying.choose(p.now.steady, n.nat.sharer.interval, n.key.PublicKey(), c.want), next, c)
 	if p.set.Complete && n.nat.sharer.interval != 0 {
-		d.seen.note(p.now.steady, c, n.worthSharing)
+		d.seen.note(p.now.steady, c, n.nat.worthSharing)
 	}
 	clear(d.named)
-	n.noteNames(d, c)
-	c.try = d.trials.next(p.now.steady, c, func(p peer) []netip.AddrPort { return n.candidates(d, p) })
+	n.nat.noteNames(d, c)
+	c.try = d.trials.next(p.now.steady, c, func(p peer) []netip.AddrPort { return n.nat.candidates(d, p) })
 	d.read = p.now.steady
 	return c, next, nil
 }
@@ -231,7 +230,7 @@ func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, m
 			n.addWanted(d, key, *l, next, c.want)
 		}
 	}
-	n.noteNames(d, c)
+	n.nat.noteNames(d, c)
 	return c, next
 }
 
@@ -289,6 +288,12 @@ func (n *network) Relay(key string) string {
 	}
 	return strings.Join(relays, ", ")
 }
+
+// Republish implements backend.Publisher.
+func (n *network) Republish() <-chan struct{} { return n.nat.republish }
+
+// Published implements backend.Publisher. There is nothing to do after a write.
+func (*network) Published(subnet.Claim) {}
 
 // Mode implements backend.DataPath.
 func (n *network) Mode() string { return n.implementation }

@@ -151,7 +151,6 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
 	n := &network{
 		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, Notifier: backend.NewNotifier(t.Context()), Programmer: &backend.Programmer{Reconciler: rec},
-		names: newResolver(func(context.Context, string) ([]netip.Addr, error) { return nil, nil }, func() {}),
 	}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
 	for _, l := range n.Base.Links { // the links exist already
@@ -162,7 +161,8 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	for _, d := range n.tunnels() {
 		n.devices = append(n.devices, newDevice(d))
 	}
-	n.nat = n.newNAT(*host(t, 1, 1))
+	names := newResolver(func(context.Context, string) ([]netip.Addr, error) { return nil, nil }, func() {})
+	n.nat = newNAT(n.Backend, n.key.PublicKey(), n.devices, names, *host(t, 1, 1), n.now().steady)
 	t.Cleanup(func() {
 		if err := n.Close(); err != nil {
 			t.Error(err)

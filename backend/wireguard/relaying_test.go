@@ -29,8 +29,7 @@ func newRelayedHost(t *testing.T, own *subnet.Lease) *relayedHost {
 	t.Helper()
 	h := newNATHost(t, own)
 	h.config.PersistentKeepaliveInterval = 25
-	h.Backend.published.Store(nil)
-	h.nat = h.newNAT(*own) // with keepalives, it takes over the lists of its lease
+	restart(h.network, own) // with keepalives, it takes over the lists of its lease
 	return &relayedHost{natHost: h}
 }
 

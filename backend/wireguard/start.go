@@ -36,15 +36,15 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Programmer: &backend.Programmer{Reconciler: reconciler},
 	}
 	n.Forward(reconciler.Changed())
-	n.names = newResolver(resolve, n.Notify)
-	n.Go(n.names.run)
+	names := newResolver(resolve, n.Notify)
+	n.Go(names.run)
 	if b.config.PSKFile != "" {
 		n.Go(func(ctx context.Context) { watchPSKFile(ctx, b.config.PSKFile, n.Notify) })
 	}
 	for _, t := range b.tunnels() {
 		n.devices = append(n.devices, newDevice(t))
 	}
-	n.nat = n.newNAT(own)
+	n.nat = newNAT(b, key.PublicKey(), n.devices, names, own, n.now().steady)
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
 	}
