@@ -75,10 +75,10 @@ func (a *Arbiter) admitAll(all []Claimant) {
 	}
 }
 
-// Change decides about one lease again. A lease without endpoints is gone. The cost depends on the
-// number of contested leases, not on the number of leases. Change returns false if it cannot decide
-// without other leases: c contradicts another lease, or a contested lease contradicts c or its old
-// version. Then the caller must call Reset with all leases.
+// Change decides again about the lease of c. If c has no endpoints, Change only removes the lease. The
+// cost depends on the number of contested leases, not on the number of leases. Change returns false if
+// it cannot decide without other leases: c contradicts another lease, or a contested lease contradicts
+// c or the former version of its lease. The caller must then call Reset with all leases.
 func (a *Arbiter) Change(c Claimant) bool {
 	key := c.Lease.Key
 	lease, had := a.accepted[key]

@@ -65,7 +65,7 @@ func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
 }
 
 // backendChanges compares two objects of key, which is "Backend" or "NextBackend", without their
-// Type. It shows only values for which Public returns true.
+// Type. It shows the two values of a key only if Public returns true for both.
 func backendChanges(key string, from, to json.RawMessage) []string {
 	a, b := backendKeys(from), backendKeys(to)
 	names := map[string]string{}

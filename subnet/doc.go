@@ -12,8 +12,8 @@
 //   - config.go: the Config of the network; parse.go reads it from JSON, and json.go helps with
 //     that and with the configuration of backends
 //   - pool.go: the Pool of subnets that a Network gives to hosts, and how to pick one
-//   - allocate.go: takes a subnet of each family from the pools; usage.go counts the free and the
-//     leased subnets
+//   - allocate.go: chooses a free subnet of each family from the pools; usage.go counts the free and
+//     the leased subnets
 //   - manager.go: the Manager, which acquires and keeps the own lease in a store, and publishes
 //     Updates with the leases of other nodes; optional.go: interfaces that not every manager
 //     implements, such as the Elector of a leader

@@ -24,9 +24,9 @@ func (k knownLease) detached() knownLease {
 	return knownLease{&l, k.since}
 }
 
-// heldPeers are the peers that a Ledger holds. They are indexed by subnet and by public IP, because
-// another lease can contradict these. So a changed lease is not compared with all held peers. The
-// zero heldPeers has no peers.
+// heldPeers are the peers that a Ledger holds. A changed lease contradicts a held peer by its subnet
+// or by its public IP. The peers are indexed by both, so that a changed lease need not be compared
+// with all of them. The zero heldPeers has no peers.
 type heldPeers struct {
 	until map[string]time.Time // end of the hold, by key
 	// All times in until lie between earliest and latest, which need not be among them.
@@ -34,11 +34,11 @@ type heldPeers struct {
 
 	bySubnet   *bart.Table[[]string]   // keys, sorted, by subnet
 	byPublicIP map[netip.Addr][]string // keys, sorted, by public IP
-	locations  map[location]int        // number of endpoints of all peers of the ledger, held or not; nil while no peer is held, and before Apply
+	locations  map[location]int        // how many endpoints of all peers of the ledger, held or not, have this location; nil while no peer is held, and before Apply
 }
 
-// location is the pair of an endpoint's public IP and subnet. It is not the location of a host that
-// CheckLocation means.
+// location is the pair of an endpoint's public IP and subnet. It has nothing to do with the locations
+// of hosts, whose names CheckLocation checks.
 type location struct {
 	public netip.Addr
 	subnet netip.Prefix
@@ -46,8 +46,8 @@ type location struct {
 
 func locationOf(e Endpoint) location { return location{e.PublicIP, e.Subnet} }
 
-// isSpecified reports whether a can be a public address. A lease without one has the zero Addr,
-// 0.0.0.0 or ::.
+// isSpecified reports whether a can be a public address. A lease without a public address has the
+// zero Addr, 0.0.0.0 or ::.
 func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
 // add holds a peer until the given time. The peer must not be held already.
@@ -119,9 +119,9 @@ func (h *heldPeers) count(l *Lease, n int) {
 	}
 }
 
-// contradictedBy returns the sorted keys of held peers that the changed leases contradict, by the
-// rules of contradictions. It does not compare unchanged leases, because earlier calls did. It
-// leaves out peers that the store has again with u.
+// contradictedBy returns the sorted keys of held peers that the changed leases in u contradict, by the
+// rules of the function contradictions. It does not compare unchanged leases, because Apply and
+// earlier calls have compared these. It leaves out peers that the store has again with u.
 func (h *heldPeers) contradictedBy(u Update) []string {
 	if len(h.until) == 0 {
 		return nil
@@ -185,7 +185,8 @@ func (h *heldPeers) expired(now time.Time) (keys []string) {
 	return keys
 }
 
-// with returns sorted keys with key, which it inserts unless it is one of them. It may change keys.
+// with inserts key into the sorted slice keys, unless the slice has it, and returns the result. It may
+// change the array of the slice.
 func with(keys []string, key string) []string {
 	i, found := slices.BinarySearch(keys, key)
 	if found { // another endpoint of the same lease has added it
@@ -194,7 +195,8 @@ func with(keys []string, key string) []string {
 	return slices.Insert(keys, i, key)
 }
 
-// without returns sorted keys without key. It may change keys.
+// without removes key from the sorted slice keys, and returns the result. It may change the array of
+// the slice.
 func without(keys []string, key string) []string {
 	if i, found := slices.BinarySearch(keys, key); found {
 		return slices.Delete(keys, i, i+1)

@@ -17,8 +17,8 @@ import (
 // DecodeBackend decodes a backend's part of the configuration into the struct
 // that into points to. Keys are matched without regard to case, as everywhere
 // in the configuration. warnings has one line for each key that is neither a
-// field of the struct nor "Type" nor in also. raw may be nil or null: into
-// then keeps its defaults.
+// field of the struct nor "Type" nor one of the names in also. If raw is nil or
+// null, the struct keeps its values.
 func DecodeBackend(raw json.RawMessage, into any, also ...string) (warnings []string, err error) {
 	if len(raw) == 0 || isNull(raw) {
 		return nil, nil
@@ -131,8 +131,8 @@ func decodeString(key string, raw json.RawMessage, into *string) error {
 	return nil
 }
 
-// Shorten cuts text from an outside source to 64 bytes, so that a message with it stays short. It
-// does not remove line breaks.
+// Shorten cuts off the part of s behind the first 64 bytes and puts "…" in its place, so that a
+// message with text from an outside source stays short. It does not remove line breaks.
 func Shorten(s string) string {
 	const most = 64
 	if len(s) <= most {

@@ -12,16 +12,17 @@ import (
 )
 
 // Ledger is the daemon's cache of the leases of other nodes, its peers. It decides when a peer is
-// gone: only when the same store, at the last known revision or a later one, lacks its key. If the
-// store was replaced, or is at an earlier revision than before, the ledger holds the peers that the
-// store lacks: they stay in the ledger until a lease in the store contradicts them or one TTL has
-// passed. The zero Ledger has no peers. A Ledger is not safe for concurrent use.
+// gone: only when its key is missing from the same store, at the last known revision or a later one.
+// If the store was replaced, or is at an earlier revision than before, the ledger holds the peers that
+// are missing from the store: they stay in the ledger until a lease in the store contradicts them or
+// one TTL has passed. The zero Ledger has no peers. A Ledger is not safe for concurrent use.
 type Ledger struct {
 	store  StoreID
 	peers  map[string]knownLease
 	synced bool // a snapshot was applied since the last Restore; the ledger removes no peer before that
 	held   heldPeers
-	// unreadable has the keys of leases that cannot be read and that have no last good state.
+	// unreadable has the keys of leases that cannot be read, and of which the ledger knows no earlier
+	// version either.
 	unreadable map[string]struct{}
 }
 
@@ -61,9 +62,9 @@ func (l *Ledger) State() LedgerState {
 	return state
 }
 
-// Apply replaces the peers by those of a snapshot. It holds a peer that the snapshot lacks, unless
-// the snapshot proves that the peer is gone. The leases are shared and read-only. If a snapshot is
-// applied twice at the same time now, the second call changes nothing.
+// Apply replaces the peers by those of a snapshot. It holds a peer that is missing from the snapshot,
+// unless the snapshot proves that the peer is gone. The leases are shared and read-only. A second call
+// with the same snapshot and the same value of now changes nothing.
 func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := !s.Another && s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
@@ -212,11 +213,11 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 	}
 }
 
-// contradictions returns a function that reports whether one of leases contradicts a known lease.
-// There are two cases. The two subnets overlap: another node has taken the subnet. Or the two
-// public IPs are the same, and no peer had this public IP together with the new subnet: the node
-// of the known lease has another subnet now. If a peer had both, that peer is another node with the
-// same public IP.
+// contradictions returns a function that reports whether one of the new leases in leases contradicts
+// a known lease. There are two cases. The subnets of both overlap, because another node has taken the
+// subnet. Or both have the same public IP, and none of peers had this public IP together with the
+// subnet of the new lease: the node of the known lease then has another subnet now. If one of peers had
+// both, that peer is another node with the same public IP.
 func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) bool {
 	before := map[location]int{}
 	for _, peer := range peers {

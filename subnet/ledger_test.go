@@ -193,9 +193,9 @@ func TestLedgerHasUnreadable(t *testing.T) {
 }
 
 // TestLedgerWalk applies random snapshots, with restarts between them. The leases of a snapshot must
-// be known and not held. The ledger must drop a lease that the snapshot lacks if the store proves
-// that it is gone, if its hold is over or if another lease contradicts it, and in no other case. If a
-// snapshot is applied a second time, nothing may change.
+// be known and not held. The ledger must drop a lease that is missing from the snapshot if the store
+// proves that it is gone, if its hold is over or if another lease contradicts it, and in no other case.
+// If a snapshot is applied a second time, nothing may change.
 //
 //stages:rest it checks 8,000 steps
 func TestLedgerWalk(t *testing.T) {
@@ -388,8 +388,8 @@ func expectReported(t *testing.T, before subnet.LedgerState, after *subnet.Ledge
 	}
 }
 
-// ledgerOf returns a ledger that knows n peers, and their leases. The ledger holds the first held
-// peers, because the store lacks them.
+// ledgerOf returns a ledger that knows n peers, and their leases. The parameter held is the number of
+// peers that the ledger holds, because they are missing from the store: they are the first ones.
 func ledgerOf(n, held int) (*subnet.Ledger, []*subnet.Lease) {
 	all := make([]*subnet.Lease, n)
 	for i := range all {
@@ -452,8 +452,8 @@ func BenchmarkLedgerWiped(b *testing.B) {
 }
 
 // TestLedgerLetsGoOfListings keeps one lease of a listing longer than the others: because it has
-// become unreadable, or because the store is another one. The listing must not stay in memory for
-// that lease, whether it came from a store or from disk.
+// become unreadable, or because the ledger holds it after the store was replaced. The listing must not
+// stay in memory for that lease, whether it came from a store or from disk.
 func TestLedgerLetsGoOfListings(t *testing.T) {
 	now := time.Unix(1700000000, 0)
 	listed := func() []subnet.Lease {

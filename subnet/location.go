@@ -7,11 +7,12 @@ import (
 	"strings"
 )
 
-// maxLocation is the greatest length of the name of a location.
+// maxLocation is the greatest length of the name of a location, in bytes.
 const maxLocation = 63
 
-// CheckLocation returns an error if name cannot be the name of a location. The form is that of a
-// label's value in Kubernetes, because a label of the Node can contain the name, but it is not empty.
+// CheckLocation returns an error if name cannot be the name of a location. A name has the form of a
+// label's value in Kubernetes, because it can come from a label of the Node. Unlike that value, it
+// must not be empty.
 func CheckLocation(name string) error {
 	alphanumeric := func(c byte) bool { return '0' <= c && c <= '9' || 'A' <= c && c <= 'Z' || 'a' <= c && c <= 'z' }
 	ok := len(name) > 0 && len(name) <= maxLocation && alphanumeric(name[0]) && alphanumeric(name[len(name)-1])

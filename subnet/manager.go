@@ -13,7 +13,8 @@ var (
 	ErrLeaseLost = errors.New("subnet lease lost")
 	// ErrNoSubnets means that every subnet of the configured range is taken.
 	ErrNoSubnets = errors.New("out of subnets")
-	// ErrNoConfig means that the store answers but has no configuration.
+	// ErrNoConfig means that the store answers but has no configuration, or that the file with the
+	// configuration cannot be read.
 	ErrNoConfig = errors.New("no network configuration")
 	// ErrUnfit means that a retry cannot succeed: the store gives this node a subnet that does not
 	// fit the configuration, and an operator has to change one of them; or the lease in the last
@@ -55,14 +56,14 @@ type Update struct {
 	// Undecodable has keys whose value has become unreadable. Such a peer keeps its last good
 	// state. A receiver ignores Undecodable if Changed is nil.
 	Undecodable []string
-	// Snapshot returns all leases. The receiver may call it only until sink returns. Its cost depends
-	// on the number of leases.
+	// Snapshot returns all leases. The receiver may call it only until the sink of Watch returns. Its
+	// cost depends on the number of leases.
 	Snapshot func() Snapshot
 }
 
 // Observation is a moment at which a store had the configuration of one of several networks. If the
-// store lacks the configuration later, the Observation tells whether an operator has deleted it, or
-// the store was emptied or replaced.
+// configuration is missing from the store later, the Observation tells whether an operator has deleted
+// it, or the store was emptied or replaced.
 type Observation struct {
 	Revision int64 `json:"revision"` // of the store
 	// Key and LeaseID belong to the lease that this node had in the network at that moment. They
@@ -75,9 +76,9 @@ type Observation struct {
 // Manager talks to a store. All methods retry failures that can pass. They return when ctx ends,
 // with its error.
 type Manager interface {
-	// Config returns the network configuration. It returns ErrNoConfig or ErrInvalidConfig,
-	// wrapped, if the store has no configuration or one that cannot be used: the caller waits
-	// and asks again.
+	// Config returns the network configuration. It returns ErrNoConfig, wrapped, if there is none or
+	// its file cannot be read, and ErrInvalidConfig, wrapped, if it cannot be used. In these cases the
+	// caller must wait and ask again.
 	Config(ctx context.Context) (Config, error)
 	// Recall returns the claim that this node published before, with its subnets, or a claim without
 	// endpoints if there is none. own contains the node's public addresses.

@@ -62,7 +62,7 @@ type Observer interface {
 
 // Releaser is a Manager that can give up the own lease.
 type Releaser interface {
-	// Release deletes a lease of this node from the store, unless it is a reservation, or another
+	// Release deletes the lease own of this node from the store, unless it is a reservation, or another
 	// node has taken its subnets since. It does not retry. The manager has no lease after that, even
 	// if the store returns an error.
 	Release(ctx context.Context, own Lease) error

@@ -212,8 +212,8 @@ func backendType(key string, raw json.RawMessage) (string, error) {
 	return strings.ToLower(b.Type), nil
 }
 
-// keyName returns the key of the configuration of family f: name for IPv4, and IPv6 before name
-// for IPv6.
+// keyName returns the key of the configuration of family f: "Network" becomes "IPv6Network" for IPv6,
+// and stays the same for IPv4.
 func keyName(f prefix.Family, name string) string {
 	if f == prefix.IPv6 {
 		return "IPv6" + name

@@ -181,7 +181,7 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 }
 
 // index returns the number of the pool's subnet that contains a. The pool's first subnet is 0. a
-// must not be below that.
+// must not be below the first subnet.
 func (p Pool) index(a netip.Addr) *big.Int {
 	d := prefix.Distance(p.first.Addr(), a)
 	return d.Rsh(d, p.hostBits())
