@@ -19,7 +19,7 @@ const task = "test-task"
 // Term is a term of a node that a test has made the leader.
 type Term struct {
 	Announce subnet.Announce
-	Over     <-chan struct{} // closed when the store has ended the term
+	Over     <-chan struct{} // closed when the term has ended, by the store or by End
 	End      func()          // ends the term and waits until Lead has returned
 	task     string
 }

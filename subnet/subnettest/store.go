@@ -272,7 +272,7 @@ func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error
 	}
 }
 
-// Keep acquires the node's own lease again if it is gone. See subnet.Manager.
+// Keep writes the node's own lease again if it is gone or undecodable. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
 		changed := m.store.changed.Changed()

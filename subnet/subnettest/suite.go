@@ -226,7 +226,7 @@ func testPrevious(t *testing.T, b Backing) {
 }
 
 // testNoSubnets expects that a node gets ErrNoSubnets while no subnet is free, and that it keeps its
-// lease of an earlier configuration until one is free.
+// lease of an earlier configuration until a subnet is free.
 func testNoSubnets(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	had, err := Acquire(t.Context(), b.Manager(t, 4), claim(configV4, 4))
@@ -307,7 +307,7 @@ func testWatch(t *testing.T, b Backing) {
 }
 
 // testMigration checks that a node can publish the data of two backends, that peers and a
-// later start see both, and that the data of the next backend disappears with the migration.
+// later start see both, and that the data of the next backend disappears when the migration ends.
 func testMigration(t *testing.T, b Backing) {
 	b.SetConfig(t, configDual)
 	onlooker := b.Manager(t, 9)
