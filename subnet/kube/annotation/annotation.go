@@ -41,7 +41,7 @@ const (
 	Published = PublicIPOverwrite
 )
 
-// DefaultPrefix is the default of the flag whose value Prefix takes.
+// DefaultPrefix is the default of the flag --kube-annotation-prefix, whose value Prefix takes.
 const DefaultPrefix = "flannel.alpha.coreos.com"
 
 var prefixForm = regexp.MustCompile(`^(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?$`)
@@ -104,8 +104,8 @@ func Of(f prefix.Family) Set {
 
 var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
 
-// Note is the value of one annotation. Present tells whether the Node has it, because it can be
-// empty.
+// Note is the value of one annotation. Present tells whether the Node has the annotation, because an
+// annotation may have an empty text.
 type Note struct {
 	Text    string
 	Present bool
@@ -147,8 +147,8 @@ func dataText(data json.RawMessage) string {
 	return string(data)
 }
 
-// maxAnnotation is the length of the longest annotation that is read, in bytes. Real ones have some
-// hundred.
+// maxAnnotation is the length of the longest annotation that is read, in bytes. Real annotations have
+// some hundred bytes.
 const maxAnnotation = 16 << 10
 
 // ErrNotManaged means that flannel does not manage a Node, or not yet.
@@ -160,8 +160,8 @@ var ErrNotManaged = errors.New("it has no annotation kube-subnet-manager")
 //
 // If one family can be read and the other cannot, Decode returns both the claim and the reason as
 // err. The endpoint of the unreadable family is then that of last, the previous lease. The family
-// has no endpoint if last is nil or has another backend or subnet. If no family can be read, the
-// claim is empty.
+// has no endpoint if last is nil or has another backend or subnet. If no family can be read, or a
+// backend type is too long, the claim is empty.
 func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subnet.Claim, err error) {
 	if n[Managed].Text != "true" {
 		return subnet.Claim{}, ErrNotManaged

@@ -247,7 +247,7 @@ func FuzzDecode(f *testing.F) {
 				return
 			}
 		}
-		// This uses only the podCIDRs of the endpoints. Without an IPv4 endpoint, Encode publishes
+		// This Decode gets only the podCIDRs of the endpoints. Without an IPv4 endpoint, Encode publishes
 		// 0.0.0.0 for most backends, and Decode would read that as an endpoint of an IPv4 podCIDR.
 		var kept []netip.Prefix
 		for _, e := range c.Endpoints {

@@ -31,9 +31,9 @@ type field struct {
 // maxHeader is the length of the longest header, in bytes: a tag and a length.
 const maxHeader = 2 * binary.MaxVarintLen64
 
-// header decodes the beginning of a field: the tag, and the number or length behind it if the field
-// has one. n is the length of what it has decoded. n is negative if that is malformed or b ends
-// inside of it.
+// header decodes the header of the field at the beginning of b: the tag, and the number or length
+// behind it if the field has one. n is the length of the header in bytes. n is negative if the header is
+// malformed or b ends inside of it.
 func header(b []byte) (f field, n int) {
 	number, kind, n := protowire.ConsumeTag(b)
 	f = field{number: int(number), kind: kind}
@@ -73,8 +73,8 @@ func fields(b []byte) iter.Seq2[field, error] {
 	}
 }
 
-// content returns the part of b from start with the given length, and the index behind it. That
-// index is -1 if b is too short.
+// content returns the part of b that begins at the index start and has the given length, and the index
+// behind that part. The index is -1 if b is too short.
 func content(b []byte, start int, length uint64) (c []byte, end int) {
 	if length > uint64(len(b)-start) {
 		return nil, -1
@@ -110,7 +110,7 @@ func last(b []byte, number int) (content []byte, err error) {
 // stream reads messages that are too large to be in memory as a whole, one field at a time.
 type stream struct {
 	*bufio.Reader
-	read int64  // number of bytes read since the beginning
+	read int64  // number of bytes that header, take and discard have read so far
 	buf  []byte // memory for the result of take
 }
 
@@ -118,10 +118,10 @@ func newStream(from io.Reader, bufferSize int) *stream {
 	return &stream{Reader: bufio.NewReaderSize(from, bufferSize)}
 }
 
-// fields is like the function fields, for the message in the next length bytes of the stream. A
-// negative length means that the message ends with the stream. fields can also yield an error of
-// the stream. The content of a field of BytesType stays in the stream: the caller must take or
-// discard it before the next field.
+// fields is like the function fields, but reads the message from the stream. length is the length of
+// the message in bytes. A negative length means that the message ends with the stream. fields can also
+// yield an error of the stream. The content of a field of BytesType stays in the stream: the caller
+// must take or discard it before the next field.
 func (s *stream) fields(length int64) iter.Seq2[field, error] {
 	return func(yield func(field, error) bool) {
 		for end := s.read + length; length < 0 || s.read < end; {
@@ -165,8 +165,8 @@ func (s *stream) header() (field, error) {
 	return field{}, ErrMalformed
 }
 
-// take returns the next n bytes, which are valid until the next call. It returns an error if the
-// stream has fewer, or if n is more than MaxObject.
+// take returns the next n bytes, which are valid until the next call of take. It returns an error if
+// the stream has fewer bytes, or if n is more than MaxObject.
 func (s *stream) take(n uint64) ([]byte, error) {
 	if n > MaxObject {
 		return nil, fmt.Errorf("%w: %d bytes in one object", ErrMalformed, n)

@@ -231,8 +231,8 @@ func (n *Node) condition(b []byte) error {
 	return nil
 }
 
-// named returns an error if n has no name. Every Node in a list or in an event must have one,
-// except that of a bookmark.
+// named returns an error if n has no name. Every Node in a list or in an event must have a name,
+// except the Node of a bookmark.
 func (n *Node) named() error {
 	if len(n.Name) == 0 {
 		return fmt.Errorf("%w: an object without a name", ErrMalformed)

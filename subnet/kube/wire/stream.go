@@ -22,7 +22,7 @@ type ListMeta struct {
 // List decodes a list of Nodes while it arrives, and iterates over the Nodes. It keeps one Node in
 // memory, which is valid until the next one. meta is complete when the loop has ended without a
 // break and without an error. List yields one error at most, and ends with it: the error wraps
-// ErrMalformed, or is an error of reading from.
+// ErrMalformed, or the reader from has failed or ended too early.
 func (d *Decoder) List(from io.Reader, meta *ListMeta) iter.Seq2[*Node, error] {
 	return func(yield func(*Node, error) bool) {
 		*meta = ListMeta{}
@@ -134,7 +134,7 @@ type Event struct {
 
 // Events decodes the events of a watch while they arrive, and iterates over them. It yields one
 // error at most, and ends with it: the error wraps ErrMalformed, is a *StatusError that the server
-// has sent, or is an error of reading from. If the loop ends without an error, the watch has ended
+// has sent, or the reader from has failed. If the loop ends without an error, the watch has ended
 // between two events.
 func (d *Decoder) Events(from io.Reader) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
