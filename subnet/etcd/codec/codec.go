@@ -92,8 +92,8 @@ type wireLease struct {
 	NextBackendV6Data json.RawMessage `json:",omitempty"`
 }
 
-// Encode returns the value of the key of a node that publishes c. The subnets of c are not part of
-// it.
+// Encode returns the value of the key of a node that publishes c. The value does not contain the
+// subnets of c, because the key does.
 func Encode(c subnet.Claim) ([]byte, error) {
 	w := wireLease{
 		PublicIP:    json.RawMessage(`"0.0.0.0"`),
@@ -116,8 +116,8 @@ func Encode(c subnet.Claim) ([]byte, error) {
 func quote(a netip.Addr) json.RawMessage { return json.RawMessage(strconv.Quote(a.String())) }
 
 // Decode returns the claim in a lease, given the subnets that the key names, and the value of the
-// key. It reads only the address families of subnets. An address that the value lacks is the
-// unspecified address of its family.
+// key. It reads only the address families of subnets. If the value has no address of such a family,
+// the endpoint gets the unspecified address of the family.
 func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	if len(value) > maxValue {
 		return subnet.Claim{}, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
