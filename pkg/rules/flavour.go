@@ -29,8 +29,8 @@ type Choice struct {
 	Source string
 }
 
-// automatic returns the flavour that suits the other programs of the host, which is never
-// Auto, and the reason for the log.
+// automatic returns the flavour that suits the other programs of the host, IPTables or
+// NFTables, and the reason for the log.
 func automatic() (f Flavour, why string) {
 	if err := nftables.Available(); err != nil {
 		return IPTables, err.Error()

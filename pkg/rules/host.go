@@ -20,8 +20,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// Host finds out which firewalls this host has. It does so once, when the first Keeper
-// needs it. It is safe for concurrent use.
+// Host contains what the Keepers of all networks share. It finds out which firewalls this
+// host has, once, when the first Keeper needs it, and lets them write rules one at a time.
+// It is safe for concurrent use.
 type Host struct {
 	automatic func() (f Flavour, why string) // chooses the flavour for Auto
 
@@ -39,17 +40,17 @@ type Host struct {
 	warned   []string                // bridge settings that were warned about
 }
 
-// NewHost returns a Host. Keepers that use iptables wait until its Run has found the
+// NewHost returns a Host. Keepers that use iptables wait until Host.Run has found the
 // programs.
 func NewHost() *Host {
 	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*wait.Shared{}}
 }
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.
-// It ends early if ctx ends. ctx must not end before the last Keep. A Keep may end during
-// the search: that of a session on the last known state ends when the store answers. The next
-// Keep then uses the result, because on a busy host the programs that the search runs take
-// most of the start.
+// If ctx ends first, Run also returns nil. ctx must not end before the last Keep. The search
+// goes on if the Keep that needs it ends, as that of a session on the last known state does
+// when the store answers. So the next Keep uses the result and need not search again: on a
+// busy host the programs that a search runs take most of the time of a start.
 func (h *Host) Run(ctx context.Context) error {
 	select {
 	case families := <-h.wanted:
@@ -89,9 +90,10 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	return found
 }
 
-// writer returns the writer for a firewall and the families in of. It is the same one for all networks of
-// these families. Families are separate, so that a program that is missing for one family does not affect
-// networks without that family. The first call with these arguments decides which Applier is used.
+// writer returns the writer for a firewall and the families that of contains. All networks of these families
+// share it. Networks with other families have another writer, so that a program that is missing for one family
+// does not affect networks without that family. The first call with a firewall and families decides which
+// Applier is used.
 func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
 	h.mu.Lock()
 	defer h.mu.Unlock()

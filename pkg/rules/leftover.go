@@ -43,8 +43,8 @@ type leftover struct {
 
 // leftovers returns the firewalls that may contain rules of the networks in gone.Former. It omits nftables
 // if inUse is NFTables, and for each family the variant of iptables in variants, because these contain the
-// present rules. If the programs of neither variant are installed under their own names, it uses the
-// default ones.
+// present rules. If variants is empty and the programs of neither variant are installed under their own names,
+// it uses the default programs, if these are installed.
 func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]iptables.Variant) []leftover {
 	var all []leftover
 	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {

@@ -22,8 +22,8 @@ type Config struct {
 	// Report is called after each attempt to apply the rules, except for one that the end
 	// of ctx has cut off. repaired is set if another program had changed them.
 	Report func(ctx context.Context, repaired bool, err error)
-	// Cleaned is called once in each Keep, when no rules of former networks or in other
-	// firewalls are left.
+	// Cleaned is called at most once in each Keep, when no rules of former networks or in
+	// other firewalls are left.
 	Cleaned func()
 }
 
@@ -34,7 +34,7 @@ type Keeper struct {
 	host   *Host
 
 	inUse  atomic.Value // a Flavour; nil before the first Keep
-	logged Choice       // without Source
+	logged Choice       // the last choice that was logged, without its Source
 	// unreported is set if a Keep may have written rules and has ended before it could
 	// report that. The next Keep finds the rules in place and logs them as written.
 	unreported bool

@@ -103,8 +103,8 @@ func TestAutoChoice(t *testing.T) {
 	}
 }
 
-// scripted is an Applier that records the policies. Each Apply returns the next of answers
-// and no change. When there are none left, it returns changed and no error.
+// scripted is an Applier that records the policies. Each Apply returns the next error in
+// answers and no change. When no answers are left, it returns changed and no error.
 type scripted struct {
 	answers []error
 	changed bool
@@ -221,7 +221,7 @@ func (e interrupted) Apply(ctx context.Context, _ ...firewall.Policy) (bool, err
 	return e.changed, ctx.Err()
 }
 
-// TestRulesOfAnEndedSession checks that a run logs rules as written if the last run
+// TestRulesOfAnEndedRun checks that a run logs rules as written if the last run
 // has written them and could not log that.
 func TestRulesOfAnEndedRun(t *testing.T) {
 	for _, wrote := range []bool{true, false} {

@@ -28,9 +28,9 @@ const (
 )
 
 // Keep maintains the rules of p until ctx ends. The rules stay after that. Keep calls tried
-// once, after the first attempt to apply them, even if that fails. It does not call tried
-// if ctx ends before. A Keeper maintains one policy at a time: the caller calls Keep again
-// only after the last Keep has returned.
+// once, after the first attempt to apply them, even if the attempt fails. If ctx ends before
+// an attempt, Keep may return without that call. A Keeper maintains one policy at a time:
+// the caller calls Keep again only after the last Keep has returned.
 func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried func()) {
 	newRun(k, k.choose(ctx, c), p, tried).maintain(ctx)
 }

@@ -61,7 +61,8 @@ func comparePolicies(a, b firewall.Policy) int {
 	})
 }
 
-// pass applies all policies, when it is its turn.
+// pass applies all policies. It first waits until no other writer of the Host and no Remove reads or
+// writes rules.
 func (w *writer) pass(ctx context.Context) written {
 	w.turn.Lock()
 	defer w.turn.Unlock()
