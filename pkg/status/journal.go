@@ -43,7 +43,7 @@ func (j *Journal) add(e Event) {
 	j.next = (j.next + 1) % len(j.events)
 }
 
-// Logger returns a logger that writes to j and to the logger to.
+// Logger returns a logger that writes each message to j and to the given logger.
 func (j *Journal) Logger(to logr.Logger) logr.Logger {
 	return to.WithSink(&tee{LogSink: to.GetSink(), journal: j})
 }

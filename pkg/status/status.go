@@ -22,8 +22,9 @@ type Report struct {
 	Ready   bool     `json:"ready"`
 	Reasons []string `json:"reasons,omitempty"`
 	// RestartNeeded describes a difference between the configuration in the store and the one in use
-	// that only a restart applies. If the store has no configuration, it says so. It is empty if there
-	// is no difference, or if the daemon follows changes without a restart.
+	// that only a restart applies, or why the one in the store cannot be used. If the store has no
+	// configuration, it says so. It is empty if there is no difference, or if the daemon follows changes
+	// without a restart.
 	RestartNeeded string `json:"restartNeeded,omitempty"`
 	// ConfigRejected says why this host goes on with its present configuration, because the one in the
 	// store cannot be used. It is empty if the one in the store can be used.
@@ -74,10 +75,11 @@ type Network struct {
 	Location        *Location      `json:"location,omitempty"` // nil without Backend.SameLocation
 }
 
-// Location tells which backends carry the packets inside and between locations, and to how many peers.
+// Location tells which backends carry the packets inside and between locations. ByInside and ByBetween
+// are the numbers of peers to which they carry packets.
 type Location struct {
 	Name      string `json:"name"`    // name of the location of this host; empty if it has none
-	Inside    string `json:"inside"`  // type of the backend between hosts of the location
+	Inside    string `json:"inside"`  // type of the backend between hosts of one location
 	Between   string `json:"between"` // type of the backend between locations
 	ByInside  int    `json:"byInside"`
 	ByBetween int    `json:"byBetween"`
@@ -187,7 +189,7 @@ type Datastore struct {
 
 // Firewall is the state of masquerade and forward rules.
 type Firewall struct {
-	Kind  string `json:"kind"`            // iptables or nftables; empty if not chosen yet or, without an Error, if no rules are configured
+	Kind  string `json:"kind"`            // iptables or nftables; empty if no rules are configured, or none is chosen yet: then there is an Error
 	Error string `json:"error,omitempty"` // why the rules are not in place
 }
 
@@ -232,7 +234,7 @@ type Peer struct {
 	Backend string `json:"backend,omitempty"`
 	Waiting string `json:"waiting,omitempty"`
 	// PathMTU contains the subnets of the peer to which only packets smaller than the MTU of the device
-	// pass, with the size in bytes of the largest one. It needs Backend.MTU "probe".
+	// pass, with the size in bytes of the largest packet that passes. It needs Backend.MTU "probe".
 	PathMTU map[netip.Prefix]int `json:"pathMTU,omitempty"`
 	// Relay is the key of the lease of the host that carries the packets to the peer and sees their
 	// plaintext. It is empty if there is none. If the families have different relays, it contains
@@ -257,8 +259,9 @@ type SharedPublicIP struct {
 
 // Paths are the results of probes.
 type Paths struct {
-	// Results counts the paths that this host checks: ok, waiting (not checked yet), unknown, or the
-	// part that does not work: underlay, network, mtu or checksum.
+	// Results counts the paths that this host checks: ok, waiting (not checked yet), unknown (the check
+	// did not show whether the path works), or the part that does not work: underlay, network, mtu or
+	// checksum.
 	Results map[string]int `json:"results"`
 	// Worst are the worst paths: first the broken ones, then those with the longest round trips. With
 	// Query.AllPaths they are all paths that were checked.
