@@ -19,7 +19,8 @@ type Data struct {
 	Broken []CellData `json:"broken"`
 	// BrokenOmitted is the number of broken paths that Broken does not contain.
 	BrokenOmitted int `json:"brokenOmitted,omitempty"`
-	// Cells are all paths that were checked. They are absent with more than MaxCells hosts.
+	// Cells are all paths of which it is known whether they work. They are absent with more than MaxCells
+	// hosts.
 	Cells []CellData `json:"cells,omitempty"`
 }
 

@@ -8,7 +8,7 @@
 //   - data.go, text.go and svg.go show a matrix: for programs, in a terminal and as a picture.
 //
 // An answer comes from another host, which may be hostile. So names come only from the caller, and
-// text from answers is limited and quoted.
+// text from answers is limited and escaped.
 package mesh
 
 import (

@@ -262,8 +262,8 @@ func TestSVGOfManyHosts(t *testing.T) {
 	}
 }
 
-// TestData checks the data of few hosts, and of more than MaxCells hosts: then there are broken paths, but
-// no cells.
+// TestData checks the data of few hosts, and the data of more than MaxCells hosts, which must contain the
+// broken paths, but no cells.
 func TestData(t *testing.T) {
 	d := broken(t, 4).Data()
 	if d.Paths != (mesh.Counts{OK: 8, Broken: 1, Unknown: 3}) || len(d.Cells) != 9 || len(d.Hosts) != 4 {
@@ -290,7 +290,8 @@ func TestData(t *testing.T) {
 }
 
 // TestManyBrokenPaths lets all hosts but the last one report every path as broken, each with another long
-// text. The last host reports one path. The list must be limited, and this path must be in it.
+// text. The last host reports one path. The list must be limited, and must contain this path if the limit
+// is at least the number of hosts.
 func TestManyBrokenPaths(t *testing.T) {
 	const n = 110
 	m := mesh.New(hosts(n))

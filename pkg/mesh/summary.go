@@ -93,9 +93,9 @@ func (m *Matrix) Broken(limit int) []Pair {
 	return pairs
 }
 
-// parts divides a limit among the hosts that report broken paths. Each host may have up to part paths in
-// the list. The first extra hosts that report more may have one more. Hosts that report fewer leave the rest
-// to the others.
+// parts divides a limit among the hosts that report broken paths. The result part is the number of paths that
+// each host may have in the list. Of the hosts that report more paths, the first ones may have one path more:
+// extra is the number of these hosts. Hosts that report fewer paths leave the rest to the others.
 func parts(hosts []Counts, limit int) (part, extra int) {
 	var counts []int
 	for _, c := range hosts {

@@ -119,8 +119,8 @@ func (m *Matrix) Text(w io.Writer) error {
 	return nil
 }
 
-// more writes how many of n elements a list of at most maxLines has left out. It writes nothing if that is
-// none.
+// more writes how many of n elements a list of at most maxLines has left out. It writes nothing if the list
+// has all elements.
 func more(w io.Writer, n int, what string) {
 	if n > maxLines {
 		fmt.Fprintf(w, "and %d more %s\n", n-maxLines, what)
