@@ -132,9 +132,9 @@ func (p *Prober) maySearch(s *state) bool {
 	return s.searches.Tokens() >= 1
 }
 
-// search is like ping.Largest. It first tries other, the last size that a search on the device has found:
-// if a link that many paths share becomes narrow, most searches then take few packets. If other is less
-// than the common size, or not between passes and tooBig, it first tries the common size.
+// search is like ping.Largest. It first tries the size other, the last one that a search on the device has
+// found. So most searches take few packets if a link that many paths share becomes narrow. If other is less
+// than the common size, or does not lie between passes and tooBig - 1, search first tries the common size.
 func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
 	if other < common || other <= passes || other+1 >= tooBig {
 		return ping.Largest(passes, tooBig, common, try)

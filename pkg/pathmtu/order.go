@@ -20,8 +20,8 @@ import (
 const (
 	// uncrowded is the largest number of paths with which each path is checked once in every interval.
 	uncrowded = Rate * int(interval/time.Second)
-	// watchFor is the duration of a sample. Each sample follows the one before, so that a device is watched
-	// all the time. Samples of a fast device are shorter.
+	// watchFor is the duration of a sample. The next sample begins at about the end of the last one, so that
+	// a device is watched nearly all the time. Samples of a fast device are shorter.
 	watchFor = 2 * time.Second
 	// large is the size in bytes above which a packet shows that the MTU of its path matters: the least
 	// MTU that a path may get over IPv4. Acknowledgements are smaller.
@@ -46,7 +46,7 @@ type order struct {
 // turn is the part of a path's state that belongs to the order.
 type turn struct {
 	large    time.Time // the last time when the path carried a large packet
-	place    int       // number of the path's present place in a queue; each place gets another number
+	place    int       // number of the path's present place in a queue; each new place gets a new number
 	busy     bool      // the path is in the queue busy
 	checking bool
 }
@@ -60,7 +60,7 @@ type entry struct {
 	place int
 }
 
-// add adds a path at the end of the queue. If the path has a place in another queue, that becomes void.
+// add adds a path at the end of the queue. If the path has another place in a queue, that place becomes void.
 func (q *queue) add(s *state) {
 	s.turn.place++
 	*q = append(*q, entry{s, s.turn.place})
@@ -94,7 +94,7 @@ func (o *order) wait(s *state, now time.Time) {
 }
 
 // next returns the path that must be checked now, or nil and the time until there may be one. It takes the
-// path out of its queue; the caller must call checked after the check.
+// path out of its queue. The caller must call checked after the check.
 func (o *order) next(now time.Time) (s *state, pause time.Duration) {
 	queues := []*queue{&o.busy, &o.fresh, &o.due}
 	inARow := busyInARow
@@ -121,9 +121,9 @@ func (o *order) next(now time.Time) (s *state, pause time.Duration) {
 	return nil, pause
 }
 
-// first takes the first path out of a queue. If that path was checked less than an interval ago, or the
-// queue is empty, it returns nil and the time until there may be one. It drops void entries, and moves busy
-// paths that have become idle to the queue due.
+// first takes the first path out of a queue. If the last check of that path began less than an interval ago,
+// or the queue is empty, it returns nil and the time until there may be a path to check. It drops void
+// entries, and moves busy paths that have become idle to the queue due.
 func (o *order) first(q *queue, now time.Time) (*state, time.Duration) {
 	for len(*q) > 0 {
 		e := (*q)[0]

@@ -47,8 +47,8 @@ func numbers(first, n int) (all []int) {
 }
 
 // TestBusyPathsFirst narrows some of 5,000 paths, which carry large packets. These must have a smaller size
-// within seconds, although most paths were never checked. The host must not send more packets than without
-// traffic, and must go on checking the other paths.
+// within a minute at most, although most paths were never checked. The host must not send more packets than
+// without traffic, and must go on checking the other paths.
 func TestBusyPathsFirst(t *testing.T) {
 	const n, first = 5000, 4900
 	for _, tc := range []struct {

@@ -66,8 +66,8 @@ type Config struct {
 	// that a restart never sends larger packets than the path is known to carry. NewProber takes
 	// ownership of the map.
 	Before map[netip.Prefix]int
-	// Resized is called when the size of a path has changed, so that Take returns the key of its peer. It
-	// is required, and must not call the Prober, which is locked.
+	// Resized is called when the size of a path has changed: Take returns the key of its peer from then on.
+	// Resized is required, and must not call the Prober, which is locked.
 	Resized func()
 	// Changed is called after each change, unless many paths change at once. It may be nil.
 	Changed func(Change)
@@ -86,8 +86,8 @@ type Prober struct {
 
 	mu      sync.Mutex
 	paths   map[netip.Prefix]*state
-	peers   map[string][]Path // by key of the lease
-	resized map[string]struct{}
+	peers   map[string][]Path   // by key of the lease
+	resized map[string]struct{} // keys for Take
 	order   order
 	found   map[string]int // last size that a search has found, by device
 }
@@ -244,8 +244,8 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// echoes returns the function for Prober.echo. It sends a packet of size bytes, and returns the time to
-// the answer. ok is false if there is no answer within patience.
+// echoes returns the function for Prober.echo. The function sends a packet of size bytes, and returns the
+// time to the answer. It returns false if there is no answer within patience.
 func echoes(pinger *ping.Pinger) func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
 	var logged sync.Once
 	return func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {

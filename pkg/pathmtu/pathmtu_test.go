@@ -15,15 +15,15 @@ import (
 	"time"
 )
 
-// internet carries packets to peers. Each path has a largest size, and a packet takes a millisecond.
+// internet carries packets to peers. Each path has a largest size. Of all packets, the share loss gets lost.
 type internet struct {
 	mu      sync.Mutex
 	carries map[netip.Addr]int // largest size by Path.To: 0 means no packets, and a missing entry all packets
 	loss    float64
 	rtt     time.Duration // 0 means a millisecond
 	sent    []time.Time
-	sizes   map[int]int // number of packets, by size
-	checked map[netip.Addr]int
+	sizes   map[int]int        // number of packets, by size
+	checked map[netip.Addr]int // number of packets since the last call of checks, by Path.To
 	largest map[netip.Addr]int // size of the largest packet, by Path.To
 	traffic []netip.Addr       // destinations of large packets, in each sample
 	samples int
