@@ -22,7 +22,7 @@ func TestKernelSocketTakesTheDevice(t *testing.T) {
 		name          string
 		family        prefix.Family
 		dst, from     string
-		better, worse string // routes to dst without their device
+		better, worse string // routes to dst: the better one through device one, the worse one through device two
 	}{
 		{"IPv4 gateways", prefix.IPv4, "10.5.2.0", "10.5.1.0", "10.5.2.0/24 via 192.0.2.2 dev one", "10.5.2.0/24 via 198.51.100.2 dev two metric 1048576"},
 		{"IPv4 onlink", prefix.IPv4, "10.5.2.0", "10.5.1.0", "10.5.2.0/24 via 192.0.2.2 dev one", "10.5.2.0/24 via 10.5.2.0 dev two onlink metric 1048576"},
