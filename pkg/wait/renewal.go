@@ -43,8 +43,8 @@ func (r Renewal) keep(ctx context.Context, began time.Time) {
 	}
 }
 
-// next waits until due, and repeats Renew until it succeeds, it reports a loss, or ctx ends. ok is set if
-// it has succeeded before ctx ended. began is then the begin of the successful call.
+// next waits until due, and then repeats Renew until Renew succeeds or reports a loss, or ctx ends. ok is set
+// if Renew has succeeded before ctx ended. began is then the begin of the successful call.
 func (r Renewal) next(ctx context.Context, due time.Time) (began time.Time, ok bool) {
 	backoff := Backoff{Least: r.TTL / 60, Most: r.TTL / 15, Share: 0.5}
 	for err := For(ctx, time.Until(due)); err == nil; err = backoff.Wait(ctx, 0) {

@@ -2,6 +2,7 @@
 
 // Package wait makes goroutines wait: for the end of a time, the next try of something
 // that fails, a signal of another goroutine, or a run that they share with other callers.
+// A Renewal also renews what would expire while a function runs.
 package wait
 
 import (
