@@ -48,9 +48,9 @@ func (p Previous) Entry(f prefix.Family) (e Entry, ok bool) {
 	return Entry{}, false
 }
 
-// Read returns the networks and subnets in the file at path. A missing file has none.
-// From a damaged file Read returns the valid part. It fails only if the file exists and
-// cannot be read.
+// Read returns the networks and subnets in the file at path. If the file or its folder
+// does not exist, there are none, and that is no error. From a damaged file Read returns
+// the valid part. It returns an error if it cannot read the file for any other reason.
 func Read(path string) (Previous, error) {
 	data, err := readBounded(path)
 	switch {
@@ -169,8 +169,9 @@ func unquote(s string) (value string, ok bool) {
 	return s, true
 }
 
-// prefix returns the prefix in variable key. It returns zero if there is none or more
-// than one: older daemons with several cluster CIDRs wrote a list.
+// prefix returns the prefix in variable key. It returns zero if there is no valid prefix.
+// It also returns zero for a list with several, which older daemons wrote if there were
+// several cluster CIDRs.
 func (p *Previous) prefix(vars map[string]string, key string, f prefix.Family) netip.Prefix {
 	value := vars[key]
 	if value == "" {
