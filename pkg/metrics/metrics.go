@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package metrics exports the daemon's metrics to Prometheus. Metrics counts passes,
-// repairs and probes when they happen. All other values, also counters of other packages,
-// are read at each scrape.
+// repairs, corrected leases and probes when they happen. All other values, also counters
+// of other packages, are read at each scrape.
 package metrics
 
 import (
