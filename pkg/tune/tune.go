@@ -94,9 +94,10 @@ func oneThread(backendType string) bool {
 	return false
 }
 
-// fitThreads sets GOMAXPROCS. During the start GOMAXPROCS is the number of CPUs. At rest it is 1,
-// unless oneThread is false for a backend. Several goroutines handle an event in small steps, and
-// to wake a second thread for a step takes more CPU time than the step. The caller holds t.mu.
+// fitThreads sets GOMAXPROCS. During the start GOMAXPROCS has the default of the Go runtime, which is
+// the number of CPUs or less. At rest it is 1, unless oneThread is false for a backend. Several
+// goroutines handle an event in small steps, and to wake a second thread for a step takes more CPU time
+// than the step. The caller holds t.mu.
 func (t *Tuner) fitThreads() {
 	switch one := t.resting && t.oneThread; {
 	case !t.threads || one == t.fitted:
@@ -120,12 +121,11 @@ func (t *Tuner) applyRest() {
 	}
 }
 
-// Rest waits until the start is over and the state file is written, because writing a large one
-// takes memory too. It then releases the memory that the start has used. started is closed when
-// the start is over. tidyAfter later, Rest applies the settings for the time after the start.
-// written reports whether the file is written; Rest calls it after that. Rest waits for each of
-// the two for at most longStart, and a zero Tuner does not wait. It always returns nil, also if
-// ctx ends first.
+// Rest waits until started is closed, because the start is over then, and for tidyAfter. It then
+// applies the settings for the time after the start. After that it waits until written reports that
+// the state file is written, because writing a large one takes memory too, and releases the memory
+// that the start has used. Rest waits for the end of the start and for the file for at most longStart
+// each. A zero Tuner does nothing. Rest always returns nil, also if ctx ends first.
 func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	if !t.threads && !t.memory {
 		return nil
