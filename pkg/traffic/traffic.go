@@ -21,8 +21,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// ErrNoSocket means that this process cannot listen to any device: for example it lacks CAP_NET_RAW, or its
-// service manager forbids AF_PACKET.
+// ErrNoSocket means that this process cannot listen to any device, for example because it does not have
+// CAP_NET_RAW, or because its service manager forbids AF_PACKET.
 var ErrNoSocket = errors.New("cannot open a packet socket")
 
 const (
@@ -42,10 +42,10 @@ const (
 )
 
 // Sample listens to a device, and returns the destinations of the packets that this host sends through it. It
-// ignores packets of at most larger bytes, because they pass everywhere, and ICMP, because probes of hosts and
-// their answers are ICMP. It listens for the time during, or for less if the device is fast: while Sample
-// listens, the device needs a little more time for each packet. If ctx ends, Sample returns its error. It needs
-// CAP_NET_RAW.
+// looks only for packets that have more bytes than the parameter larger, because smaller ones pass everywhere.
+// It ignores ICMP, because probes of hosts and their answers are ICMP. The parameter during is the time for
+// which Sample listens. It listens for less time if the device is fast, because the device needs a little more
+// time for each packet while Sample listens. If ctx ends, Sample returns the error of ctx. It needs CAP_NET_RAW.
 func Sample(ctx context.Context, device string, larger int, during time.Duration) ([]netip.Addr, error) {
 	begin := time.Now()
 	s, err := listen(device)
@@ -169,7 +169,7 @@ func filter(larger int) []unix.SockFilter {
 	loadByte := func(at uint32) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_B | unix.BPF_ABS, K: at}
 	}
-	// jump skips then instructions if the value is k, and or instructions otherwise.
+	// jump skips instructions: the number in then if the value is k, and otherwise the number in or.
 	jump := func(k uint32, then, or uint8) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: k, Jt: then, Jf: or}
 	}
