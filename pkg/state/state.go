@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package state stores a daemon's last known state on disk. After a restart or a reboot
-// the daemon continues from it before any store has answered.
+// Package state stores states of a daemon on disk: the last known state, from which the
+// daemon continues after a restart or a reboot before any store has answered, and the state
+// of the extension backend. Lock takes other locks in the same directory.
 package state
 
 import (
