@@ -20,7 +20,7 @@ func Object(raw []byte, field func(key, value []byte) bool) bool {
 }
 
 // Text returns the content of a string value that Object passed to field, without its
-// quotes.
+// quotes. ok is false if value is not a string.
 func Text(value []byte) (text []byte, ok bool) {
 	if n := quoted(value); n == 0 || n != len(value) {
 		return nil, false
@@ -36,7 +36,8 @@ func IsNumber(value []byte) bool {
 }
 
 // object returns the length of the object at the start of b. It returns 0 if b does not
-// start with an object in compact form.
+// start with an object in compact form, or if field returns false. Objects may be nested up
+// to depth deep, including this one.
 func object(b []byte, depth int, field func(key, value []byte) bool) int {
 	if depth == 0 || len(b) < 2 || b[0] != '{' {
 		return 0

@@ -6,8 +6,9 @@ package spell
 import "strings"
 
 // Nearest returns the candidate with the smallest distance to word, the first one of
-// several, and that distance. It returns "" if there are no candidates. Upper and lower
-// case count as equal, and so do dashes and underscores.
+// several, and that distance: the number of letters to insert, remove, replace or swap with
+// their neighbour. It returns "" and 0 if there are no candidates. Upper and lower case count
+// as equal, and so do dashes and underscores.
 func Nearest(word string, candidates []string) (near string, distance int) {
 	of := fold(word)
 	for i, c := range candidates {
@@ -19,7 +20,8 @@ func Nearest(word string, candidates []string) (near string, distance int) {
 }
 
 // Meant returns the nearest candidate if word most likely means it: if there is at most
-// one mistake for every three letters of word, or a single mistake in a shorter word.
+// one mistake for every three letters of word, or a single mistake in a shorter word, and
+// if there are fewer mistakes than letters of the candidate. Otherwise it returns false.
 func Meant(word string, candidates []string) (near string, ok bool) {
 	near, distance := Nearest(word, candidates)
 	if distance > max(1, len(word)/3) || distance >= len(near) {
