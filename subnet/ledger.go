@@ -29,7 +29,7 @@ type Ledger struct {
 // Peer is the lease of another node in the form that is stored on disk.
 type Peer struct {
 	Lease     Lease     `json:"lease"`
-	HeldUntil time.Time `json:"heldUntil,omitzero"` // zero unless the peer is held
+	HeldUntil time.Time `json:"heldUntil,omitzero"` // when the hold ends; zero if the peer is not held
 }
 
 // LedgerState is the content of a Ledger in the form that is stored on disk.

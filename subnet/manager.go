@@ -9,7 +9,8 @@ import (
 
 // Errors that callers act on.
 var (
-	// ErrLeaseLost means that the own subnet now belongs to another node.
+	// ErrLeaseLost means that this node has lost its subnet: the subnet now belongs to another node, or
+	// the Node of this node has other podCIDRs.
 	ErrLeaseLost = errors.New("subnet lease lost")
 	// ErrNoSubnets means that every subnet of the configured range is taken.
 	ErrNoSubnets = errors.New("out of subnets")
@@ -44,8 +45,8 @@ type Snapshot struct {
 	Another     bool // the store is not that of the snapshot before, even if ID and Revision suggest that it is
 }
 
-// Update describes the leases of other nodes that a store has at one moment: all of them, on
-// request, and as a hint those that have changed.
+// Update describes the leases of other nodes that a store has at one moment. Changed and Undecodable
+// name those that have changed, and Snapshot returns all of them.
 type Update struct {
 	Store StoreID
 	// Changed has the leases that differ from the update before, by key, nil for a lease that is
@@ -92,7 +93,7 @@ type Manager interface {
 	// all leases. Watch continues after compactions and outages. A snapshot's slices belong to the
 	// receiver, and the leases in them are shared and read-only.
 	Watch(ctx context.Context, sink func(Update)) error
-	// Keep blocks and keeps the own lease alive. If another node has the subnet, it returns
-	// ErrLeaseLost, wrapped in an error that names the new owner.
+	// Keep blocks and keeps the own lease alive. If this node has lost its subnet, Keep returns
+	// ErrLeaseLost, wrapped in an error that names the new owner, or the new podCIDRs of the Node.
 	Keep(ctx context.Context, own Lease) error
 }

@@ -89,7 +89,8 @@ func TestPoolContains(t *testing.T) {
 	}
 }
 
-// TestPickAgainstBruteForce compares Pick with the set of free subnets, which it finds one by one.
+// TestPickAgainstBruteForce finds the free subnets of a pool by a check of each subnet. Pick must return
+// only free subnets, and each of them at some time.
 //
 //stages:rest it counts the free subnets of many pools
 func TestPickAgainstBruteForce(t *testing.T) {
