@@ -26,18 +26,19 @@ import (
 var ErrNoSocket = errors.New("cannot open a packet socket")
 
 const (
-	// countFor is the time at the begin of a sample in which packets are only counted. most is the number of
-	// packets that the device should have in a sample at most: the sample of a fast device is shorter, but not
+	// countFor is the time at the begin of a sample in which packets are only counted. most limits the number of
+	// packets that the device has in a sample: the sample of a device with more packets is shorter, but not
 	// shorter than leastTime.
 	countFor, leastTime = 20 * time.Millisecond, 100 * time.Millisecond
 	most                = 2000
 	// readEvery is the time between two reads of packets. buffer is the size in bytes of the kernel's buffer,
 	// which keeps some dozens of packets between two reads. So a sample has packets of several moments.
-	// mostAtOnce limits the packets of one read, which would not end while a fast sender sends more.
+	// mostAtOnce limits the packets of one read, because a read would not end while a fast sender sends more.
 	readEvery  = 50 * time.Millisecond
 	buffer     = 32 << 10
 	mostAtOnce = 128
-	// header is the part in bytes of a packet that the kernel copies: the addresses are in it.
+	// header is the number of bytes that the kernel copies from the beginning of a packet, because the addresses
+	// are in this part.
 	header = 40
 )
 
@@ -191,9 +192,9 @@ func filter(larger int) []unix.SockFilter {
 	}
 }
 
-// read takes the packets that the socket has received, and adds their destinations to found. It returns false
-// if there are no packets. An error, such as that of a device that goes down, counts as a packet without a
-// destination.
+// read takes at most mostAtOnce packets that the socket has received, and adds their destinations to found. It
+// returns false if there are no packets. An error, such as that of a device that goes down, counts as a packet
+// without a destination.
 func read(fd int, found map[netip.Addr]struct{}) (some bool) {
 	var b [header]byte
 	for range mostAtOnce {
