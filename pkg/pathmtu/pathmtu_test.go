@@ -15,7 +15,8 @@ import (
 	"time"
 )
 
-// internet carries packets to peers. Each path has a largest size. Of all packets, the share loss gets lost.
+// internet carries packets to peers. Each path has a largest size. loss is the share of packets that get lost
+// by chance.
 type internet struct {
 	mu      sync.Mutex
 	carries map[netip.Addr]int // largest size by Path.To: 0 means no packets, and a missing entry all packets

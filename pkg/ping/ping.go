@@ -45,7 +45,7 @@ type icmpKind struct {
 	header              int // length of the IP header in bytes
 	request, reply      byte
 	unreachable, tooBig byte
-	level, discover     int // socket options
+	level, discover     int // level and number of the socket option IP_MTU_DISCOVER or IPV6_MTU_DISCOVER
 	filter              func(fd int, types ...byte) error
 }
 

@@ -31,8 +31,8 @@ type Filter struct{ logged bool }
 func (f *Filter) Loosen(ctx context.Context, own []string, shared, effect string) {
 	for _, name := range own {
 		if strict(name) {
-			// If this fails, packets that come by another device than they go are lost,
-			// including probes.
+			// If this fails, the kernel drops the packets whose way back leads through another
+			// device. Probes are among them.
 			_ = os.WriteFile(path(name), []byte(looseFilter), 0)
 		}
 	}

@@ -14,7 +14,7 @@ type Shared struct {
 
 // Join returns a signal that is sent after each change, until Leave. If there is no subscription, Join
 // begins one by start, and first is set. The subscription calls wake after each change, but start itself
-// must not call it. stop ends the subscription, and must wait until calls of wake have returned. If
+// must not call wake. stop ends the subscription, and must wait until calls of wake have returned. If
 // start fails, Join returns the error.
 func (s *Shared) Join(start func(wake func()) (stop func(), err error)) (changed Signal, first bool, err error) {
 	s.mu.Lock()
