@@ -57,12 +57,6 @@ type connection struct {
 	answered atomic.Int64 // when a request was answered last, in nanoseconds since 1970; zero: never
 }
 
-var errClosed = errors.New("manager is closed")
-
-// The client sends a ping over a connection that is silent for pingAfter, and closes the connection
-// if there is no answer within pingTimeout. A server permits a ping every 5 s.
-const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
-
 // window is the number of bytes that a server may send before the client has read them. It is large
 // enough for a page of a list of leases.
 const window = 1 << 20

@@ -3,70 +3,60 @@
 package etcd
 
 import (
-	"context"
-	"slices"
-
-	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
-	"go.etcd.io/etcd/api/v3/mvccpb"
-	clientv3 "go.etcd.io/etcd/client/v3"
+	"net/netip"
+	"time"
 
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// reportConfig reads the configuration, passes it to OnConfig, and records its revision in cache.
-// It returns the id of the store and the present revision.
-func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
-	var id subnet.StoreID
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.configKey())
-		if err != nil {
-			return err
-		}
-		id = storeID(resp.Header)
-		cache.configRevision = id.Revision
-		var text []byte
-		for _, kv := range resp.Kvs {
-			text = given(kv.Value)
-		}
-		m.onConfig(text)
-		return nil
-	})
-	return id, err
+// Config says where the store is and how to use it.
+type Config struct {
+	// Endpoints are URLs or host:port. The scheme of the first one decides for all of them whether
+	// TLS is used. Without a scheme TLS is used if one of the files is given.
+	Endpoints []string
+	// Prefix is the prefix of all keys. Superfluous slashes are removed.
+	Prefix string
+	// CAFile, CertFile and KeyFile are paths of PEM files. CAFile alone is sufficient for TLS.
+	// CertFile and KeyFile must be given together.
+	CAFile, CertFile, KeyFile string
+	// Username and Password are used if both are given.
+	Username, Password string
+	// RenewMargin is the time before the end of the lease at which the lease is renewed at the
+	// latest. With a TTL that is not much longer it is shortened: see margin. Zero means
+	// one hour.
+	RenewMargin time.Duration
+	// Previous contains the subnets that this node had and wants again, of one or both families,
+	// best first.
+	Previous []netip.Prefix
+	// Own and Known are the last known state of an earlier run, with the own lease as the store
+	// had it. If the store is the same, the manager does not list its leases at the start, but
+	// reads only the changes since then. Both may be zero.
+	Own   subnet.Lease
+	Known subnet.LedgerState
+	// OnRepaired is called with the number of leases of Known that differed from the store's
+	// although nothing has changed them since. It must not block, and must not call the manager.
+	// It may be nil, like OnStatus, OnLease and OnConfig.
+	OnRepaired func(leases int)
+	// TTL is the time to live of the lease, rounded up to seconds. Zero means subnet.TTL.
+	TTL time.Duration
+	// OnStatus is called with the reason when the store becomes unusable, and with nil when it
+	// becomes usable again. It must not block, and must not call the manager.
+	OnStatus func(error)
+	// OnLease is called with the own lease whenever it was acquired, written again or renewed. It
+	// must not block, and must not call the manager.
+	OnLease func(subnet.Lease)
+	// OnConfig is called with the text of the configuration, or nil if there is none, when Watch
+	// begins, when it resumes after a failure, and when the configuration has changed. So the text
+	// may be the same as before. OnConfig must not block, and must not call the manager.
+	OnConfig func(text []byte)
+	// Interner saves memory in a program with many managers. It may be nil.
+	Interner *Interner
 }
 
-func (m *Manager) onConfig(text []byte) {
-	if m.cfg.OnConfig != nil {
-		m.cfg.OnConfig(text)
-	}
-}
-
-// applyConfigEvents removes the events of the configuration from a response, and passes new
-// configurations to OnConfig. A watch starts at the revision of the leases, and the configuration
-// was read later. So a response can contain configurations that were reported already.
-func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
-	key := m.configKey()
-	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
-		if string(ev.Kv.Key) != key {
-			return false
-		}
-		switch {
-		case ev.Kv.ModRevision <= cache.configRevision:
-			return true
-		case ev.Type == mvccpb.DELETE:
-			m.onConfig(nil)
-		default:
-			m.onConfig(given(ev.Kv.Value))
-		}
-		cache.configRevision = ev.Kv.ModRevision
-		return true
-	})
-}
-
-// given returns the value of a key that exists, in a form that is never nil, because nil means that
-// there is no such key.
-func given(value []byte) []byte {
-	if value == nil {
-		return []byte{}
-	}
-	return value
+// margin returns how long before its end a lease with this TTL is renewed at the latest: see
+// Manager.renewal, which varies the time. The store may be unavailable for that long before the lease
+// expires. The margin is RenewMargin, but with a short TTL it leaves a third of the TTL, at most a
+// minute, before the renewal.
+func (c *Config) margin(ttl time.Duration) time.Duration {
+	return min(c.RenewMargin, ttl-min(time.Minute, ttl/3))
 }

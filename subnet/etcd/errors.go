@@ -36,7 +36,17 @@ var (
 	errBehind   = errors.New("the watch is behind the store")
 	errConflict = errors.New("another node was faster")
 	errRenewed  = errors.New("the connection was given up for a new one")
+	errClosed   = errors.New("manager is closed")
+	// errRelist means that a watch cannot continue from its revision, because the revision was
+	// compacted, or the store is not the one that was listed.
+	errRelist = errors.New("watch cannot be resumed")
 )
+
+// passes reports whether a caller tries again after err.
+func passes(err error) bool {
+	var failure *storeError
+	return errors.As(err, &failure) || errors.Is(err, errConflict) || errors.Is(err, errRenewed)
+}
 
 // explain converts an error of the client library to a storeError, whose text is one line with the
 // endpoints and the cause, and which wraps err. waited is the deadline of the request. explain

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -15,13 +14,6 @@ import (
 
 	"github.com/flanneld/flanneld/subnet"
 )
-
-// exhaustedPool is a listing in which no subnet was free.
-type exhaustedPool struct {
-	listing
-	pools []subnet.Pool
-	who   netip.Addr // see identity
-}
 
 // errMaybeFree ends the watch of an exhausted pool because a subnet may be free now.
 var errMaybeFree = errors.New("a lease has gone or changed")

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
-	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
@@ -152,7 +151,7 @@ func (m *Manager) isCurrent(found entry, own ownLease) bool {
 
 // renewal returns the time at which g has to be renewed.
 func (m *Manager) renewal(g grant) time.Time {
-	margin := m.margin(g.ttl)
+	margin := m.cfg.margin(g.ttl)
 	return g.expires.Add(-margin - time.Duration(g.early*float64(g.ttl-margin)))
 }
 
@@ -162,14 +161,6 @@ func (m *Manager) renewal(g grant) time.Time {
 func (m *Manager) untilRenewal(g grant) time.Duration {
 	at := m.renewal(g)
 	return min(time.Until(at), at.Sub(m.wall()))
-}
-
-// margin returns how long before its end a lease with this TTL is renewed at the latest: see
-// renewal, which varies the time. The store may be unavailable for that long before the lease
-// expires. The margin is RenewMargin, but with a short TTL it leaves a third of the TTL, at most a
-// minute, before the renewal.
-func (m *Manager) margin(ttl time.Duration) time.Duration {
-	return min(m.cfg.RenewMargin, ttl-min(time.Minute, ttl/3))
 }
 
 // owner returns the public address of the node that has the lease e. It is invalid if the lease
@@ -213,24 +204,6 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) erro
 		}
 	}
 	return m.create(ctx, own, l.store.Revision, stale, spare)
-}
-
-// read returns the entry with that key and the store's revision. found is nil if the key does not
-// exist.
-func (m *Manager) read(ctx context.Context, key string) (found *entry, revision int64, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.dir+key)
-		if err != nil {
-			return err
-		}
-		if len(resp.Kvs) > 0 {
-			e := m.entry(resp.Kvs[0])
-			found = &e
-		}
-		revision = resp.Header.Revision
-		return nil
-	})
-	return found, revision, err
 }
 
 // await blocks until the own key may have changed after revision checked, or has to be renewed. It

@@ -4,10 +4,9 @@ package etcd
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"slices"
-
-	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -30,21 +29,6 @@ type leaseCache struct {
 	// has compared them.
 	restored int64
 	gracePeriod
-}
-
-// is reports whether e was written at that revision and with that etcd lease. Unlike a revision,
-// the id of an etcd lease does not come again in a store that was emptied.
-func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
-	return e.modRevision == modRevision && e.leaseID == lease
-}
-
-// mayEqual reports whether listed may be the same state of the same key as e. It cannot be certain
-// if e comes from the last known state, without the revision of its last write.
-func (e *entry) mayEqual(listed entry) bool {
-	if e.modRevision == 0 {
-		return e.createRevision == listed.createRevision
-	}
-	return e.is(listed.modRevision, listed.leaseID)
 }
 
 // count returns the number of leases that the store has, so without the retained ones.
@@ -173,4 +157,22 @@ func (c *leaseCache) snapshot(own *string) subnet.Snapshot {
 		}
 	}
 	return s
+}
+
+// mark returns what restore needs to recognize the store at the revision of the cache: the number
+// of keys, and the key that was written last, with its revision and etcd lease. Another history of
+// the store is unlikely to have the same mark, because ids of etcd leases are random. The mark is
+// "0" if the store has no keys of leases. It is empty if the last key is not known, or its lease
+// cannot be read.
+func (c *leaseCache) mark() string {
+	newest, known := c.newestEntry()
+	switch {
+	case !known:
+		return ""
+	case newest == nil:
+		return "0"
+	case newest.err != nil: // the state file does not contain this lease, so the next start must list all anyway
+		return ""
+	}
+	return fmt.Sprintf("%d %d %x %s", c.count(), newest.modRevision, int64(newest.leaseID), newest.key)
 }

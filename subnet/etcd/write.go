@@ -5,76 +5,133 @@ package etcd
 import (
 	"context"
 	"errors"
-	"math"
-	"math/rand/v2"
+	"fmt"
 	"slices"
-	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// grant is an etcd lease. The zero grant means that there is none.
-type grant struct {
-	id      clientv3.LeaseID
-	ttl     time.Duration // zero: the store has not answered the request for it
-	expires time.Time
-	early   float64 // the part, from 0 to 0.1, by which the time until the renewal is shortened
-}
-
-// errNoGrant means that an etcd lease has expired or never existed.
-var errNoGrant = errors.New("etcd lease is gone")
-
-// newGrant returns a grant that the store has made or renewed, with the time at which the request
-// began as start. The field early is random, so that hosts that got their grants at the same time
-// renew them at different times.
-func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
-	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
-}
-
-// ensureGrant requests an etcd lease and puts it into spare, unless spare is one already. If a
-// request fails, the next one has the same id, so that the store does not get a second etcd lease.
-// A spare etcd lease belongs to the caller until a key uses it.
-func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
-	if spare.ttl != 0 {
-		return nil
-	}
-	if spare.id == 0 {
-		spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
-	}
-	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		start := time.Now()
-		ttl, err := grantLease(ctx, c, spare.id, m.cfg.TTL)
-		if err == nil {
-			*spare = newGrant(spare.id, start, ttl)
+// create writes own, whose key does not exist, and makes it the own lease of the manager. It
+// deletes stale keys in the same transaction. If one of them is a reservation of the same subnets,
+// the new key becomes a reservation too. Otherwise it gets the etcd lease spare. since is the
+// revision of the listing in which the subnets were free. create returns errConflict if another
+// client was faster.
+func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
+	if !slices.ContainsFunc(stale, own.reservedBy) {
+		if err := m.ensureGrant(ctx, spare); err != nil {
+			return err
 		}
+		own.grant = *spare
+	}
+	revision, err := m.write(ctx, own, 0, stale)
+	if err != nil {
+		return forgetIfGone(spare, err)
+	}
+	own.create, own.revision = revision, revision
+	if err := m.yieldToOlder(ctx, own, since); err != nil {
 		return err
-	})
-}
-
-// forgetIfGone makes spare the zero grant if err means that the store does not have that etcd lease
-// any more. It returns err.
-func forgetIfGone(spare *grant, err error) error {
-	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+	}
+	if own.grant.id == spare.id {
 		*spare = grant{}
 	}
-	return err
+	logDeleted(ctx, stale, own)
+	m.remember(ctx, own, stale...)
+	return nil
 }
 
-// renew renews an etcd lease. It returns errNoGrant if the store does not have it any more.
-func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		start := time.Now()
-		ttl, err := keepAlive(ctx, c, id)
-		if err == nil {
-			g = newGrant(id, start, ttl)
-		}
+// yieldToOlder deletes the own key, which was just created, and returns errConflict, if another
+// host was first: it has created a lease with one of the subnets after revision since. It also
+// returns errConflict if the own key has changed or is gone. The keys of the two hosts can differ
+// although they have a subnet in common, because a key names the subnets of both families. While a
+// network gets its second family, some hosts still write keys of one family.
+//
+// since is the revision of the listing in which the subnets were free, or zero to compare with all
+// leases. If yieldToOlder cannot read the store, the next attempt finds the key and decides again.
+func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) error {
+	l, err := m.createdSince(ctx, own, since)
+	if err != nil {
 		return err
-	})
-	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
-		return grant{}, errNoGrant
 	}
-	return g, err
+	i := slices.IndexFunc(l, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
+	if i < 0 {
+		return errConflict
+	}
+	mine := func(e entry) bool { return e.key == own.key }
+	if !overlapsOlder(l[i], mine, l) {
+		return nil
+	}
+	if err := m.remove(ctx, l[i]); err != nil {
+		return err
+	}
+	return errConflict
+}
+
+// createdSince returns the leases that were created after revision since and may share a subnet
+// with own, with the own one as the store has it now. These are all leases created since then,
+// unless own has only an IPv4 subnet.
+func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
+	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
+	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
+		// The key of a lease with the same IPv4 subnet is the own key, or the own key with "&" and
+		// an IPv6 subnet behind it.
+		from, end = m.dir+own.key, m.dir+own.key+string(rune('&'+1))
+	}
+	var found []entry
+	err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, from, clientv3.WithRange(end), clientv3.WithMinCreateRev(since+1))
+		if err != nil {
+			return err
+		}
+		found = make([]entry, len(resp.Kvs))
+		for i, kv := range resp.Kvs {
+			found[i] = m.entry(kv)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for leases of the same subnet: %w", err)
+	}
+	return found, nil
+}
+
+// refresh makes the key that was found as e equal to own, and own the own lease of the manager. It
+// keeps the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL.
+// It writes the key only if its value or its etcd lease changes, or if there are stale keys, which
+// the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
+// returns errConflict if one of the keys has changed.
+func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
+	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
+	if e.leaseID != 0 {
+		g, err := m.renew(ctx, e.leaseID)
+		if err != nil && !errors.Is(err, errNoGrant) {
+			return err
+		}
+		// The store may grant a longer TTL than requested. An etcd lease that this manager got is
+		// not replaced because of that: a new one would have the same TTL.
+		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
+			if err := m.ensureGrant(ctx, spare); err != nil {
+				return err
+			}
+			g = *spare
+		}
+		own.grant = g
+	}
+	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 {
+		revision, err := m.write(ctx, own, e.modRevision, stale)
+		if err != nil {
+			return forgetIfGone(spare, err)
+		}
+		own.revision = revision
+	}
+	if own.grant.id == spare.id {
+		*spare = grant{}
+	}
+	m.remember(ctx, own, append(stale, e)...)
+	return nil
 }
 
 // write puts the own key and deletes stale keys in one transaction. The transaction requires that
@@ -119,28 +176,55 @@ func (m *Manager) remove(ctx context.Context, e entry) error {
 	})
 }
 
-// discard revokes an etcd lease unless a key uses it. It tries only once, because an etcd lease
-// that was not revoked expires.
-func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
-	if id == 0 {
-		return
-	}
-	_ = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.TimeToLive(ctx, id, clientv3.WithAttachedKeys())
-		if err != nil || resp.TTL <= 0 || len(resp.Keys) > 0 {
-			return err
+func logDeleted(ctx context.Context, stale []entry, own ownLease) {
+	for _, e := range stale {
+		if e.leased() {
+			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
+		} else {
+			klog.FromContext(ctx).Info("a reservation for this node could not be used as it is and was deleted", "reservation", e.key, "taken", own.key)
 		}
-		_, err = c.Revoke(ctx, id)
-		return err
-	})
+	}
 }
 
-// revoke revokes g unless a key uses it, even if ctx has ended. It waits for a second at most.
-func (m *Manager) revoke(ctx context.Context, g grant) {
-	if g.id == 0 {
-		return
+// isOwn reports whether e is what this manager last wrote to its key. A comparison of the revision
+// alone is not sufficient, because revisions start again in a store that was emptied.
+func (m *Manager) isOwn(e entry) bool {
+	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
+}
+
+// attempt returns the index in m.unanswered of the write that has created e, or -1 if there is
+// none. A write of another node has another etcd lease or, if it is a reservation, another value.
+func (m *Manager) attempt(e entry) int {
+	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
+	return slices.IndexFunc(m.unanswered, found.sameAs)
+}
+
+// recognize makes e the own lease if an unanswered write of this manager has created it.
+func (m *Manager) recognize(ctx context.Context, e entry) {
+	if i := m.attempt(e); i >= 0 {
+		own := m.unanswered[i]
+		own.create, own.revision = e.createRevision, e.modRevision
+		m.remember(ctx, own)
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-	defer cancel()
-	m.discard(ctx, g.id)
+}
+
+// remember makes own, which the store has, the own lease of the manager, calls OnLease, and forgets
+// the unanswered writes. Then it revokes the etcd leases of the former own lease and of the keys in
+// replaced, unless own or a key in the store uses them.
+func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
+	unused := []clientv3.LeaseID{m.own.grant.id}
+	for _, e := range replaced {
+		unused = append(unused, e.leaseID)
+	}
+	m.own, m.unanswered = own, nil
+	m.ownKey.Store(&own.key)
+	if m.cfg.OnLease != nil {
+		m.cfg.OnLease(own.lease())
+	}
+	slices.Sort(unused)
+	for _, id := range slices.Compact(unused) {
+		if id != own.grant.id {
+			m.discard(ctx, id)
+		}
+	}
 }

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"time"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// advance applies one response to the cache and publishes the result. The revision of the cache
+// also advances without events, because an old revision is soon compacted. advance returns
+// errRelist if the response comes from another store.
+func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.WatchResponse, confirmed int64, sink func(subnet.Update)) error {
+	// A grpc-proxy that merges watches omits the cluster id when it confirms that a watch has begun.
+	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != cache.store.ID {
+		return errRelist
+	}
+	cache.streamWasUp(time.Now(), m.timing.dead)
+	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
+	before := cache.store.Revision
+	cache.next, cache.store.Revision = max(cache.next, confirmed+1), max(cache.store.Revision, confirmed)
+	changed := map[string]*subnet.Lease{}
+	cache.drop(changed, cache.expired(ctx))
+	if !hasEvents(resp, cache.next) && len(changed) == 0 && cache.store.Revision == before {
+		return nil
+	}
+	known := cache.next // fixed before the loop: one transaction may change several keys at one revision
+	for _, ev := range resp.Events {
+		if ev.Kv.ModRevision < known {
+			continue
+		}
+		read := m.entry(ev.Kv)
+		read.value = nil
+		e := &read
+		switch ev.Type {
+		case mvccpb.DELETE:
+			if !cache.retain(e.key) {
+				cache.drop(changed, []string{e.key})
+			}
+		default:
+			e = m.cfg.Interner.intern(e)
+			cache.drop(changed, cache.replaced(e, cache.entries))
+			logUndecodable(ctx, cache.entries[e.key], e)
+			cache.written(e)
+			if e.err == nil {
+				changed[e.key] = &e.lease
+			}
+		}
+		cache.next = max(cache.next, ev.Kv.ModRevision+1)
+	}
+	cache.store.Revision = max(cache.store.Revision, resp.Header.Revision)
+	m.client.hosts.Store(int64(len(cache.entries)))
+	u := cache.update(m.ownKey.Load(), changed)
+	for _, ev := range resp.Events {
+		if key := m.keyOf(ev.Kv); cache.unreadable(key) {
+			delete(changed, key)
+			u.Undecodable = append(u.Undecodable, key)
+		}
+	}
+	sink(u)
+	return nil
+}
+
+// logUndecodable logs when a lease becomes unreadable, when the reason changes, and when the lease
+// can be read again. before is the former entry, or nil if there was none.
+func logUndecodable(ctx context.Context, before, now *entry) {
+	was := ""
+	if before != nil && before.err != nil {
+		was = before.err.Error()
+	}
+	switch {
+	case now.err == nil && was != "":
+		klog.FromContext(ctx).Info("lease can be read again", "key", subnet.Shorten(now.key))
+	case now.err != nil && now.err.Error() != was:
+		klog.FromContext(ctx).Error(now.err, "lease cannot be read and keeps its last good state", "key", subnet.Shorten(now.key))
+	}
+}

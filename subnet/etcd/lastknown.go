@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
+)
+
+// lastKnown is the last known state: the leases at one revision of a store, and enough to recognize
+// that store.
+type lastKnown struct {
+	store   subnet.StoreID
+	own     string            // key of the own lease; empty: none
+	created int64             // revision at which the own lease was created
+	entries map[string]*entry // of other nodes, by key; leases have unknownLeaseID
+	count   int64             // number of all keys of leases in the store
+	newest  newestKey         // zero: the store had no leases and no reservations
+	ended   bool              // restore has failed for good, so the state is only compared with a list of all leases
+}
+
+// newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
+// valid mark or revision, or a lease that does not match its key.
+func newLastKnown(cfg Config) *lastKnown {
+	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
+	var ok bool
+	if k.count, k.newest, ok = parseMark(cfg.Known.Store.Mark); !ok || k.store.Revision < 1 {
+		return nil
+	}
+	for i := range cfg.Known.Peers {
+		p := &cfg.Known.Peers[i]
+		if !p.HeldUntil.IsZero() { // the store did not have the held peer
+			continue
+		}
+		e := &entry{key: p.Lease.Key, lease: p.Lease, createRevision: int64(p.Lease.Order)}
+		if !p.Lease.Permanent {
+			e.leaseID = unknownLeaseID
+		}
+		var err error
+		if e.subnets, err = codec.ParseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
+			return nil
+		}
+		k.entries[e.key] = cfg.Interner.intern(e)
+	}
+	return k
+}
+
+// survivesIn reports whether l has one of the last known leases, or there were none. If it reports
+// false, the store was replaced or emptied. The revision does not always show that: it may be later
+// than the last known one, and the history of the store may not go back to the last known state.
+func (k *lastKnown) survivesIn(l listing) bool {
+	return k.own == "" && len(k.entries) == 0 || slices.ContainsFunc(l.entries, func(e entry) bool {
+		known := k.entries[e.key]
+		return known != nil && known.createRevision == e.createRevision || e.key == k.own && e.createRevision == k.created
+	})
+}
+
+// matchesKey reports whether the endpoints of a lease have exactly the subnets that its key names.
+func matchesKey(l subnet.Lease, key string) bool {
+	subnets, err := codec.ParseKey(key)
+	return err == nil && slices.EqualFunc(subnets, l.Endpoints, func(s netip.Prefix, e subnet.Endpoint) bool { return s == e.Subnet })
+}
+
+// unknownLeaseID stands for the id of the etcd lease of an entry that comes from the last known
+// state. The id is not known, and neither is the revision of the last write, which is zero in such
+// an entry.
+const unknownLeaseID clientv3.LeaseID = -1
+
+// newestKey is the key that was written last, with the revision of that write and its etcd lease.
+type newestKey struct {
+	key      string
+	revision int64
+	lease    clientv3.LeaseID
+}
+
+func parseMark(mark string) (count int64, w newestKey, ok bool) {
+	if mark == "0" {
+		return 0, w, true
+	}
+	var id uint64
+	head, key, cut := cutFields(mark, 3)
+	if !cut || key == "" {
+		return 0, w, false
+	}
+	if n, err := fmt.Sscanf(head, "%d %d %x", &count, &w.revision, &id); n != 3 || err != nil || count < 1 || w.revision < 1 {
+		return 0, w, false
+	}
+	w.key, w.lease = key, clientv3.LeaseID(id)
+	return count, w, true
+}
+
+// cutFields cuts s at its n-th space, which is in neither part. ok is false if s has fewer spaces.
+func cutFields(s string, n int) (head, tail string, ok bool) {
+	tail = s
+	for range n {
+		if _, tail, ok = strings.Cut(tail, " "); !ok {
+			return "", "", false
+		}
+	}
+	return strings.TrimSuffix(s, " "+tail), tail, true
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"net/netip"
+	"path"
+	"sync/atomic"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Manager is a subnet.Manager on etcd. It is safe for concurrent use.
+type Manager struct {
+	cfg    Config
+	dir    string // prefix of the keys of leases, with a slash at its end
+	timing timing
+	wall   func() time.Time // returns the present time without the reading of the monotonic clock
+	client *client
+	guest  bool // the connection belongs to another manager
+	outage *outage.Tracker
+
+	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
+	writing    chan struct{}
+	own        ownLease
+	unanswered []ownLease // writes after own that the store has not answered: it may have executed one, or may do so later
+	writes     int        // number of writes of the own key, with or without an answer
+	ownKey     atomic.Pointer[string]
+	// forAcquire contains the listing that the next Acquire uses, and forWatch the one that the
+	// next Watch uses.
+	forAcquire, forWatch stash
+	cache                atomic.Pointer[leaseCache]    // the cache of a Watch that has ended, for the next Watch
+	known                atomic.Pointer[lastKnown]     // see restore
+	replaced             atomic.Bool                   // the store is not the one of the earlier run, and Watch has not published that yet
+	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
+	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
+	slow                 atomic.Bool                   // the last request took longer than timing.slow
+	late                 atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
+	// configSeen is the revision of the configuration whose warnings were logged.
+	configSeen atomic.Int64
+}
+
+var (
+	_ subnet.Manager  = (*Manager)(nil)
+	_ subnet.Resumer  = (*Manager)(nil)
+	_ subnet.Releaser = (*Manager)(nil)
+	_ subnet.Observer = (*Manager)(nil)
+	_ subnet.Elector  = (*Manager)(nil)
+)
+
+// stash contains a listing that one method has just read, for the next method that needs one. A
+// start needs three listings, and thousands of leases take time. If the leases have changed since
+// the listing, a compare-and-swap fails or the watch brings the change.
+type stash struct{ atomic.Pointer[listing] }
+
+// stashTime is the maximum age of a listing that is used again. It is long because a start may be
+// slow: on a slow host, or with a store that all hosts use at once, which a second list would make
+// slower.
+const stashTime = time.Minute
+
+func (s *stash) put(l listing) { s.Store(&l) }
+
+// exhaustedPool is a listing in which no subnet was free.
+type exhaustedPool struct {
+	listing
+	pools []subnet.Pool
+	who   netip.Addr // see identity
+}
+
+// Close ends the connection. Methods that are still running return an error. Close does nothing for
+// a manager that Network returned.
+func (m *Manager) Close() error {
+	if m.guest {
+		return nil
+	}
+	return m.client.close()
+}
+
+// Reconnect closes the connection. The next request makes a new one. The caller uses it when this
+// host has lost an address, because a connection from that address would be silent for a long time.
+func (m *Manager) Reconnect() { m.client.renew() }
+
+// Resumed implements subnet.Resumer.
+func (m *Manager) Resumed(own subnet.Lease) { m.resumed.Store(&own) }
+
+// isResumed reports whether e is the lease that was passed to Resumed: it has the same key,
+// creation revision and public address. Its other data may have changed.
+func (m *Manager) isResumed(e entry) bool {
+	l := m.resumed.Load()
+	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order &&
+		hasPublicIP(e.lease, identity(subnet.Claim{Endpoints: l.Endpoints}))
+}
+
+func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
+
+// lock waits until no other goroutine reads or writes the own lease. The caller must call unlock.
+// lock returns the error of ctx if ctx ends first.
+func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
+	select {
+	case m.writing <- struct{}{}:
+		return func() { <-m.writing }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Config reads the configuration. See subnet.Manager.
+func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
+	defer m.outage.Forget(sourceConfig)
+	var cfg subnet.Config
+	err := m.retry(ctx, sourceConfig, func() (err error) {
+		cfg, _, err = m.config(ctx)
+		return err
+	})
+	return cfg, err
+}
+
+// config reads the configuration once. It returns subnet.ErrNoConfig, wrapped, if there is none. It
+// also returns the pools, so that a configuration without usable pools is refused as early as one
+// that cannot be read.
+func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, error) {
+	var resp *clientv3.GetResponse
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Get(ctx, m.configKey())
+		return err
+	})
+	if err != nil {
+		return subnet.Config{}, nil, err
+	}
+	if len(resp.Kvs) == 0 {
+		return subnet.Config{}, nil, fmt.Errorf("%w: etcd key %s does not exist (it must be put with the etcd v3 API)",
+			subnet.ErrNoConfig, m.configKey())
+	}
+	cfg, warnings, err := subnet.ParseConfig(resp.Kvs[0].Value)
+	if err != nil {
+		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
+	}
+	pools, err := cfg.Pools()
+	if err != nil {
+		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
+	}
+	if m.configSeen.Swap(resp.Kvs[0].ModRevision) != resp.Kvs[0].ModRevision {
+		for _, w := range warnings {
+			klog.FromContext(ctx).Error(nil, "network configuration", "key", m.configKey(), "warning", w)
+		}
+	}
+	return cfg, pools, nil
+}
+
+// reportConfig reads the configuration, passes it to OnConfig, and records its revision in cache.
+// It returns the id of the store and the present revision.
+func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
+	var id subnet.StoreID
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.configKey())
+		if err != nil {
+			return err
+		}
+		id = storeID(resp.Header)
+		cache.configRevision = id.Revision
+		var text []byte
+		for _, kv := range resp.Kvs {
+			text = given(kv.Value)
+		}
+		m.onConfig(text)
+		return nil
+	})
+	return id, err
+}
+
+func (m *Manager) onConfig(text []byte) {
+	if m.cfg.OnConfig != nil {
+		m.cfg.OnConfig(text)
+	}
+}
+
+// applyConfigEvents removes the events of the configuration from a response, and passes new
+// configurations to OnConfig. A watch starts at the revision of the leases, and the configuration
+// was read later. So a response can contain configurations that were reported already.
+func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
+	key := m.configKey()
+	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
+		if string(ev.Kv.Key) != key {
+			return false
+		}
+		switch {
+		case ev.Kv.ModRevision <= cache.configRevision:
+			return true
+		case ev.Type == mvccpb.DELETE:
+			m.onConfig(nil)
+		default:
+			m.onConfig(given(ev.Kv.Value))
+		}
+		cache.configRevision = ev.Kv.ModRevision
+		return true
+	})
+}
+
+// given returns the value of a key that exists, in a form that is never nil, because nil means that
+// there is no such key.
+func given(value []byte) []byte {
+	if value == nil {
+		return []byte{}
+	}
+	return value
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// plan is the decision of Acquire, made from the leases in the store.
+type plan struct {
+	keep      *entry         // the own lease to continue with; nil: take subnets
+	subnets   []netip.Prefix // the subnets to take; only if keep is nil
+	stale     []entry        // other own leases and reservations, which the transaction that writes the lease deletes
+	duplicate string         // key of the first other lease that has the own address and stays; empty: none
+	other     bool           // the node takes subnets although a usable lease has its address
+}
+
+// choose decides which lease the node uses. It is pure. wanted are the subnets that the node had
+// before, best first. running is the own lease of the manager, and zero at the start of the daemon:
+// if there is one, no reservation moves the node to another subnet. ours reports whether an entry
+// belongs to the node. choose returns subnet.ErrNoSubnets, wrapped, if no subnet is free.
+func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
+	var p plan
+	var mine []*entry
+	taken := make([]netip.Prefix, 0, len(entries))
+	for i, e := range entries {
+		switch {
+		case !ours(e):
+		case fits(pools, e.subnets) && !overlapsOlder(e, ours, entries):
+			mine = append(mine, &entries[i])
+		default:
+			p.stale = append(p.stale, e)
+			continue
+		}
+		taken = append(taken, e.subnets...)
+	}
+	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
+	if p.keep == nil {
+		p.other = len(mine) > 0
+		// A reservation may be unusable only because it lacks a subnet of one family. So the
+		// subnets of unusable reservations are tried first.
+		var before, after []netip.Prefix
+		for _, e := range p.stale {
+			if running.exists() || e.leased() {
+				after = append(after, e.subnets...)
+			} else {
+				before = append(before, e.subnets...)
+			}
+		}
+		var err error
+		if p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil); err != nil {
+			return plan{}, err
+		}
+	} else {
+		// An unusable reservation belongs to the operator and stays, because nothing replaces it.
+		// While the node runs, unusable leases stay too.
+		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running.exists() || !e.leased() })
+	}
+	for _, e := range mine {
+		switch {
+		case e == p.keep:
+		case p.outdated(*e, running):
+			p.stale = append(p.stale, *e)
+		case p.duplicate == "":
+			p.duplicate = e.key
+		}
+	}
+	return p, nil
+}
+
+// leaseToKeep returns the lease among mine, the usable own entries, with which the node continues.
+// It returns nil if the node takes subnets instead. running means that the manager has an own
+// lease.
+func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
+	// At a start a reservation is preferred to the subnet that the node had.
+	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })
+	if reserved {
+		mine = slices.DeleteFunc(slices.Clone(mine), (*entry).leased)
+	}
+	if len(mine) == 0 {
+		return nil
+	}
+	if had := slices.IndexFunc(mine, func(e *entry) bool { return overlap(e.subnets, wanted) }); had >= 0 {
+		return mine[had]
+	}
+	if _, free := pools[0].Free(wanted, taken); free && !reserved {
+		return nil // take the wanted subnet, because pods run in it
+	}
+	return mine[0]
+}
+
+// outdated reports whether e has to be deleted in the transaction that writes the lease of the
+// plan. e has the own address and is not the lease of the plan. If two leases have the same
+// identity, such as a VTEP MAC, peers accept the older one. So an older lease would disconnect this
+// node until it expires. A restored backup brings such leases back.
+//
+// A reservation is never outdated, because only the operator deletes those. While the node runs, it
+// also keeps leases that are newer than its own lease was, because they may belong to another host
+// with the same address: two hosts must not delete each other's lease again and again.
+func (p plan) outdated(e entry, running ownLease) bool {
+	switch {
+	case !e.leased():
+		return false
+	case running.exists():
+		return p.keep == nil && running.isNewerThan(e)
+	case p.keep == nil || !p.keep.leased():
+		return true
+	}
+	return e.createRevision < p.keep.createRevision
+}
+
+// overlapsOlder reports whether an older lease or reservation of another node has one of e's
+// subnets. A key names the subnets of both families, so two nodes that choose the same IPv4 subnet
+// and different IPv6 subnets write different keys.
+func overlapsOlder(e entry, ours func(entry) bool, entries []entry) bool {
+	return slices.ContainsFunc(entries, func(other entry) bool {
+		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
+			slices.ContainsFunc(other.subnets, func(s netip.Prefix) bool { return slices.Contains(e.subnets, s) })
+	})
+}
+
+// fits reports whether a lease has one subnet in each pool and no other.
+func fits(pools []subnet.Pool, subnets []netip.Prefix) bool {
+	return slices.EqualFunc(pools, subnets, subnet.Pool.Contains)
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// The activities that talk to the store.
+const (
+	sourceConfig      = "config"
+	sourceLease       = "lease"
+	sourceWatch       = "watch"
+	sourceObservation = "observation"
+)
+
+// maxLate is the maximum of Manager.late: the deadline of requests is at most four times the usual one.
+const maxLate = 2
+
+// call makes one request with the usual deadline and explains its error. It returns the error of
+// ctx if ctx has ended. After a request that came to its deadline the next one has twice as much
+// time, until the store is fast again: if thousands of hosts use the store at once and each of them
+// gave up early and repeated its request, the store would never finish.
+func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
+	late := m.late.Load()
+	deadline := m.timing.request << late
+	start := time.Now()
+	err := m.callWithin(ctx, deadline, f)
+	took := time.Since(start)
+	m.slow.Store(took > m.timing.slow)
+	switch {
+	case err == nil && took < m.timing.request/2:
+		m.late.Store(0)
+	case took >= deadline:
+		m.late.Store(min(late+1, maxLate))
+	}
+	return err
+}
+
+func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func(context.Context, *clientv3.Client) error) error {
+	err := m.client.do(ctx, deadline, f)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	return explain(m.cfg.Endpoints, deadline, err)
+}
+
+// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
+// the last error of f, or the error of ctx. It reports each result as the outcome of activity s.
+func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
+	b := m.backoff()
+	for {
+		err := f()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		m.report(ctx, s, err)
+		if !passes(err) {
+			return err
+		}
+		if err := b.Wait(ctx, 0); err != nil {
+			return err
+		}
+	}
+}
+
+// report records the outcome of an activity. It ignores connections that were closed on purpose.
+func (m *Manager) report(ctx context.Context, activity string, err error) {
+	if errors.Is(err, errClosed) || errors.Is(err, errRenewed) {
+		return
+	}
+	m.outage.Report(ctx, activity, err)
+}
+
+func (m *Manager) backoff() *wait.Backoff {
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
+}

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import "time"
+
+// timing contains the intervals that tests shorten.
+type timing struct {
+	request, page            time.Duration // deadlines: of a request, and of a request for a page of a list
+	login                    time.Duration // deadline of a login: the server may have to process the logins of all hosts
+	spread                   time.Duration // multiplied by the number of hosts, the longest wait of client.turn
+	slow                     time.Duration // a request that takes longer shows that the store cannot keep up
+	quiet, idle, probeAnswer time.Duration // see follow
+	check                    time.Duration // see verify
+	back                     time.Duration // time after which a host tries its preferred endpoint again; see comeBack
+	dead                     time.Duration // the time in which pings detect a dead connection
+	backoffMin, backoff      time.Duration
+	restoreMin, restored     time.Duration // shortest and longest pause after the own key had to be written again
+	gracePeriod              time.Duration // see the type gracePeriod
+	catchUp, catchUpLate     time.Duration // limits of replay; the second if the store is slow or does not say when all events have come
+	audit, auditPage         time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
+	trustListing             time.Duration // how long a host without a subnet uses the listing that it follows; see awaitFreeSubnet
+	leader                   time.Duration // time after which the store deletes the key of a leader that does not renew it
+}
+
+// The client sends a ping over a connection that is silent for pingAfter, and closes the connection
+// if there is no answer within pingTimeout. A server permits a ping every 5 s.
+const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
+
+func defaultTiming() timing {
+	return timing{
+		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
+		slow:  time.Second,
+		quiet: 12 * time.Minute, idle: 10 * time.Second, probeAnswer: 5 * time.Second,
+		// Even with its variation of a fifth, check is shorter than the five minutes after which
+		// etcd forgets an unused token.
+		check:      4 * time.Minute,
+		back:       time.Hour,
+		dead:       pingAfter + pingTimeout,
+		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
+		restoreMin: time.Second, restored: time.Minute,
+		gracePeriod:  time.Minute,
+		trustListing: 10 * time.Minute,
+		// catchUpLate is long, because a store that all hosts ask at once sends events late, and
+		// lists of all leases would make it slower.
+		catchUp: 2 * time.Second, catchUpLate: time.Minute,
+		audit: time.Hour, auditPage: time.Second,
+		leader: 30 * time.Second,
+	}
+}
