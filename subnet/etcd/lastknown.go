@@ -21,9 +21,8 @@ type lastKnown struct {
 	own     string            // key of the own lease; empty: none
 	created int64             // revision at which the own lease was created
 	entries map[string]*entry // of other nodes, by key; leases have unknownLeaseID
-	count   int64             // number of all keys of leases in the store
-	newest  newestKey         // zero: the store had no leases and no reservations
-	ended   bool              // restore has failed for good, so the state is only compared with a list of all leases
+	mark
+	ended bool // restore has failed for good, so the state is only compared with a list of all leases
 }
 
 // newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
@@ -31,7 +30,7 @@ type lastKnown struct {
 func newLastKnown(cfg Config) *lastKnown {
 	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
 	var ok bool
-	if k.count, k.newest, ok = parseMark(cfg.Known.Store.Mark); !ok || k.store.Revision < 1 {
+	if k.mark, ok = parseMark(cfg.Known.Store.Mark); !ok || k.store.Revision < 1 {
 		return nil
 	}
 	for i := range cfg.Known.Peers {
@@ -73,6 +72,13 @@ func matchesKey(l subnet.Lease, key string) bool {
 // an entry.
 const unknownLeaseID clientv3.LeaseID = -1
 
+// mark is what restore needs to recognize the store at a revision. Another history of the store is
+// unlikely to have the same mark, because ids of etcd leases are random.
+type mark struct {
+	count  int64     // number of all keys of leases in the store
+	newest newestKey // zero: the store has no leases and no reservations
+}
+
 // newestKey is the key that was written last, with the revision of that write and its etcd lease.
 type newestKey struct {
 	key      string
@@ -80,20 +86,28 @@ type newestKey struct {
 	lease    clientv3.LeaseID
 }
 
-func parseMark(mark string) (count int64, w newestKey, ok bool) {
-	if mark == "0" {
-		return 0, w, true
+// String returns the text of the mark, from which parseMark makes it again.
+func (w mark) String() string {
+	if w.newest.key == "" {
+		return "0"
+	}
+	return fmt.Sprintf("%d %d %x %s", w.count, w.newest.revision, int64(w.newest.lease), w.newest.key)
+}
+
+func parseMark(text string) (w mark, ok bool) {
+	if text == "0" {
+		return mark{}, true
 	}
 	var id uint64
-	head, key, cut := cutFields(mark, 3)
+	head, key, cut := cutFields(text, 3)
 	if !cut || key == "" {
-		return 0, w, false
+		return mark{}, false
 	}
-	if n, err := fmt.Sscanf(head, "%d %d %x", &count, &w.revision, &id); n != 3 || err != nil || count < 1 || w.revision < 1 {
-		return 0, w, false
+	if n, err := fmt.Sscanf(head, "%d %d %x", &w.count, &w.newest.revision, &id); n != 3 || err != nil || w.count < 1 || w.newest.revision < 1 {
+		return mark{}, false
 	}
-	w.key, w.lease = key, clientv3.LeaseID(id)
-	return count, w, true
+	w.newest.key, w.newest.lease = key, clientv3.LeaseID(id)
+	return w, true
 }
 
 // cutFields cuts s at its n-th space, which is in neither part. ok is false if s has fewer spaces.

@@ -4,7 +4,6 @@ package etcd
 
 import (
 	"cmp"
-	"fmt"
 	"maps"
 	"slices"
 
@@ -159,20 +158,17 @@ func (c *leaseCache) snapshot(own *string) subnet.Snapshot {
 	return s
 }
 
-// mark returns what restore needs to recognize the store at the revision of the cache: the number
-// of keys, and the key that was written last, with its revision and etcd lease. Another history of
-// the store is unlikely to have the same mark, because ids of etcd leases are random. The mark is
-// "0" if the store has no keys of leases. It is empty if the last key is not known, or its lease
-// cannot be read.
+// mark returns the text of the mark of the store at the revision of the cache. It is empty if the
+// key that was written last is not known, or its lease cannot be read.
 func (c *leaseCache) mark() string {
 	newest, known := c.newestEntry()
 	switch {
 	case !known:
 		return ""
 	case newest == nil:
-		return "0"
+		return mark{}.String()
 	case newest.err != nil: // the state file does not contain this lease, so the next start must list all anyway
 		return ""
 	}
-	return fmt.Sprintf("%d %d %x %s", c.count(), newest.modRevision, int64(newest.leaseID), newest.key)
+	return mark{c.count(), newestKey{newest.key, newest.modRevision, newest.leaseID}}.String()
 }
