@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net/url"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -21,10 +22,13 @@ import (
 // eventSender creates Events about the own Node, for operators. It drops an Event that cannot be
 // created because the role does not permit it or the server is unavailable.
 type eventSender struct {
-	m     *Manager
-	queue chan event
-	limit *rate.Limiter
-	sent  map[event]time.Time // when each Event was created last; only the goroutine of run uses it
+	client    *client
+	timing    *timing
+	name, uid *atomic.Pointer[string] // of the own Node: see Manager
+	nodes     *atomic.Int64           // see Manager
+	queue     chan event
+	limit     *rate.Limiter
+	sent      map[event]time.Time // when each Event was created last; only the goroutine of run uses it
 }
 
 type event struct{ reason, message string }
@@ -38,8 +42,11 @@ const (
 	maxEvent       = 1000          // bytes of a message: the API accepts 1024
 )
 
-func newEventSender(m *Manager) *eventSender {
-	return &eventSender{m: m, queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), sent: map[event]time.Time{}}
+func newEventSender(c *client, t *timing, name, uid *atomic.Pointer[string], nodes *atomic.Int64) *eventSender {
+	return &eventSender{
+		client: c, timing: t, name: name, uid: uid, nodes: nodes,
+		queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), sent: map[event]time.Time{},
+	}
 }
 
 // Warn implements subnet.Warner: it queues an Event about the own Node. run drops the Event if the
@@ -74,7 +81,7 @@ func (r *eventSender) run(ctx context.Context) {
 // pause waits for a random time before Events are created. All nodes refuse a bad peer at the same
 // moment, and their Events should reach the API server one after the other.
 func (r *eventSender) pause(ctx context.Context) error {
-	return wait.For(ctx, rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event+1))
+	return wait.For(ctx, rand.N(time.Duration(r.nodes.Load())*r.timing.event+1))
 }
 
 // createOnce creates an Event unless it has created the same one within eventRepeat, or too many
@@ -88,7 +95,7 @@ func (r *eventSender) createOnce(ctx context.Context, e event) {
 			delete(r.sent, old)
 		}
 	}
-	if uid := *r.m.uid.Load(); uid != "" {
+	if uid := *r.uid.Load(); uid != "" {
 		r.sent[e] = time.Now()
 		r.sendNow(ctx, uid, e.reason, e.message)
 	}
@@ -97,7 +104,7 @@ func (r *eventSender) createOnce(ctx context.Context, e event) {
 // sendNow creates an Event at once. If an earlier run has created the same one, it has the same name,
 // and the server refuses the second one.
 func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) {
-	name := *r.m.name.Load()
+	name := *r.name.Load()
 	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + hashOf(uid, reason, message)
 	now := time.Now().UTC().Truncate(time.Second)
 	body, err := json.Marshal(map[string]any{
@@ -109,7 +116,7 @@ func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) 
 		"firstTimestamp": now, "lastTimestamp": now, "count": 1,
 	})
 	if err == nil {
-		_, err = r.m.client.call(ctx, r.m.timing.request, request{
+		_, err = r.client.call(ctx, r.timing.request, request{
 			method: "POST", path: "namespaces/" + url.PathEscape(eventNamespace) + "/events",
 			accept: acceptMetadata, content: sendJSON, body: body,
 		})

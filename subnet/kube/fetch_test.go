@@ -128,7 +128,7 @@ func emulated(name string, nodes int, c *countingServer) *Manager {
 	m.name.Store(&name)
 	m.uid.Store(&name)
 	m.nodes.Store(int64(nodes))
-	m.events = newEventSender(m)
+	m.events = newEventSender(m.client, &m.timing, &m.name, &m.uid, &m.nodes)
 	return m
 }
 

@@ -178,7 +178,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	m.lastKnown.Store(&lastKnown{cfg.Own, cfg.Known})
 	m.cfg.Known = subnet.LedgerState{}
-	m.events = newEventSender(m)
+	m.events = newEventSender(c, &m.timing, &m.name, &m.uid, &m.nodes)
 	m.ignores.Store(new(string))
 	m.uid.Store(new(string))
 	if cfg.NodeName != "" {
