@@ -4,6 +4,7 @@ package kube
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
@@ -136,4 +138,45 @@ func (c *nodeCache) correct(is *entry, name string) {
 	}
 	c.entries[name] = is
 	c.decode(is)
+}
+
+// differing returns the names of the Nodes whose entries differ from the list l. The cache must
+// have reached the revision of l. Changes after that revision do not count. To recognize them,
+// deleted contains the names of Nodes that were deleted since the list began, and an entry without
+// a uid has had no event since the restart.
+func (c *nodeCache) differing(l listed) []string {
+	var names []string
+	for name, is := range l.nodes {
+		e := c.entries[name]
+		_, gone := c.deleted[name]
+		switch {
+		case e == nil:
+			if !gone && is.notes[annotation.Managed].Text == "true" { // Nodes that flannel does not manage have no lease, and no state file has them
+				names = append(names, name)
+			}
+		case e.uid == "" || e.version < is.version:
+			if c.differs(e, is) {
+				names = append(names, name)
+			}
+		}
+	}
+	for name, e := range c.entries {
+		if _, there := l.nodes[name]; !there && e.version <= l.revision {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// differs reports whether is, a Node as listed, is another Node than that of the entry e, or gives
+// another lease or error.
+func (c *nodeCache) differs(e *entry, is *entry) bool {
+	if e.uid != "" && e.uid != is.uid || e.order != is.order {
+		return true
+	}
+	now := *e
+	now.notes, now.fresh = is.notes, false
+	c.decode(&now)
+	return now.fresh || textOf(now.err) != textOf(e.err) && e.lease != nil
 }

@@ -158,6 +158,9 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 // maxLate is the maximum of client.late: the deadline of requests is at most four times the usual one.
 const maxLate = 2
 
+// slowAfter is the time from which on a small request is slow: the server is busy then.
+const slowAfter = 500 * time.Millisecond
+
 // patiently calls f, which makes a request, with a deadline, and records in c.slow if the request
 // was slow or refused. After a request that came to its deadline the next one has twice as much
 // time, until the server is fast again: if thousands of hosts use the server at once and each of
@@ -254,6 +257,20 @@ func retryAfter(err error) time.Duration {
 		return e.retryAfter
 	}
 	return 0
+}
+
+// passes reports whether a caller tries again after err: after a failure of the API server, and
+// after errEnded.
+func passes(err error) bool {
+	_, ok := errors.AsType[*apiError](err)
+	return ok || errors.Is(err, errEnded)
+}
+
+// overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503
+// or 504, or no answer before the deadline.
+func overloaded(err error) bool {
+	return hasCode(err, http.StatusTooManyRequests) || hasCode(err, http.StatusServiceUnavailable) ||
+		hasCode(err, http.StatusGatewayTimeout) || errors.Is(err, context.DeadlineExceeded)
 }
 
 // explain converts an error of the connection to the server to an apiError, whose text is one line

@@ -2,34 +2,39 @@
 
 package kube
 
-import (
-	"bytes"
-	"context"
-	"errors"
-	"io/fs"
-	"os"
-	"time"
-)
+import "github.com/flanneld/flanneld/subnet"
 
-// WatchConfig implements subnet.ConfigWatcher for the configuration file. It passes nil to sink if
-// the file does not exist. It reads the file again every few seconds. Notifications of the kernel
-// would not be sufficient, because the file may be on any file system, and in a ConfigMap's volume
-// its path leads through a link that is replaced.
-func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
-	ticker := time.NewTicker(m.timing.poll)
-	defer ticker.Stop()
-	var before []byte
-	for first := true; ; first = false {
-		text, err := os.ReadFile(m.cfg.NetConfig)
-		gone := errors.Is(err, fs.ErrNotExist)
-		if (err == nil || gone) && (first || gone != (before == nil) || !bytes.Equal(text, before)) {
-			before = text
-			sink(text)
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-ticker.C:
-		}
-	}
+// Config says where the API server is and how to use it.
+type Config struct {
+	// APIURL and Kubeconfig, which is a path, say how to reach the API server. If both are empty,
+	// the manager uses the service account of the pod.
+	APIURL, Kubeconfig string
+	// NodeName is the name of the own Node. If it is empty, the manager reads it from the pod that
+	// PodName and PodNamespace name.
+	NodeName, PodName, PodNamespace string
+	// NetConfig is the path of the file with the network configuration.
+	NetConfig string
+	// AnnotationPrefix is the argument of annotation.Prefix. Empty means
+	// annotation.DefaultPrefix.
+	AnnotationPrefix string
+	// LocationLabel is the key of the label of the own Node whose value is its location. If it is
+	// empty, Location must not be called.
+	LocationLabel string
+	// Own and Known are the last known state. If the store is the same and still has the revision
+	// of that state, the manager does not list the Nodes at the start, but reads only the changes
+	// since then. Otherwise it lists only the metadata of the Nodes, because it knows most
+	// podCIDRs. Both may be zero.
+	Own   subnet.Lease
+	Known subnet.LedgerState
+	// Ready is closed by the caller when the node's network works. The manager then sets the
+	// condition NetworkUnavailable to False, and keeps it so. If Ready is nil, it does not set the
+	// condition.
+	Ready <-chan struct{}
+	// OnRepaired is called with the number of leases of Known that differed from the store's
+	// although nothing has changed them since. It must not block, and must not call the manager.
+	// It may be nil, like OnStatus.
+	OnRepaired func(leases int)
+	// OnStatus is called with the reason when the API becomes unusable, and with nil when it
+	// becomes usable again. It must not block, and must not call the manager.
+	OnStatus func(error)
 }

@@ -49,10 +49,6 @@ func newEventSender(c *client, t *timing, name, uid *atomic.Pointer[string], nod
 	}
 }
 
-// Warn implements subnet.Warner: it queues an Event about the own Node. run drops the Event if the
-// same one was created within eventRepeat, if there are many others, or if there is no own Node.
-func (m *Manager) Warn(reason, message string) { m.events.enqueue(reason, message) }
-
 func (r *eventSender) enqueue(reason, message string) {
 	select {
 	case r.queue <- event{reason, message}:

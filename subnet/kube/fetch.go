@@ -226,3 +226,19 @@ func (f *fetcher) applyAnswer(got fetched) {
 // next request for a missing Node is by its name. isMissing reports false for the answer to a
 // request by name.
 func (got fetched) isMissing(name string) bool { return got.hosts != nil && got.found[name] == nil }
+
+// applyAnswer puts the podCIDRs in the answer to a request for Nodes into the cache.
+func (c *nodeCache) applyAnswer(got fetched) {
+	for _, name := range got.names {
+		e, s := c.entries[name], got.found[name]
+		switch {
+		case e == nil:
+		case s != nil && s.uid == e.uid:
+			c.setCIDRs(e, s.cidrs, s.cidrsErr)
+			c.decode(e)
+			e.host = ""
+		case got.isMissing(name):
+			e.host = ""
+		}
+	}
+}

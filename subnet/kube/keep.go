@@ -149,15 +149,6 @@ func lostPodCIDRs(own subnet.Claim, s *ownNode) bool {
 	return s.cidrsErr != nil
 }
 
-func (m *Manager) ready() bool {
-	select {
-	case <-m.cfg.Ready: // nil blocks
-		return true
-	default:
-		return false
-	}
-}
-
 // ensure corrects the own Node, of which s is the present state. restored means that the Node had
 // to be written. ensure returns subnet.ErrLeaseLost, wrapped, and creates an Event, if the Node has
 // other podCIDRs than the lease.
@@ -197,22 +188,6 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 		restored = true
 	}
 	return restored, nil
-}
-
-// warnIgnored logs an error in the annotations of an administrator and creates an Event, unless the
-// error is the same as in the last call.
-func (m *Manager) warnIgnored(ctx context.Context, wrong error) {
-	text := textOf(wrong)
-	if before := m.ignores.Swap(&text); *before != text && wrong != nil {
-		m.reportIgnored(ctx, wrong)
-	}
-}
-
-func textOf(err error) string {
-	if err == nil {
-		return ""
-	}
-	return err.Error()
 }
 
 func subnets(c subnet.Claim) []netip.Prefix {

@@ -26,8 +26,6 @@ import (
 const (
 	leaseGroup = "coordination.k8s.io"
 	sendMerge  = "application/merge-patch+json"
-	// announcedAnnotation is the key of the annotation with what a leader has announced.
-	announcedAnnotation = "flanneld/announced"
 	// defaultNamespace is the namespace of the Lease if this daemon runs outside of a pod.
 	defaultNamespace  = "kube-system"
 	serviceAccountDir = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -36,57 +34,6 @@ const (
 
 // errTermOver means that this node is not the leader any more.
 var errTermOver = errors.New("this node is not the leader any more")
-
-// leaderLease is a Lease of the API. Its Version is empty if the API does not have the Lease.
-type leaderLease struct {
-	Metadata struct {
-		Version     string            `json:"resourceVersion"`
-		Annotations map[string]string `json:"annotations"`
-	} `json:"metadata"`
-	Spec struct {
-		Holder      string `json:"holderIdentity"`
-		Seconds     int    `json:"leaseDurationSeconds"`
-		Transitions int    `json:"leaseTransitions"`
-	} `json:"spec"`
-}
-
-func (l leaderLease) leader() subnet.Leader {
-	found := subnet.Leader{Name: l.Spec.Holder}
-	if text := l.Metadata.Annotations[announcedAnnotation]; found.Name != "" && text != "" {
-		found.Announced = json.RawMessage(text)
-	}
-	return found
-}
-
-// leaseTimes records, by the name of a Lease, when this process first saw the present version of the
-// Lease. The zero leaseTimes is usable.
-type leaseTimes struct {
-	mu   sync.Mutex
-	seen map[string]seenLease
-}
-
-type seenLease struct {
-	version string
-	at      time.Time
-}
-
-// expired reports whether a Lease has not changed for its duration, since this process first saw
-// it. Its holder is gone then. ttl is the duration of a Lease that contains none.
-func (s *leaseTimes) expired(name string, l leaderLease, ttl time.Duration) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	now := time.Now()
-	if s.seen == nil {
-		s.seen = map[string]seenLease{}
-	}
-	if s.seen[name].version != l.Metadata.Version {
-		s.seen[name] = seenLease{l.Metadata.Version, now}
-	}
-	if l.Spec.Seconds > 0 {
-		ttl = time.Duration(l.Spec.Seconds) * time.Second
-	}
-	return now.Sub(s.seen[name].at) > ttl
-}
 
 // leaderTerm is a time in which this node is the leader for one task.
 type leaderTerm struct {

@@ -73,47 +73,6 @@ func (e *entry) needsRequest() bool {
 // managed reports whether flannel manages the Node.
 func (e *entry) managed() bool { return e.notes[annotation.Managed].Text == "true" }
 
-// lastKnown is the last known state of this node.
-type lastKnown struct {
-	own   subnet.Lease
-	known subnet.LedgerState
-}
-
-// newNodeCache returns a cache that contains the last known state. The cache is empty if there is
-// none, if an earlier call has used it, or if the configuration cannot be read.
-func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
-	cache := &nodeCache{keys: m.keys}
-	f := m.lastKnown.Swap(nil)
-	cfg, err := m.Config(ctx)
-	if f == nil || f.known.Store.ID == "" || err != nil {
-		return cache
-	}
-	cache.store = f.known.Store
-	cache.entries = map[string]*entry{}
-	add := func(l subnet.Lease) {
-		e := &entry{name: l.Key, order: l.Order, lease: &l}
-		cache.entries[l.Key] = e
-		for _, n := range cfg.Networks {
-			ep, ok := l.Endpoint(n.Family())
-			if !ok { // the Node may have a podCIDR of this family by now
-				e.cidrs = nil
-				return
-			}
-			e.cidrs = append(e.cidrs, ep.Subnet)
-		}
-	}
-	for _, p := range f.known.Peers {
-		add(p.Lease)
-		cache.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
-	}
-	cache.lastKnownMark = parseMark(f.known.Store.Mark)
-	cache.store.Mark = ""
-	if f.own.Key != "" {
-		add(f.own)
-	}
-	return cache
-}
-
 // required returns the revision that a list must have reached: the latest one that is known, of the
 // cache or of the own Node s. If neither has one, it returns the store's present revision. Later
 // changes come by the watch. A list does not require the present revision if another is known,
@@ -138,6 +97,15 @@ func (c *nodeCache) required(s *ownNode) int64 {
 func (c *nodeCache) hasNode(name, uid string) bool {
 	e := c.entries[name]
 	return e != nil && e.uid == uid
+}
+
+// lastChangeOf returns the last change of the Node with that name. It is zero if the cache does not
+// have the Node or its version.
+func (c *nodeCache) lastChangeOf(name string) lastChange {
+	if e := c.entries[name]; e != nil && e.version > 0 {
+		return lastChange{name, e.version}
+	}
+	return lastChange{}
 }
 
 // successor returns an empty cache, which replaces c after it was filled from a list.
@@ -320,22 +288,6 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	return "", nil
 }
 
-// applyAnswer puts the podCIDRs in the answer to a request for Nodes into the cache.
-func (c *nodeCache) applyAnswer(got fetched) {
-	for _, name := range got.names {
-		e, s := c.entries[name], got.found[name]
-		switch {
-		case e == nil:
-		case s != nil && s.uid == e.uid:
-			c.setCIDRs(e, s.cidrs, s.cidrsErr)
-			c.decode(e)
-			e.host = ""
-		case got.isMissing(name):
-			e.host = ""
-		}
-	}
-}
-
 // missing returns the names of the Nodes that have to be requested.
 func (c *nodeCache) missing() []string {
 	var names []string
@@ -426,4 +378,11 @@ func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", problem)
 	}
 	return true
+}
+
+func textOf(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
 }

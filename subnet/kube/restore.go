@@ -9,8 +9,6 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -20,45 +18,39 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// lastChange names the Node that changed last, of those that still exist. version is the revision
-// of the store at which it changed.
-type lastChange struct {
-	name    string
-	version int64
-}
-
-// lastChangeOf returns the last change of the Node with that name. It is zero if the cache does not
-// have the Node or its version.
-func (c *nodeCache) lastChangeOf(name string) lastChange {
-	if e := c.entries[name]; e != nil && e.version > 0 {
-		return lastChange{name, e.version}
+// newNodeCache returns a cache that contains the last known state. The cache is empty if there is
+// none, if an earlier call has used it, or if the configuration cannot be read.
+func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
+	cache := &nodeCache{keys: m.keys}
+	f := m.lastKnown.Swap(nil)
+	cfg, err := m.Config(ctx)
+	if f == nil || f.known.Store.ID == "" || err != nil {
+		return cache
 	}
-	return lastChange{}
-}
-
-// mark is what restore needs to recognize the store at the revision of the last known state:
-// the uid of the own Node, and the Node that had changed last. Nodes change all the time, so
-// it is unlikely that another history of the store has that Node at that version.
-type mark struct {
-	uid string
-	lastChange
-}
-
-func (m mark) String() string { return fmt.Sprintf("%s %d %s", m.uid, m.version, m.name) }
-
-// parseMark parses the text of a mark. It returns nil if the text is not one.
-func parseMark(text string) *mark {
-	var m mark
-	parts := strings.Fields(text)
-	if len(parts) != 3 {
-		return nil
+	cache.store = f.known.Store
+	cache.entries = map[string]*entry{}
+	add := func(l subnet.Lease) {
+		e := &entry{name: l.Key, order: l.Order, lease: &l}
+		cache.entries[l.Key] = e
+		for _, n := range cfg.Networks {
+			ep, ok := l.Endpoint(n.Family())
+			if !ok { // the Node may have a podCIDR of this family by now
+				e.cidrs = nil
+				return
+			}
+			e.cidrs = append(e.cidrs, ep.Subnet)
+		}
 	}
-	var err error
-	if m.version, err = strconv.ParseInt(parts[1], 10, 64); err != nil || m.version < 1 {
-		return nil
+	for _, p := range f.known.Peers {
+		add(p.Lease)
+		cache.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
 	}
-	m.uid, m.name = parts[0], parts[2]
-	return &m
+	cache.lastKnownMark = parseMark(f.known.Store.Mark)
+	cache.store.Mark = ""
+	if f.own.Key != "" {
+		add(f.own)
+	}
+	return cache
 }
 
 // publishMark publishes the revision and the mark of the cache when Watch ends, so that the next
@@ -149,45 +141,4 @@ func refused(err error) bool {
 		http.StatusGone, http.StatusBadRequest, http.StatusNotFound, http.StatusUnprocessableEntity,
 		http.StatusInternalServerError, http.StatusGatewayTimeout,
 	}, func(code int) bool { return hasCode(err, code) })
-}
-
-// differing returns the names of the Nodes whose entries differ from the list l. The cache must
-// have reached the revision of l. Changes after that revision do not count. To recognize them,
-// deleted contains the names of Nodes that were deleted since the list began, and an entry without
-// a uid has had no event since the restart.
-func (c *nodeCache) differing(l listed) []string {
-	var names []string
-	for name, is := range l.nodes {
-		e := c.entries[name]
-		_, gone := c.deleted[name]
-		switch {
-		case e == nil:
-			if !gone && is.notes[annotation.Managed].Text == "true" { // Nodes that flannel does not manage have no lease, and no state file has them
-				names = append(names, name)
-			}
-		case e.uid == "" || e.version < is.version:
-			if c.differs(e, is) {
-				names = append(names, name)
-			}
-		}
-	}
-	for name, e := range c.entries {
-		if _, there := l.nodes[name]; !there && e.version <= l.revision {
-			names = append(names, name)
-		}
-	}
-	slices.Sort(names)
-	return names
-}
-
-// differs reports whether is, a Node as listed, is another Node than that of the entry e, or gives
-// another lease or error.
-func (c *nodeCache) differs(e *entry, is *entry) bool {
-	if e.uid != "" && e.uid != is.uid || e.order != is.order {
-		return true
-	}
-	now := *e
-	now.notes, now.fresh = is.notes, false
-	c.decode(&now)
-	return now.fresh || textOf(now.err) != textOf(e.err) && e.lease != nil
 }

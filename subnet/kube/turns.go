@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net/http"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -34,8 +33,7 @@ type turns struct {
 }
 
 const (
-	slowAfter = 500 * time.Millisecond // a small request that takes longer comes from a busy server
-	slowFor   = 10 * time.Second       // age up to which a slow request shows that the server is busy
+	slowFor = 10 * time.Second // age up to which a slow request shows that the server is busy
 
 	// These are multiples of timing.spread for each Node.
 	minFactor = 10  // maximum of the first pause
@@ -99,11 +97,4 @@ func (m *Manager) count(ctx context.Context) (n int, err error) {
 	n += l.Remaining
 	m.nodes.Store(int64(n))
 	return n, nil
-}
-
-// overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503
-// or 504, or no answer before the deadline.
-func overloaded(err error) bool {
-	return hasCode(err, http.StatusTooManyRequests) || hasCode(err, http.StatusServiceUnavailable) ||
-		hasCode(err, http.StatusGatewayTimeout) || errors.Is(err, context.DeadlineExceeded)
 }

@@ -11,7 +11,6 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
@@ -75,15 +74,6 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		if err != nil {
 			return err
 		}
-	}
-}
-
-// resetAfterLongWatch resets b after a watch that has lasted longer than the longest pause of b.
-// begun is when the server accepted the watch, and zero if it did not. A watch that a server ends
-// at once counts like one that it refuses.
-func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
-	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
-		b.Reset()
 	}
 }
 

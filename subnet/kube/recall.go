@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/annotation"
+)
+
+// PublicIPs implements subnet.PublicIPSource: it returns the addresses in the annotations
+// node-public-ip and node-public-ipv6 of the own Node, which replace the values of the flags. It
+// omits and reports an address that cannot be used.
+func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
+	defer m.outage.Forget(starting)
+	var addrs []netip.Addr
+	err := m.retry(ctx, func() error {
+		s, err := m.readOwn(ctx)
+		if err != nil {
+			return err
+		}
+		addrs = nil
+		for _, f := range families {
+			n := annotation.Of(f).Node
+			if s.notes[n].Text == "" {
+				continue
+			}
+			own, _ := prefix.OfFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, s.notes[n].Text)
+			if err != nil {
+				m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
+				continue
+			}
+			addrs = append(addrs, a)
+		}
+		return nil
+	})
+	return addrs, err
+}
+
+// Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel
+// of the own Node. It logs a value that is not the name of a location, and returns "" then.
+func (m *Manager) Location(ctx context.Context) (string, error) {
+	defer m.outage.Forget(starting)
+	var name string
+	err := m.retry(ctx, func() error {
+		s, err := m.recent(ctx)
+		if err != nil {
+			return err
+		}
+		m.justRead.Store(s) // for Recall
+		name = s.location
+		m.location.Store(&s.location)
+		return nil
+	})
+	if err != nil || subnet.CheckLocation(name) == nil {
+		return name, err
+	}
+	klog.FromContext(ctx).Error(nil, "this node has no location, because its label does not contain the name of one", "node", *m.name.Load(), "label", m.cfg.LocationLabel, "value", subnet.Shorten(name))
+	return "", nil
+}
+
+// Recall returns the claim that the own Node publishes. See subnet.Manager.
+func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
+	defer m.outage.Forget(starting)
+	var c subnet.Claim
+	err := m.retry(ctx, func() error {
+		s, err := m.recent(ctx)
+		if err != nil {
+			return err
+		}
+		m.justRead.Store(s) // for Acquire
+		c = m.recalled(s)
+		return nil
+	})
+	return c, err
+}
+
+// recalled returns the readable part of the claim that the Node s publishes. The claim is empty if
+// flannel does not manage the Node, or if it has no readable public address on a podCIDR.
+func (m *Manager) recalled(s *ownNode) subnet.Claim {
+	n := s.published()
+	if n[annotation.Managed].Text != "true" {
+		return subnet.Claim{}
+	}
+	c := subnet.Claim{BackendType: n[annotation.BackendType].Text, NextType: n[annotation.NextBackendType].Text}
+	for _, f := range families {
+		cidr, ok := prefix.OfFamily(s.cidrs, f)
+		of := annotation.Of(f)
+		public, err := subnet.ParseAddr(f, n[of.Public].Text)
+		if !ok || err != nil {
+			continue
+		}
+		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
+		if e.Data, err = annotation.ParseData(n[of.Data].Text); err != nil {
+			e.Data = nil
+		}
+		if e.NextData, err = annotation.ParseData(n[of.NextData].Text); err != nil {
+			e.NextData = nil
+		}
+		c.Endpoints = append(c.Endpoints, e)
+	}
+	if len(c.Endpoints) == 0 {
+		return subnet.Claim{}
+	}
+	return c
+}

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// The activities that talk to the API server.
+const (
+	starting    = "start"
+	maintaining = "own node"
+	watching    = "watch"
+	getting     = "get node " // the name of the Node follows
+)
+
+// report records the outcome of an activity. It ignores errEnded: connections that were closed on
+// purpose, and watches that have ended early.
+func (m *Manager) report(ctx context.Context, activity string, err error) {
+	if !errors.Is(err, errEnded) {
+		m.outage.Report(ctx, activity, err)
+	}
+}
+
+// retry runs f, which is part of the start, until it succeeds, or fails for a reason that does not
+// pass, or ctx ends. It returns the last error of f, or the error of ctx.
+func (m *Manager) retry(ctx context.Context, f func() error) error {
+	b := m.backoff()
+	for {
+		err := f()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		m.report(ctx, starting, err)
+		if !passes(err) {
+			return err
+		}
+		if err := b.Wait(ctx, retryAfter(err)); err != nil {
+			return err
+		}
+	}
+}
+
+func (m *Manager) backoff() *wait.Backoff {
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
+}
+
+// resetAfterLongWatch resets b after a watch that has lasted longer than the longest pause of b.
+// begun is when the server accepted the watch, and zero if it did not. A watch that a server ends
+// at once counts like one that it refuses.
+func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
+	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
+		b.Reset()
+	}
+}
