@@ -12,10 +12,12 @@
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
 //   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
 //   - samelocation.go is the contract of networks with one backend inside of a location and
-//     another one between locations. side.go is the contract of the two backends of a migration.
+//     another one between locations.
+//   - side.go is the contract of the two backends of a migration. It also contains the interfaces
+//     of networks that change their data in the own lease.
 //   - leftover.go, listener.go and tunneler.go contain interfaces that only some backends implement.
 //
-// The smallest backend is backend/hostgw.
+// The smallest backend that writes routes to peers is backend/hostgw.
 package backend
 
 import (
@@ -34,7 +36,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Env is the environment of a backend: the network configuration and the host.
+// Env is the environment of a backend: the network configuration, the flags and addresses of this
+// host, and access to the kernel and to the store.
 type Env struct {
 	Network  string             // name of the network, if this process serves several
 	Underlay underlay.Interface // the external interface
@@ -87,10 +90,10 @@ func (e Env) Locals() []netip.Addr {
 	return all
 }
 
-// Reachable reports whether a may be the address of another host: a host address that is not
-// link-local, not on the external interface, and in none of the networks. The route to an address
-// in a network leads into the tunnel, so the tunnel's own packets to that address would enter the
-// tunnel again.
+// Reachable reports whether a may be the address of another host: a host address without a zone that
+// is not link-local, not on the external interface, and in none of the networks. The route to an
+// address in a network leads into the tunnel, so the tunnel's own packets to that address would
+// enter the tunnel again.
 func (e Env) Reachable(a netip.Addr) bool {
 	inside := func(n subnet.Network) bool { return n.Prefix.Contains(a) }
 	return subnet.IsHost(a) && !a.Is4In6() && a.Zone() == "" && !a.IsLinkLocalUnicast() &&
@@ -110,7 +113,7 @@ func (e Env) Base(own subnet.Lease) dataplane.State {
 }
 
 // Scope returns the scope that contains the networks of all enabled families and the
-// given devices, which the backend owns.
+// given devices, which the backend owns. Routes in it may also use the external interface.
 func (e Env) Scope(devices ...string) dataplane.Scope {
 	s := dataplane.Scope{Devices: devices, Shared: []string{e.Underlay.Name}}
 	for _, n := range e.Config.Networks {
@@ -174,9 +177,9 @@ type Backend interface {
 	// Claim returns the claim that this node publishes. prev is its last published claim, or zero
 	// if none is known. Data that peers have learned from prev, such as a VTEP MAC, should stay the
 	// same. Claim changes nothing, with two exceptions: it may run a configured command whose
-	// output is part of the claim, and it may store a new private key. It does not wait until a
-	// cloud answers: if a later try may succeed, it returns an error for which cloud.Transient is
-	// true.
+	// output is part of the claim, and it may store a new private key. If a cloud does not answer,
+	// Claim does not try again, but returns an error for which cloud.Transient is true, because a
+	// later call may succeed.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
 	// Start prepares the backend's devices for the own lease and returns the network. It removes
 	// only objects that it replaces. The caller closes the network.
@@ -186,8 +189,8 @@ type Backend interface {
 // Network is a started backend. Check and Changed may be called while another method runs. All
 // other methods are called one at a time.
 type Network interface {
-	// MTU returns the maximum packet size in bytes that every path allows, for all
-	// enabled families.
+	// MTU returns the size in bytes of the largest packets that pods may send, for all enabled
+	// families. Paths that are narrower than that are the subject of PathSizer.
 	MTU() int
 	// Check returns an error if a lease's backend data is unusable. Otherwise it returns
 	// the identities that the lease claims and that no other lease may have, such as VTEP
@@ -219,8 +222,8 @@ type Set struct {
 	// object because its lease is not in the set.
 	Complete bool
 	// Unreadable is set if the store has a lease that cannot be read and that is not in the set.
-	// The host of that lease may need objects outside of this host, such as routes in a cloud.
-	// Which ones is unknown, so a network must then not remove such objects.
+	// The host of that lease may need objects outside of this host, such as routes in a cloud. It is
+	// unknown which ones, so as long as Unreadable is set, a network must remove none of them.
 	Unreadable bool
 	// Refused returns the leases of which at least one endpoint has not passed the checks. A
 	// network with objects outside of this host, such as routes in a cloud, keeps the objects of
@@ -269,8 +272,8 @@ type Reconciler interface {
 }
 
 // Sweeper is a Reconciler that can delete single objects before all peers are known, like
-// dataplane.Reconciler. The Reconciler that a migration gives to its backends is none, because the
-// migration decides what is deleted.
+// dataplane.Reconciler. The Reconciler that a migration gives to its backends is not a Sweeper,
+// because the migration decides what is deleted.
 type Sweeper interface {
 	Reconciler
 	SweepAt(objects ...dataplane.Object)

@@ -17,14 +17,14 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. All fields
-// but AtOnce and Overflow are required.
+// CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. AtOnce and
+// Overflow may be zero. All other fields are required.
 type CloudBackend struct {
 	Type  string // in the configuration; leases contain no type, like those of flannel
 	Env   Env
 	Cloud cloud.Cloud
 	Calls *cloud.Calls // the calls that Cloud makes
-	// AtOnce is the most calls of Cloud.Put at the same time; 0 means 1.
+	// AtOnce is the maximum number of calls of Cloud.Put at the same time; 0 means 1.
 	AtOnce int
 	// Writer is cloud.WriterHost or cloud.WriterLeader.
 	Writer   string
@@ -193,9 +193,9 @@ func (*cloudNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }
 // firstComparison limits how long a pass waits for the first comparison with the cloud.
 const firstComparison = 15 * time.Second
 
-// Sync implements Network. It waits up to firstComparison for the first comparison with the cloud,
-// and returns an error if the routes to this host are not in order. The keeper causes a further
-// pass after each comparison.
+// Sync implements Network. It waits up to firstComparison for the first comparison with the cloud.
+// It returns an error if that comparison has not ended by then, or if the routes to this host are
+// not in order. The keeper causes a further pass after each comparison.
 func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	o, failed := n.Programmer.Sync(ctx, peers)
 	n.SetPeers(peers)

@@ -51,14 +51,16 @@ type Choice struct {
 // CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
 // be called at any time.
 type CloudRouter interface {
-	// CloudRoutes returns the state of the routes to this host.
+	// CloudRoutes returns the state of the routes to this host. On the leader, the report also says
+	// to which destinations of all hosts the right routes exist.
 	CloudRoutes() cloud.Report
 }
 
 // Overflower is a Network that reaches peers by a tunnel if the routers of a cloud do not carry the
 // packets to them. Its method is called from the goroutine that calls Sync.
 type Overflower interface {
-	// Overflow returns how many peers need the tunnel.
+	// Overflow returns how many peers are reached in which way, and a problem with the routes of
+	// the cloud to this host, if there is one.
 	Overflow() OverflowReport
 }
 
@@ -106,7 +108,7 @@ type PeerReport struct {
 	PathMTUs map[netip.Prefix]int
 	// Choice is zero if the network is not a Chooser.
 	Choice Choice
-	// Relay is the key of the lease of the relay that carries the packets; empty if there is none.
+	// Relay is the result of RelayUser.Relay; empty if no relay carries the packets.
 	Relay string
 }
 
@@ -120,7 +122,7 @@ type Inspection struct {
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network does not count them
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
 	Overflow *OverflowReport            // nil if the network is not an Overflower
-	Location *LocationReport            // nil if the network has no locations
+	Location *LocationReport            // nil if the network is not a Locator, or has no locations
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 }
 

@@ -20,8 +20,8 @@ import (
 // drops large echo requests. Over IPv6 the least MTU is that of Family.MinMTU.
 const leastPathMTU = 576
 
-// narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer uses it to
-// give the route to each peer with a narrow path the MTU of that path. It changes no other route.
+// narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer that has a
+// narrowing sets the MTU of each narrow path on the route to the peer. All other routes get no MTU.
 type narrowing struct {
 	Reconciler
 	scope    dataplane.Scope
@@ -104,9 +104,9 @@ func (n *narrowing) retain(leases map[string]*subnet.Lease) {
 
 // narrow returns the objects of the peer with lease l. Each route whose path is narrow gets the MTU
 // of that path. If there is only one route to the whole network, a subnet with a narrow path gets a
-// route of its own. narrow also makes the prober search for the MTUs of exactly these paths. It may
-// change the array of objects, so the caller must not use objects any more. It is safe for
-// concurrent use.
+// route of its own. narrow also makes the prober search for the MTUs of the present paths to that
+// peer, and stop the search for those of former paths. It may change the array of objects, so the
+// caller must not use objects any more. It is safe for concurrent use.
 func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object {
 	var paths []pathmtu.Path
 	var routes []dataplane.Route
@@ -157,8 +157,8 @@ func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Rout
 	return dataplane.Route{}, false
 }
 
-// pathBy returns the path that packets of route r take to endpoint e. ok is false unless base
-// contains the device of r and an address on it of the same family as e.
+// pathBy returns the path that packets of route r take to endpoint e. ok is true if base contains
+// the device of r, and an address of the family of e on that device.
 func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathmtu.Path, ok bool) {
 	link, ok := base.Links[r.Dev]
 	if !ok {

@@ -37,8 +37,8 @@ func mtuRegistry(t testing.TB, got *string, probes *bool) backend.Registry {
 }
 
 // TestMTUProbe checks that Backend.MTU "probe" sets ProbesMTU and is not passed to the backend, or
-// is an error if the backend does not find MTUs. Any value that is not a text must reach the
-// backend unchanged.
+// is an error if the backend does not find MTUs. Another text must be an error only if the backend
+// finds MTUs. All other values must reach the backend unchanged.
 func TestMTUProbe(t *testing.T) {
 	for _, tc := range []struct {
 		kind, raw, want string

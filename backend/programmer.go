@@ -28,22 +28,23 @@ type Programmer struct {
 	// Desired returns the objects that the kernel should have for one peer's lease. It
 	// must be safe for concurrent use. Desired is nil if peers need no objects.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
-	// Volatile is not zero if the result of Desired also depends on routes of the host. After the
-	// kernel has announced a change, Desired is then called again for all peers, with at least this
-	// time between two such rounds. Zero means that the result depends on the lease only.
+	// Volatile is not zero if the result of Desired also depends on routes of the host. Sync then
+	// calls Desired for all peers after a change of such routes, and in passes without a changed
+	// lease. Volatile is the least time between two such rounds of calls. Zero means that the result
+	// of Desired depends on the lease only.
 	Volatile time.Duration
 
 	Reconciler
 
 	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all peers
-	keys     map[netip.Prefix]string       // lease keys by destination of a route; nil until key is called
+	keys     map[netip.Prefix]string       // lease keys by destination of a route; nil until the method key is called
 	lastCall time.Time                     // when Desired was last called for all peers
 	stale    bool                          // the results of Desired may be out of date
 }
 
 // SetUp makes the kernel contain Base. It removes only objects that conflict with Base. It returns
-// an error if a route of Base is refused, for example because another device is directly connected
-// to the destination.
+// an error if a route of Base is refused, for example because a device of another program is directly
+// connected to the destination. See outcome.
 func (p *Programmer) SetUp(ctx context.Context) error {
 	base := dataplane.NewState()
 	base.AddState(p.Base)
@@ -229,8 +230,9 @@ func (p *Programmer) forget(key string) {
 }
 
 // outcome translates a report about routes into an Outcome about leases. A refused route
-// of Base belongs to no peer. It is an error, because the device in conflict may receive
-// the packets to all peers.
+// of Base belongs to no peer. outcome returns an error about it if the conflict is with
+// another device than that of the route, because that device may receive the packets to
+// all peers.
 func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
 	var errs []error

@@ -20,14 +20,14 @@ import (
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
 // Migrate creates the backend for a configuration with a next backend. It calls create for each of
-// the two backends, with an Env whose Config names that backend. Like a Factory, both return
-// warnings.
+// the two backends, with an Env whose Config names that backend. Migrate and create return warnings
+// like those of a Factory.
 type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
 
 // Combine returns the backend that uses the routers of a cloud, and a tunnel to hosts that they do not reach.
 type Combine func(cloud *CloudBackend, tunnel Backend) Backend
 
-// Registry contains the backends by type name.
+// Registry contains the backends by type name, and the functions that combine two of them.
 type Registry struct {
 	entries map[string]Entry
 	migrate Migrate
@@ -105,8 +105,8 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 	return r.one(env)
 }
 
-// one creates the backend for Config.BackendType and Config.Backend in env. It ignores a next
-// backend.
+// one creates the backend for Config.BackendType and Config.Backend in env, which includes that of
+// Overflow or SameLocation. It ignores a next backend.
 func (r Registry) one(env Env) (Backend, []string, error) {
 	cfg := env.Config
 	entry, ok := r.entries[cfg.BackendType]
@@ -190,8 +190,8 @@ func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) 
 // and end.
 type Catalog struct {
 	Registry
-	// Shutdown runs when the daemon is told to stop, and does what the backends must do on the host
-	// then. It may be nil.
+	// Shutdown does what the backends must do on the host before the daemon stops, such as running
+	// ShutdownCommand. The daemon calls it when it was told to stop. It may be nil.
 	Shutdown func(ctx context.Context)
 	// Retire runs when the network was deleted. It undoes what backends have done outside of Scope
 	// and Leftovers. It may be nil.
@@ -210,7 +210,7 @@ type Catalog struct {
 	Files func(stateDir string) ([]string, error)
 }
 
-// probe is the value of Backend.MTU with which this host finds the MTU of each path.
+// probe is the value of Backend.MTU that makes each host find the MTU of each path.
 const probe = "probe"
 
 // probesMTU reports whether Backend.MTU in raw is "probe". If so, it returns raw without the key

@@ -14,9 +14,9 @@ import (
 // announces many changes that do not matter to flanneld.
 const quiet = 50 * time.Millisecond
 
-// After a pass that repairs something, the next one must wait. The first repairBurst
-// such passes wait only for quiet. If another program keeps changing the same entries,
-// later ones are limited to repairRate, so that they cost little.
+// If another program keeps changing the same entries, each change causes an announcement
+// and a pass that repairs it. The first repairBurst such passes have pauses of only
+// quiet between them. Later ones are limited to repairRate, so that they cost little.
 const (
 	repairRate  = 2 // passes per second
 	repairBurst = 20

@@ -28,7 +28,8 @@ var errSameLocation = errors.New(`SameLocation: want "vxlan" or "host-gw", or an
 
 // decodeInner decodes the value of a key that names another backend: its type, or an object with
 // its type and keys. It returns the type in lower case. object is nil if the value is only a type.
-// If there is no type, the error is wrong. For null all results are zero, without an error.
+// If the value contains no type, decodeInner returns the error that the caller passes in wrong. If
+// the value is null, all results are zero, and there is no error.
 func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, err error) {
 	if string(raw) == "null" {
 		return "", nil, nil
@@ -60,8 +61,8 @@ type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend,
 
 // Placer is a Backend whose hosts may have locations.
 type Placer interface {
-	// Inside returns the types of the backends between hosts of one location. It is empty if the
-	// configuration has no locations. It is pure.
+	// Inside returns the types of the backends between hosts of one location. The result is empty if
+	// the configuration has no locations. Inside is pure.
 	Inside() []string
 }
 

@@ -21,8 +21,8 @@ type Matcher interface {
 	Matches(l subnet.Lease) bool
 }
 
-// Side tells which leases one backend can use. During a migration a lease may have data
-// for two backends, and hosts of both may be in the network.
+// Side tells which leases, and which part of their data, one backend can use. During a
+// migration a lease may have data for two backends, and hosts of both may be in the network.
 type Side struct {
 	Type      string                  // in the configuration
 	LeaseType string                  // in leases
@@ -46,8 +46,9 @@ func NewSide(b Backend, configured string) Side {
 	return s
 }
 
-// Of returns l as a host that has only this backend would publish it. The result may be l itself.
-// ok is false if l has no data for this backend; the result then has no meaning.
+// Of returns a lease whose backend type and data are those for this backend. If l itself is such a
+// lease, Of returns l. If the next backend in l is this one, Of returns l as it would be without
+// its present backend. Otherwise ok is false, and the lease must not be used.
 func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 	hasNext := l.NextType != "" && l.NextType == s.Type
 	if l.BackendType == s.LeaseType && (!s.Strict && !hasNext || s.matches(*l)) {
@@ -71,8 +72,8 @@ type Sized interface {
 // Reclaimer is a Network that can find out that Claim of its backend may now return more data than
 // the own lease has.
 type Reclaimer interface {
-	// Reclaim returns a channel that receives when that happens. The owner of the network then
-	// publishes the new claim, and replaces the network by one with the new lease.
+	// Reclaim returns a channel that receives when the network finds that out. The owner of the
+	// network then publishes the new claim, and replaces the network by one with the new lease.
 	Reclaim() <-chan struct{}
 }
 

@@ -114,8 +114,8 @@ type matching struct {
 
 func (m *matching) Matches(subnet.Lease) bool { m.calls++; return true }
 
-// TestLeasesWithoutAMigration checks that the Syncer does not decode the data of leases for
-// Pass.OneBackend unless Migrated is set.
+// TestLeasesWithoutAMigration checks that the Syncer calls Matches for Pass.OneBackend only if
+// Migrated is set, because Matches decodes the data of a lease.
 func TestLeasesWithoutAMigration(t *testing.T) {
 	for _, migrated := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -29,7 +29,7 @@ type SyncerConfig struct {
 	// Pass.OneBackend then tells when they have left it. If Migrated is not set, no lease is decoded
 	// for Pass.OneBackend.
 	Migrated bool
-	// OnSync is called after every pass.
+	// OnSync is called after every pass, except for a pass that the end of ctx interrupts.
 	OnSync func(Pass)
 	// OnRefused is called when a lease is refused for a new reason. key is the key of the
 	// lease.
@@ -41,9 +41,9 @@ type Pass struct {
 	Complete bool // the store has answered
 	News     bool // Complete is set, and Peers may return another result than after the last pass
 	Err      error
-	// OneBackend is set if Complete is set and no known lease has data for another backend than that
-	// of this host. All hosts have then finished the migration, or have all gone back to the former
-	// backend. OneBackend is never set without SyncerConfig.Migrated.
+	// OneBackend is set if Complete is set and no known lease of a host has data for another
+	// backend than that of this host. All hosts have then finished the migration, or have all gone
+	// back to the former backend. OneBackend is only set if SyncerConfig.Migrated is.
 	OneBackend bool
 	Took       time.Duration // duration of the pass
 	Repaired   int           // number of repaired changes by other programs
@@ -51,8 +51,8 @@ type Pass struct {
 
 // Syncer is the lease-watch loop. It turns the updates of a manager about other nodes into calls of
 // Network.Sync. The cost of an update depends on the number of changes. The Syncer checks all
-// leases again only if leases contradict each other, if it gets a whole snapshot, or if the lease
-// of a held peer expires.
+// leases only in its first pass, if leases contradict each other, if it gets a whole snapshot, or
+// if the lease of a held peer expires.
 type Syncer struct {
 	SyncerConfig
 	loop     *loop.Loop
@@ -63,13 +63,13 @@ type Syncer struct {
 	lastSync time.Time         // time of the last successful pass
 	log      syncLog
 	repairs  *repair.Limiter
-	retry    wait.Backoff // for refusals whose cause may disappear
+	retry    wait.Backoff // pauses before further passes for refusals whose cause may disappear
 
-	mu       sync.Mutex // also guards Ledger
-	changed  map[string]struct{}
-	all      bool
-	complete bool // a snapshot was applied
-	news     bool // see Pass
+	mu       sync.Mutex          // guards Ledger and the fields up to news
+	changed  map[string]struct{} // keys of leases that have changed since the last pass
+	all      bool                // the next pass must check all leases
+	complete bool                // a snapshot was applied
+	news     bool                // see Pass
 
 	side   Side                // the part of leases that this host can use, unless Network is a Selector
 	moving map[string]struct{} // keys of the known leases because of which Pass.OneBackend is not set
@@ -133,8 +133,8 @@ func (s *Syncer) Run(ctx context.Context) error {
 	return s.loop.Run(ctx)
 }
 
-// step makes one pass. It logs the result and passes it to OnSync. An error only makes the loop run
-// step again.
+// step makes one pass. It logs the result and passes it to OnSync. An error that step returns only
+// makes the loop run step again. If ctx ends during the pass, step ignores the result.
 func (s *Syncer) step(ctx context.Context) error {
 	begin := time.Now()
 	set, news := s.advance(ctx)
@@ -208,9 +208,10 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	return set, news
 }
 
-// mayDiffer returns the keys of the leases whose refusals may differ from those at the last pass.
-// byKernel contains the refusals of this pass. If the pass failed, it may not have reached all peers, so a
-// peer that is not in byKernel keeps its refusal.
+// mayDiffer updates the refusals in kernel, and returns the keys of the leases that may be refused
+// for another reason than at the last pass, or no longer. byKernel contains the refusals of this
+// pass. If the pass failed, it may not have reached all peers, so a peer that is not in byKernel
+// keeps its refusal.
 func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[string]struct{} {
 	keys := map[string]struct{}{}
 	add := func(reasons map[string]string) {
@@ -262,8 +263,8 @@ func compareBool(a, b bool) int {
 	return 1
 }
 
-// validate validates the lease with the key again, which may be gone. It returns false if the
-// caller must validate all leases.
+// validate validates the lease with the key again. If the ledger no longer has that lease, validate
+// removes it from the arbiter. It returns false if the caller must validate all leases.
 func (s *Syncer) validate(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)

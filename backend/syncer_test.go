@@ -26,7 +26,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// network records the calls of Sync. A lease's data is its identity.
+// network records the calls of Sync and Check. A lease's data is its identity.
 type network struct {
 	fail    int     // how many of the next Syncs fail
 	errs    []error // errors of the next Syncs that fail; further ones return "kernel says no"
@@ -454,8 +454,8 @@ func TestFailureIsRetriedAndLoggedOnce(t *testing.T) {
 	})
 }
 
-// TestErrorsThatDifferEachTime checks that errors with a new text each time neither fill
-// the log nor are logged only once.
+// TestErrorsThatDifferEachTime checks that about one error a minute is logged while each
+// pass fails with a new text.
 func TestErrorsThatDifferEachTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -485,8 +485,8 @@ func TestTemporaryRefusalIsRetried(t *testing.T) {
 	})
 }
 
-// TestRefusalDelaysNothingElse checks that a peer that is unreachable for long does not
-// delay the retry of another failure, or a requested pass.
+// TestRefusalDelaysNothingElse checks that a peer that is unreachable for long delays
+// neither the retry of another failure, nor a pass that Outcome.Again requests.
 func TestRefusalDelaysNothingElse(t *testing.T) {
 	refused := backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "unreachable"}}}
 	again := refused
@@ -591,8 +591,8 @@ func TestPeersAreHeldWhenStoreIsWiped(t *testing.T) {
 }
 
 // TestHeldPeersReturnOneByOne checks three things while peers are held: the hint to the network
-// contains only the changed leases, a held peer ends when another lease has its subnet, and the log
-// has no line when the number of held peers falls, unless it falls to zero.
+// contains only the changed leases, a held peer is removed when another lease has its subnet, and
+// the fall of the number of held peers is logged only when it reaches zero.
 func TestHeldPeersReturnOneByOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}

@@ -22,11 +22,12 @@ const (
 	errorBurst = 5
 )
 
-// syncLog is the log of a Syncer. It logs each refusal, failure and held peer when it begins and when it
-// ends, and not at every pass. It is not safe for concurrent use.
+// syncLog is the log of a Syncer. It logs when a refusal, a failure, or the sharing of a public address
+// begins and when it ends, and not at every pass. It logs the number of held peers when that grows. It
+// is not safe for concurrent use.
 type syncLog struct {
 	onRefused func(key, reason string) // may be nil
-	refused   map[string]string        // all logged reasons, by lease key
+	refused   map[string]string        // logged reasons of the present refusals, by lease key
 	failing   bool                     // the last pass has failed
 	logged    string                   // last logged error
 	limit     *rate.Limiter            // limit of logged errors without a success between them
@@ -84,7 +85,9 @@ func (l *syncLog) shared(ctx context.Context, changes []subnet.SharedPublicIP) {
 	}
 }
 
-// result logs the error of a pass that fails, and the first success after that.
+// result logs the error of a pass that fails after a success. While passes go on to fail, it logs an
+// error that differs from the last logged one, as far as limit permits. It also logs the first success
+// after a failure.
 func (l *syncLog) result(ctx context.Context, err error) {
 	log := klog.FromContext(ctx)
 	switch {

@@ -18,7 +18,7 @@ type SeveralTunneler interface {
 // Tunneler is implemented by backends whose hosts accept tunnel packets without
 // authenticating the sender.
 type Tunneler interface {
-	// Tunnel returns the packets in which hosts carry the network's packets between
+	// Tunnel describes the packets in which hosts carry the network's packets between
 	// addresses of family f. It is pure.
 	Tunnel(f prefix.Family) firewall.Payload
 }
