@@ -24,7 +24,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
-// New returns all backends for one daemon with these options.
+// New returns all backends, for one network with these options.
 func New(o options.Options) (backend.Catalog, error) {
 	commands := extension.NewHost(extension.Settings{
 		Allow: o.AllowExtensionBackend, StateDir: o.StateDir, Name: o.StateName() + "-commands",
