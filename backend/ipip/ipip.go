@@ -81,7 +81,8 @@ func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: kinds[f].protocol}
 }
 
-// HoldsIPIP implements backend.IPIPHolder. The device for IPv6 has another type.
+// HoldsIPIP implements backend.IPIPHolder. It returns true if IPv4 is enabled, because only
+// the device for IPv4 has the type ipip.
 func (b *Backend) HoldsIPIP() bool {
 	_, ok := b.env.Config.Network(prefix.IPv4)
 	return ok
@@ -148,8 +149,9 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 const onLinkInterval = time.Second
 
 // checkDeviceNames returns an error if a device of another type has the name of one of the
-// backend's devices. Such a name is no accident, so flanneld does not delete the device.
-// checkDeviceNames also returns an error if it cannot read the devices.
+// backend's devices. flanneld does not delete such a device, because another program or an
+// operator must have chosen its name on purpose. checkDeviceNames also returns an error if it
+// cannot read the devices.
 func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
