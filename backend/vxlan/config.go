@@ -79,8 +79,8 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, nil
 }
 
-// txChecksum returns the checksum offload of the devices. ok is false if ChecksumOffload is not
-// empty and none of auto, on and off.
+// txChecksum returns the checksum offload of the devices. ok is true if ChecksumOffload is empty,
+// auto, on or off, in upper or lower case.
 func (c config) txChecksum() (o dataplane.Offload, ok bool) {
 	switch strings.ToLower(c.ChecksumOffload) {
 	case "", "auto":
@@ -102,8 +102,9 @@ func overhead(f prefix.Family) int {
 	return 20 + 8 + 8 + 14
 }
 
-// deviceMTU returns the MTU of the device for family f on an underlay link with the given MTU.
-// Unless Backend.MTU is smaller, it is the largest MTU that the kernel accepts for the device.
+// deviceMTU returns the MTU of the device for family f on an underlay link whose MTU is link. If
+// Backend.MTU does not make the result smaller, the result is the largest MTU that the kernel
+// accepts for the device.
 func (c config) deviceMTU(link int, f prefix.Family) int {
 	if c.MTU != 0 {
 		link = min(link, c.MTU)

@@ -28,9 +28,10 @@ func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeData decodes a lease's backend data. Nearly all data has the plain form, for which
-// decodeData allocates memory only for the text of the MAC. The other form has a variable of
-// its own, because encoding/json moves its variable to the heap.
+// decodeData decodes a lease's backend data. Nearly all data has the form that decodePlain
+// accepts. For that form decodeData allocates memory only for the text of the MAC. All other
+// data is decoded into a second variable, because encoding/json moves that variable to the
+// heap.
 func decodeData(raw json.RawMessage) (leaseData, error) {
 	if d, plain := decodePlain(raw); plain {
 		return d, nil

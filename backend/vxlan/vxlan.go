@@ -58,9 +58,9 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
-// Matches implements backend.Matcher: during a migration from one VNI to another, a lease may
-// have data for both. Data without a VNI comes from an older daemon and matches. Data that
-// cannot be decoded matches too, and Check refuses it.
+// Matches implements backend.Matcher. It compares the VNI, because during a migration from one
+// VNI to another, a lease may have data for both. Data without a VNI comes from an older daemon
+// and matches. Data that cannot be decoded matches too, and Check refuses it.
 func (b *Backend) Matches(l subnet.Lease) bool {
 	for _, e := range l.Endpoints {
 		if d, err := decodeData(e.Data); err == nil && d.VNI != 0 && d.VNI != b.config.VNI {
@@ -70,8 +70,8 @@ func (b *Backend) Matches(l subnet.Lease) bool {
 	return true
 }
 
-// Claim implements backend.Backend. It takes a VTEP MAC from prev, or else from an
-// existing device, or else a random one. It never derives a MAC from data that cloned
+// Claim implements backend.Backend. For each family it takes the VTEP MAC from prev, or else
+// from an existing device, or else a random one. It never derives a MAC from data that cloned
 // hosts share.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	links, err := b.env.Links(ctx, b.devices()...)
@@ -80,7 +80,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	}
 	side := backend.NewSide(b, Type)
 	if own, ok := side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}); ok {
-		prev = own.Claim() // prev may have the data of a second backend, after a migration
+		prev = own.Claim() // after or during a migration, prev may have data for two backends
 	}
 	claim := b.env.Claim(Type, prev)
 	for i, n := range b.env.Config.Networks {
@@ -228,7 +228,8 @@ const objectsOfPeer = 3
 
 // desired appends the objects for one endpoint of a peer to objects. direct is the device whose
 // directly connected network contains the peer. If direct is empty, the vxlan device
-// encapsulates the packets; the error is then that of a missing or invalid MAC.
+// encapsulates the packets. In this case desired returns an error if the endpoint has no valid
+// MAC.
 func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct string) ([]dataplane.Object, error) {
 	if direct != "" {
 		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil
