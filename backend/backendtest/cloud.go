@@ -23,8 +23,8 @@ import (
 )
 
 // Cloud returns the backend that factory creates from the Backend object raw, on a host with
-// the given families. The test fails on an error, and on a warning unless raw contains an
-// access key.
+// the given families. The test fails on an error, and on a warning. It ignores warnings if raw
+// contains an access key, because that key causes one.
 func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix.Family) *backend.CloudBackend {
 	t.Helper()
 	b, warnings, err := factory([]byte(raw), Env(1500, families...))
@@ -66,10 +66,10 @@ func Config(t *testing.T, factory backend.Factory, tests map[string]Want) {
 	}
 }
 
-// Redirect checks that a call fails with an error that contains the status 307, instead of
-// following a redirect. variable is the environment variable with the address of the API.
-// Redirect replaces it by the address of a server that redirects to the API. calls returns the
-// number of calls that have reached the API.
+// Redirect checks that a call that is redirected fails with an error that contains the status
+// 307, and that the call does not reach the API. variable is the environment variable with the
+// address of the API. Redirect replaces its value by the address of a server that redirects to
+// the API. calls returns the number of calls that have reached the API.
 func Redirect(t *testing.T, factory backend.Factory, variable string, calls func() int) {
 	t.Helper()
 	t.Setenv(variable, cloudtest.Serve(t, http.RedirectHandler(os.Getenv(variable), http.StatusTemporaryRedirect)))
@@ -95,8 +95,8 @@ type Fault[S any] struct {
 	Set func(S) // makes the calls fail
 }
 
-// Run calls Claim and Join with each fault, logs their results, and searches the log for the
-// secrets.
+// Run calls Claim and Join with each fault, and logs their results. It checks that the log
+// contains no secret, and all texts in Shown.
 func (l Leaks[S]) Run(t *testing.T) {
 	t.Helper()
 	var out bytes.Buffer

@@ -25,7 +25,8 @@ type MTU struct {
 
 // Run checks the MTU for each combination of families: with common links, with the
 // smallest link that can carry the families, and with a smaller one, which the backend
-// must refuse.
+// must refuse. If Key is set, Run also checks values of the key MTU that are larger than the
+// MTU of the link, smaller, and too small.
 func (m MTU) Run(t *testing.T) {
 	const large = 9000
 	for _, families := range [][]prefix.Family{{prefix.IPv4}, {prefix.IPv6}, {prefix.IPv4, prefix.IPv6}} {

@@ -471,9 +471,9 @@ func (v VPC) KeyLeaks(t *testing.T, right string) {
 	)
 }
 
-// Leader checks that Find, with which a leader finds the hosts, needs no more than most calls for
-// 1,000 hosts. It also checks that a host of a network with a leader takes its lease without a
-// call.
+// Leader checks that Find, with which a leader finds the hosts, makes at most as many calls for
+// 1,000 hosts as the parameter most allows. It also checks that a host of a network with a leader
+// makes its claim without a call.
 func (v VPC) Leader(t *testing.T, most int) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -506,10 +506,10 @@ func (v VPC) Leader(t *testing.T, most int) {
 	}
 }
 
-// Followers checks that Find returns the route table of each host: of two hosts in subnets of the
-// cloud with tables of their own, and of one in a subnet that follows the main table. With a
-// tunnel, a leader must know which table the packets of each host follow. own is the subnet of the
-// cloud that contains this host.
+// Followers checks the route tables that Find returns for three hosts. For two hosts in subnets of
+// the cloud with tables of their own, Find must return these tables. For a host in a subnet that
+// follows the main table, it must return neither of these. With a tunnel, a leader must know which
+// table the packets of each host follow. own is the subnet of the cloud that contains this host.
 func (v VPC) Followers(t *testing.T, own string) {
 	t.Helper()
 	s, _ := v.Open(t)
