@@ -27,17 +27,18 @@ type data struct {
 	Data    json.RawMessage `json:",omitempty"` // for the backend inside of the location
 }
 
-// digest returns a short text that differs for different configurations of the backend inside.
-// Hosts do not read a changed configuration at the same time. Until two hosts have the same digest,
-// they do not use that backend for each other.
+// digest returns a short text that differs for different configurations of the backend inside. Two
+// hosts use that backend for each other only if they publish the same digest, because hosts do not
+// read a changed configuration at the same time.
 func digest(same backend.SameLocation) string {
 	sum := sha256.Sum256(append([]byte(same.Type+" "), canonical(same.Raw)...))
 	return hex.EncodeToString(sum[:4])
 }
 
 // canonical returns the same text for all configurations that mean the same: JSON without the key
-// Type and without keys whose value is null, and with the keys in lower case. The last known state
-// has another text than the store, and the decoder accepts keys in any case.
+// Type and without keys whose value is null, and with the keys in lower case. This is necessary,
+// because the last known state has the configuration as another text than the store, and because
+// the decoder accepts keys in any case.
 func canonical(raw json.RawMessage) []byte {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(raw))

@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestDataStaysBeside checks that the other keys of the backend data stay as they are, because flannel
-// reads them.
+// TestDataStaysBeside checks that addTo leaves the other keys of the backend data as they are, because
+// flannel reads them.
 func TestDataStaysBeside(t *testing.T) {
 	d := data{Name: "east", Type: "vxlan", Config: "01234567", Address: netip.MustParseAddr("10.0.0.1"), Data: json.RawMessage(`{"VNI":1}`)}
 	raw, err := d.addTo(json.RawMessage(`{"PublicKey":"k","Port":51820}`))

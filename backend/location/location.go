@@ -135,7 +135,8 @@ func (b *Backend) CheckRelay() error {
 }
 
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend. It is the smallest MTU of both backends, because any peer may change its location.
+// Backend. The result is the smaller MTU of the two backends, because any peer may change its
+// location.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, be := range []backend.Backend{b.between, b.inside} {

@@ -95,8 +95,9 @@ func TestConfigurations(t *testing.T) {
 	}
 }
 
-// TestForwards checks that questions of the daemon reach the backends that can answer
-// them.
+// TestForwards checks that the Backend has the tunnel packets and the ports of both
+// backends, and that it accepts names as endpoints and has the type in leases like
+// wireguard, the backend between locations.
 func TestForwards(t *testing.T) {
 	b, _, err := create(t, wireguard.Type, `{"SameLocation":"vxlan"}`)
 	if err != nil {

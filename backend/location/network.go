@@ -113,8 +113,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 }
 
 // syncInside makes the backend inside serve the chosen peers, and adds the result to out. If the
-// kernel has no route inside to a peer, the backend between locations serves the peer, which is not
-// refused.
+// kernel has no route inside to a peer, syncInside does not refuse the peer, because the backend
+// between locations serves it. On a host without a location, syncInside only deletes routes inside
+// that an earlier process has left.
 func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string, out *backend.Outcome) error {
 	if !set.Complete {
 		n.leaveInside(set, keys)

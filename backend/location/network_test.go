@@ -392,9 +392,9 @@ func TestUnreachableInside(t *testing.T) {
 	}
 }
 
-// TestOtherLocationAtOnce restarts a host at another location while the store is unavailable.
-// Packets to a known peer at the former location must not go on in clear text. The route to a peer
-// that is not known yet must stay.
+// TestOtherLocationAtOnce restarts a host at another location, or without a location, while the store
+// is unavailable. Packets to a known peer at the former location must not go on in clear text. The
+// route to a peer that is not known yet must stay until the store has answered.
 func TestOtherLocationAtOnce(t *testing.T) {
 	for _, kind := range []string{vxlan.Type, hostgw.Type} {
 		for _, location := range []string{"west", ""} {
@@ -499,8 +499,8 @@ func TestStartWithoutData(t *testing.T) {
 	}
 }
 
-// TestPublisherIsForwarded checks that the backend between locations can publish other data while
-// its network runs.
+// TestPublisherIsForwarded checks that Republish receives when the network of the backend between
+// locations wants to publish other data, and that this network gets the call of Published.
 func TestPublisherIsForwarded(t *testing.T) {
 	b := newBed(t, "east")
 	b.start(subnet.Claim{})
@@ -515,8 +515,9 @@ func TestPublisherIsForwarded(t *testing.T) {
 	}
 }
 
-// TestFailureBetween checks a backend between locations that fails. Packets to a peer that moves to
-// another location must not go on in clear text.
+// TestFailureBetween moves a peer to another location in a pass in which Sync of the backend between
+// locations fails. The route inside must be deleted all the same, so that packets to the peer do not
+// go on in clear text.
 func TestFailureBetween(t *testing.T) {
 	b := newBed(t, "east")
 	be := b.backend()

@@ -17,9 +17,9 @@ type candidate struct {
 	why        string        // reason why the lease cannot be used; empty if it can, or if the host is not at the location
 }
 
-// rivals finds hosts with the same identity. The backend inside serves none of these hosts, because
-// it could send packets for one to another. The backend between locations goes on to serve them,
-// because it does not use these identities.
+// rivals finds hosts with the same identity for the backend inside, such as a VTEP MAC. The backend
+// inside serves none of these hosts, because it could send packets for one to another. The backend
+// between locations goes on to serve them, because it does not use these identities.
 type rivals struct {
 	candidates map[string]candidate           // by key of the lease
 	holders    map[string]map[string]struct{} // keys by identity
@@ -42,8 +42,8 @@ func (r *rivals) change(keys []string, examine func(key string) candidate) []str
 	return slices.Collect(maps.Keys(affected))
 }
 
-// addRivals adds the keys of all hosts that share an identity with the host with that key. This
-// includes the host itself if it has an identity.
+// addRivals adds keys to the set in the parameter to: those of all hosts that have an identity in
+// common with the host whose key is key. They include that host itself if it has an identity.
 func (r *rivals) addRivals(to map[string]struct{}, key string) {
 	for _, id := range r.candidates[key].identities {
 		maps.Copy(to, r.holders[id])
@@ -71,8 +71,9 @@ func (r *rivals) set(key string, c candidate) {
 }
 
 // decide returns the lease with which the backend inside serves a host, or nil if the backend
-// between locations serves it. why is the reason if the host says that it is at the location and is
-// not served inside, for example because another host has the same identity.
+// between locations serves it. why is the reason if the host publishes that it is at the location
+// of this host and is still not served inside, for example because another host has the same
+// identity. Otherwise why is empty.
 func (r *rivals) decide(key string) (_ *subnet.Lease, why string) {
 	c := r.candidates[key]
 	for _, id := range c.identities {
