@@ -21,7 +21,8 @@ type data struct {
 	// Routed are the tables that have a route to the subnet of the host, sorted.
 	Routed []string `json:",omitempty"`
 	// Why is the reason why Table is not one of Routed, if the host knows it: a result of
-	// cloud.Kind. It is never "waiting", which would change the lease of each new host once more.
+	// cloud.Kind. It is never "waiting", because the lease of each new host would then change once
+	// more.
 	Why string `json:",omitempty"`
 	// Overflow is the data for the tunnel.
 	Overflow json.RawMessage `json:",omitempty"`

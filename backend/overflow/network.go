@@ -29,12 +29,12 @@ type network struct {
 	filter rpfilter.Filter
 
 	own       subnet.Lease
-	data      map[prefix.Family]data // of this host
-	published map[prefix.Family]data // of this host, as the store has it; peers decide by this data
-	stored    atomic.Pointer[subnet.Claim]
-	compared  bool        // the routes were compared since the start
-	failed    error       // error of the last comparison
-	republish wait.Signal // see backend.Publisher
+	data      map[prefix.Family]data       // of this host
+	published map[prefix.Family]data       // of this host, as the store has it; peers decide by this data
+	stored    atomic.Pointer[subnet.Claim] // claim in the store that Sync has not read yet; nil if there is none
+	compared  bool                         // the routes were compared since the start
+	failed    error                        // error of the last comparison
+	republish wait.Signal                  // see backend.Publisher
 
 	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
 	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if the cloud carries the packets
@@ -131,10 +131,11 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// refresh updates the data of this host after a comparison of the routes. If the data has changed,
-// refresh asks for its publication. It does not ask yet if a new host has just put its first route,
-// because the next comparison changes the data again. anew is set if peers may have to be served in
-// another way. repaired is the number of routes that were repaired since the last call.
+// refresh updates the data of this host after a comparison of the routes. It does nothing before
+// the first comparison. If the data has changed, refresh asks for its publication, with one
+// exception: a new host that has just put its first route waits for the next comparison, because
+// that changes the data again. anew is set if peers may have to be served in another way. repaired
+// is the number of routes that were repaired since the last call.
 func (n *network) refresh() (repaired int, anew bool, err error) {
 	repaired, compared, failed := n.Last()
 	if !compared {
@@ -193,7 +194,8 @@ func (n *network) choose(key string, l *subnet.Lease) {
 }
 
 // serve decides for each family whether the cloud or the tunnel carries the packets to a peer, and
-// records the result in peers and leases. It records in refused that neither of them can.
+// records the result in peers and leases. If neither of them can carry the packets, serve records
+// the reason in refused.
 func (n *network) serve(key string, l *subnet.Lease) {
 	n.peers[key] = ""
 	var withTunnel []prefix.Family

@@ -246,8 +246,9 @@ func (d data) without() data {
 	return d
 }
 
-// TestRestart starts a host again while the cloud does not answer. It must publish the same data as
-// before, change no route, and keep the MAC address of its device.
+// TestRestart starts a host again while the cloud does not answer. The host must go on to publish
+// the same data as before, including the MAC address of its device, and the cloud must still carry
+// the packets to the peer.
 func TestRestart(t *testing.T) {
 	b := newBed(t)
 	b.leases["host2"] = lease(t, 2, data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: tunnelData(2)})
@@ -270,8 +271,9 @@ func TestRestart(t *testing.T) {
 	}
 }
 
-// TestDropped checks a host while the cloud drops its packets, and then does not answer. The host
-// must not count routes that it has read before.
+// TestDropped checks a host while the cloud drops its packets, and then does not answer or gives a
+// wrong answer. The data of the host must contain no routes, although the host has read some
+// before.
 func TestDropped(t *testing.T) {
 	b := newBed(t)
 	b.start(subnet.Claim{})
@@ -292,8 +294,8 @@ func TestDropped(t *testing.T) {
 	b.expectClaim("the cloud passes packets", data{Table: "rtb-1", Routed: []string{"rtb-1"}})
 }
 
-// TestOutside checks a host that is outside of the cloud. It must take a lease, and use the tunnel
-// for all peers.
+// TestOutside checks a host that is outside of the cloud, so that the cloud does not answer. The
+// host must publish a claim, and use the tunnel for its peer. It must warn once, with the reason.
 func TestOutside(t *testing.T) {
 	b := newBed(t)
 	b.leases["host2"] = lease(t, 2, data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: tunnelData(2)})
@@ -401,7 +403,7 @@ func (l *led) Leader(context.Context, string) (subnet.Leader, error) {
 	return subnet.Leader{Name: "host9", Announced: json.RawMessage(l.announced.Load().(string))}, nil
 }
 
-// TestLedHost checks a host that lacks rights while another host is the leader. It must publish
+// TestLedHost checks a host without permissions while another host is the leader. It must publish
 // what the leader announces about its routes, and change nothing in the cloud.
 func TestLedHost(t *testing.T) {
 	b := newBed(t)

@@ -63,7 +63,8 @@ func (b *Backend) Leftovers() []backend.Leftover { return backend.Leftovers(b.tu
 func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload { return backend.Tunnels(b.tunnel, f) }
 
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend. It is at most the MTU of the tunnel, because any peer may come to need the tunnel.
+// Backend. The result is at most the MTU of the tunnel, because any peer may come to need the
+// tunnel.
 func (b *Backend) MTU() int {
 	mtu := b.cloud.MTU()
 	if s, ok := b.tunnel.(backend.Sized); ok {

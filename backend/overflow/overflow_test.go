@@ -89,8 +89,8 @@ func TestConfigurations(t *testing.T) {
 }
 
 // TestClaimKeepsData checks claims of a host that has published another claim before. The host must
-// keep the MAC address of its device, even if the former backend was vxlan, and what it has
-// published about its routes.
+// keep the MAC address of its device, even if the former backend was vxlan. It must also keep what
+// it has published about its routes, unless its public address has changed.
 func TestClaimKeepsData(t *testing.T) {
 	const mac = `{"VNI":1,"VtepMAC":"02:00:00:00:00:07"}`
 	for name, tt := range map[string]struct{ kind, before, want string }{

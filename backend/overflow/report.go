@@ -78,9 +78,9 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 // peersPause is the least time between two log lines about peers.
 const peersPause = 5 * time.Second
 
-// peers logs how many peers need the tunnel, and some of them with the reason, at most once in
-// peersPause. It returns the time until it must be called again, or zero if nothing waits to be
-// logged.
+// peers logs how many peers need the tunnel, and some of them with the reason, if that has
+// changed for a peer since the last log line. It logs at most once in peersPause. It returns the
+// time until it must be called again, or zero if nothing waits to be logged.
 func (j *journal) peers(ctx context.Context, obstacles map[string]string, now time.Time) (again time.Duration) {
 	if !j.changed {
 		return 0
