@@ -34,8 +34,8 @@ import (
 const Type = "extension"
 
 const (
-	// setupTries is how often a command at the start is tried until it succeeds. The pause is
-	// setupPause before the second try and twice that before the third.
+	// setupTries is the maximum number of tries of a command at the start. The pause is setupPause
+	// before the second try and twice that before the third.
 	setupTries = 3
 	setupPause = time.Second
 	// maxPublished limits the size of the data in the lease, in bytes of JSON, because
@@ -179,7 +179,8 @@ type Backend struct {
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Claim implements backend.Backend. The claim contains the output of PreStartupCommand, so Claim
-// runs that command unless the state file says that it has run.
+// first runs that command if necessary: see prepare. If prev shows that the commands of the last
+// start no longer match this host, Claim makes all of them run again.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim(Type, prev)
 	b.host.store.load(ctx)
@@ -201,9 +202,9 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// outdated reports whether the commands of the last start no longer match this host. prev, the last
-// published claim, shows that: either it is of another backend, so that this one was not in use
-// since, or its subnet is not the one for which the commands have run.
+// outdated reports whether the commands of the last start no longer match this host. prev is the
+// last published claim. The commands do not match if prev is of another backend, because this
+// backend was not in use since, or if its subnet is not the one for which the commands have run.
 func (b *Backend) outdated(prev subnet.Claim) bool {
 	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some backends publish no type
 		return true
@@ -305,8 +306,8 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 	}
 }
 
-// Values of PostStartupCommand's variables on a host without IPv6. Scripts written for
-// flannel expect them.
+// Values of the IPv6 variables of PostStartupCommand and ShutdownCommand on a host without
+// IPv6. Scripts written for flannel expect them.
 const (
 	noSubnet  = "::/0"
 	noAddress = "<nil>"

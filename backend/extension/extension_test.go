@@ -133,8 +133,8 @@ func (n *node) stop() {
 }
 
 // sync passes the peers to the network. It returns the reasons of refused peers, by lease key. The
-// test fails if Sync returns an error, or if peers are refused and neither a retry is scheduled nor
-// the command still runs.
+// test fails if Sync returns an error. It also fails if a peer is refused although its command does
+// not run any more, and no retry is scheduled.
 func (n *node) sync(peers ...subnet.Lease) map[string]string {
 	n.t.Helper()
 	o, err := n.net.Sync(n.ctx, set(true, peers...))
@@ -262,8 +262,8 @@ func TestVariablesOfCommands(t *testing.T) {
 	})
 }
 
-// TestRestart checks that a new process runs only commands that have changed, and that the
-// commands of the start run again after a boot.
+// TestRestart checks that a new process runs a command only if the command or its input has
+// changed, and that the commands of the start run again after a boot.
 func TestRestart(t *testing.T) {
 	n := newNode(t, logging())
 	two, three := peer(2, "two"), peer(3, "three")
@@ -334,8 +334,8 @@ func TestAnotherBackendMeanwhile(t *testing.T) {
 	n.expect()
 }
 
-// TestAnotherSubnet checks that all commands run again if the host has another subnet, and none
-// if it has the same one.
+// TestAnotherSubnet checks that all commands run again if the host has another subnet after a
+// restart, and that none runs again if it has the same one.
 func TestAnotherSubnet(t *testing.T) {
 	n := newNode(t, logging())
 	n.dual()
@@ -497,8 +497,9 @@ func TestRetireAfterBoot(t *testing.T) {
 	}
 }
 
-// TestRetireWithBrokenDisk checks that Retire undoes the commands of this process also if it cannot write or read
-// the state file. The next process cannot know them.
+// TestRetireWithBrokenDisk checks that Retire undoes the commands of this process also if it cannot
+// write or read the state file. In the next process, which cannot know these commands, Retire must
+// do nothing and return no error.
 func TestRetireWithBrokenDisk(t *testing.T) {
 	n := newNodeWithBrokenDisk(t)
 	n.mustStart()

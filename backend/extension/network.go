@@ -24,7 +24,8 @@ import (
 // to the following ones. CommandTimeout limits each of its commands.
 const commandWait = time.Second
 
-// passLimit limits how long one Sync starts jobs. The remaining jobs wait for the next Sync.
+// passLimit is the time for which one Sync starts jobs. The remaining jobs wait for the next
+// Sync.
 const passLimit = time.Minute
 
 // The pause before a failed command runs again doubles from minPause to maxPause.
@@ -41,7 +42,7 @@ const removeTries = 5
 //
 // Each Sync compares the wanted subnets with those in the state file, and runs a job for each
 // difference: dueJobs finds the jobs, runJobs starts them one after another, runJob runs the
-// commands of one, and finish records its result. From the begin of a job to its success,
+// commands of one, and finish records its result. From the start of a job to its success,
 // entry.Sure is false in the state file, so that an interrupted job runs again.
 type network struct {
 	*Backend
@@ -128,7 +129,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 }
 
 // runCommands runs the commands that lead from the present state of the subnets to the state
-// for these peers. It returns an error if there was no time for all of them.
+// for these peers. It returns an error if the data of a peer cannot be read, or if there was
+// no time to start all jobs. The end of ctx is no error.
 func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
@@ -152,9 +154,9 @@ func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.O
 	return n.outcome(want), nil
 }
 
-// dueJobs returns the jobs to do now, except those for a subnet whose last job still runs:
-// first removals, then additions and changes, then jobs that failed before and whose pause is
-// over. Unless complete is set, it returns no job that only removes a subnet.
+// dueJobs returns the jobs to do now: first removals, then additions and changes, then jobs
+// that failed before and whose pause is over. It leaves out the subnets whose last job still
+// runs. It returns jobs that only remove a subnet only if complete is set.
 func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -317,7 +319,7 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 }
 
 // nextRetry returns the time until the first failed job is due, or minPause if one is overdue.
-// It returns zero if no job has failed. The caller holds n.mu.
+// It returns zero if no job has failed, apart from those that run again. The caller holds n.mu.
 func (n *network) nextRetry() (after time.Duration) {
 	now := time.Now()
 	for s, t := range n.failures {

@@ -82,8 +82,9 @@ func bootID() string {
 	return strings.TrimSpace(string(text))
 }
 
-// load reads the state that an earlier process has written since the boot. Only its first call
-// does so. If it cannot read the file, it logs that, and no command counts as run.
+// load reads the state that an earlier process has written since the boot. Only its first call,
+// and the first one after remove, does so. If load cannot read the file, it logs that, and no
+// command counts as run.
 func (s *stateStore) load(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -173,9 +174,9 @@ func (s *stateStore) invalidateSetup() {
 	s.now.Setup.Key, s.changed = "", true
 }
 
-// flush writes the state to disk if it has changed. If that fails, the next call tries again;
-// without it the next process runs the commands a second time. flush logs only the first of
-// several failures in a row.
+// flush writes the state to disk if it has changed. If that fails, the next call tries again. If
+// the state is never written, the next process runs the commands a second time. flush logs only
+// the first of several failures in a row.
 func (s *stateStore) flush(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -193,7 +194,8 @@ func (s *stateStore) flush(ctx context.Context) {
 	s.failing, s.changed = err != nil, err != nil
 }
 
-// remove deletes the state, in memory and on disk. It can be loaded again.
+// remove deletes the state, in memory and on disk. If it cannot delete the file, it returns an
+// error. Otherwise the next call of load reads the file again.
 func (s *stateStore) remove() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
