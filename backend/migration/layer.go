@@ -37,7 +37,7 @@ type layer struct {
 	carried    map[netip.Prefix]struct{} // subnets of peers to which the next backend carries the packets
 
 	deferred bool // changes wait for apply
-	all      bool // apply must pass on everything
+	all      bool // the next apply must compare the whole wanted state, and not only delta
 	delta    delta
 	gone     []dataplane.Object // no longer wanted, and not swept yet
 }
@@ -89,9 +89,9 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ 
 	return v.pass(ctx)
 }
 
-// pass changes the kernel unless changes are deferred. Nothing is deleted, because only the network
-// knows whether both backends have named everything that they want. The report names only the
-// refused routes of this backend.
+// pass changes the kernel if changes are not deferred. Objects that no backend wants stay, because
+// only the network knows whether both backends have named everything that they want. The report
+// names only the refused routes of this backend.
 func (v *view) pass(ctx context.Context) (dataplane.Report, error) {
 	report := dataplane.Report{Rerouted: v.rerouted}
 	v.rerouted = false
@@ -110,8 +110,8 @@ func (l *layer) sweepGone() {
 	l.gone = nil
 }
 
-// apply passes on all changes since the last call to the common Reconciler. If sweep is set,
-// objects in scope that no backend wants are deleted.
+// apply makes the common Reconciler apply all changes since the last call of apply. If sweep is
+// set, objects in scope that no backend wants are deleted.
 func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report, err error) {
 	all, delta := l.all, l.delta
 	l.all, l.delta = false, newDelta()
@@ -303,16 +303,16 @@ func (v *view) Has(o dataplane.Object) bool {
 // Counts implements backend.Reconciler. The numbers are those of both backends.
 func (v *view) Counts() map[string]dataplane.Count { return v.reconciler.Counts() }
 
-// Changed implements backend.Reconciler. It returns nil, because the network listens to the common
-// Reconciler itself.
+// Changed implements backend.Reconciler. It returns nil, because the network itself receives the
+// signal Changed of the common Reconciler.
 func (*view) Changed() <-chan struct{} { return nil }
 
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
 
-// lacking returns the neighbours, FDB entries and routes in have that want lacks. A neighbour or an
-// FDB entry is lacking only if want has none with the same key, and a route only if want has no
-// route to the same destination.
+// lacking returns the neighbours, FDB entries and routes that are in have and not in want. It
+// leaves out a neighbour or an FDB entry if want has one with the same key, and a route if want has
+// one to the same destination.
 func lacking(have, want dataplane.State) (objects []dataplane.Object) {
 	for key, n := range have.Neighs {
 		if _, ok := want.Neighs[key]; !ok {

@@ -30,7 +30,7 @@ func subnetOf(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(n), 0}), 24)
 }
 
-// via returns the route to the subnet of peer n through dev.
+// routeOf returns the route to the subnet of peer n through dev.
 func routeOf(n int, dev string) dataplane.Route {
 	return dataplane.NewRoute(subnetOf(n), netip.Addr{}, dev, false)
 }
@@ -209,8 +209,8 @@ func TestLayerRandomWalk(t *testing.T) {
 	}
 }
 
-// TestLayerReportsOwnRefusals checks that the start of a backend does not see refused routes of
-// the other one.
+// TestLayerReportsOwnRefusals checks that the report that a backend gets from its view names only
+// refused routes of that backend.
 func TestLayerReportsOwnRefusals(t *testing.T) {
 	l, k := newTestLayer(t)
 	bridge := dataplane.Link{Name: "br0", Kind: "bridge", Up: true}

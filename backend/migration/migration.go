@@ -5,7 +5,8 @@
 //
 //   - migration.go is the Backend, which consists of the present one and the next one.
 //   - network.go is the Network, which Start creates. It decides about each peer.
-//   - peer.go is the state of a peer, and the queue of the peers that do not follow to the next backend.
+//   - peer.go is the state of a peer, and the queue of the peers to which packets still go by the
+//     present backend: they do not follow to the next one.
 //   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
 package migration
@@ -118,8 +119,8 @@ func (b *Backend) check() error {
 // Sides implements backend.TwoSided.
 func (b *Backend) Sides() (_, _ backend.Side) { return b.parts[present].side, b.parts[next].side }
 
-// CheckPublicEndpoint implements backend.EndpointNamer. It accepts a name to which at least one of
-// the two backends can send.
+// CheckPublicEndpoint implements backend.EndpointNamer. It accepts e if at least one of the two
+// backends does.
 func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	err := backend.CheckPublicEndpoint(b.parts[present].be, b.parts[present].side.Type, e)
 	if err != nil {

@@ -33,11 +33,11 @@ type network struct {
 	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that implement PathSizer; nil for the others
 	prober  *prober
 
-	before   map[netip.Prefix]dataplane.Route // best routes at the start; they decide about peers that are not decided yet
+	before   map[netip.Prefix]dataplane.Route // best routes at the start, by destination; they are for the first decision about each peer
 	peers    map[string]*peer                 // by lease key
 	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
 	onlyNext map[string]struct{}              // keys of leases that only the next backend can use
-	bySubnet map[netip.Prefix]string          // keys of peers
+	bySubnet map[netip.Prefix]string          // lease keys of peers, by subnet
 	refused  []*peer                          // peers with a reason in peer.refused
 	byNext   int                              // number of peers to which the next backend carries the packets
 	waiters  waiters
@@ -93,18 +93,20 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// startPresent starts the present backend. It returns an error if own has no data for it, as a lease of another
-// configuration: with the data of another backend, this host would not be what its peers expect.
+// startPresent starts the present backend. It returns an error if own has no data for that backend,
+// for example because own comes from another configuration. The present backend cannot use the data
+// of another one, because peers send to this host by what its lease says.
 func (b *Backend) startPresent(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	part := b.parts[present]
 	l, ok := part.side.Of(&own)
 	if !ok {
-		return nil, fmt.Errorf("start %s: %w: %w", part.side.Type, subnet.ErrUnfit, errNoData) // only the store can help
+		return nil, fmt.Errorf("start %s: %w: %w", part.side.Type, subnet.ErrUnfit, errNoData) // this host needs a new lease from the store
 	}
 	return part.be.Start(ctx, *l)
 }
 
-// follow passes on what the network of one backend announces.
+// follow forwards the signals Changed and Republish of the network of one backend, and makes
+// PathMTU ask that network.
 func (n *network) follow(side int) {
 	n.Forward(n.running[side].Changed())
 	n.noteSizer(side)
@@ -127,8 +129,9 @@ func (n *network) follow(side int) {
 // Republish implements backend.Publisher.
 func (n *network) Republish() <-chan struct{} { return n.republish }
 
-// Published implements backend.Publisher. It does nothing, because of the backends that can migrate
-// only wireguard is a Publisher, and its Published does nothing.
+// Published implements backend.Publisher. It does nothing: among the backends that a migration
+// accepts, only wireguard is a Publisher, with or without locations, and its Published does
+// nothing.
 func (*network) Published(subnet.Claim) {}
 
 // errNoData means that the own lease has no data for a backend.
@@ -371,8 +374,9 @@ func (n *network) remember(key string, l *subnet.Lease) {
 
 // syncParts passes the peers to both backends. An error of the next backend is an error of the
 // network only if that backend carries packets. answered contains the keys of the peers that have
-// answered probes. They count as changed. But if nothing else has changed, the backends get a set
-// without any change once in comparePause, because they may then compare all peers with the kernel.
+// answered probes. They count as changed, with one exception: if no lease has changed, the backends
+// get a set without any change once in comparePause, because some backends compare all peers with
+// the kernel only in such a pass.
 func (n *network) syncParts(ctx context.Context, set backend.Set, answered []string) (out backend.Outcome, err error) {
 	if len(set.Changed) > 0 || time.Since(n.compared) < comparePause {
 		set.Changed = slices.Concat(set.Changed, answered)
@@ -405,8 +409,8 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 const comparePause = 30 * time.Second
 
 // noteNext records err, the error of the next backend or nil. It returns err if that backend
-// carries packets. Otherwise it logs the error, unless the same error was logged last, and returns
-// nil.
+// carries packets to at least one peer. Otherwise it logs the error, unless the same error was
+// logged last, and returns nil.
 func (n *network) noteNext(ctx context.Context, err error) error {
 	switch {
 	case err == nil || n.byNext > 0:
@@ -454,8 +458,8 @@ func (n *network) move(key string, probed bool) {
 // movedPause is the least time between two log lines about peers that have changed their backend.
 const movedPause = 5 * time.Second
 
-// logMoved logs how many peers have changed their backend since the last time. It returns the time
-// until it will log again, or zero.
+// logMoved logs how many peers have changed their backend since it logged last, at most once in
+// movedPause. It returns the time until it must be called again, or zero if all are logged.
 func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Duration) {
 	if n.moved == 0 {
 		return 0
@@ -578,8 +582,8 @@ func (n *network) waiting(key string) string {
 	return fmt.Sprintf("no probe by %s has come back", name)
 }
 
-// nameWaiting logs peers that do not follow, each once. It returns the time until there may be
-// more of them, or zero.
+// nameWaiting logs the peers that do not follow to the next backend within patience, each once. It
+// returns the time until there may be more of them, or zero if no peer waits.
 func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Duration) {
 	peers, again := n.waiters.late(now)
 	if len(peers) == 0 {
@@ -610,10 +614,10 @@ func (n *network) aim(keys []string) {
 
 // targets returns the targets that probes of a peer through the next backend must reach, or none if
 // the peer cannot change to that backend. The addresses are base addresses of subnets. The peer
-// sends the answer from such an address by its own route to this host, so each host can change its
-// direction alone. Over IPv6 the answer may come from another address, and the peer's kernel then
-// sends it through the device of the request. The probes have the size of the largest packets of
-// pods.
+// sends the answer from such an address by its own route to this host, so each host can change the
+// backend for its own packets before the other one does. Over IPv6 the answer may come from another
+// address, and the peer's kernel then sends it through the device of the request. The probes have
+// the size of the largest packets of pods.
 func (n *network) targets(key string) (all []target) {
 	p, l := n.peers[key], n.leases[next][key]
 	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {

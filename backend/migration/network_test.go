@@ -287,9 +287,9 @@ func (r *recorder) Sync(ctx context.Context, set backend.Set) (backend.Outcome, 
 	return r.Network.Sync(ctx, set)
 }
 
-// TestAnswersAreChanges checks that in a pass because of an answer, both backends get the key of
-// the peer as a change. With a set without changes, wireguard would compare all peers with its
-// device.
+// TestAnswersAreChanges checks that both backends get the key of a peer that has answered a probe
+// as a changed key, although its lease has not changed. With a set without changes, wireguard would
+// compare all peers with its device.
 func TestAnswersAreChanges(t *testing.T) {
 	n := start(t, dataplanetest.New(), vni1, vni7)
 	var parts [sides]*recorder
@@ -316,8 +316,8 @@ func TestAnswersAreChanges(t *testing.T) {
 	}
 }
 
-// TestMovedPeersAreLoggedTogether checks that peers that have changed their backend are logged at
-// most once in movedPause, and that none of them is left out.
+// TestMovedPeersAreLoggedTogether checks that logMoved logs at most once in movedPause, and that
+// after each log line no peer is left that must still be logged.
 func TestMovedPeersAreLoggedTogether(t *testing.T) {
 	n := start(t, dataplanetest.New(), vni1, vni7)
 	now := time.Now()
@@ -462,8 +462,8 @@ func (o occupied) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 }
 
 // TestNextBackendGetsItsPort checks that the next backend starts if an earlier network has left
-// something running on its port, because that is closed. It must not start if another program has
-// the port.
+// a tunnel running on its port: FreePorts closes that tunnel. The next backend must not start if
+// another program has the port.
 func TestNextBackendGetsItsPort(t *testing.T) {
 	for _, left := range []int{7, 8} { // port on which an earlier network has left a tunnel; if it is 8, another program has port 7
 		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
@@ -544,8 +544,9 @@ func TestBothBackendsPublish(t *testing.T) {
 	}
 }
 
-// TestPeersGoWithoutTheNextBackend removes peers while the next backend does not run. Their routes
-// of both backends must go when the store has answered, and all other routes must stay.
+// TestPeersGoWithoutTheNextBackend removes peers while the next backend does not run. The routes of
+// both backends to these peers must be deleted when the store has answered, and the routes to all
+// other peers must stay.
 func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 	for _, all := range []bool{false, true} {
 		k := dataplanetest.New()
@@ -609,8 +610,8 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 	}
 }
 
-// TestClaim checks that each backend gets the data that it has published before, in each phase of a
-// migration.
+// TestClaim checks that the claim contains the same data for each backend as the last claim, if
+// that had any, in each phase of a migration.
 func TestClaim(t *testing.T) {
 	k := dataplanetest.New()
 	b, err := newBackend(t, newEnv(k, vni1, vni7))

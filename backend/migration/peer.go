@@ -11,8 +11,8 @@ import (
 type peer struct {
 	key      string // of the lease
 	subnets  []netip.Prefix
-	side     int // the backend that carries the packets to the peer
-	decided  bool
+	side     int           // the backend that carries the packets to the peer
+	decided  bool          // side is the result of a decision, and not only the initial value
 	unusable string        // why the data for the next backend cannot be used
 	refused  [sides]string // why the kernel has no route by that backend
 	due      time.Time     // when the log names the peer because it does not follow to the next backend; zero if it need not
@@ -26,7 +26,7 @@ func keysOf(peers []*peer) (keys []string) {
 	return keys
 }
 
-// patience is the time after which the log names a peer that does not follow.
+// patience is the time after which the log names a peer that does not follow to the next backend.
 const patience = time.Minute
 
 // waiters is a queue of peers that do not follow to the next backend yet, in the order in which the
@@ -45,8 +45,8 @@ func (w *waiters) add(p *peer, now time.Time) {
 	*w = append(*w, waiter{p, p.due})
 }
 
-// late returns the peers that have waited for longer than patience, each once. again is the time
-// until there may be more of them, or zero if no peer waits.
+// late returns the peers that have waited for patience, each once. again is the time until there
+// may be more of them, or zero if no peer waits.
 func (w *waiters) late(now time.Time) (late []*peer, again time.Duration) {
 	for len(*w) > 0 {
 		first := (*w)[0]

@@ -37,7 +37,7 @@ const (
 	probePause = 2 * time.Millisecond
 )
 
-// prober sends echo requests to peers until each has answered at all of its targets.
+// prober sends echo requests to each peer until the peer has answered at all of its targets.
 type prober struct {
 	notify  func() // called when a peer has answered
 	changed wait.Signal

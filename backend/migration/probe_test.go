@@ -14,8 +14,8 @@ import (
 // targetOf returns the target of peer n.
 func targetOf(n int) target { return target{to: subnetOf(n).Addr(), device: "new"} }
 
-// TestProbeOrder checks that each peer gets its requests in time while other peers come, answer and
-// go.
+// TestProbeOrder checks that each peer gets its requests in time while other peers are added,
+// answer and are removed. A peer that has answered must get no more requests.
 func TestProbeOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newProber(func() {})
