@@ -190,7 +190,7 @@ type Backend interface {
 // other methods are called one at a time.
 type Network interface {
 	// MTU returns the size in bytes of the largest packets that pods may send, for all enabled
-	// families. Paths that are narrower than that are the subject of PathSizer.
+	// families. The path to a peer may be narrower: see PathSizer.
 	MTU() int
 	// Check returns an error if a lease's backend data is unusable. Otherwise it returns
 	// the identities that the lease claims and that no other lease may have, such as VTEP

@@ -36,7 +36,7 @@ type DataPath interface {
 
 // Chooser is a Network that chooses one of two backends for each peer. It prefers the next backend
 // in a migration, the cloud with Overflow, and the backend of SameLocation for peers at the
-// location of this host. Its methods are called from the goroutine that calls Sync.
+// location of this host. Its method is called from the goroutine that calls Sync.
 type Chooser interface {
 	// Choice returns how the peer with the lease key is served.
 	Choice(key string) Choice

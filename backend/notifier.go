@@ -10,7 +10,7 @@ import (
 )
 
 // Notifier implements Network.Changed for networks with several sources of changes.
-// Several changes that the loop has not seen yet are one value in the channel.
+// All changes since the loop last received from the channel are one value in it.
 type Notifier struct {
 	changed wait.Signal
 	ctx     context.Context // ends at Close

@@ -83,7 +83,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	if m, ok := c.Network.(Matcher); ok {
 		side.Matches = m.Matches
 	}
-	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this check was refused earlier
+	own.Identities, _ = c.Network.Check(c.Own) // if the check fails, no identity of a peer contradicts the own lease
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
 		kernel: map[string]string{}, log: newSyncLog(c.OnRefused), repairs: newRepairs(),
