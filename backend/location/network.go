@@ -114,8 +114,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 
 // syncInside makes the backend inside serve the chosen peers, and adds the result to out. If the
 // kernel has no route inside to a peer, syncInside does not refuse the peer, because the backend
-// between locations serves it. On a host without a location, syncInside only deletes routes inside
-// that an earlier process has left.
+// between locations serves it. On a host without a location, syncInside only deletes what the
+// backend inside of an earlier process has left in the kernel.
 func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string, out *backend.Outcome) error {
 	if !set.Complete {
 		n.leaveInside(set, keys)
