@@ -18,8 +18,9 @@ type given struct{ name, value string }
 // AllowExtensionBackend if that was not given, and appends warnings.
 func (o *Options) check() error {
 	if _, given := o.sources[allowExtension]; !given {
-		// A program that can write to etcd is trusted with the whole network. In
-		// Kubernetes many programs may write a node's annotations or a ConfigMap.
+		// By default the extension backend is allowed only with etcd, where a program that can
+		// write the configuration is trusted with the whole network. In Kubernetes many
+		// programs may write a node's annotations or a ConfigMap.
 		o.AllowExtensionBackend = !o.KubeSubnetMgr
 	}
 	for _, pair := range [][2]given{
@@ -72,7 +73,8 @@ func (o *Options) check() error {
 	return nil
 }
 
-// checkNetworks returns an error if the options for several networks contradict other options.
+// checkNetworks returns an error if the options for several networks contradict other options or the
+// file system.
 func (o *Options) checkNetworks() error {
 	if !o.Several() {
 		return nil
@@ -107,7 +109,7 @@ func (o *Options) together(a, b given) error {
 }
 
 // readable returns an error if a file is given and cannot be read. It does not open the
-// file, which may be a pipe.
+// file, because opening a pipe may block.
 func (o *Options) readable(f given) error {
 	if f.value == "" {
 		return nil

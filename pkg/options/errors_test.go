@@ -134,9 +134,8 @@ func TestParseErrors(t *testing.T) {
 	}
 }
 
-// TestEveryFlagRefusesNonsense passes impossible texts to each flag and each variable.
-// The daemon must refuse each with one line that contains the flag, the text and the
-// expected value, before it does anything.
+// TestEveryFlagRefusesNonsense passes impossible texts to each flag and each variable. Parse must
+// return an error of one line that contains the flag or variable, the text and the expected value.
 func TestEveryFlagRefusesNonsense(t *testing.T) {
 	file, dir := write(t, "file"), t.TempDir()
 	long := strings.Repeat("x", 200)
@@ -237,8 +236,8 @@ func TestMeantFlag(t *testing.T) {
 	}
 }
 
-// FuzzParse checks that Parse returns either options, or an error of one line without a
-// password.
+// FuzzParse checks that Parse returns either an error of one line, or options in which flags with a
+// default still have a value. Each warning must be one line.
 func FuzzParse(f *testing.F) {
 	f.Add("--etcd-endpoints=http://u:p@a:1", "FLANNELD_V=4")
 	f.Add("---x", "FLANNELD_IFCAE=1")

@@ -33,8 +33,8 @@ type topic struct {
 	settings []setting
 }
 
-// to binds a field with a parser of its text. If a flag is given several times, the last text
-// counts.
+// to returns a binding that parses the text of a flag and stores the result in a field. If a flag
+// is given several times, the last text counts.
 func to[T any](field func(*Options) *T, parse func(string) (T, error)) binding {
 	return binding{
 		set: func(o *Options, text string) error {
@@ -49,15 +49,15 @@ func to[T any](field func(*Options) *T, parse func(string) (T, error)) binding {
 	}
 }
 
-// toToggle binds a boolean field.
+// toToggle returns the binding of a boolean field.
 func toToggle(field func(*Options) *bool) binding {
 	b := to(field, boolean)
 	b.toggle = true
 	return b
 }
 
-// toList binds a list. Every text adds an element, which check validates. An empty text
-// is ignored, because manifests contain --iface=$(IFACE).
+// toList returns the binding of a list. Every text adds an element, which check validates. An
+// empty text is ignored, because manifests contain --iface=$(IFACE), and IFACE may be empty.
 func toList(field func(*Options) *[]string, check func(string) error) binding {
 	return binding{
 		set: func(o *Options, text string) error {

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// Dimensions of the help text in columns.
+// Dimensions of the help text in columns, and its first lines.
 const (
 	helpWidth   = 100
 	helpIndent  = 8

@@ -14,8 +14,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// SetupLogging makes klog, whose state is global to the process, log to stderr in the
-// format of o. klog decides which lines are logged in either format.
+// SetupLogging makes klog, whose state is global to the process, log to stderr with the format
+// and the verbosity of o. In either format klog decides which lines are logged.
 func (o Options) SetupLogging() error {
 	fs := flag.NewFlagSet("klog", flag.ContinueOnError)
 	klog.InitFlags(fs)
@@ -32,7 +32,8 @@ func (o Options) SetupLogging() error {
 		}
 	}
 	if o.LogFormat == logJSON {
-		// Not as a contextual logger, because those ignore v and vmodule.
+		// The logger is not made a contextual logger, because klog does not apply v and
+		// vmodule to contextual loggers.
 		klog.SetLoggerWithOptions(logr.FromSlogHandler(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{
 			Level:       slog.Level(math.MinInt32),
 			ReplaceAttr: plainLevel,
@@ -41,7 +42,8 @@ func (o Options) SetupLogging() error {
 	return nil
 }
 
-// plainLevel names every verbosity DEBUG. slog would add or subtract a number.
+// plainLevel replaces the level of every line above verbosity 0 by DEBUG. slog would add a number,
+// such as DEBUG+2 for verbosity 2.
 func plainLevel(groups []string, a slog.Attr) slog.Attr {
 	if level, ok := a.Value.Any().(slog.Level); ok && len(groups) == 0 && a.Key == slog.LevelKey && level < slog.LevelInfo {
 		a.Value = slog.StringValue(slog.LevelDebug.String())

@@ -15,7 +15,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// logged sets up logging with o and returns the lines that do logs.
+// logged sets up logging with o, calls the function do, and returns the lines that it logs.
 func logged(t *testing.T, o Options, do func(klog.Logger)) []string {
 	t.Helper()
 	state := klog.CaptureState()
@@ -99,7 +99,7 @@ func TestJSONLogs(t *testing.T) {
 }
 
 func TestLogOptionsAreThoseOfKlog(t *testing.T) {
-	// klog must accept all values that Parse accepts.
+	// These are unusual values that Parse accepts. klog must accept them too.
 	for _, args := range [][]string{
 		{"--v=0x7"}, {"--v=2147483647"}, {"--vmodule=a=1,b*=2,"}, {"--vmodule=,"}, {"--log_backtrace_at=x.go:7"},
 	} {

@@ -35,8 +35,8 @@ const (
 // allowExtension is the flag whose default depends on another flag.
 const allowExtension = "allow-extension-backend"
 
-// Options contains all values of flags and FLANNELD_ variables, validated. Formatting it
-// does not show a secret.
+// Options contains the validated values of all flags and FLANNELD_ variables, and the names of
+// this node and pod. Formatting it does not show a secret.
 type Options struct {
 	// EtcdEndpoints contains the addresses of etcd: host:port or URLs, all with the same
 	// scheme.
@@ -55,14 +55,16 @@ type Options struct {
 	// LeaseTTL is the lifetime of the lease in the store without a renewal.
 	LeaseTTL time.Duration
 
-	// Networks are the names of the networks to serve, if they are several. With
-	// WatchNetworks and without Networks all networks below EtcdPrefix are served.
+	// Networks are the names of the networks to serve, if the daemon serves several. See
+	// WatchNetworks.
 	Networks []string
-	// WatchNetworks serves networks that are added later, and leaves those that are deleted.
+	// WatchNetworks makes the daemon serve several networks: those of Networks or, if
+	// Networks is empty, all networks below EtcdPrefix, including those that are added later.
 	WatchNetworks bool
 	// SubnetDir is the directory with a subnet file for each of several networks.
 	SubnetDir string
-	// MasqueradeBetweenNetworks masquerades packets from one of several networks to another.
+	// MasqueradeBetweenNetworks masquerades packets from one of several networks to another,
+	// if IPMasq is set.
 	MasqueradeBetweenNetworks bool
 
 	// KubeSubnetMgr selects the Kubernetes API as the store, instead of etcd.
@@ -78,13 +80,14 @@ type Options struct {
 	KubeAnnotationPrefix string
 	// NetConfigPath is the file with the network configuration, with KubeSubnetMgr only.
 	NetConfigPath string
-	// SetNodeNetworkUnavailable sets the node's condition NetworkUnavailable to False.
+	// SetNodeNetworkUnavailable sets the node's condition NetworkUnavailable to False when
+	// its network is up.
 	SetNodeNetworkUnavailable bool
 
-	// Iface and IfaceRegex select the interface, in this order.
+	// Iface and IfaceRegex select the interface. The elements of Iface are tried first.
 	Iface, IfaceRegex []string
-	// IfaceCanReach selects the interface from which the host reaches this IP address; empty
-	// if not given.
+	// IfaceCanReach selects the interface through which the host reaches this IP address; empty
+	// if not given. It is tried after IfaceRegex.
 	IfaceCanReach string
 	// IfaceWait limits the wait for an interface at the start.
 	IfaceWait time.Duration
@@ -105,7 +108,8 @@ type Options struct {
 	IPTablesForwardRules bool
 	// GuardTunnel drops packets from pods to the tunnels of hosts.
 	GuardTunnel bool
-	// IPTablesResync is the interval at which the rules are checked.
+	// IPTablesResync is the interval at which the traffic rules are checked if the kernel
+	// does not announce their changes, as with legacy iptables.
 	IPTablesResync time.Duration
 	// IPBlackholeRoute maintains a blackhole route for the own subnet.
 	IPBlackholeRoute bool
@@ -136,8 +140,8 @@ type Options struct {
 	// StateDir is the directory of the last known state.
 	StateDir string
 
-	// HealthzIP and HealthzPort are the address at which the daemon answers probes. The zero address
-	// means all addresses. Port 0 means that probes are not served.
+	// HealthzIP and HealthzPort are the address that serves /healthz, /readyz and /metrics. The zero
+	// address means all addresses. Port 0 means that the daemon does not serve them.
 	HealthzIP   netip.Addr
 	HealthzPort uint16
 	// ReadyzDatastoreGrace is the time for which the store may be unavailable before the
@@ -187,8 +191,8 @@ func (o Options) Network(name string) Options {
 	return o
 }
 
-// HealthzAddr returns the address:port at which the daemon answers probes of its health,
-// or "" if it does not.
+// HealthzAddr returns the address:port that serves /healthz, /readyz and /metrics, or "" if the
+// daemon does not serve them.
 func (o Options) HealthzAddr() string {
 	if o.HealthzPort == 0 {
 		return ""
@@ -219,8 +223,9 @@ func (o Options) StoreKind() string {
 	return "etcd"
 }
 
-// StateName returns the name of the daemon's state file. It depends on the keys in the store
-// and the subnet file, in which several daemons on a host differ.
+// StateName returns the name of the daemon's state file, without the extension. The name depends on
+// the keys in the store and on the subnet file, because these differ between several daemons on a
+// host.
 func (o Options) StateName() string {
 	network := o.EtcdPrefix
 	if o.KubeSubnetMgr {

@@ -78,8 +78,9 @@ func (o *Options) readPod(env []string) {
 // values contains the texts that were given for each flag, by name.
 type values map[string]*collected
 
-// collected stores the texts that package flag passes to it. They are parsed later, in
-// the same way as those of variables.
+// collected contains the texts that were given for one flag, or in its variable. It
+// implements flag.Value, so that package flag only stores the texts. apply parses them later,
+// in the same way as those of variables.
 type collected struct {
 	source string
 	texts  []string

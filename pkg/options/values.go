@@ -94,7 +94,8 @@ func socketText(s string) (string, error) {
 	return s, nil
 }
 
-// iface validates a name or address of an interface. The kernel accepts no other names.
+// iface validates an address or a name of an interface. It accepts the names that the kernel
+// accepts.
 func iface(s string) error {
 	if a, err := netip.ParseAddr(s); err == nil {
 		if a.IsUnspecified() || a.IsMulticast() {
@@ -154,8 +155,8 @@ func boolean(s string) (bool, error) {
 	return b, nil
 }
 
-// integer parses a number from lo to hi, in any base of a Go literal. The parameter of
-// names such a number in the error.
+// integer parses a number from lo to hi, both included, in any base of a Go literal. The error
+// contains the text in the parameter of, which describes the number, such as "a port".
 func integer(s string, lo, hi int64, of string) (int64, error) {
 	n, err := strconv.ParseInt(s, 0, 64)
 	if err != nil || n < lo || n > hi {
@@ -164,7 +165,8 @@ func integer(s string, lo, hi int64, of string) (int64, error) {
 	return n, nil
 }
 
-// whole returns a parser for a whole number of units from lo to hi.
+// whole returns a parser for a whole number of units from lo to hi, both included. name is the
+// plural of the unit.
 func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		n, err := integer(s, lo, hi, "a whole number of "+name)
@@ -225,7 +227,7 @@ func address(s string) (netip.Addr, error) {
 	return a.Unmap(), nil
 }
 
-// destination validates an address that packets can be sent to.
+// destination validates the IP address of another host. Empty text is valid.
 func destination(s string) (string, error) {
 	a, err := address(s)
 	if err == nil && s != "" && !subnet.IsHost(a) {
@@ -234,8 +236,8 @@ func destination(s string) (string, error) {
 	return s, err
 }
 
-// listenAddress parses an address that this host can have. Empty text is the zero
-// address.
+// listenAddress parses an address that a program on this host can listen on. Empty text is the
+// zero address.
 func listenAddress(s string) (netip.Addr, error) {
 	a, err := address(s)
 	if err == nil && s != "" && !listens(a) {
@@ -249,8 +251,8 @@ func listens(a netip.Addr) bool {
 	return subnet.IsHost(a) || a.IsLoopback() || a.IsUnspecified()
 }
 
-// unicast returns a parser for an address that peers can send to. Empty text is the zero
-// address.
+// unicast returns a parser for an address that peers can send to. The address must be of IPv4 if
+// v4 is set, and otherwise of IPv6. Empty text is the zero address.
 func unicast(v4 bool) func(string) (netip.Addr, error) {
 	want := "expected an IPv6 address that peers can reach"
 	if v4 {
@@ -351,8 +353,8 @@ func isPort(s string) bool {
 	return err == nil && n > 0
 }
 
-// isHost reports whether s can be an address or a DNS name. The last label of a name is
-// not a number, because that would be an address with a mistake.
+// isHost reports whether s can be an address or a DNS name. It refuses a name whose last label is
+// a number, because this is probably a mistyped address.
 func isHost(s string) bool {
 	if _, err := netip.ParseAddr(s); err == nil {
 		return true
@@ -367,7 +369,8 @@ func isHost(s string) bool {
 	return err != nil && len(s) <= 254
 }
 
-// scheme returns the part of the etcd endpoint e before "://", or "" if there is none.
+// scheme returns the part of the etcd endpoint e before "://" in lower case, or "" if there is
+// none.
 func scheme(e string) string {
 	if s, _, ok := strings.Cut(e, "://"); ok {
 		return strings.ToLower(s)
