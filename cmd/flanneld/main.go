@@ -31,7 +31,8 @@ const (
 
 func main() { os.Exit(run(os.Args[1:], os.Environ(), os.Stderr)) }
 
-// run runs the daemon until SIGINT or SIGTERM, and returns its exit code.
+// run runs the daemon until SIGINT, SIGTERM or an error, and returns its exit code. With --help or
+// --version it only prints.
 func run(args, env []string, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
