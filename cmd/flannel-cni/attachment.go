@@ -22,9 +22,9 @@ const firstInterface = "eth0"
 // errDamaged means that a note exists but cannot be parsed.
 var errDamaged = errors.New("damaged")
 
-// attachment identifies one interface of a container. A file in the plugin's data
-// directory, its note, contains the delegate's configuration with which the interface was
-// added.
+// attachment identifies one interface of a container. The note of an attachment is a file in
+// the plugin's data directory. It contains the delegate's configuration with which the
+// interface was added.
 type attachment struct{ dir, container, iface string }
 
 // path returns the path of the note. For the first interface it is the path that
@@ -33,7 +33,7 @@ type attachment struct{ dir, container, iface string }
 func (a attachment) path() string {
 	name := a.container
 	if a.iface != firstInterface {
-		name += "@" + a.iface // neither a container id nor an interface name contains "@"
+		name += "@" + a.iface // a container id contains no "@", so the first "@" ends it
 	}
 	return filepath.Join(a.dir, name)
 }
@@ -74,11 +74,11 @@ func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 }
 
 // loadAny returns the delegate's configuration, like load. If a has no note, flannel's
-// plugin may have added it to network: then loadAny returns the configuration from the
-// note of the container's first interface, unless that note is for another network. This
-// note may be for another interface than a: then the delegate finds nothing to delete.
-// When the caller has deleted a, it must not remove this note, because the other
-// interface needs it.
+// plugin may have added it, and that plugin has one note for all interfaces of a container.
+// So loadAny returns the configuration from the note of the container's first interface, if
+// that note is for network. A caller that deletes a must not remove that note, because
+// another interface may need it. If a was never added, the delegate finds nothing to delete.
+// The error wraps fs.ErrNotExist if there is no note for network.
 func (a attachment) loadAny(network string) (object, error) {
 	d, err := a.load()
 	if !errors.Is(err, fs.ErrNotExist) || a.iface == firstInterface {

@@ -69,8 +69,8 @@ func (o object) call() (stdin []byte, plugin string, err error) {
 	return stdin, plugin, nil
 }
 
-// del detaches the container. It succeeds without calling the delegate if there is no
-// note of the attachment.
+// del detaches the container. It succeeds without calling the delegate if loadAny finds no
+// note. If the note is damaged, del calls the delegate with the configuration from release.
 func del(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -143,7 +143,7 @@ func status(args *skel.CmdArgs) error {
 	return invoke.DelegateStatus(context.Background(), plugin, stdin, nil)
 }
 
-// collect implements GC. It detaches all containers of this network that the runtime no
+// collect implements GC. It deletes all attachments to this network that the runtime no
 // longer lists, and then calls GC of the delegate, which may know further attachments.
 func collect(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)

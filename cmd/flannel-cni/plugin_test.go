@@ -350,7 +350,8 @@ func TestDelegateFails(t *testing.T) {
 }
 
 // TestDelDespiteConfig checks that CHECK, DEL and GC call the delegate for attached
-// containers although the configuration has become invalid for adding containers.
+// containers, although the configuration has become invalid for adding containers. GC must
+// also return an error, because it cannot call GC of the delegate.
 //
 //stages:rest TestErrors has invalid configurations
 func TestDelDespiteConfig(t *testing.T) {
@@ -588,7 +589,8 @@ func TestGC(t *testing.T) {
 	}
 }
 
-// TestGCWithoutList checks that a missing list is not treated like an empty one.
+// TestGCWithoutList checks that GC without a list of valid attachments fails and detaches nothing.
+// With an empty list it would detach all containers.
 func TestGCWithoutList(t *testing.T) {
 	b := newBed(t, v4Env)
 	l := b.list("1.1.0", "")

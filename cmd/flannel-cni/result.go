@@ -11,9 +11,9 @@ import (
 
 // withGateways adds a gateway to each route of result that has none. It takes the gateway of
 // the first address of the same family that has one, and leaves the route unchanged if there
-// is none. Without the gateway, CHECK of the plugin bridge up to version 1.1 looks in the
-// kernel for a route without one, and does not find it. If result cannot be parsed,
-// withGateways returns it unchanged.
+// is none. CHECK of the plugin bridge up to version 1.1 needs the gateway: it looks in the
+// kernel for the route exactly as result describes it, and the kernel's route has a gateway.
+// If result cannot be parsed, withGateways returns it unchanged.
 func withGateways(result json.RawMessage) json.RawMessage {
 	var top object
 	var ips []struct{ Gateway netip.Addr }
