@@ -21,7 +21,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// checkAtOnce is the number of peers that are checked at the same time.
+// checkAtOnce is the maximum number of checks at the same time. Each one checks one family of one
+// peer.
 const checkAtOnce = 32
 
 // verdict is the result of a check of one family of one peer.
@@ -31,7 +32,8 @@ type verdict struct {
 	OK       bool         `json:"ok"`
 	RTT      float64      `json:"rttMilliseconds,omitempty"`
 	// Broken is the part of the path that does not work: underlay, network, mtu or
-	// checksum. It is empty if OK is true, or if the check found no address to try.
+	// checksum. It is empty if OK is true, or if the check cannot tell whether a part is
+	// broken.
 	Broken string `json:"broken,omitempty"`
 	// Largest is the size in bytes of the largest packet that passes, if Broken is mtu.
 	Largest int    `json:"largest,omitempty"`

@@ -109,7 +109,7 @@ until they are restarted. On Kubernetes, change the configuration with kubectl.`
 }
 
 // currentConfig returns the network configuration in the store, and whether the store is
-// Kubernetes. The error is subnet.ErrNoConfig if etcd has no configuration.
+// Kubernetes. The error wraps subnet.ErrNoConfig if etcd has no configuration.
 func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kubernetes bool, err error) {
 	o, err := store.options()
 	if err != nil {

@@ -106,8 +106,8 @@ func (h host) daemon() []finding {
 const maxNamed = 5
 
 // sharedAddresses returns a finding for each public address that several leases have. Hosts behind one
-// NAT may share an address. Otherwise only one host has it, the other leases are left over from hosts
-// that are gone, and packets to their pods are lost.
+// NAT may share an address. Without a NAT only one host has the address, and the other leases are left
+// over from hosts that are gone.
 func (h host) sharedAddresses() []finding {
 	if h.report == nil {
 		return nil
@@ -198,7 +198,8 @@ func (h host) firewalls() []finding {
 }
 
 // firewalldFix returns commands that make firewalld accept packets from pods, on any device, and
-// packets to the backend's UDP ports. Without a daemon, they contain a placeholder for the network.
+// packets to the backend's UDP ports. If no daemon answers, the commands contain a placeholder for the
+// network.
 func (h host) firewalldFix() string {
 	sources := []string{"POD-NETWORK"}
 	if h.report != nil && len(h.report.Network.Prefixes) > 0 {

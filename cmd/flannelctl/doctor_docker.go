@@ -19,7 +19,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// dockerCuts reads the rules in the kernel. It ignores rules that cannot be read.
+// dockerCuts is the dockerFunc that reads the rules in the kernel. If the rules of a firewall
+// cannot be read, it takes them for rules that drop nothing.
 func dockerCuts(ctx context.Context, b rules.DockerBridge) (inIPTables, inNFTables rules.DockerCut) {
 	inIPTables, _ = iptables.Docker(ctx, b)
 	inNFTables, _ = nftables.Docker(b)
@@ -68,8 +69,8 @@ func (h host) dockers(ctx context.Context) []finding {
 	return fs
 }
 
-// bridgeOf returns the first bridge that has a route to a subnet or to a part of it. ok
-// is false if there is none.
+// bridgeOf returns the bridge of the first route that leads to a subnet, or to a part of it,
+// through a bridge. ok is false if there is none.
 func (h host) bridgeOf(subnet netip.Prefix) (name string, ok bool) {
 	file, read := "proc/net/route", route4
 	if subnet.Addr().Is6() {

@@ -179,9 +179,9 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 	return l.AddPods(ctx)
 }
 
-// unlessStopped returns err, except if the user has ended the lab, so that ctx has ended:
-// this is the normal end, and unlessStopped returns nil. With --once it returns an error
-// then too, because the lab ended before its output.
+// unlessStopped returns err while ctx is in use. If ctx has ended, the user has ended the lab.
+// This is the normal end of a lab, so unlessStopped returns nil. With --once it returns an
+// error, because the lab has ended before its output.
 func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
 	switch {
 	case ctx.Err() == nil || err == nil:

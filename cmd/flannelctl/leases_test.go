@@ -71,7 +71,8 @@ func TestCheckExplainsUnknown(t *testing.T) {
 	}
 }
 
-// TestWatchedLeases checks that a lease that becomes unreadable counts as existing.
+// TestWatchedLeases checks the line that is printed for each change of a lease. A lease that becomes
+// unreadable must count as changed, and not as deleted.
 func TestWatchedLeases(t *testing.T) {
 	lease := func(key, ip string) *subnet.Lease {
 		return &subnet.Lease{Key: key, BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: netip.MustParseAddr(ip)}}}

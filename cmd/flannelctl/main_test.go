@@ -132,7 +132,7 @@ func TestFlanneldThatFails(t *testing.T) {
 }
 
 // TestFlagsRefuseNonsense checks that an impossible value of a flag gives an error of one
-// line that names the flag, before the command does anything else.
+// line that names the flag.
 func TestFlagsRefuseNonsense(t *testing.T) {
 	for _, tc := range []struct{ args, want string }{
 		{"check --peer=x", `--peer "x" is invalid: expected the public address or the subnet of a peer`},

@@ -24,11 +24,11 @@ import (
 )
 
 const (
-	// meshAtOnce is the number of hosts that are asked at the same time. It is large because most of the
-	// time is spent waiting for hosts that are down.
+	// meshAtOnce is the maximum number of hosts that are asked at the same time. It is large because most
+	// of the time is spent waiting for hosts that are down.
 	meshAtOnce = 128
-	// meshReading is the number of answers that are read at the same time. Each may take several times
-	// mesh.MaxAnswer of memory.
+	// meshReading is the maximum number of answers that are read at the same time. It is small because
+	// each answer may take several times mesh.MaxAnswer of memory.
 	meshReading = 16
 	// meshConnect limits the time to connect to a host. It is long enough for TCP to repeat a lost packet.
 	meshConnect = 2 * time.Second
@@ -47,8 +47,8 @@ type meshFlags struct {
 // cluster contains the hosts that have a lease, and the way to ask them for their status.
 type cluster struct {
 	hosts []mesh.Host
-	// ask requests the status of a host and returns the body of the answer. The caller must read the body
-	// before it cancels ctx, and close it.
+	// ask requests the status of a host and returns the body of the answer. The caller must read and
+	// close the body before it cancels ctx.
 	ask   func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error)
 	close func()
 }
@@ -66,9 +66,9 @@ func (f *meshFlags) find(ctx context.Context) (cluster, error) {
 	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
 }
 
-// collect asks all hosts for their status. Each host may take the time most to begin its answer, and the
-// same time again to send it. If a host does not answer, the matrix contains its error. collect returns an
-// error only if ctx ends.
+// collect asks all hosts for their status. most is the time that a host may take to begin its answer, and
+// again the time that it may take to send it. If a host does not answer, the matrix contains its error.
+// collect returns an error only if ctx ends.
 func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix, error) {
 	m := mesh.New(c.hosts)
 	group, ctx := errgroup.WithContext(ctx)
@@ -104,7 +104,7 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 		return explain(err)
 	}
 	defer answer.Close()
-	// Stop the clock of this host while it waits for its turn to be read.
+	// The time that this host may take does not pass while its answer waits to be read.
 	if !late.Stop() {
 		return explain(nil)
 	}

@@ -23,8 +23,8 @@ import (
 )
 
 // TestHostileHosts checks that each bad answer of a host is recorded as the problem of that host: an
-// endless answer, a redirect, an error, a late answer, half an answer and an empty one. The redirect must
-// not be followed.
+// endless answer, a redirect, an error, no answer, a part of an answer, and an empty one. The redirect
+// must not be followed.
 func TestHostileHosts(t *testing.T) {
 	var followed atomic.Bool
 	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { followed.Store(true) }))
@@ -155,8 +155,8 @@ func TestMeshChangesAreLimited(t *testing.T) {
 	for i := range n {
 		all = append(all, mesh.Host{Key: fmt.Sprint(i), Name: fmt.Sprint(i)})
 	}
-	// build returns a mesh in which all paths from the first hosts, work in number, are in order. All
-	// paths from the other hosts are broken.
+	// build returns a mesh. All paths from the first hosts are in order, and all paths from the other
+	// hosts are broken. work is the number of the first hosts.
 	build := func(work int) *mesh.Matrix {
 		m := mesh.New(all)
 		for i, h := range m.Hosts {
@@ -202,7 +202,7 @@ func TestRest(t *testing.T) {
 }
 
 // TestDeadHosts asks hundreds of hosts that do not answer, and as many that do. It checks that the time
-// is limited, and that at most meshReading answers are read at the same time.
+// is limited, and that meshReading answers are read at the same time, but no more.
 func TestDeadHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const dead, alive = 300, 300

@@ -27,8 +27,8 @@ const (
 	maxChanges = 50
 )
 
-// watchMesh prints the paths that do not work and the hosts that do not answer, and then every change.
-// It returns nil when ctx ends.
+// watchMesh prints the paths that do not work and the hosts that do not answer, and then every change,
+// until ctx ends. It returns an error only if it cannot find the hosts at the beginning.
 func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 	c, err := f.find(ctx)
 	if err != nil {
@@ -61,8 +61,9 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 // that slow hosts are asked at most half of the time.
 func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
-// pair identifies a failure: the path from one host to another or, if to is empty, the host from
-// itself. The hosts are named as in the mesh.
+// pair identifies a failure. If it names two hosts, the path from the first one to the second one does
+// not work. If to is empty, nothing is known from the host that the field from names. The hosts are
+// named as in the mesh.
 type pair struct{ from, to string }
 
 func (p pair) String() string {
@@ -80,7 +81,7 @@ type failure struct {
 
 func failureOf(c mesh.Cell) failure { return failure{c.Result, string(c.Result) + ": " + c.Advice} }
 
-// meshReport records what a watch has printed. Its zero value has printed nothing.
+// meshReport records what a watch has printed. Its zero value means that nothing was printed yet.
 type meshReport struct {
 	known    map[pair]failure // nil before the first update
 	unlisted int              // number of broken paths that are not in known, which is limited to maxWatched paths
@@ -127,8 +128,8 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 
 func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }
 
-// failures returns the present failures of a mesh. It lists about maxWatched broken paths at most;
-// unlisted is the number of the others. number is the index of each host in m.Hosts, by name. If
+// failures returns the present failures of a mesh. They contain at most maxWatched paths; unlisted is
+// the number of the other broken paths. number is the index of each host in m.Hosts, by name. If
 // nothing is known about a path any more, its last known failure remains.
 func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pair]failure, unlisted int) {
 	now = map[pair]failure{}

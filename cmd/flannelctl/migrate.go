@@ -262,8 +262,8 @@ func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
 }
 
 // endedMigration returns the state after the end of a migration. now is the only backend in the
-// configuration. ended is false if all leases have data for it and for no other backend: then there
-// is nothing to report.
+// configuration. ended is false if all readable leases have data for now and for no other backend, so
+// that there is nothing to report.
 func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended bool) {
 	now.Strict = true // the former backend may be of the same type
 	m = migration{To: now.Type, Ended: true}

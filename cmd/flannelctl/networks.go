@@ -40,7 +40,7 @@ a network is not ready.`,
 }
 
 // printOverview prints the networks of a daemon that serves several. It returns
-// errNotReady if the daemon is not ready, because one of them is not.
+// errNotReady if the daemon is not ready.
 func printOverview(w io.Writer, r status.Report, out *output) error {
 	networks := r.Networks
 	if networks == nil {

@@ -195,8 +195,8 @@ func (r report) text() string {
 }
 
 const (
-	maxColumns  = 6  // maximum number of pods in a table with names and figures
-	maxFailures = 10 // maximum number of failures that are printed
+	maxColumns  = 6  // maximum number of pods in a table with names and figures, and of hosts in hints
+	maxFailures = 10 // maximum number of failures that are printed for a family
 )
 
 func (r report) writeMatrix(b *strings.Builder, family string) {

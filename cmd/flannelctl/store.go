@@ -20,7 +20,8 @@ import (
 )
 
 // storeFlags are the flags that locate the store. They and their environment variables
-// have the same names as the daemon's.
+// have the same names as the daemon's, except for --network and --net-config-map, which the
+// daemon does not have.
 type storeFlags struct {
 	values  map[string]*string
 	network *string
