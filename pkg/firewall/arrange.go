@@ -25,12 +25,12 @@ func (a Arrangement) Empty() bool { return len(a.Own)+len(a.Others) == 0 }
 // Arrange decides which rules of chain c stay. have contains the existing rules in their
 // order, with nil for a rule that no daemon creates.
 //
-// Every rule of a daemon contains the daemon's network, so a rule that contains one of t's
-// networks belongs to t. Another daemon's network is recognised by its rules: the chain
-// masquerades packets from the network, accepts both the packets from it and the packets to
-// it, or drops tunnel packets to destinations outside of the network. All rules that
-// contain such a network belong to that daemon. Any other rule must go. The rules of other
-// daemons may be anywhere between the own ones, because they match other packets.
+// Apart from the common rules, every rule of a daemon contains the daemon's network. So a rule
+// that contains one of t's networks belongs to t. Another daemon's network is recognised by
+// its rules: the chain masquerades packets from the network, accepts both the packets from it
+// and the packets to it, or drops tunnel packets to destinations outside of the network. All
+// rules that contain such a network belong to that daemon. Any other rule must go. The rules
+// of other daemons may be anywhere between the own ones, because they match other packets.
 func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	a := Arrangement{Own: t.rules[c]}
 	networks := map[netip.Prefix]bool{} // true for t's networks, false for networks of other daemons

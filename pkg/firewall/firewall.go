@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package firewall computes the rules that masquerade and forward the packets of pods, as
+// Package firewall computes the rules that masquerade, accept and drop packets of pods, as
 // one table that firewall/iptables and firewall/nftables render. Because several daemons
-// share chains, it also decides which daemon a rule belongs to. It is pure.
+// share chains, it also decides which daemon a rule belongs to. It is pure: it neither reads
+// nor writes the kernel's rules.
 package firewall
 
 import (
@@ -20,7 +21,7 @@ type Chain int
 const (
 	// Postrouting decides which packets are masqueraded.
 	Postrouting Chain = iota
-	// Forward accepts forwarded packets.
+	// Forward accepts forwarded packets from and to pods.
 	Forward
 	// GuardForward drops packets that pods send to the tunnels of other hosts.
 	GuardForward
@@ -116,7 +117,7 @@ type Policy struct {
 	Several bool
 }
 
-// Applier makes the kernel's rules equal to a Policy, with one flavour of firewall.
+// Applier makes the kernel's rules equal to those of policies, with one flavour of firewall.
 type Applier interface {
 	// Apply makes the kernel contain all rules of the policies, and no other rule that
 	// contains one of their present or former networks. It writes only differences. changed
@@ -283,10 +284,10 @@ func (p Policy) masqueradeOthers(n Network) []Rule {
 }
 
 // guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may
-// have tunnels between each other, unless pods and hosts share addresses (HostsInside). For
-// packets to this host, add also drops tunnel packets from any pod to the host's own
-// addresses in its subnet. No rule drops packets of a host: a host may have an address in
-// the network, but not in a subnet.
+// have tunnels between each other, unless pods and hosts share addresses (HostsInside). In
+// GuardInput, the method add has one more rule, which drops tunnel packets from any pod to the
+// host's own addresses in its subnet. No rule drops packets that hosts send to each other,
+// because the address of a host may be in the network, but not in a subnet.
 func (n Network) guard(tunnel Payload) []Rule {
 	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: tunnel, Action: Drop}}
 	if n.HostsInside {
