@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// answerTimeout limits the time that the kernel may take for one answer.
+// answerTimeout limits the time from opening a connection to the last answer on it.
 const answerTimeout = 10 * time.Second
 
 // batchBuffer is the maximum size of a transaction in bytes. A rule takes about a hundred

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nftables applies firewall rules through netlink, in tables of its own, and
-// listens to changes by other programs. It runs no program. Available, HasTable and Watch
-// are not limited to these tables: backend/udp uses them for its own.
+// listens to changes by other programs. It runs no program. HasTable, Targets, Docker and
+// Watch only read, and are not limited to these tables.
 package nftables
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// attempts limits how often a pass is repeated because another program has changed the
-// ruleset.
+// attempts is the maximum number of attempts at a pass. An attempt fails if another program
+// changes the ruleset during it.
 const attempts = 10
 
 // Applier implements firewall.Applier.
@@ -148,8 +148,8 @@ func tableName(f prefix.Family) string {
 
 func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }
 
-// plan returns the changes that turn the existing table have into t. It returns none if
-// there is nothing to change.
+// plan returns the changes that turn have, which is the existing table, into t. It returns
+// none if there is nothing to change.
 func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	left := have.chains

@@ -101,7 +101,8 @@ func carries(p firewall.Payload) []expr.Any {
 	return exprs
 }
 
-// mask returns a netmask of length bytes, whose first ones bits are set.
+// mask returns a netmask of length bytes. Its first bits are set. ones is the number of these
+// bits.
 func mask(ones, length int) []byte {
 	m := make([]byte, length)
 	for i := range m {
@@ -160,7 +161,8 @@ type decoding struct {
 	mask     []byte        // netmask applied to the register; nil if none
 }
 
-// idle reports whether the register contains no value that a comparison should follow.
+// idle reports whether the register is free. If it contains a value, the rule must compare that
+// value before it can load another one or end.
 func (d *decoding) idle() bool { return d.payload == nil && !d.mark && !d.protocol }
 
 // take parses the next expression. It returns false if flannel creates no rule with this

@@ -14,7 +14,7 @@ import (
 // table is a table in the kernel.
 type table struct {
 	exists, dormant bool
-	chains          uint32 // number of chains, including foreign ones
+	chains          uint32 // number of chains, sets and other objects in the table, including foreign ones
 	ours            map[firewall.Chain]chainState
 }
 
