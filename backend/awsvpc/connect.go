@@ -25,7 +25,7 @@ import (
 )
 
 // connect returns a client for the region of this host, and the id of its instance. It reads the
-// region and the id from the metadata service.
+// region, the domain of the region's endpoints, and the id from the metadata service.
 func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
@@ -63,9 +63,9 @@ func read(ctx context.Context, metadata *imds.Client, path string) (string, erro
 	return strings.TrimSpace(string(text)), err
 }
 
-// credentialsProvider returns the first one of these sources that has credentials: the
-// environment, the agent that gives a container its role, and the role of the instance. It returns
-// an error if the URL of the agent is not trusted.
+// credentialsProvider returns the source of credentials. This is the environment if it contains
+// keys; otherwise the agent that gives a container its role, if the environment contains its URL;
+// otherwise the role of the instance. It returns an error if the URL of the agent is not trusted.
 func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error) {
 	if id, secret := os.Getenv("AWS_ACCESS_KEY_ID"), os.Getenv("AWS_SECRET_ACCESS_KEY"); id != "" && secret != "" {
 		return credentials.NewStaticCredentialsProvider(id, secret, os.Getenv("AWS_SESSION_TOKEN")), nil

@@ -33,8 +33,8 @@ type vpc struct {
 
 	api      *client // nil before the first connection
 	instance string
-	own      networkInterface // of the last Join or Check
-	main     string           // id of the main table of the VPC if it is one of the chosen tables, otherwise empty; of the last Tables
+	own      networkInterface // of this host, as the last Join or Check has found it
+	main     string           // id of the main table of the VPC if the last Tables has returned that table, otherwise empty
 }
 
 // instanceAnswer is the answer of DescribeInstances.
@@ -161,8 +161,9 @@ func checkOff(n networkInterface) url.Values {
 }
 
 // Find implements cloud.Cloud. It switches the source/dest check of the hosts' network interfaces
-// off, as Join does for this host. If EC2 refuses that for a host, its Err is a cloud.DroppedError.
-// If the permission is missing, Find does not try it for further hosts.
+// off, as Join does for this host. If EC2 refuses that for a host, the Err of its result is a
+// cloud.DroppedError. If the permission is missing, Find makes no such call for further hosts, and
+// their results have the same error.
 func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
 	interfaces := map[netip.Addr]networkInterface{}
 	for _, by := range []struct {
@@ -257,8 +258,8 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 	return tables, nil
 }
 
-// interfaceOf returns the network interface that has one of the addresses of h. interfaces is by
-// address.
+// interfaceOf returns the network interface that has one of the addresses of h. interfaces contains
+// network interfaces by address. known is false if none of them has an address of h.
 func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n networkInterface, known bool) {
 	for _, a := range h.Addresses {
 		if n, known = interfaces[a]; known {
@@ -337,8 +338,9 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 	return main, nil
 }
 
-// chosen returns the tables that the configuration chooses, or else the table of the own subnet. It
-// returns an error if there is none.
+// chosen returns the tables that the configuration chooses. If it chooses none, chosen returns the
+// table that the own subnet follows, which may be the main table. It returns an error if there is
+// no such table.
 func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}
 	switch {
@@ -375,7 +377,8 @@ func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	return found, err
 }
 
-// filterParams returns the parameters for filters, with the values by name.
+// filterParams returns the parameters for filters, with the page size. filters contains the values by
+// name.
 func filterParams(filters map[string][]string) url.Values {
 	params := url.Values{"MaxResults": {strconv.Itoa(pageSize)}}
 	for i, name := range slices.Sorted(maps.Keys(filters)) {
@@ -434,7 +437,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	params.Set("NetworkInterfaceId", r.Target)
 	if replace {
 		err := v.api.call(ctx, "ReplaceRoute", params, nil)
-		// InvalidParameterValue is the answer to a destination without a route.
+		// EC2 also answers InvalidParameterValue if there is no route to the destination.
 		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
 			return err
 		}

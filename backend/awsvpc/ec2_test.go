@@ -71,7 +71,7 @@ func changesRoute(_ *http.Request, body string) bool {
 	return regexp.MustCompile(`Action=(Create|Replace|Delete)Route&`).MatchString(body)
 }
 
-// TestOwnTable checks which of the chosen tables a host takes for the one that its packets follow.
+// TestOwnTable checks which of the chosen tables is marked as the one that packets of this host follow.
 func TestOwnTable(t *testing.T) {
 	own := func(s *ec2test.Server) { s.AddTable("rtb-1", "subnet-1") }
 	other := func(s *ec2test.Server) { s.AddTable("rtb-2", "subnet-2") }
@@ -250,7 +250,7 @@ func TestCheckChangesNothing(t *testing.T) {
 }
 
 // TestCheckNeedsNoRightForACheckThatIsOff checks that a host whose source/dest check is off does
-// not need the right to switch it off. An operator may have done that.
+// not need the right to switch it off. An operator may have switched it off.
 func TestCheckNeedsNoRightForACheckThatIsOff(t *testing.T) {
 	s := open(t)
 	if _, err := bed().Backend(t, `{}`).Cloud.Join(t.Context()); err != nil {

@@ -114,8 +114,8 @@ func (m moto) call(t *testing.T, service, version, action string, params map[str
 	return m.send(t, action, req)
 }
 
-// send sends a request, and returns the answer. It waits for a minute, because moto loads a service at its first
-// call, which may take longer than flanneld waits for an answer.
+// send sends a request, and returns the answer. It waits for at most a minute. flanneld does not wait so long, but
+// moto loads a service at its first call, which may take that time.
 func (m moto) send(t *testing.T, name string, req *http.Request) []byte {
 	t.Helper()
 	status, text, err := transport.Send(&http.Client{Timeout: time.Minute}, req)
@@ -321,7 +321,8 @@ func testErrors(t *testing.T, m moto) {
 
 // testRole checks calls with the keys of a role that has only the permissions in the documentation
 // page. moto verifies the signatures with botocore, AWS's own library, and compares the actions
-// with those of the policy. For moto, the resource of each call is *.
+// with those of the policy. The test replaces the resources in the policy by *, because moto takes *
+// for the resource of each call.
 func testRole(t *testing.T, m moto) {
 	v := m.open(t, true)
 	text, err := os.ReadFile("../../" + page)

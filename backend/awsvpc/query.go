@@ -109,7 +109,8 @@ func classify(action string, params url.Values, status int, text []byte) error {
 		return &cloud.QuotaError{Table: params.Get("RouteTableId")}
 	case "RequestLimitExceeded", "Throttling", "ThrottlingException", "RequestThrottled", "RequestThrottledException", "EC2ThrottledException", "SlowDown":
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
-	// These errors do not wrap cloud.ErrKeys. AuthFailure may also be about one interface or table.
+	// These errors do not wrap cloud.ErrKeys, because AuthFailure may also be about one interface or table,
+	// and not about the keys.
 	case "AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "ExpiredToken", "RequestExpired", "IncompleteSignature", "MissingAuthenticationToken":
 		return fmt.Errorf("EC2 refuses the credentials (%s): check the instance's role, and this host's clock", e.Code)
 	}
