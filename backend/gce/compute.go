@@ -32,10 +32,11 @@ type vpc struct {
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
 
-	api     *client // nil before the first connection
-	table   string  // name of the VPC network; of the last Join or Check
-	network string  // path of the VPC network, with its project
-	own     string  // target of routes to this host; of the last Join or Check
+	api *client // nil before the first connection
+	// The last Join or Check has set these three.
+	table   string // name of the VPC network
+	network string // path of the VPC network, with its project
+	own     string // target of routes to this host
 
 	// places is locked while a route is deleted to make place for another one, so that no third
 	// route takes that place.
@@ -188,9 +189,10 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{v.tableOf(all)}, nil
 }
 
-// tableOf returns the table with the routes in all. Of routes that differ only in their names and
-// priorities, the table has one. It has no routes of this cluster that get no packets, or only a
-// part of them, because of a rival.
+// tableOf returns the table with the routes in all. Of several routes that are equal as a
+// cloud.Route, for example because they differ only in their names and priorities, the table has
+// one. tableOf leaves out a route of this cluster, or to this host, if a rival takes all or a part of
+// its packets.
 func (v *vpc) tableOf(all []route) cloud.Table {
 	rivals := map[netip.Prefix]int{} // least priority number of the rivals to each destination
 	for _, r := range all {
@@ -213,17 +215,17 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 // convert returns r as a route of the table.
 func (v *vpc) convert(r route) cloud.Route { return r.convert(v.table, v.cluster, v.own) }
 
-// rivals reports whether r belongs to another program and takes packets from other routes to the
-// same destination: from those with a higher priority number, and, in part, from those with the
-// same one. A route to an instance that does not run is not a rival, because Google disregards such
-// a route.
+// rivals reports whether r belongs to another program or cluster, and takes packets from other routes
+// to the same destination: from those with a higher priority number, and, in part, from those with
+// the same one. A route to an instance that does not run is not a rival, because Google disregards
+// such a route. Neither is a route that counts only for some instances.
 func (v *vpc) rivals(r route) bool {
 	c := v.convert(r)
 	return c.Foreign && c.ByCall && !c.Lost && len(r.Tags) == 0
 }
 
 // list returns the routes of the VPC network from all pages, without those whose destination is not
-// a prefix. The value of the filter is a regular expression.
+// a prefix. The filter compares the URL of the network with a regular expression.
 func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	query := url.Values{"filter": {fmt.Sprintf(`network eq ".*/%s"`, v.table)}, "maxResults": {strconv.Itoa(pageSize)}}
 	for {
@@ -314,7 +316,7 @@ func (v *vpc) split(present []route, want cloud.Route) (right bool, others []rou
 // over reports whether the VPC network has more routes than the quota allows, for example because
 // an operator has lowered the quota. Deleting one route then makes no place for another. all
 // contains all routes of the VPC network. Routes to a gateway, such as the default route, are not
-// counted, because the quota may not count them.
+// counted, because the quota may not count them. over returns false if the limit is not known.
 func over(quota *cloud.QuotaError, all []route) bool {
 	n := 0
 	for _, r := range all {

@@ -161,8 +161,8 @@ func testSuite(t *testing.T, lateQuota bool) {
 	cloudtest.RunMarked(t, open)
 }
 
-// TestReplace checks that Put replaces a route to another host. At no time there may be no route,
-// or two routes that share the packets.
+// TestReplace checks that Put replaces a route to another host. There must be a route at all times,
+// and two routes must never share the packets.
 func TestReplace(t *testing.T) {
 	for name, was := range map[string]gcetest.Route{
 		"a route of flanneld":              to("flannel-10-5-1-0-24-0a0a0a0a", "flanneld cluster= network=10.5.0.0/16", 2, 1000),
@@ -428,7 +428,7 @@ func TestManyRoutes(t *testing.T) {
 		}
 		all = append(all, r)
 	}
-	const times = 20 // as many routes
+	const times = 20 // all has this many times as many routes as few
 	few := all[:len(all)/times]
 	shortest := func(all []route) time.Duration {
 		least := time.Hour
@@ -759,7 +759,8 @@ func TestLongOperation(t *testing.T) {
 	}
 }
 
-// TestPolls checks how often flanneld looks at an operation that takes as long as one of Google.
+// TestPolls checks how often flanneld asks for the status of an operation that takes as long as one of
+// Google.
 func TestPolls(t *testing.T) {
 	s := open(t)
 	s.SetDelay(2500 * time.Millisecond)

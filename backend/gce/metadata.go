@@ -81,17 +81,18 @@ func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, er
 	return c, nil
 }
 
-// identity is what the metadata service knows about this host. It is safe for concurrent use.
+// identity asks the metadata service about this host, and keeps the token that it gets there. It is
+// safe for concurrent use.
 type identity struct {
 	service *metadata.Client
 
-	mu    sync.Mutex // locked while a token is read
+	mu    sync.Mutex // protects token and until; locked while bearer reads a token
 	token string
 	until time.Time // when bearer reads a new token
 }
 
-// newService returns a client of the metadata service, without a proxy. It keeps no connections: a
-// kept connection would be used only once in a resync period, and would outlive the client.
+// newService returns a client of the metadata service, without a proxy. It keeps no connections,
+// because a kept connection would be used only once in a resync period, and would outlive the client.
 func newService() *metadata.Client {
 	return metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 }
@@ -136,7 +137,8 @@ func (i *identity) bearer(ctx context.Context) (string, error) {
 	if json.Unmarshal([]byte(text), &answer) != nil || answer.Token == "" {
 		return "", fmt.Errorf("%w: the metadata service has sent no token", cloud.ErrUnavailable)
 	}
-	// The metadata service replaces a token some minutes before it expires.
+	// The metadata service has a new token some minutes before the old one expires. So the first call
+	// of bearer in the last minute, which is tokenReserve, gets a new one.
 	i.token, i.until = answer.Token, time.Now().Add(time.Duration(answer.Seconds)*time.Second-tokenReserve)
 	return i.token, nil
 }

@@ -29,8 +29,9 @@ const (
 	page             = "Documentation/backends/gce.md"
 )
 
-// leastPoll and mostPoll limit the pause between two looks at an operation. Most operations of
-// routes take some seconds, and all hosts of a project share its quota of looks.
+// leastPoll and mostPoll limit the pause between two calls that ask for the status of an operation.
+// Most operations of routes take some seconds, and all hosts of a project share its quota of these
+// calls.
 const (
 	leastPoll = time.Second
 	mostPoll  = 3 * time.Second
@@ -42,7 +43,7 @@ type client struct {
 	endpoints
 	http     *http.Client
 	calls    *cloud.Calls
-	poll     wait.Backoff // the pauses between two looks at an operation
+	poll     wait.Backoff // the pauses between two calls that ask for the status of an operation
 	project  string
 	number   string // of the project
 	zone     string

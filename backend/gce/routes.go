@@ -104,7 +104,7 @@ func (r route) name(cluster string) string {
 	return flannelName(r.dst()) + "-" + hex.EncodeToString(sum[:4])
 }
 
-// written returns the fields of r that a call may write.
+// written returns r with only those fields that flanneld writes.
 func (r route) written() route {
 	return route{Name: r.Name, Description: r.Description, Network: r.Network, DestRange: r.DestRange, Priority: r.Priority, Instance: r.Instance}
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gcetest is a server for tests. It speaks the part of the Compute API for routes, and the
-// protocol of the metadata service. Changes are operations that take time.
+// Package gcetest is a server for tests. It speaks the parts of the Compute API and the Resource
+// Manager API that flanneld uses, and the protocol of the metadata service. Changes are operations
+// that take time.
 //
 //   - gcetest.go is the state of the cloud, and how tests change it.
 //   - api.go answers calls. metadata.go is the metadata service.
@@ -133,8 +134,8 @@ func (s *Server) change(f func()) {
 	f()
 }
 
-// applyDue applies the operations that are due. It counts the destinations that are without a route
-// after a change, and those with two routes between which the routers choose for each connection.
+// applyDue applies the operations that are due. It counts the destinations that lose their last working
+// route by a change, and those with two routes between which the routers choose for each connection.
 func (s *Server) applyDue() {
 	for _, op := range s.operations {
 		if op.apply == nil || time.Now().Before(op.at) {

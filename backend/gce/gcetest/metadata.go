@@ -44,7 +44,8 @@ func (s *Server) Metadata(name string) http.Handler {
 	})
 }
 
-// bearer returns the valid token of an instance.
+// bearer returns the valid token of an instance. If instance is empty, bearer returns the beginning of
+// the valid tokens of all instances.
 func (s *Server) bearer(instance string) string {
 	return fmt.Sprintf("%s%d-%s", Token, s.token, instance)
 }
