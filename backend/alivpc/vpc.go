@@ -34,10 +34,11 @@ type vpc struct {
 	connect   func(context.Context) (*client, error)
 	tunnel    bool // there is a tunnel, so Find asks which tables hosts follow
 
-	api   *client // nil before the first connection
-	table string  // id; of the last Join or Check
-	id    string  // of the VPC; of the last Join or Check
-	own   string  // target of routes to this host; of the last Join or Check
+	api *client // nil before the first connection
+	// The last Join or Check has set these three.
+	table string // id
+	id    string // of the VPC
+	own   string // target of routes to this host
 	// unread contains the error that was logged last for a vSwitch of other hosts whose table cannot
 	// be read, by the id of the vSwitch.
 	unread map[string]string
@@ -188,7 +189,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, ok := instances[v.api.instance]; !ok { // then the answer may lack other instances for the same reason
+	if _, ok := instances[v.api.instance]; !ok { // an answer without this instance may also be without others that run
 		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
 	}
 	for i, r := range table.Routes {
@@ -342,8 +343,8 @@ func removeParams(r cloud.Route) url.Values {
 	return params
 }
 
-// Remove implements cloud.Cloud. It reads the route again right before the call, because the call
-// names the target, but does not protect a route that is foreign by now.
+// Remove implements cloud.Cloud. The call names the target, but would also delete a route to this
+// target that has become foreign. So Remove reads the route again right before the call.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	now, err := v.list(ctx)
 	if err != nil {
