@@ -57,7 +57,7 @@ type place struct {
 }
 
 // find returns the place of the external interface. addresses are those of that interface. find
-// returns an error if it is not the primary network interface of the instance.
+// returns an error if the external interface is not the primary network interface of the instance.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {

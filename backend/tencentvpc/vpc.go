@@ -26,8 +26,8 @@ type vpc struct {
 	connect   func(context.Context) (*client, error)
 
 	api *client // nil before the first connection
-	own place   // of the last Join or Check
-	all []table // all tables of the VPC, as they were last read by table
+	own place   // as the last Join or Check has found it
+	all []table // all tables of the VPC, as the method table has last read them
 }
 
 // Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Tencent Cloud
@@ -120,10 +120,11 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{table}, nil
 }
 
-// pages calls one with the offset of each page, until it has got all items. one returns the number of
-// items of a page, and that of all pages. If the number of all items changes between two pages, or the
-// pages do not contain so many items, pages returns ErrUnavailable, wrapped: an item may be missing in
-// all pages, and its host would look lost.
+// pages reads a list page by page. It calls the function one with the offset of each page, until it has
+// got all items. one returns the number of items of the page, and that of all pages. pages returns
+// ErrUnavailable, wrapped, if the number of all items changes between two pages, or differs from the
+// number of items that the pages contain. The reason is that an item may then be missing in all pages,
+// so that its host would look lost.
 func pages(one func(offset int) (got, total int, err error)) error {
 	for offset, first := 0, -1; ; {
 		got, total, err := one(offset)
@@ -191,7 +192,7 @@ func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 		}
 		return len(answer.Instances), answer.TotalCount, err
 	})
-	if _, ok := all[v.own.address]; err == nil && !ok { // then the answer may lack other instances for the same reason
+	if _, ok := all[v.own.address]; err == nil && !ok { // an answer without this instance may also be without others that run
 		err = fmt.Errorf("%w about this instance yet: CVM does not know %s", cloud.ErrUnavailable, v.own.address)
 	}
 	return all, err
@@ -208,10 +209,10 @@ func (v *vpc) change(ctx context.Context, action, table string, routes ...route)
 }
 
 // Put implements cloud.Cloud. It first reads the table, because two routes to one destination may
-// share the packets. It deletes the disabled routes of this cluster, which carry no packets: a route
-// that is replaced must not become equal to one of them. If several enabled routes are left, it
-// replaces the first one in place, and deletes the rest. An enabled route of another cluster is an
-// error, unless it leads to this host.
+// share the packets. It deletes the disabled routes of this cluster, because another route must not
+// become equal to one of them when it is replaced. Disabled routes carry no packets. If several enabled
+// routes are left, Put replaces one of them in place, and deletes the rest. An enabled route of another
+// cluster is an error, unless it leads to this host.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	t, err := v.table(ctx)
 	if err != nil {

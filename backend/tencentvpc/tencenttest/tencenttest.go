@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tencenttest is a server for tests. It speaks the part of Tencent Cloud's API for routes,
-// and the protocol of the metadata service. It verifies the signature of each call.
+// Package tencenttest is a server for tests. It speaks the part of Tencent Cloud's API for routes and
+// instances, and the protocol of the metadata service. It verifies the signature of each call.
 package tencenttest
 
 import (
