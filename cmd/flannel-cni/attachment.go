@@ -58,11 +58,11 @@ func attachments(dir string) ([]attachment, error) {
 	return all, nil
 }
 
-// kept reports whether GC must keep a, because keep contains it. all contains the
-// attachments that have a note. The note of the first interface may be one that
-// flannel's plugin has written for another interface of the container. So kept also
-// returns true if keep contains an interface of the container that has no note of its
-// own.
+// kept reports whether GC must keep a, because keep contains a or needs the note of a. all
+// contains the attachments that have a note. The note of a container's first interface may
+// be one that flannel's plugin has written for another interface. So for the first
+// interface, kept also returns true if keep contains an interface of the container that has
+// no note of its own.
 func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 	return slices.ContainsFunc(keep, func(k types.GCAttachment) bool {
 		if k.ContainerID != a.container {

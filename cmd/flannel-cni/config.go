@@ -131,9 +131,9 @@ func (c config) delegation() (object, error) {
 }
 
 // release returns a configuration with which the delegate can delete an attachment whose
-// note is damaged. It gets the range from the subnet file. After a boot flanneld may not
-// have written that file yet, so release then uses a range that is reserved for
-// documentation. Any range will do: host-local requires one, but releases the
+// note is damaged. release takes the range of addresses from the subnet file. If flanneld has
+// not written that file yet after a boot, release uses a range that is reserved for
+// documentation. Any range will do, because host-local requires a range, but releases the
 // container's addresses of all ranges.
 func (c config) release() (object, error) {
 	host, err := subnetfile.Load(c.SubnetFile)

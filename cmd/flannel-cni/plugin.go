@@ -30,9 +30,9 @@ func add(args *skel.CmdArgs) error {
 		return err
 	}
 	// add writes the note before it calls the delegate, so that the attachment can be
-	// deleted however this call ends. If there is a note already, this is a second ADD,
-	// which most plugins refuse. So add then replaces the note only after the delegate
-	// has succeeded.
+	// deleted however this call ends. If there is a note already, this is a second ADD of
+	// the interface. Most plugins refuse that, and the note of the first ADD must then
+	// stay. So add replaces an existing note only after the delegate has succeeded.
 	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
 	_, err = a.load()
 	fresh := errors.Is(err, fs.ErrNotExist)

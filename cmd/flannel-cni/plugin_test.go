@@ -114,7 +114,7 @@ func newBed(t *testing.T, env string) *bed {
 		b.write("subnet.env", env)
 	}
 	t.Setenv(recordVar, b.dir)
-	t.Setenv("GORACE", "atexit_sleep_ms=0") // without it, each process would wait for a second at its exit
+	t.Setenv("GORACE", "atexit_sleep_ms=0") // otherwise each process would wait for a second at its exit, with the race detector
 	b.runtime = libcni.NewCNIConfigWithCacheDir([]string{b.dir}, filepath.Join(b.dir, "cache"), nil)
 	return b
 }
@@ -232,7 +232,7 @@ func TestDelegation(t *testing.T) {
 				t.Errorf("%s (-want +got):\n%s", line, diff)
 			}
 
-			b.write("subnet.env", "damaged") // the delegate must be called with the recorded configuration
+			b.write("subnet.env", "damaged") // CHECK and DEL must use the configuration in the note
 			if tc.version != "0.3.1" {
 				if err := b.runtime.CheckNetworkList(t.Context(), l, rt); err != nil {
 					t.Error(err)
