@@ -63,8 +63,8 @@ func TestEmptyLists(t *testing.T) {
 	}
 }
 
-// TestCheckExplainsUnknown checks that the help of check says what a path that cannot be judged does to the exit
-// code.
+// TestCheckExplainsUnknown checks that the help of flannelctl check gives the exit code for a path that cannot
+// be judged.
 func TestCheckExplainsUnknown(t *testing.T) {
 	if help := newCheckCommand().Long; !strings.Contains(help, "result is unknown: the exit code stays 0") {
 		t.Errorf("the help does not explain the result unknown:\n%s", help)

@@ -85,9 +85,9 @@ func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix,
 	return m, group.Wait()
 }
 
-// collectOne asks host i, counted from 0, and records its answer in m. If it returns an error, the caller
-// records that. collectOne puts a value into reading while it reads the answer: the capacity of reading
-// limits the number of answers that are read at the same time.
+// collectOne asks host i, counted from 0, and records its answer in m. The caller records the error that
+// collectOne returns. collectOne keeps a value in the channel reading while it reads the answer, so that
+// the capacity of the channel limits the number of answers that are read at the same time.
 func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most time.Duration, reading chan struct{}) error {
 	within, cancel := context.WithCancel(ctx)
 	defer cancel()

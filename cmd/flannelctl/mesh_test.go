@@ -124,7 +124,7 @@ func TestMeshChanges(t *testing.T) {
 			t.Errorf("step %d prints %q, want %q", i+1, got, step.want)
 		}
 	}
-	// Then the leases of b and c end. Before that, c does not answer.
+	// Now there is also a lease of c, which does not answer. After that, the leases of b and c end.
 	m := mesh.New([]mesh.Host{{Key: "a", Name: "a"}, {Key: "b", Name: "b"}, {Key: "c", Name: "c"}})
 	answer(`"broken":"underlay","advice":"look"`)(m)
 	b(m)
@@ -250,7 +250,7 @@ func (a *countedAnswer) Read(b []byte) (int, error) {
 				break
 			}
 		}
-		time.Sleep(time.Millisecond) // so that others read meanwhile
+		time.Sleep(time.Millisecond) // so that more answers are read at the same time
 	}
 	n, err := a.Reader.Read(b)
 	if err != nil {

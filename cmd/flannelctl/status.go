@@ -119,7 +119,7 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 	if l := r.Network.Location; l != nil {
 		row("location", cmp.Or(l.Name, "none")+":", fmt.Sprintf("sends to %d peers by %s, to %d by %s", l.ByInside, l.Inside, l.ByBetween, l.Between))
-		if r.Network.NextBackendType == "" { // during a migration, peers wait for the next backend instead
+		if r.Network.NextBackendType == "" { // during a migration, Waiting is about the next backend
 			printWaiting(row, r.Peers, all)
 		}
 	}

@@ -66,8 +66,8 @@ func TestRelayed(t *testing.T) {
 }
 
 // TestLocation checks that the status shows the location of a host, and why it sends to some peers by
-// wireguard. During a migration it must not list these peers there, because then a peer waits for the
-// next backend.
+// wireguard. During a migration it must not list these peers there, because the reason in Waiting is
+// then about the next backend.
 func TestLocation(t *testing.T) {
 	r := status.Report{
 		Network: status.Network{Location: &status.Location{Name: "east", Inside: "host-gw", Between: "wireguard", ByInside: 1, ByBetween: 2}},
