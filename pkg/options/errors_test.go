@@ -210,7 +210,7 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 	case strings.ContainsAny(err.Error(), "\r\n"):
 		t.Errorf("%s with %q: %q is not one line", source, text, err)
 	case !strings.HasPrefix(err.Error(), source+" ") || !strings.Contains(err.Error(), fmt.Sprintf("%q", text)):
-		// The error about a pair of flags also contains the other flag.
+		// The error about an incomplete pair of flags does not contain the text.
 		if !strings.HasSuffix(err.Error(), "expected both or neither") {
 			t.Errorf("%s with %q: %q, want the flag and the text", source, text, err)
 		}
@@ -219,7 +219,7 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 	}
 }
 
-// TestMeantFlag checks that a misspelt flag means the right one, and that other names mean none.
+// TestMeantFlag checks that the right flag is found for a misspelt name, and none for other names.
 func TestMeantFlag(t *testing.T) {
 	known := names(settings())
 	for name, want := range map[string]string{

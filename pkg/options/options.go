@@ -49,10 +49,10 @@ type Options struct {
 	// EtcdUsername and EtcdPassword are both set or both empty.
 	EtcdUsername string
 	EtcdPassword Secret
-	// RenewMargin is how long before its end the lease is renewed at the latest. A lease
-	// that is too short for that has a smaller margin.
+	// RenewMargin is the time before the end of the lease at which the lease is renewed at
+	// the latest. A short lease has a smaller margin.
 	RenewMargin time.Duration
-	// LeaseTTL is the lifetime of the lease in the store without a renewal.
+	// LeaseTTL is the time after which etcd deletes a lease that is not renewed.
 	LeaseTTL time.Duration
 
 	// Networks are the names of the networks to serve, if the daemon serves several. See
@@ -128,7 +128,8 @@ type Options struct {
 	// NexthopObjects is "auto" or "off".
 	NexthopObjects string
 
-	// AllowExtensionBackend allows running commands from the network configuration.
+	// AllowExtensionBackend allows the extension backend to run the commands of the network
+	// configuration.
 	AllowExtensionBackend bool
 	// UDPSourceCheck is "strict", "network" or "off": a tunnel.SourceCheck.
 	UDPSourceCheck string
