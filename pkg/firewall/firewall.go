@@ -113,7 +113,8 @@ type Policy struct {
 	// Former contains networks whose rules are removed, unless they are in Networks too.
 	Former []netip.Prefix
 	// Several is set if the daemon has more policies, for other networks. Packets between
-	// its networks are then masqueraded in both directions, or with NonMasquerade in neither.
+	// two networks of the daemon are then masqueraded in both directions or, if
+	// NonMasquerade of each policy contains the other network, in neither direction.
 	Several bool
 }
 

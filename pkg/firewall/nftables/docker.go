@@ -71,7 +71,7 @@ type dockerRule struct {
 	Target
 	dst    netip.Addr // zero if the rule matches any or several addresses
 	mark   bool       // it matches packets with a mark
-	trusts bool       // it exempts several interfaces
+	trusts bool       // it exempts a set of interfaces, which Docker trusts
 }
 
 func readDockerRule(f prefix.Family, raw []byte) dockerRule {

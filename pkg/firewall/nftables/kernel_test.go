@@ -146,8 +146,8 @@ func TestKernelManyRules(t *testing.T) {
 	}
 }
 
-// TestKernelWatchOfManyRules checks that a thousand rules that are written at once cause a few wakes of
-// Watch, however slow the machine is, and not one for each of the messages that announce them.
+// TestKernelWatchOfManyRules checks that Watch calls wake only a few times for a thousand rules that are
+// written at once, however slow the machine is, and not for each of the messages that announce them.
 func TestKernelWatchOfManyRules(t *testing.T) {
 	firewalltest.Enter(t)
 	var script strings.Builder
@@ -158,7 +158,7 @@ func TestKernelWatchOfManyRules(t *testing.T) {
 	script.WriteString(" }\n}\nEND")
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	const over = 4 * quiet // Watch ends after this time without a wake
+	const over = 4 * quiet // the test ends Watch after this time without a call of wake
 	end := time.AfterFunc(time.Minute, cancel)
 	wakes := 0
 	Watch(ctx, OwnPlaces(), func() { // Watch calls it on the thread that is in the namespace

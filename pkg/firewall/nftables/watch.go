@@ -18,8 +18,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// quiet is the pause after a wake. All changes during the pause cause one more wake at its
-// end, because programs often rewrite rules in many steps.
+// quiet is the pause after a call of wake. All changes during the pause together cause one more
+// call at its end, because programs often rewrite rules in many steps.
 const quiet = 200 * time.Millisecond
 
 // listenPause is the pause after a failure to listen.
