@@ -33,8 +33,8 @@ func Defaults() any { return config{Writer: cloud.WriterHost} }
 // tableIDs is a string or an array of strings.
 type tableIDs []string
 
-// errTableIDs is the error about another JSON type. Like all errors about a JSON type, it does not
-// contain the value.
+// errTableIDs is the error for a value of any other JSON type. Like all errors about a JSON type, it
+// does not contain the value.
 var errTableIDs = errors.New("RouteTableID: want a string or an array of strings")
 
 // UnmarshalJSON implements json.Unmarshaler.

@@ -430,8 +430,8 @@ func routeParams(table string, dst netip.Prefix) url.Values {
 	return url.Values{"RouteTableId": {table}, key: {dst.String()}}
 }
 
-// Put implements cloud.Cloud. The description of the table from which a replacement was decided may
-// be out of date. So if there is no route to replace, Put creates it.
+// Put implements cloud.Cloud. If there is no route to replace, Put creates it, because the caller may
+// have decided to replace a route by an old description of the table.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	params := routeParams(r.Table, r.Dst)
 	params.Set("NetworkInterfaceId", r.Target)
@@ -454,8 +454,8 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	return err
 }
 
-// Remove implements cloud.Cloud. DeleteRoute takes no target, so Remove reads right before it where
-// the route leads.
+// Remove implements cloud.Cloud. DeleteRoute takes no target. So Remove reads right before the call
+// where the route leads, and makes the call only if that is the target of r.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	now, err := v.describeTables(ctx, url.Values{"RouteTableId.1": {r.Table}})
 	if err != nil {

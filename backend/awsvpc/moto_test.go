@@ -231,8 +231,8 @@ func TestMoto(t *testing.T) {
 	t.Run("a role with the permissions of the page", func(t *testing.T) { testRole(t, m) }) // the last test, because moto verifies all calls after it
 }
 
-// fixture returns a new VPC for the suite, which can interrupt the connection between flanneld and
-// moto.
+// fixture returns a new VPC for the suite. The suite can interrupt the connection between flanneld
+// and moto.
 func (m moto) fixture(t *testing.T, main bool) cloudtest.Fixture {
 	t.Helper()
 	v := m.open(t, main)

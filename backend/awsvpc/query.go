@@ -89,8 +89,8 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 // isCode reports whether err is an error of EC2 with one of these codes.
 func isCode(err error, codes ...string) bool { return slices.Contains(codes, access.Code(err)) }
 
-// classify returns the error of package cloud for an answer with another status than 200, or the
-// error of EC2 if there is none. It returns nil if the answer says that a dry run would have
+// classify returns the error of package cloud for an answer whose status is not 200, or the error of
+// EC2 if package cloud has none for it. It returns nil if the answer says that a dry run would have
 // succeeded.
 func classify(action string, params url.Values, status int, text []byte) error {
 	var answer struct {
