@@ -260,8 +260,8 @@ func leadingTo(dst netip.Prefix, all []route) []route {
 
 // Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to
 // all routes of this cluster to the same destination, and then deletes those. If the quota has no
-// place for one more route, Put may delete a route first. It returns an error if a rival of another
-// program is at least as preferred as the new route.
+// place for one more route, Put may delete a route first. It returns an error if a rival is at least
+// as preferred as the new route.
 func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	all, err := v.list(ctx)
 	if err != nil {
@@ -354,7 +354,8 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	if deleted != nil && !cloud.Transient(deleted) {
 		return old, deleted
 	}
-	// Without an answer, the former route may be gone all the same, so the new one must not wait.
+	// If the deletion got no answer, the former route may be gone all the same. So the new one is
+	// inserted without waiting for the next comparison.
 	err = v.insert(ctx, r)
 	if err == nil {
 		return slices.Delete(slices.Clone(old), i, i+1), nil

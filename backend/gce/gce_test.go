@@ -124,8 +124,8 @@ func expectOnly(t *testing.T, s *gcetest.Server, number int) {
 	}
 }
 
-// TestSuite runs the suite of all clouds twice: once a full quota refuses calls, and once it makes
-// the operations fail that calls have begun.
+// TestSuite runs the suite of all clouds twice. In one run, a full quota refuses calls. In the other
+// run, the calls succeed, and their operations fail.
 func TestSuite(t *testing.T) {
 	for name, late := range map[string]bool{"refused calls": false, "failing operations": true} {
 		t.Run(name, func(t *testing.T) { testSuite(t, late) })
@@ -206,7 +206,7 @@ func TestReplaceInAFullNetwork(t *testing.T) {
 }
 
 // failing returns a function for openBehind. That function passes the nth call about routes with
-// this method to fail, and all other calls to the API. nth counts from 1.
+// this method to the handler fail, and all other calls to the API. nth counts from 1.
 func failing(method string, nth int, fail http.HandlerFunc) func(http.Handler) http.Handler {
 	return func(api http.Handler) http.Handler {
 		var n atomic.Int64

@@ -175,7 +175,7 @@ func isStatus(err error, status int) bool {
 	return ok && e.Status == status
 }
 
-// decodeError returns the error in an answer with another status than 200.
+// decodeError returns the error in an answer whose status is not 200.
 func decodeError(status int, text []byte) *apiError {
 	var answer struct {
 		Error struct {
@@ -203,7 +203,7 @@ func decodeError(status int, text []byte) *apiError {
 }
 
 // classify returns the error of package cloud for the error e of the call with that name, or e if
-// there is none.
+// package cloud has none for it.
 func classify(name string, e *apiError) error {
 	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
 	switch {

@@ -126,7 +126,7 @@ func New() *Server {
 	return s
 }
 
-// change holds the lock, applies the operations that are due, and then runs f.
+// change takes the lock, applies the operations that are due, and then runs f.
 func (s *Server) change(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
