@@ -18,7 +18,7 @@ type entry struct {
 	Dst    string `json:"DestinationCidrBlock"` // or the id of a list of prefixes
 	Type   string // Custom, System, or the type of the gateway that has learned the route
 	Status string
-	// Description has the mark of a cluster.
+	// Description contains the mark of a cluster if flanneld has made the route.
 	Description string
 	// Origin tells who has made a custom route, and Service who manages it. For the route of a
 	// user, Origin is empty or CustomCreate, and Service is empty.

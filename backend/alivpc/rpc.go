@@ -76,8 +76,8 @@ func isCode(err error, codes ...string) bool {
 	return slices.ContainsFunc(codes, func(code string) bool { return strings.EqualFold(code, have) })
 }
 
-// decodeError returns the error in an answer with another status than 200. If the answer contains no
-// code, the code is the status.
+// decodeError returns the error in an answer whose status is not 200. If the answer contains no code,
+// the code is the status.
 func decodeError(status int, text []byte) *access.Error {
 	var e struct{ Code, Message string }
 	if json.Unmarshal(text, &e) != nil || e.Code == "" {
@@ -86,20 +86,20 @@ func decodeError(status int, text []byte) *access.Error {
 	return access.NewError(status, e.Code, e.Message)
 }
 
-// classify returns the error of package cloud for the error e of a call, or e if there is none. It
-// returns nil if e says that a dry run would have succeeded. permission is the one that the call needs,
-// and table the id of the table in the call.
+// classify returns the error of package cloud for the error e of a call, or e if package cloud has
+// none for it. It returns nil if e says that a dry run would have succeeded. permission is the one that
+// the call needs, and table the id of the table in the call.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
 	case is("DryRunOperation"): // the call would have succeeded
 		return nil
-	// DeleteRouteEntry also has the code Forbbiden for routes that no call may delete.
+	// DeleteRouteEntry also returns the code Forbbiden, as the API spells it, for routes that no call may delete.
 	case is("Forbidden", "Forbidden.RAM", "NoPermission", "Forbidden.NoPermission") || is("Forbbiden") && strings.Contains(strings.ToLower(e.Message), "not authorized"):
 		return &cloud.MissingError{Permissions: []string{permission}, Page: page}
 	case is("QuotaExceeded", "QuotaExceeded.RouteEntry", "RouteEntryQuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
-	// The codes after SystemBusy are about another change, of the table or the VPC, that has not ended.
+	// The codes after SystemBusy mean that another change, of the table or the VPC, has not ended.
 	case strings.HasPrefix(e.Code, "Throttling") || e.Status == http.StatusTooManyRequests || strings.HasPrefix(e.Code, "IncorrectStatus") ||
 		is("SystemBusy", "TaskConflict", "OperationConflict", "OperationFailed.DistibuteLock", "LastTokenProcessing",
 			"IncorrectRouteEntryStatus", "IncorrcetRouteEntryStatus", "IncorrectVpcStatus", "IncorrectVSwitchStatus"):

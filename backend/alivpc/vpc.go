@@ -219,7 +219,8 @@ func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	}
 }
 
-// instances returns those of the instances with these ids that exist, by id.
+// instances returns the instances with these ids, by id. An id without an instance is missing in the
+// result.
 func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance, error) {
 	all := map[string]instance{}
 	for some := range slices.Chunk(ids, maxInstances) {
@@ -234,7 +235,8 @@ func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance,
 	return all, nil
 }
 
-// describe adds the instances that params choose to all, by id, from all pages.
+// describe reads all pages of the instances that params choose, and adds the instances to the map
+// all, by id.
 func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]instance) error {
 	params.Set("MaxResults", strconv.Itoa(pageSize))
 	for {
@@ -266,8 +268,8 @@ func absent(err error) bool {
 	return isCode(err, "ResourceNotFound.RouteEntry", "InvalidRouteEntry", "InvalidRouteEntry.NotFound", "InvalidRouteEntryId.NotFound", "RouteEntry.NotFound")
 }
 
-// Put implements cloud.Cloud. The list of routes from which a replacement was decided may be out of
-// date. So if there is no route to replace, Put creates it.
+// Put implements cloud.Cloud. If there is no route to replace, Put creates it, because the caller may
+// have decided to replace a route by an old list of routes.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if replace {
 		if err := v.checkForeign(ctx, r.Dst); err != nil {
@@ -315,8 +317,8 @@ func routeParams(r cloud.Route) url.Values {
 	return url.Values{"RouteTableId": {r.Table}, "DestinationCidrBlock": {r.Dst.String()}}
 }
 
-// writeParams returns the parameters that calls that make a route and calls that replace one have in
-// common.
+// writeParams returns the parameters that are the same in a call that creates a route and in one that
+// replaces it.
 func (v *vpc) writeParams(r cloud.Route) url.Values {
 	params := routeParams(r)
 	params.Set("Description", cloud.Describe(v.cluster, v.networks, r.Dst))
