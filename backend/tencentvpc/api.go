@@ -44,8 +44,8 @@ func (c *client) call(ctx context.Context, s service, action string, params obje
 }
 
 // try makes a call of the VPC service to check a right. Tencent Cloud has no dry runs of these
-// calls. So params must be invalid: a host with the right then gets another error than a host
-// without it.
+// calls. So params must be invalid, so that the call changes nothing. A host without the right gets
+// an error about the right, and a host with the right gets an error about params.
 func (c *client) try(ctx context.Context, action string, params object) error {
 	return c.Make(ctx, action+" (check)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
 }
@@ -97,8 +97,8 @@ func isCode(err error, codes ...string) bool {
 	return slices.ContainsFunc(codes, func(code string) bool { return have == code || strings.HasPrefix(have, code+".") })
 }
 
-// classify returns the error of package cloud for the error e of a call, or e if there is none.
-// permission is the one that the call needs, and table the id of the table in the call.
+// classify returns the error of package cloud for the error e of a call, or e if package cloud has
+// none for it. permission is the one that the call needs, and table the id of the table in the call.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {

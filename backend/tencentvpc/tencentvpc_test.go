@@ -136,8 +136,8 @@ func TestWrongRoutes(t *testing.T) {
 	}
 }
 
-// TestDuplicates checks that two equal routes to a stopped instance count as one lost route. They
-// are the first or the last ones in the table, and the route to another instance must not be lost.
+// TestDuplicates checks that two equal routes to a stopped instance count as one lost route, whether
+// they are the first or the last ones in the table. The route to another instance must not be lost.
 func TestDuplicates(t *testing.T) {
 	twice := []vpctest.Route{{Dst: dst, Target: peer, Kind: vpctest.Custom}, {Dst: dst, Target: peer, Kind: vpctest.Custom}}
 	other := vpctest.Route{Dst: netip.MustParsePrefix("10.5.2.0/24"), Target: self, Kind: vpctest.Custom}

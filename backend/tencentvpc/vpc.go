@@ -285,8 +285,8 @@ func (v *vpc) delete(ctx context.Context, table string, r route) error {
 	return err
 }
 
-// Remove implements cloud.Cloud. DeleteRoutes takes no target, so Remove reads right before it
-// where the routes lead.
+// Remove implements cloud.Cloud. DeleteRoutes takes no target. So Remove reads right before the call
+// where the routes lead, and deletes only those to the target of r.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	t, err := v.table(ctx)
 	if err != nil {
@@ -336,7 +336,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if _, err := v.instances(ctx); err != nil {
 		return err
 	}
-	// No table has such a route, and no call can make it.
+	// No table has such a route, and no call can make it, because no IPv4 prefix has 33 bits.
 	nowhere := route{ID: math.MaxInt32, Dst: "192.0.2.0/33", Kind: instanceKind, Target: v.own.address.String()}
 	var rights cloud.Rights
 	for _, call := range []struct {
