@@ -243,8 +243,8 @@ no host has.`,
 }
 
 // attainable returns an error if the network configuration does not allow the subnets of
-// c. The host would delete such a reservation when flanneld starts, and so never get the
-// subnet. attainable accepts any subnet if the store has no configuration.
+// c. The host could never use such a reservation: flanneld ignores it or, when it takes another
+// subnet, deletes it. attainable accepts any subnet if the store has no configuration.
 func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	text, revision, err := a.Config(ctx)
 	if err != nil || revision == 0 {
