@@ -15,7 +15,6 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -168,7 +167,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	if fits && sameForwarding(now.Config, cfg) {
 		return c, nil
 	}
-	if !slices.Equal(families(cfg), families(now.Config)) {
+	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = underlay.Wait(ctx, r.underlayOptions(cfg, now), 0); err != nil {
 			return nil, err
 		}
@@ -201,12 +200,9 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	return c, err
 }
 
-func families(cfg subnet.Config) []prefix.Family {
-	var all []prefix.Family
-	for _, n := range cfg.Networks {
-		all = append(all, n.Family())
-	}
-	return all
+// sameFamilies reports whether both configurations have networks of the same address families.
+func sameFamilies(a, b subnet.Config) bool {
+	return slices.EqualFunc(a.Networks, b.Networks, func(a, b subnet.Network) bool { return a.Family() == b.Family() })
 }
 
 // sameForwarding reports whether packets between hosts travel alike with both configurations, so

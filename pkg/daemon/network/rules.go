@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/rules"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // newRuleKeeper returns the keeper of the network's traffic rules.
@@ -90,17 +90,17 @@ func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Pol
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			policy.Networks = append(policy.Networks, firewall.Network{
-				Network: one.Prefix, Subnet: e.Subnet, Tunnels: tunnels(backends, one.Family()), HostsInside: one.Prefix.Contains(e.PublicIP),
+				Network: one.Prefix, Subnet: e.Subnet, Tunnels: tunnels(backends, one), HostsInside: one.Prefix.Contains(e.PublicIP),
 			})
 		}
 	}
 	return policy
 }
 
-// tunnels returns the kinds of tunnel packets of all backends, each kind once.
-func tunnels(backends []backend.Backend, f prefix.Family) (all []firewall.Payload) {
+// tunnels returns the kinds of tunnel packets of all backends in network n, each kind once.
+func tunnels(backends []backend.Backend, n subnet.Network) (all []firewall.Payload) {
 	for _, be := range backends {
-		for _, t := range backend.Tunnels(be, f) {
+		for _, t := range backend.Tunnels(be, n.Family()) {
 			if !slices.Contains(all, t) {
 				all = append(all, t)
 			}
