@@ -299,7 +299,7 @@ func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, erro
 
 // process returns a report with the fields that are not about a network.
 func (f *fleet) process() status.Report {
-	r := network.EmptyReport(f.host, f.cfg.Options)
+	r := status.NewReport(f.host.Started, f.host.Journal, f.cfg.Options.StoreKind())
 	r.Ready, r.Reasons = f.Ready()
 	return r
 }

@@ -7,7 +7,10 @@ package status
 import (
 	"fmt"
 	"net/netip"
+	"os"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
 // Report describes a daemon at one moment. Its JSON is a stable interface: fields may be
@@ -44,6 +47,21 @@ type Report struct {
 	// are about one network are empty.
 	Networks []NetworkSummary `json:"networks,omitempty"`
 	Events   []Event          `json:"events"` // oldest first
+}
+
+// NewReport returns a report that is only about this process, which has run since started. Its lists are
+// never nil, so that programs can iterate over the JSON. store is the kind of the datastore.
+func NewReport(started time.Time, j *Journal, store string) Report {
+	return Report{
+		Version: version.String(), PID: os.Getpid(), Started: started, Now: time.Now(),
+		Network:   Network{Prefixes: []netip.Prefix{}},
+		Interface: Interface{Addresses: []Address{}},
+		Lease:     Lease{Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}},
+		Datastore: Datastore{Kind: store},
+		Kernel:    Kernel{Objects: map[string]Count{}},
+		Peers:     []Peer{},
+		Events:    j.Events(),
+	}
 }
 
 // NetworkSummary is one of several networks.

@@ -6,7 +6,6 @@ import (
 	"context"
 	"math"
 	"net/netip"
-	"os"
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
@@ -18,7 +17,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -130,25 +128,10 @@ func (o reporter) poolUse(now lastknown.State, in backend.Inspection) *subnet.Us
 	return &least
 }
 
-// EmptyReport returns a report that is only about the process. Its lists are never nil, so that
-// programs can iterate over the JSON.
-func EmptyReport(h *Host, o options.Options) status.Report {
-	return status.Report{
-		Version: version.String(), PID: os.Getpid(), Started: h.Started, Now: time.Now(),
-		Network:   status.Network{Prefixes: []netip.Prefix{}},
-		Interface: status.Interface{Addresses: []status.Address{}},
-		Lease:     statusLease(subnet.Lease{}),
-		Datastore: status.Datastore{Kind: o.StoreKind()},
-		Kernel:    status.Kernel{Objects: map[string]status.Count{}},
-		Peers:     []status.Peer{},
-		Events:    h.Journal.Events(),
-	}
-}
-
 // report returns the report for /statusz. If q.AllPaths is set, it has all paths, but no peers and events.
 func (o reporter) report(ctx context.Context, q status.Query) (status.Report, error) {
 	now, in := o.inspect(ctx, !q.AllPaths)
-	r := EmptyReport(o.host, o.opts)
+	r := status.NewReport(o.host.Started, o.host.Journal, o.opts.StoreKind())
 	r.Network = status.Network{
 		Name: o.name, Phase: string(o.progress.Phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
 	}
