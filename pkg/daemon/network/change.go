@@ -14,7 +14,6 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
-	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -144,7 +143,7 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 		return c, nil
 	}
 	if c != nil {
-		r.releaseDevices(c.be.Scope(), s)
+		r.releaseDevices(c.be, s)
 		if c.taking { // take the lease of s again
 			if err := r.publish(ctx, m, s); err != nil {
 				return nil, err
@@ -305,15 +304,15 @@ func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) 
 	return s, err
 }
 
-// releaseDevices releases the locks of the devices in scope, except for those that s uses, and those
-// of former configurations, which are still to be removed.
-func (r *runner) releaseDevices(scope dataplane.Scope, s *session) {
+// releaseDevices releases the locks of the devices of be, except for those that s uses, and those of
+// former configurations, which are still to be removed.
+func (r *runner) releaseDevices(be backend.Backend, s *session) {
 	needed := slices.Clone(s.be.Scope().Devices)
 	now, _ := r.state.Get()
 	for _, f := range now.Former {
 		needed = append(needed, r.owned(f).Scope.Devices...)
 	}
-	for _, name := range scope.Devices {
+	for _, name := range be.Scope().Devices {
 		if !slices.Contains(needed, name) {
 			r.devices.Release(name)
 		}

@@ -70,7 +70,7 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 // abandon gives up a prepared change. The network goes on with the configuration of s.
 func (r *runner) abandon(c *change, s *session) {
 	if c.be != nil {
-		r.releaseDevices(c.be.Scope(), s)
+		r.releaseDevices(c.be, s)
 	}
 	if c.own != nil { // the next session publishes the lease of s again
 		r.state.Update(func(now *lastknown.State) { now.Stored = c.own })

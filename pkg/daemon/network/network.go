@@ -25,7 +25,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/subnetfile"
 	"github.com/flanneld/flanneld/pkg/underlay"
@@ -192,7 +191,7 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	}
 	n.config.use(former.Config)
 	n.config.refuseFirst(ctx, now.Config, err)
-	if !errors.Is(err, state.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
+	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
 		n.config.giveUp(ctx, now.Config, err)
 	}
 	former.Peers, former.Fresh, former.Recalled = now.Peers, nil, false

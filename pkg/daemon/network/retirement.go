@@ -12,14 +12,10 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/ownership"
-	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -46,7 +42,7 @@ const lingering = 10 * time.Second
 // retirement removes the objects of former configurations once the present one is
 // applied. After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
-	remover
+	remover  ownership.Remover
 	former   []ownership.Objects
 	migrated bool // former contains the configuration of a migration
 	start    chan struct{}
@@ -55,11 +51,9 @@ type retirement struct {
 	done     func() // called after that, when the locks of former devices are released too
 }
 
-// remover removes the objects of configurations, except for those of the present one.
-type remover struct {
-	present     ownership.Objects
-	devices     *ownership.Locks
-	closeUnused func() error // see backend.Catalog; may be nil
+// remover returns the Remover of former configurations on a host that needs the objects in present.
+func (p *parts) remover(present ownership.Objects) ownership.Remover {
+	return ownership.Remover{Present: present, Devices: p.devices, CloseUnused: p.catalog.CloseUnused}
 }
 
 // newRetirement returns the retirement of fs. When everything is removed, the retirement sends rules,
@@ -73,7 +67,7 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 	}
 	start := make(chan struct{})
 	return &retirement{
-		remover: remover{ownership.Of(present), p.devices, p.catalog.CloseUnused},
+		remover: p.remover(ownership.Of(present)),
 		former:  former, migrated: migrated,
 		start: start, begin: sync.OnceFunc(func() { close(start) }),
 		forget: func() { p.state.Update(func(now *lastknown.State) { now.Former = nil }) },
@@ -115,7 +109,7 @@ func (r *retirement) run(ctx context.Context) {
 		}
 		defer func() { _ = kernel.Close() }()
 		for _, f := range r.former {
-			if err := r.retire(ctx, kernel, f); err != nil {
+			if err := r.remover.Remove(ctx, kernel, f); err != nil {
 				return err
 			}
 		}
@@ -126,48 +120,9 @@ func (r *retirement) run(ctx context.Context) {
 	}
 	r.forget()
 	for _, f := range r.former { // only now: until then releaseDevices keeps these locks when a change is refused
-		r.release(f.Scope)
+		r.remover.Release(f)
 	}
 	r.done()
-}
-
-// retire removes the objects of one configuration, except for devices that another daemon
-// uses now, and the objects on them. Before, it closes tunnels that a former network has
-// left in this process, which have carried packets until now.
-func (r remover) retire(ctx context.Context, kernel dataplane.Kernel, former ownership.Objects) error {
-	if r.closeUnused != nil {
-		if err := r.closeUnused(); err != nil {
-			return err
-		}
-	}
-	locks, scope := r.devices, former.Scope
-	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
-		return errors.Is(locks.Take(name), state.ErrInUse)
-	})
-	removed, err := dataplane.Retire(ctx, kernel, scope, r.present.Scope)
-	if err != nil {
-		return err
-	}
-	if len(scope.Devices) == len(former.Scope.Devices) {
-		one, err := ownership.Discard(r.present.Beyond(former))
-		if removed += one; err != nil {
-			return err
-		}
-	}
-	if removed > 0 {
-		klog.FromContext(ctx).Info("removed what a former configuration had left", "objects", removed,
-			"devices", scope.Devices, "networks", scope.Networks)
-	}
-	return nil
-}
-
-// release releases the locks of the devices that only the former configuration has.
-func (r remover) release(former dataplane.Scope) {
-	for _, name := range former.Devices {
-		if !slices.Contains(r.present.Scope.Devices, name) {
-			r.devices.Release(name)
-		}
-	}
 }
 
 // retireAll removes everything that the network has on this host, and its lease in the store. There must
@@ -187,13 +142,13 @@ func (p *parts) retireAll(ctx context.Context) error {
 			return err
 		}
 	}
-	r := remover{ownership.Objects{}, p.devices, p.catalog.CloseUnused}
+	r := p.remover(ownership.Objects{})
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 		former := p.owned(f)
-		if err := r.retire(ctx, kernel, former); err != nil {
+		if err := r.Remove(ctx, kernel, former); err != nil {
 			return err
 		}
-		r.release(former.Scope)
+		r.Release(former)
 	}
 	if err := p.rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
 		return err

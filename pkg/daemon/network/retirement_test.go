@@ -11,15 +11,10 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/ownership"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/underlay"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -88,56 +83,6 @@ func TestLeftBehind(t *testing.T) {
 	}
 }
 
-// leftover exists until it is removed.
-type leftover struct{ removed bool }
-
-func (*leftover) String() string           { return "a leftover" }
-func (r *leftover) Present() (bool, error) { return !r.removed, nil }
-func (r *leftover) Remove() error          { r.removed = true; return nil }
-
-// TestRetireLeavesOthersDevices checks that a device of the former configuration, and the
-// leftovers, stay while another daemon uses the device.
-func TestRetireLeavesOthersDevices(t *testing.T) {
-	const dev = "flannel.7"
-	dir, kernel, left := t.TempDir(), dataplanetest.New(), &leftover{}
-	scope := dataplane.Scope{Devices: []string{dev}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
-	link := dataplane.Link{Name: dev, Kind: "vxlan", MTU: 1450, Up: true, MAC: dataplane.MAC{2, 1},
-		VXLAN: dataplane.VXLAN{VNI: 7, Port: 8472, Local: netip.MustParseAddr("192.168.77.1"), Underlay: "eth0"}}
-	if failed := kernel.Apply(t.Context(), []dataplane.Op{{Object: link}}); len(failed) > 0 {
-		t.Fatal(failed)
-	}
-	p := &parts{devices: ownership.NewLocks(dir)}
-	other := ownership.NewLocks(dir)
-	r := p.newRetirement(nil, &vxlan.Backend{}, wait.NewSignal())
-	retire := func() (there bool) {
-		t.Helper()
-		if err := r.retire(t.Context(), kernel, ownership.Objects{Scope: scope, Leftovers: []backend.Leftover{left}}); err != nil {
-			t.Fatal(err)
-		}
-		r.release(scope)
-		have, err := kernel.Read(t.Context(), scope)
-		if err != nil {
-			t.Fatal(err)
-		}
-		_, there = have.Links[dev]
-		return there
-	}
-	if err := other.TakeAll(scope); err != nil {
-		t.Fatal(err)
-	}
-	if !retire() || left.removed {
-		t.Errorf("another daemon's device or its objects were removed (%v)", left.removed)
-	}
-	other.ReleaseAll()
-	if retire() || !left.removed {
-		t.Error("an unused device or its objects were not removed")
-	}
-	if err := other.TakeAll(scope); err != nil {
-		t.Errorf("a deleted device: %v", err)
-	}
-	other.ReleaseAll()
-}
-
 // TestSupersededChangeKeepsFormerDevices gives up a change that goes back to a former device. While the
 // retirement has not removed that device, no other daemon may get its lock.
 func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
@@ -175,7 +120,7 @@ func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 			t.Fatalf("%v, want errSuperseded", err)
 		}
 		other := ownership.NewLocks(dir)
-		if err := other.Take("flannel.1"); errors.Is(err, state.ErrInUse) != pending {
+		if err := other.Take("flannel.1"); errors.Is(err, ownership.ErrInUse) != pending {
 			t.Errorf("another daemon that takes the former device gets %v, while it is to be removed: %v", err, pending)
 		}
 		other.ReleaseAll()

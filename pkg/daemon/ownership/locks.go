@@ -12,6 +12,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/state"
 )
 
+// ErrInUse means that another daemon has the lock of a device.
+var ErrInUse = state.ErrInUse
+
 // Locks prevents two daemons on a host from using the same device. The lock files
 // are in the state directory. Without a state directory there are no locks.
 type Locks struct {
@@ -25,7 +28,7 @@ type Locks struct {
 func NewLocks(dir string) *Locks { return &Locks{dir: dir} }
 
 // Take takes the lock of the named device, unless this daemon has it already. It returns
-// state.ErrInUse, wrapped, if another daemon has the lock. If the lock file cannot be
+// ErrInUse, wrapped, if another daemon has the lock. If the lock file cannot be
 // used, Take returns nil without a lock.
 func (l *Locks) Take(name string) error {
 	l.mu.Lock()
@@ -34,7 +37,7 @@ func (l *Locks) Take(name string) error {
 		return nil
 	}
 	lock, err := state.Lock(l.dir, "device-"+name)
-	if errors.Is(err, state.ErrInUse) {
+	if errors.Is(err, ErrInUse) {
 		return fmt.Errorf("another flanneld has device %s: %w", name, err)
 	}
 	if err != nil { // opening the state file fails in the same way, which is logged

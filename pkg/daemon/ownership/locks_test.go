@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/state"
 )
 
 func TestLocks(t *testing.T) {
@@ -19,7 +18,7 @@ func TestLocks(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := two.TakeAll(scope); !errors.Is(err, state.ErrInUse) {
+	if err := two.TakeAll(scope); !errors.Is(err, ErrInUse) {
 		t.Errorf("the second daemon gets %v, want ErrInUse", err)
 	}
 	one.Release("flannel-v6.1")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package ownership tells which kernel objects belong to a configuration, and which of several
-// daemons on a host uses a device.
+// daemons on a host uses a device. It removes the objects of former configurations.
 package ownership
 
 import (
@@ -45,8 +45,8 @@ func (o Objects) Beyond(other Objects) []backend.Leftover {
 	})
 }
 
-// Discard removes the leftovers that exist, and returns their number. It stops at the first error.
-func Discard(leftovers []backend.Leftover) (removed int, err error) {
+// discard removes the leftovers that exist, and returns their number. It stops at the first error.
+func discard(leftovers []backend.Leftover) (removed int, err error) {
 	for _, r := range leftovers {
 		present, err := r.Present()
 		if err == nil && present {

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ownership
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/dataplane"
+)
+
+// Remover removes the objects of former configurations, except for those of the present one.
+type Remover struct {
+	Present Objects
+	Devices *Locks
+	// CloseUnused closes tunnels that a former network has left in this process, which have carried
+	// packets until now. It may be nil.
+	CloseUnused func() error
+}
+
+// Remove removes the objects of one configuration, except for devices that another daemon uses now,
+// and the objects on them. Before, it calls CloseUnused. It keeps the locks of the devices.
+func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Objects) error {
+	if r.CloseUnused != nil {
+		if err := r.CloseUnused(); err != nil {
+			return err
+		}
+	}
+	scope := former.Scope
+	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
+		return errors.Is(r.Devices.Take(name), ErrInUse)
+	})
+	removed, err := dataplane.Retire(ctx, kernel, scope, r.Present.Scope)
+	if err != nil {
+		return err
+	}
+	if len(scope.Devices) == len(former.Scope.Devices) {
+		one, err := discard(r.Present.Beyond(former))
+		if removed += one; err != nil {
+			return err
+		}
+	}
+	if removed > 0 {
+		klog.FromContext(ctx).Info("removed what a former configuration had left", "objects", removed,
+			"devices", scope.Devices, "networks", scope.Networks)
+	}
+	return nil
+}
+
+// Release releases the locks of the devices that only the former configuration has.
+func (r Remover) Release(former Objects) {
+	for _, name := range former.Scope.Devices {
+		if !slices.Contains(r.Present.Scope.Devices, name) {
+			r.Devices.Release(name)
+		}
+	}
+}
