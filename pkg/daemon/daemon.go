@@ -17,12 +17,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/pathmtu"
-	"github.com/flanneld/flanneld/pkg/paths"
-	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/tune"
-	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
 // stopTimeout limits the time that the goroutines of Run may take to return. They have
@@ -39,10 +34,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit()}
-	if h.Tuner == nil {
-		h.Tuner = &tune.Tuner{}
-	}
+	h := network.NewHost(journal, cfg.Tuner)
 	var s served
 	var err error
 	if cfg.Options.Several() {

@@ -3,6 +3,7 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/pathmtu"
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -39,6 +41,15 @@ type Host struct {
 	Started  time.Time
 	Probes   *paths.Limit  // limits the probes of paths of all networks
 	PathMTUs *rate.Limiter // limits the probes of path MTUs of all networks
+}
+
+// NewHost returns the Host of a process that begins now. tuner may be nil: the Go runtime then stays as it
+// is.
+func NewHost(journal *status.Journal, tuner *tune.Tuner) *Host {
+	return &Host{
+		Firewall: rules.NewHost(), Underlay: underlay.NewReader(), Journal: journal, Tuner: cmp.Or(tuner, &tune.Tuner{}),
+		Started: time.Now(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit(),
+	}
 }
 
 // parts are what one network has from its opening to its end. Start-up, sessions and reports use

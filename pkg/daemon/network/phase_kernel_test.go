@@ -21,10 +21,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/tune"
-	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
@@ -422,7 +419,7 @@ func (w *walk) open(progress *Progress) (stop func()) {
 	}
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), klog.Background()))
 	var background sync.WaitGroup
-	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
+	h := NewHost(status.NewJournal(1), nil)
 	n, err := Open(ctx, Config{
 		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Claims: w.claims, Progress: progress,
 		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate, &w.watch}, nil },
