@@ -48,6 +48,9 @@ type Entry struct {
 	// Inside is set if the backend may be the one inside of a location. The backend must then
 	// implement Sized.
 	Inside bool
+	// OneThread is set if one thread of Go code is sufficient once the start is over, because the
+	// process does not carry packets itself or does it best with one thread.
+	OneThread bool
 }
 
 // NewRegistry returns a Registry of entries. It returns an error for a type that is empty,
@@ -185,6 +188,12 @@ func (r Registry) insides() []string {
 
 // Types returns the types of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
+
+// OneThread reports whether Entry.OneThread is set for all backends of cfg. A backend that Overflow or
+// SameLocation names does not count.
+func (r Registry) OneThread(cfg subnet.Config) bool {
+	return r.entries[cfg.BackendType].OneThread && (cfg.NextType == "" || r.entries[cfg.NextType].OneThread)
+}
 
 // Catalog is a registry, with the state that its backends keep in the process while networks begin
 // and end.

@@ -32,16 +32,16 @@ func New(o options.Options) (backend.Catalog, error) {
 	packets := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(o.UDPSourceCheck), Persist: o.UDPPersist})
 	encrypted := wireguard.NewHost()
 	registry, err := backend.NewRegistry(
-		backend.Entry{Type: alivpc.Type, Factory: alivpc.New},
-		backend.Entry{Type: alloc.Type, Factory: alloc.New},
-		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
+		backend.Entry{Type: alivpc.Type, Factory: alivpc.New, OneThread: true},
+		backend.Entry{Type: alloc.Type, Factory: alloc.New, OneThread: true},
+		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New, OneThread: true},
 		backend.Entry{Type: extension.Type, Factory: commands.New},
-		backend.Entry{Type: gce.Type, Factory: gce.New},
-		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, Inside: true},
-		backend.Entry{Type: ipip.Type, Factory: ipip.New, ProbesMTU: true},
-		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New},
-		backend.Entry{Type: udp.Type, Factory: packets.New, ProbesMTU: true},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true, Overflows: true, Inside: true},
+		backend.Entry{Type: gce.Type, Factory: gce.New, OneThread: true},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, Inside: true, OneThread: true},
+		backend.Entry{Type: ipip.Type, Factory: ipip.New, ProbesMTU: true, OneThread: true},
+		backend.Entry{Type: tencentvpc.Type, Factory: tencentvpc.New, OneThread: true},
+		backend.Entry{Type: udp.Type, Factory: packets.New, ProbesMTU: true, OneThread: udp.OneThread()},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true, Overflows: true, Inside: true, OneThread: true},
 		backend.Entry{Type: wireguard.Type, Factory: encrypted.New, ProbesMTU: true},
 	)
 	return backend.Catalog{

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"runtime"
 	"slices"
 	"sync"
 
@@ -46,6 +47,13 @@ type Host struct {
 	uncheckedLogged bool           // the log says that senders are not checked
 	icmpLogged      bool           // the log says that the kernel does not accept ICMP errors from the device
 }
+
+// fewCPUs is the number of CPUs up to which a second thread for packets is useless, because the pods
+// need the other CPU.
+const fewCPUs = 2
+
+// OneThread reports whether one thread is best for the packets of this host. See backend.Entry.
+func OneThread() bool { return runtime.NumCPU() <= fewCPUs }
 
 // NewHost returns a Host without a device. The caller closes it.
 func NewHost(s Settings) *Host { return &Host{settings: s, peers: newPeers()} }

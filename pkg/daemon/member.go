@@ -384,7 +384,7 @@ func (m *member) closed(n *network.Network) {
 	m.progress.Stopped()
 	m.mu.Unlock()
 	n.Close()
-	m.host.Tuner.Backend(m.name, "")
+	m.host.Tuner.Ended(m.name)
 }
 
 // retire removes everything of a network whose configuration was deleted.

@@ -6,6 +6,7 @@ package tune
 
 import (
 	"context"
+	"maps"
 	"runtime"
 	"runtime/debug"
 	"slices"
@@ -29,9 +30,6 @@ const (
 	// longStart is the time after which memory is released even if the daemon still waits for its
 	// store, or constantly writes the state file.
 	longStart = time.Minute
-	// fewCPUs is the number of CPUs up to which a second thread for packets is useless,
-	// because the pods need the other CPU.
-	fewCPUs = 2
 )
 
 // Tuner changes the settings of the Go runtime: one set for the start, another for the time
@@ -42,9 +40,9 @@ type Tuner struct {
 
 	mu        sync.Mutex
 	resting   bool
-	backends  map[string][]string // types by network
-	oneThread bool                // one thread is sufficient for all of them
-	fitted    bool                // the runtime uses one thread
+	networks  map[string]bool // by name: one thread is sufficient for the network
+	oneThread bool            // one thread is sufficient for all of them
+	fitted    bool            // the runtime uses one thread
 }
 
 // New returns a Tuner for a process of its own, whose environment ("NAME=value") is env.
@@ -62,42 +60,30 @@ func (t *Tuner) Begin() {
 	}
 }
 
-// Backend must be called when the types of a network's backends are known, and when they change.
-// A network has two types during a migration, and none after the network has ended. Empty types
-// are ignored.
-func (t *Tuner) Backend(network string, backendTypes ...string) {
+// Network must be called when the backends of a network are known, and when they change. oneThread is set
+// if one thread of Go code is sufficient for them once the start is over.
+func (t *Tuner) Network(name string, oneThread bool) {
+	t.change(func() { t.networks[name] = oneThread })
+}
+
+// Ended must be called when a network has ended.
+func (t *Tuner) Ended(name string) { t.change(func() { delete(t.networks, name) }) }
+
+// change changes the networks, and fits the threads to them.
+func (t *Tuner) change(networks func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.backends == nil {
-		t.backends = map[string][]string{}
+	if t.networks == nil {
+		t.networks = map[string]bool{}
 	}
-	t.backends[network] = slices.DeleteFunc(slices.Clone(backendTypes), func(used string) bool { return used == "" })
-	if len(t.backends[network]) == 0 {
-		delete(t.backends, network)
-	}
-	t.oneThread = true
-	for _, used := range t.backends {
-		t.oneThread = t.oneThread && !slices.ContainsFunc(used, func(one string) bool { return !oneThread(one) })
-	}
+	networks()
+	t.oneThread = !slices.Contains(slices.Collect(maps.Values(t.networks)), false)
 	t.fitThreads()
 }
 
-// oneThread reports whether one thread of Go code is sufficient once the start is over,
-// because the process does not carry packets itself or does it best with one thread.
-func oneThread(backendType string) bool {
-	switch backendType {
-	case "ali-vpc", "alloc", "aws-vpc", "gce", "host-gw", "ipip", "tencent-vpc", "vxlan":
-		return true
-	case "udp":
-		return runtime.NumCPU() <= fewCPUs
-	}
-	return false
-}
-
-// fitThreads sets GOMAXPROCS. During the start GOMAXPROCS has the default of the Go runtime, which is
-// the number of CPUs or less. At rest it is 1, unless oneThread is false for a backend. Several
-// goroutines handle an event in small steps, and to wake a second thread for a step takes more CPU time
-// than the step. The caller holds t.mu.
+// fitThreads sets GOMAXPROCS. During the start GOMAXPROCS is the number of CPUs. At rest it is 1,
+// unless oneThread is false. Several goroutines handle an event in small steps, and
+// to wake a second thread for a step takes more CPU time than the step. The caller holds t.mu.
 func (t *Tuner) fitThreads() {
 	switch one := t.resting && t.oneThread; {
 	case !t.threads || one == t.fitted:

@@ -37,7 +37,7 @@ func TestTuner(t *testing.T) {
 		runtime.GOMAXPROCS(threads)
 		debug.SetGCPercent(given)
 		tc.fit.Begin()
-		tc.fit.Backend("", "vxlan")
+		tc.fit.Network("", true)
 		if now := runtime.GOMAXPROCS(0); now != threads {
 			t.Errorf("%s: GOMAXPROCS is %d during the start, was %d", tc.name, now, threads)
 		}
@@ -62,22 +62,25 @@ func TestTuner(t *testing.T) {
 			t.Errorf("%s: the collector's percentage is %d after the start, want %d", tc.name, percent(), want)
 		}
 	}
-	// A backend that carries packets gets all CPUs, also if it follows or precedes
-	// another backend.
+	// A network that needs several threads gets all CPUs, also if it follows, precedes or accompanies
+	// another one.
 	fit := New(nil)
-	fit.Backend("", "vxlan")
+	fit.Network("", true)
 	fit.applyRest()
 	for _, tt := range []struct {
-		backendTypes []string
-		want         int
+		change func()
+		want   int
 	}{
-		{[]string{"vxlan", ""}, 1}, {[]string{"wireguard"}, runtime.NumCPU()}, {[]string{"host-gw"}, 1},
-		{[]string{"vxlan", "wireguard"}, runtime.NumCPU()}, {[]string{"vxlan", "host-gw"}, 1},
+		{func() { fit.Network("", true) }, 1},
+		{func() { fit.Network("", false) }, runtime.NumCPU()},
+		{func() { fit.Network("", true) }, 1},
+		{func() { fit.Network("red", false) }, runtime.NumCPU()},
+		{func() { fit.Network("green", true) }, runtime.NumCPU()},
+		{func() { fit.Ended("red") }, 1},
 	} {
-		fit.Backend("", tt.backendTypes...)
-		want := tt.want
-		if now := runtime.GOMAXPROCS(0); now != want {
-			t.Errorf("GOMAXPROCS is %d, want %d", now, want)
+		tt.change()
+		if now := runtime.GOMAXPROCS(0); now != tt.want {
+			t.Errorf("GOMAXPROCS is %d, want %d", now, tt.want)
 		}
 	}
 }

@@ -109,7 +109,7 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	if err := r.devices.TakeAll(be.Scope()); err != nil {
 		return now, nil, err
 	}
-	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
+	r.host.Tuner.Network(r.name, r.catalog.OneThread(now.Config))
 	if replaces {
 		r.state.Change(func(to *lastknown.State) { to.Attempt(now) })
 	} else {
