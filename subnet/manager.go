@@ -17,9 +17,8 @@ var (
 	// ErrNoConfig means that the store answers but has no configuration, or that the file with the
 	// configuration cannot be read.
 	ErrNoConfig = errors.New("no network configuration")
-	// ErrUnfit means that a retry cannot succeed: the store gives this node a subnet that does not
-	// fit the configuration, and an operator has to change one of them; or the lease in the last
-	// known state has expired, see lastknown.ErrExpired.
+	// ErrUnfit means that a retry cannot succeed, for example because the store gives this node a
+	// subnet that does not fit the configuration, and an operator has to change one of them.
 	ErrUnfit = errors.New("subnet does not fit the configuration")
 	// ErrInvalidConfig means that the store has a configuration that cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")

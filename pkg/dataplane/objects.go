@@ -59,7 +59,7 @@ const (
 	KindVXLAN  = "vxlan"
 	KindIPIP   = "ipip"   // IPv4 in IPv4
 	KindIP6Tnl = "ip6tnl" // IPv6 in IPv6
-	// KindWireGuard is a WireGuard device. backend/wireguard manages its keys and peers.
+	// KindWireGuard is a WireGuard device. Its keys and peers are not part of the state.
 	KindWireGuard = "wireguard"
 	// KindTUN is a device whose packets a process reads and writes. The process creates
 	// it: a Kernel changes such a link, but cannot create it.

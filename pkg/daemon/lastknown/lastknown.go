@@ -82,7 +82,8 @@ func (last *State) Renewed(own subnet.Lease) {
 // clockSlack is by how much the clock may have been set back since the state was written.
 const clockSlack = time.Minute
 
-// ErrExpired means that the lease of the last known state has run out.
+// ErrExpired means that the lease of the last known state has run out. It wraps subnet.ErrUnfit,
+// because a retry cannot succeed.
 var ErrExpired = fmt.Errorf("%w: the lease of the last known state has run out", subnet.ErrUnfit)
 
 // Attempt records that the host begins to use the state next, which has another configuration. Until the
