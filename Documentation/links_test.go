@@ -6,7 +6,6 @@ import (
 	"io/fs"
 	"maps"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -160,45 +159,5 @@ func TestBackendPages(t *testing.T) {
 		if at < len(want) {
 			t.Errorf("backends/%s.md: no heading %q where it should be", s.backend, want[at])
 		}
-	}
-}
-
-// packageRow matches the start of a row of the list of packages on the page about the design: a
-// package and, after commas, others of the same folder.
-var packageRow = regexp.MustCompile(`(?m)^[A-Za-z][^\s,]*(?:, [^\s,]+)*`)
-
-// TestDesignListsAllPackages checks that the list of packages on the page about the design
-// contains each package of the module once, and nothing else.
-func TestDesignListsAllPackages(t *testing.T) {
-	design, err := os.ReadFile("design.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, section, _ := strings.Cut(string(design), "## Find your way in the packages\n")
-	rows := map[string]int{}
-	for _, row := range packageRow.FindAllString(fenced.FindString(section), -1) {
-		first, others, _ := strings.Cut(row, ", ")
-		rows[first]++
-		for name := range strings.SplitSeq(others, ", ") {
-			if name != "" {
-				rows[filepath.Join(filepath.Dir(first), name)]++
-			}
-		}
-	}
-	cmd := exec.CommandContext(t.Context(), "go", "list", "-f", "{{slice .ImportPath (len .Module.Path)}}", "./...")
-	cmd.Dir = ".."
-	packages, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("go list: %v", err)
-	}
-	for line := range strings.Lines(string(packages)) {
-		name := strings.Trim(line, "/\n")
-		if rows[name] != 1 {
-			t.Errorf("design.md: the list of packages has %s %d times, want once", name, rows[name])
-		}
-		delete(rows, name)
-	}
-	for name := range rows {
-		t.Errorf("design.md: the list of packages has %s, which is not a package", name)
 	}
 }
