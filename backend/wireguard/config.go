@@ -115,8 +115,8 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, c.check(env)
 }
 
-// check returns an error if the configuration contradicts the families of the network or the
-// MTU of the external interface.
+// check returns an error if Mode does not fit the families of the network, if two devices would
+// have the same port, or if the MTU of the underlay is too small for a device.
 func (c config) check(env backend.Env) error {
 	have := families(env)
 	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {

@@ -14,8 +14,9 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// leastReadPause is the shortest planned time between two readings of a device. The trials of many
-// peers end at different times, and each reading returns all peers.
+// leastReadPause is the shortest time between two planned readings of a device. The trials of many
+// peers end at different times, but each reading returns all peers, so one reading should serve
+// several trials.
 const leastReadPause = time.Second
 
 // control reads and configures devices.
@@ -39,8 +40,8 @@ func (hostControl) Index(device string) (int, error) {
 	return link.Index, nil
 }
 
-// explainPortInUse names port if err says that another program uses it. Otherwise it returns
-// err.
+// explainPortInUse returns an error that names port if err says that another program uses the port.
+// Otherwise it returns err.
 func explainPortInUse(err error, port int) error {
 	// A device of this process returns a number, which wgctrl turns into a text.
 	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))

@@ -13,9 +13,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/endpoint"
 )
 
-// leaseData is a lease's backend data for one family: the JSON object of flannel's
-// wireguardLeaseAttrs (pkg/backend/wireguard). Older peers leave out the port, and listen
-// on the configured one.
+// leaseData is a lease's backend data for one family: the JSON object of upstream flannel's
+// wireguardLeaseAttrs (pkg/backend/wireguard), and further fields. Older peers leave out the port,
+// and listen on the configured one.
 type leaseData struct {
 	PublicKey string
 	Port      int

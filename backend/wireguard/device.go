@@ -14,7 +14,7 @@ import (
 type device struct {
 	tunnel
 	userspace       *userspaceDevice // nil if the kernel implements it
-	index           int              // index of the interface; another one means a new device, without any peers
+	index           int              // index of the interface; if it changes, the device is a new one, without any peers
 	peers           map[string]peer  // wanted peers, by lease key
 	unwantedRemoved bool             // peers without a lease were removed from this device
 	waiting         int              // number of peers that do not have the present preshared key yet
@@ -23,8 +23,8 @@ type device struct {
 	seen       observations    // peers behind NAT
 	trials     trials          // searches for endpoints of peers without a session
 	relaying   relaying        // the use of relays
-	named      map[string]bool // names of peers
-	read       time.Duration   // when the device was read, on the steady clock
+	named      map[string]bool // names of the wanted peers that have one
+	read       time.Duration   // when the device was last read, on the steady clock
 }
 
 func newDevice(t tunnel) *device {

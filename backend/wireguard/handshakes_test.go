@@ -44,7 +44,7 @@ func TestHandshakes(t *testing.T) {
 		"handshake behind, back": {{step: -time.Hour}, {after: minute, handshake: true}, {after: minute, want: minute}},
 		"twice":                  {{step: time.Hour}, {after: minute, want: 2 * minute}, {step: time.Hour}, {after: minute, want: 3 * minute}},
 		"there and back":         {{step: time.Hour}, {after: minute, step: -time.Hour}, {after: minute, want: 3 * minute}},
-		"by less than the time since the last call": { // both are possible, and the younger age counts
+		"by less than the time since the last call": { // two ages are possible (see newAge), and the younger one counts
 			{after: minute, handshake: true}, {after: 3 * minute, step: 2 * minute}, {after: minute, want: 4 * minute},
 		},
 	} {
@@ -76,8 +76,9 @@ func TestHandshakes(t *testing.T) {
 	}
 }
 
-// TestClockStep checks that learned endpoints survive a step of the clock, for each order
-// of step, handshake and passes, and that they are dropped when the session ends.
+// TestClockStep checks that the learned endpoint of a peer survives a step of the clock, with and
+// without a pass between the handshake and the step, and that the endpoint of the lease replaces it
+// when the session ends.
 func TestClockStep(t *testing.T) {
 	for name, step := range map[string]time.Duration{"forward": 24 * time.Hour, "a little forward": 200 * time.Second, "back": -24 * time.Hour} {
 		for _, passBetween := range []bool{true, false} {

@@ -63,8 +63,8 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 	return &d.userspaceDevice, nil
 }
 
-// leave marks a device as unused. It continues to run until another network takes it, or until
-// CloseUnused, FreePorts or take closes it.
+// leave marks a device as unused. It continues to run until another network takes it or the Host
+// closes it.
 func (h *Host) leave(u *userspaceDevice) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

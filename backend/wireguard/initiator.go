@@ -24,8 +24,8 @@ const (
 	// wireguard-go). The sender would then repeat it only after 5 s (REKEY_TIMEOUT of the
 	// protocol).
 	handshakePause = 60 * time.Millisecond
-	// The initiator starts up to handshakeAttempts handshakes with a peer that has no
-	// session, with retryPause between them.
+	// If this host has the smaller public key, the initiator starts up to handshakeAttempts
+	// handshakes with a peer that has no session, with retryPause between them.
 	retryPause = 500 * time.Millisecond
 	// turnPause is the time for which the host with the larger public key lets the other host start.
 	turnPause         = retryPause / 2
@@ -88,8 +88,8 @@ func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh 
 	}
 }
 
-// startSecond waits for turnPause, and then starts handshakes with those of peers that have no
-// session by then.
+// startSecond waits for turnPause, and then starts a handshake with each of the peers that still
+// has no session.
 func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 	if wait.For(i.ctx, turnPause) != nil {
 		return
@@ -102,8 +102,8 @@ func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
 	}
 }
 
-// retry starts handshakes again with those of peers that have no session, up to handshakeAttempts-1
-// times.
+// retry starts another handshake with each of the peers that still has no session, up to
+// handshakeAttempts-1 times.
 func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 	for range handshakeAttempts - 1 {
 		if wait.For(i.ctx, retryPause) != nil {
@@ -145,8 +145,8 @@ func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
 	i.last = time.Now()
 }
 
-// withoutSession returns those of peers with which the device has never completed a handshake.
-// It returns nil if the state cannot be read. It changes the array of peers.
+// withoutSession returns those peers with which the device has never completed a handshake. It
+// returns nil if the state cannot be read. It changes the array of the slice peers.
 func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePublicKey {
 	state, err := i.dev.IpcGet()
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
-// latency is the time that a packet travels in TestInitiate.
+// latency is the time that a packet travels from one end to the other.
 const latency = 20 * time.Millisecond
 
 type delayedBind struct{ conn.Bind }
@@ -76,8 +76,8 @@ func (e end) hasSession(t *testing.T, other end) bool {
 }
 
 // TestInitiate checks that two hosts that add each other, at the same time or one after the
-// other, get a session in less than 5 s without sending packets. After 5 s, WireGuard itself
-// would start another handshake. No host is added shortly before the last handshake of the
+// other, get a session in less than 5 s although they have no data to send. After 5 s, WireGuard
+// itself would start another handshake. No host is added shortly before the last handshake of the
 // other one: on a busy machine, the handshakes could then cross again.
 func TestInitiate(t *testing.T) {
 	for _, apart := range []time.Duration{0, latency / 2, 2 * latency, retryPause - latency/2, retryPause, retryPause + latency/2, 2*retryPause - 8*latency, 2 * time.Second} {
@@ -169,8 +169,8 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 	}
 }
 
-// TestInitiatorClose checks that close waits for the time between handshakes of two
-// devices, and not for handshakes that are still planned.
+// TestInitiatorClose checks that close waits until handshakePause has passed since the last
+// handshake, and does not wait for handshakes that are still planned.
 func TestInitiatorClose(t *testing.T) {
 	ends := newEnds(t, key(8), key(16))
 	for i, e := range ends { // without close, one of them would start another handshake

@@ -28,7 +28,7 @@ type nameServer struct {
 	addrs map[string]string // addresses by name, separated by blanks; without any the lookup fails
 	hangs bool
 	asked []string
-	at    time.Time // of the last lookup
+	at    time.Time // when the last lookup began
 	busy  int       // lookups at this moment
 	most  int       // largest busy
 }
@@ -115,7 +115,8 @@ func TestResolver(t *testing.T) {
 			t.Errorf("%d lookups of a name in an hour, want one in about 10 minutes", n)
 		}
 
-		// After a time with a session the name is resolved at once, and soon again.
+		// If the name was not asked for for a long time, as during a session, the next request resolves it
+		// at once, and requests after leastLookupPause resolve it again.
 		s.set("node", "203.0.113.3")
 		<-time.After(time.Hour)
 		r.addrs("node")
@@ -258,8 +259,8 @@ func TestTryTheNameOfAPeer(t *testing.T) {
 	}
 }
 
-// TestNamesOfNewPeers checks that the name of a peer is resolved when the peer is added, and
-// not when something else in its lease changes.
+// TestNamesOfNewPeers checks that the name of a peer is resolved when the peer is added, and not
+// when only the port of its PublicEndpoint changes.
 func TestNamesOfNewPeers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := newNATHost(t, host(t, 1, 1))

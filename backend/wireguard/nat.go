@@ -20,17 +20,19 @@ import (
 
 const (
 	// mostReadPause is the longest time between two readings of a device while there are peers
-	// behind NAT, peers with names, or notes about relays. The kernel announces neither sessions
-	// nor endpoints.
+	// behind NAT, peers with names, endpoints that other hosts share, or data about relays. Devices
+	// must be read for these, because the kernel announces neither sessions nor endpoints.
 	mostReadPause = time.Minute
-	// newsPause is the time until the devices are read after another host has changed the endpoints that it
-	// shares, or its data about relays. Many hosts may change these at once, and one reading serves all.
+	// newsPause is the longest time until the devices are read after another host has changed the
+	// endpoints that it shares, or its data about relays. The devices are not read at once, because
+	// many hosts may change these at the same time, and one reading is enough for all of them.
 	newsPause = 10 * time.Second
 )
 
 // nat finds the endpoints of peers that are behind NAT. A host shares in its lease the endpoints at
 // which it sees such peers, and tries the endpoints that other hosts share. It also tries the
-// addresses of the names that peers have.
+// addresses of the names that peers have. Beside that, nat publishes the lists about relays, and
+// decides when the devices are read again.
 type nat struct {
 	backend *Backend
 	own     wgtypes.Key // public key of this host
@@ -69,7 +71,8 @@ func newNAT(b *Backend, key wgtypes.Key, devices []*device, names *resolver, own
 }
 
 // noteShared stores what the leases of set share, and what they say about relays. It visits only
-// the changed leases, unless all is set because any lease may differ.
+// the changed leases. If all is set, any lease may differ: noteShared then visits all leases, and
+// forgets those that are not in set. It does nothing if EndpointSharingInterval is 0.
 func (n *nat) noteShared(set backend.Set, all bool) {
 	if n.sharer.interval == 0 {
 		return
@@ -129,7 +132,7 @@ func (n *nat) candidates(d *device, p peer) []netip.AddrPort {
 	return all
 }
 
-// noteNames stores the names of the wanted peers in d.named. It also makes the resolver look up the
+// noteNames adds the names of the wanted peers to d.named. It also makes the resolver look up the
 // names of peers that are not on the device yet, because there is no session with them.
 func (n *nat) noteNames(d *device, c diff) {
 	fresh := map[string]bool{} // names of peers that are not on the device yet
@@ -157,7 +160,8 @@ func (n *nat) worthSharing(endpoint netip.AddrPort) bool {
 
 // offer decides whether this host should change what it publishes. It must be called after a pass
 // that has read all devices. It returns the time after which another pass must read the devices and
-// call offer again; zero if there is nothing to change or the set is not complete.
+// call offer again. It returns zero if there is nothing to change, if the set is not complete, or if
+// EndpointSharingInterval is 0.
 func (n *nat) offer(p pass) (again time.Duration) {
 	s := &n.sharer
 	if s.interval == 0 || !p.set.Complete {
@@ -175,9 +179,10 @@ func (n *nat) offer(p pass) (again time.Duration) {
 	return s.offer(p.now.steady, len(p.set.Leases), want)
 }
 
-// share publishes the change in sharer.offered, if there is one, unless other hosts have made it
-// unnecessary since by what they share. It reports whether the lists about relays have changed,
-// because then the relays must be chosen again.
+// share publishes the change in sharer.offered, if there is one and the set is complete. It leaves
+// out endpoints that enough other hosts have meanwhile begun to share. It publishes nothing if no
+// change remains. It reports whether the lists about relays have changed, because then the relays
+// must be chosen again.
 func (n *nat) share(ctx context.Context, p pass) (relays bool) {
 	s := &n.sharer
 	before := s.published

@@ -58,7 +58,7 @@ func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (
 	}
 }
 
-// pass moves the clock by d.
+// pass moves the clock of the test by d.
 func (h *natHost) pass(d time.Duration) {
 	h.clock.steady += d
 	h.clock.wall = h.clock.wall.Add(d)
@@ -68,7 +68,7 @@ func (h *natHost) pass(d time.Duration) {
 // byte. It also counts one more byte sent to each peer of the device.
 func (h *natHost) session(i byte, endpoint string) { h.sessionOn("flannel-wg", i, endpoint) }
 
-// sessionOn is session for the device with that name.
+// sessionOn does what session does, on the device with that name.
 func (h *natHost) sessionOn(device string, i byte, endpoint string) {
 	for k, p := range h.device.peers[device] {
 		if p.TransmitBytes++; k == key(i) {
@@ -240,7 +240,8 @@ func TestTryTheEndpointsOfOthers(t *testing.T) {
 		t.Errorf("the device has peers %v, want only those with a lease", h.device.peers["flannel-wg"])
 	}
 
-	// The peer answers from there. Another endpoint has no effect then.
+	// The peer answers from the shared endpoint. While there is a session, another shared endpoint
+	// has no effect.
 	h.session(2, shared)
 	three = hostThatShares(t, 3, "2 "+other)
 	sync(2*time.Minute, two, three)
@@ -273,7 +274,8 @@ func TestAMovedLeaseIsTriedAtOnce(t *testing.T) {
 	}
 }
 
-// TestSharedEndpointsAreTriedSoon expects another pass soon after a host has begun to share endpoints.
+// TestSharedEndpointsAreTriedSoon checks that the network asks for another pass after newsPause
+// when a host begins to share endpoints.
 func TestSharedEndpointsAreTriedSoon(t *testing.T) {
 	h := newNATHost(t, host(t, 1, 1))
 	two := host(t, 2, 2)

@@ -33,9 +33,9 @@ type network struct {
 	now            func() instant
 }
 
-// Check implements backend.Network. The identities are the public keys. Unless each family has
-// its own device, a lease with two keys is unusable, and so is one without an address that the
-// device can send to.
+// Check implements backend.Network. The identities are the public keys. With one device for both
+// families, a lease is unusable if it has two keys, or if it has no address that the device can
+// send to.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	var ids []string
 	for _, e := range l.Endpoints {
@@ -68,7 +68,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	if err := n.ensureUserspace(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
-	peers = n.WithResized(peers) // adds peers with another path MTU: without changes, syncPeers would read all peers
+	peers = n.WithResized(peers) // adds to Changed, because syncPeers reads all peers if Changed is empty
 	o, failed := n.Programmer.Sync(ctx, peers)
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
@@ -109,7 +109,8 @@ func (n *network) ensureUserspace(ctx context.Context) error {
 }
 
 // syncPeers writes the settings and peers of all devices. It returns the number of repaired peers,
-// see countRepairs. An error of one device does not prevent the others.
+// see countRepairs. If a device cannot be written, syncPeers still writes the other one. If there
+// is no preshared key to use, it writes nothing.
 func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int, err error) {
 	psk, err := n.secret.read(ctx, n.config)
 	if err != nil {
@@ -143,9 +144,10 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 }
 
 // syncDevice makes the settings and peers of a device match the set of the pass. wrote reports
-// whether it has changed a peer, and repaired is the result of countRepairs. If only the changed
-// leases can need a write, syncDevice does not read the device: it trusts what it wrote in the last
-// pass, because reading thousands of peers costs far more than changing one.
+// whether it has changed a peer. repaired is the result of countRepairs, or 0 if the device was not
+// read, is new, or may still have peers without a lease. If only the changed leases can need a
+// write, syncDevice does not read the device: it trusts what it wrote in the last pass, because
+// reading thousands of peers costs far more than changing one.
 func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass) (wrote bool, repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
@@ -185,7 +187,7 @@ func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass)
 
 // diffOfAll reads the device and compares it with all leases. same reports whether it is the device
 // of the last pass. The returned map contains the wanted peers by lease key. diffOfAll also updates
-// what d knows of its sessions, endpoints, trials and relays.
+// what d knows of its sessions, endpoints, names, trials and relays.
 func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map[string]peer, error) {
 	have, err := n.control.Device(d.name)
 	if err != nil {
@@ -234,8 +236,8 @@ func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, m
 	return c, next
 }
 
-// addWanted adds the peer for a lease to next, by the lease's key, and to want, unless the
-// device does not serve the lease.
+// addWanted adds the peer for a lease to next, by the lease's key, and to want, by the public key.
+// It adds nothing if the device does not serve the lease.
 func (n *network) addWanted(d *device, key string, l subnet.Lease, next map[string]peer, want map[wgtypes.Key]peer) {
 	if p, ok := n.peer(d.tunnel, l); ok {
 		next[key], want[p.key] = p, p
@@ -278,7 +280,8 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 	return hs
 }
 
-// Relay implements backend.RelayUser. With a device for each family, each device may use another relay.
+// Relay implements backend.RelayUser. With a device for each family, each device chooses its own
+// relay.
 func (n *network) Relay(key string) string {
 	var relays []string
 	for _, d := range n.devices {

@@ -31,7 +31,7 @@ type fakeControl struct {
 	peers map[string]map[wgtypes.Key]wgtypes.Peer // peers by device
 	fail  string                                  // name of a device that cannot be written
 	reads int                                     // number of times that a device was read
-	// writes contains the changes of peers
+	// writes contains the changes of peers, in the order of the writes
 	writes []wgtypes.PeerConfig
 }
 
@@ -208,7 +208,8 @@ func TestOneFamilyFails(t *testing.T) {
 	})
 }
 
-// TestChangesOfAFailedPass checks that the pass after a failed one makes all its changes.
+// TestChangesOfAFailedPass checks that the pass after a failed pass also makes the changes that the
+// failed pass should have made.
 func TestChangesOfAFailedPass(t *testing.T) {
 	n, _, c := start(t)
 	sync := func(fail bool, s backend.Set) {

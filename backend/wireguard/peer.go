@@ -62,8 +62,8 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 }
 
 // outer returns the family of the outer packets that t sends to the host with lease l. If only
-// one family is possible, it is that one. If both are possible, it is IPv4, unless the IPv4
-// address of that host is private and the IPv6 addresses of both hosts are not.
+// one family is possible, it is that one. If both are possible, it is IPv6 if the IPv4 address of
+// that host is private and the IPv6 addresses of both hosts are not private, and otherwise IPv4.
 func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	if len(t.outer) == 1 {
 		return t.outer[0]
@@ -86,7 +86,9 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 
 // port returns the UDP port that the host with lease l listens on for the packets of t. outer
 // is the endpoint of l that t sends to. If the data contains no port, it is that of t. Upstream
-// flannel publishes ListenPortV6 for IPv6, even if its only device listens on ListenPort.
+// flannel publishes ListenPortV6 for IPv6, even if its only device listens on ListenPort. So with
+// one device for both families, port uses the port in the data for IPv4. If l has no IPv4, it
+// returns ListenPort instead of ListenPortV6.
 func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
 	_, port, _ := decodeData(outer.Data)
 	if b.config.Mode != modeSeparate {
@@ -124,8 +126,8 @@ const sessionLife = 180 * time.Second
 // the endpoint to try (try) or, without one, the wanted endpoint.
 //
 // With removeUnwanted, peers that are not wanted are removed. With fromMemory, have is the
-// last written state and was not read from the device, so the device may lack a peer of
-// have.
+// last written state and was not read from the device. So a peer of have may be missing on the
+// device.
 type diff struct {
 	have  *wgtypes.Device
 	want  map[wgtypes.Key]peer
@@ -196,7 +198,7 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 // pass if the change could disturb the session with the peer. It sets a new preshared key only at
 // the times that takesPSK allows. It sets the endpoint only if there is no session, or if the
 // endpoint of w has changed since the last pass. allowed returns the subnets of all wanted peers.
-// change calls it only if h has subnets that w lacks.
+// change calls allowed only if h has subnets that are not in w.
 func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
@@ -221,7 +223,7 @@ func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]boo
 	case len(missing) > 0:
 		p.AllowedIPs, differs = ipNets(missing), true
 	}
-	if moved && d.fromMemory { // add works even if the device lacks the peer, but overwrites the endpoint
+	if moved && d.fromMemory { // add works even if the peer is missing on the device, but overwrites the endpoint
 		return d.add(w), true
 	}
 	return p, differs
@@ -254,8 +256,8 @@ func ipNets(ps []netip.Prefix) []net.IPNet {
 	return nets
 }
 
-// networkChanges returns the subnets in want that have lacks, and the subnets in have that want
-// lacks.
+// networkChanges compares the subnets in want with those in have. missing contains the subnets that
+// are only in want, and surplus those that are only in have.
 func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []netip.Prefix) {
 	missing = slices.Clone(want)
 	for _, n := range have {

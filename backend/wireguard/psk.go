@@ -16,8 +16,8 @@ import (
 // learn a new key at different times, and no handshake between two hosts succeeds until
 // both have it. So a host sets the new key of a peer at one of two times. Either the
 // session is young, and lasts long enough for the other host to learn the key. Or the
-// session is so old that the other host seems to have the key already, because it has not
-// replaced the session.
+// session is so old that a new session should have replaced it. The handshakes for a new
+// session then seem to fail because the other host has the new key already.
 const (
 	youngSession = 10 * time.Second
 	// A session is replaced after 120 s (REKEY_AFTER_TIME of the protocol), or up to 10 s
@@ -69,8 +69,9 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	return key, nil
 }
 
-// setWaiting records that waiting peers do not have the key yet, after a pass. all reports
-// whether the pass included all peers. When all peers have the key, it is no longer new.
+// setWaiting records the result of a pass: waiting is the number of peers that do not have the
+// key yet, and all reports whether the pass included all peers. When all peers have the key, the
+// key is no longer new.
 func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 	was := s.waiting
 	s.waiting = waiting > 0

@@ -26,7 +26,7 @@ func TestSecret(t *testing.T) {
 		name     string
 		key      wgtypes.Key
 		waiting  int  // waiting peers after the pass
-		all      bool // all peers are known
+		all      bool // the pass includes all peers
 		rotating bool // during the pass
 		says     string
 	}{
@@ -59,8 +59,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// TestForeign checks which changes of a peer countRepairs counts. Another endpoint does not count, nor
-// does a new preshared key while flanneld's own key is new.
+// TestForeign checks which changes of a peer countRepairs counts as repairs. A change of the endpoint
+// does not count. A change of the preshared key does not count while the configured key is new.
 func TestForeign(t *testing.T) {
 	psk, p := key(5), peer{key: key(2)}
 	peers := map[wgtypes.Key]peer{p.key: p}

@@ -122,8 +122,8 @@ func (r *relaying) concerns(leases []string) bool {
 	return slices.ContainsFunc(leases, func(lease string) bool { return r.by[lease] != "" || slices.Contains(relays, lease) })
 }
 
-// observe updates the contacts with the state of the device, which was read at the time now.
-// Without a need to read, it removes all contacts.
+// observe updates the contacts with the state of the device, which was read at the time now. If
+// active returns false, it removes all contacts. It also resets news and decisive.
 func (r *relaying) observe(now time.Duration, d diff) {
 	r.news, r.decisive = false, false
 	if !r.active() {
@@ -145,7 +145,7 @@ func (r *relaying) observe(now time.Duration, d diff) {
 	r.contacts = contacts
 }
 
-// relayPause returns the time between two readings of a device while a relay may be needed.
+// relayPause returns the longest time between two readings of a device while a relay may be needed.
 // interval is EndpointSharingInterval. Both hosts of a pair leave their relay twice this time
 // after the begin of a new session.
 func relayPause(interval time.Duration) time.Duration {
@@ -160,11 +160,11 @@ func (c contact) returns(now, interval time.Duration) bool {
 	return c.session && now-c.since >= 2*relayPause(interval)
 }
 
-// wanted returns the lists that this host should publish at the time now. Both are empty unless
-// there are an unreachable peer and a relay. A peer counts as unreachable if it has had no session
-// for interval, or at once if it publishes that it does not reach this host. It stays unreachable
-// until packets to it go directly again (see returns). A relay is listed if it answers and has had
-// a session for interval, and stays listed for relayGrace without one.
+// wanted returns the lists that this host should publish at the time now, with at most maxRelayKeys
+// keys each. Both are empty if there is no unreachable peer or no relay. A peer without a session
+// counts as unreachable after interval, or at once if it publishes that it does not reach this
+// host. It stays unreachable until packets to it go directly again (see returns). A relay is listed
+// if it answers and has had a session for interval, and stays listed for relayGrace without one.
 func (r *relaying) wanted(now, interval time.Duration) relayLists {
 	var want relayLists
 	notes := r.notes.byPeer()

@@ -203,7 +203,7 @@ func TestAPeerLeavesTheRelay(t *testing.T) {
 		}
 		h.expectBy(t, "back after: "+when, 5)
 	}
-	// The lease of the relay goes.
+	// The lease of the relay is removed.
 	if _, err := h.Sync(t.Context(), set([]string{"host5"}, h.misses(t, 2, 5), six)); err != nil {
 		t.Fatal(err)
 	}
@@ -315,7 +315,8 @@ func TestARelayThatDoesNotAnswer(t *testing.T) {
 }
 
 // TestMostUnreachablePeers checks which peers a host publishes as unreachable if there are too
-// many: first the peers that also miss this host, then the peers that it publishes already.
+// many: first the peers that also publish that they do not reach this host, then the peers that the
+// host publishes already.
 func TestMostUnreachablePeers(t *testing.T) {
 	r := newRelaying()
 	r.notes["relay"] = relayNote{peer: key(200), relay: true}
@@ -340,8 +341,8 @@ func TestMostUnreachablePeers(t *testing.T) {
 	}
 }
 
-// TestRelaysAreWrittenSoon expects that lists about relays do not wait as long as endpoints, and that
-// the time between two writes stays the same.
+// TestRelaysAreWrittenSoon checks that a host plans a write of lists about relays earlier than a
+// write of endpoints, and that the minimum time between two writes is the same for both.
 func TestRelaysAreWrittenSoon(t *testing.T) {
 	s := sharer{interval: 2 * time.Minute}
 	want := published{relays: map[prefix.Family]relayLists{prefix.IPv4: {keys(2), keys(5)}}}
@@ -475,8 +476,8 @@ func TestNetworksWithoutRelaysCostNothing(t *testing.T) {
 	}
 }
 
-// TestCheckRelay checks that there is an error if the configuration does not allow any host to
-// use a relay.
+// TestCheckRelay checks that CheckRelay returns an error for a relay if the configuration does not
+// let hosts use relays.
 func TestCheckRelay(t *testing.T) {
 	for raw, want := range map[string]string{
 		`{"PersistentKeepaliveInterval":25}`: "",

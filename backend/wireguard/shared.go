@@ -62,10 +62,10 @@ func (s sharedEndpoints) encode(f prefix.Family) (json.RawMessage, error) {
 // sharedField is the JSON key of leaseData.PeerEndpoints.
 const sharedField = "PeerEndpoints"
 
-// decodeShared adds the shared endpoints in the backend data for family f to into. Another host
-// has written the data, so decodeShared skips an endpoint that encode would not write or whose
-// address is not usable. If there are more than maxShared endpoints, or their object is too
-// large, it skips all of them.
+// decodeShared adds the shared endpoints in raw, the backend data for family f, to the map into.
+// Another host has written the data. So decodeShared skips an endpoint that encode would not write,
+// and an endpoint for whose address usable returns false. If there are more than maxShared
+// endpoints, or their object is too large, it skips all of them.
 func decodeShared(raw json.RawMessage, f prefix.Family, usable func(netip.Addr) bool, into sharedEndpoints) {
 	if !bytes.Contains(raw, []byte(sharedField)) { // as in nearly all leases
 		return
@@ -91,7 +91,7 @@ func decodeShared(raw json.RawMessage, f prefix.Family, usable func(netip.Addr) 
 	}
 }
 
-// sharedIn returns the shared endpoints in lease l, except those whose address is not usable.
+// sharedIn returns the shared endpoints in lease l for whose addresses usable returns true.
 func sharedIn(l subnet.Lease, usable func(netip.Addr) bool) sharedEndpoints {
 	shared := sharedEndpoints{}
 	for _, e := range l.Endpoints {
@@ -148,14 +148,15 @@ func (x *sharedIndex) retain(keep func(lease string) bool) (changed bool) {
 	return changed
 }
 
-// hosts returns the number of other hosts that share endpoint for the peer and family in of.
+// hosts returns the number of other hosts that share endpoint for a peer. of contains the peer and
+// the family of the endpoint.
 func (x *sharedIndex) hosts(of sharedEndpoint, endpoint netip.AddrPort) int {
 	return x.byPeer[of][endpoint]
 }
 
-// candidates returns at most maxCandidates shared endpoints to try for a peer. Endpoints that
-// more hosts share come first, then those with the lower address. So the order does not change
-// from call to call.
+// candidates returns at most maxCandidates shared endpoints of these families to try for a peer.
+// Endpoints that more hosts share come first. Among those that equally many hosts share, the lower
+// address comes first, so that the order is the same in each call.
 func (x *sharedIndex) candidates(peer wgtypes.Key, families []prefix.Family) []netip.AddrPort {
 	var all []netip.AddrPort
 	hosts := map[netip.AddrPort]int{}

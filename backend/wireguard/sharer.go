@@ -22,8 +22,9 @@ const (
 	// sharedFor is the time for which an endpoint stays in the lease after the last session with
 	// the peer. So a peer that restarts causes no write.
 	sharedFor = 10 * time.Minute
-	// shareTurn, times the number of hosts in the network, is the minimum time between two writes of one
-	// host. All hosts watch all leases, so otherwise events would grow with the square of the hosts.
+	// shareTurn, times the number of hosts in the network, is a minimum of the time between two writes
+	// of one host. All hosts watch all leases, so otherwise the number of events in a second would
+	// grow with the square of the number of hosts.
 	shareTurn = 30 * time.Millisecond
 )
 
@@ -38,8 +39,9 @@ type observation struct {
 type observations map[wgtypes.Key]observation
 
 // note updates o with the state of a device at the time now. d contains that state and the wanted
-// peers. A peer is behind NAT if the device sees it at another endpoint than those in its lease.
-// worth reports whether other hosts can use an endpoint; others are left out.
+// peers. A peer counts as behind NAT if the device sees it at an endpoint that is not in its lease.
+// note leaves out an endpoint for which worth returns false, because other hosts cannot use it. It
+// removes a peer that is not wanted any more, or that has had no session for more than sharedFor.
 func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort) bool) {
 	for _, h := range d.have.Peers {
 		w, wanted := d.want[h.PublicKey]
@@ -69,7 +71,7 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 type sharer struct {
 	interval time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
 	published
-	allowed time.Duration // when the lease may be written again, on the steady clock
+	allowed time.Duration // time from which the lease may be written again, on the steady clock
 	planned time.Duration // when the lease will be written; zero if there is nothing to write
 	urgent  bool          // the write is planned because of relays
 	offered *published    // written to the lease next; nil if there is nothing to write yet
@@ -127,8 +129,9 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 // When the planned time has come, it offers want to due. again is the time after which offer
 // must be called again, after another reading; zero if there is nothing to write. hosts is the
 // number of hosts in the network. The planned time is random: hosts that see the same peer
-// write at different times, so that the last ones see that enough hosts share its endpoint.
-// Pods wait for lists about relays, so these are written as soon as the number of hosts allows.
+// write at different times, so that the last ones see that enough hosts share its endpoint. If
+// lists about relays have changed, offer adds at most hosts times shareTurn to the first permitted
+// time, because pods wait for these lists.
 func (s *sharer) offer(now time.Duration, hosts int, want published) (again time.Duration) {
 	s.offered = nil
 	urgent := !maps.EqualFunc(want.relays, s.relays, relayLists.equal)
@@ -155,9 +158,9 @@ func (s *sharer) offer(now time.Duration, hosts int, want published) (again time
 }
 
 // due reports whether the lease must be written at the time now, because offer has offered new
-// content. If so, due stores that in s.published. Reading devices with thousands of peers takes
-// time, in which other hosts may have shared the endpoints that offer has offered. So due drops
-// each endpoint that is new in the lease and that enough other hosts share by now.
+// content. If so, due stores the content in s.published. Reading devices with thousands of peers
+// takes time, in which other hosts may have shared the endpoints that offer has offered. So due
+// drops each endpoint that is new in the lease and that enough other hosts share by now.
 func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	if s.offered == nil {
 		return false
@@ -175,8 +178,9 @@ func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 }
 
 // worthSharing reports whether other hosts may reach the peer that this host sees at endpoint. own
-// is the public address of this host in that family. If own is private and endpoint is global, this
-// host is behind NAT itself, and another host may see the peer at another endpoint.
+// is the public address of this host in the family of endpoint. The result is false if own is
+// private and endpoint is global: this host is then behind NAT itself, and other hosts may see the
+// peer at another endpoint.
 func worthSharing(own netip.Addr, endpoint netip.AddrPort) bool {
 	return !isGlobal(endpoint.Addr()) || isGlobal(own)
 }

@@ -98,9 +98,9 @@ func TestSharersOfOnePeer(t *testing.T) {
 	}
 }
 
-// TestSharersDecideAgain checks a host that has offered two endpoints, if other hosts begin to
-// share endpoints before it writes. It must leave out the endpoints that enough other hosts
-// share, and write nothing if that leaves nothing new.
+// TestSharersDecideAgain checks what a host writes that has offered two endpoints, if other hosts
+// begin to share endpoints before the write. The host must leave out new endpoints that enough other
+// hosts share, and write nothing if nothing new remains.
 func TestSharersDecideAgain(t *testing.T) {
 	both := []string{"2 203.0.113.2:2", "3 203.0.113.3:3"}
 	for name, tt := range map[string]struct {
@@ -125,7 +125,7 @@ func TestSharersDecideAgain(t *testing.T) {
 				return s.offer(now, 10, published{shared: s.wanted(now, []observations{device}, &others)})
 			}
 			now := time.Hour
-			offer(now) // now the turn of the host is known
+			offer(now) // plans the write, at most half of the interval later
 			now += s.interval
 			if again := offer(now); again != leastReadPause {
 				t.Fatalf("when it is the turn of the host, the next pass is after %s, want %s", again, leastReadPause)
@@ -166,7 +166,7 @@ func only(s sharedEndpoints, peer byte) sharedEndpoints {
 // TestWritesAreLimited checks how often a host writes its lease while the endpoint of a peer
 // changes all the time, in networks of different sizes.
 func TestWritesAreLimited(t *testing.T) {
-	for hosts, want := range map[int]int{3: 60, 5000: 24} { // in an hour: one in 60 s, or in 30 ms for each host
+	for hosts, want := range map[int]int{3: 60, 5000: 24} { // in an hour: one in 60 s, or one in hosts times 30 ms
 		s, now, writes := sharer{interval: time.Minute}, time.Hour, 0
 		var last time.Duration
 		for now < 2*time.Hour {

@@ -119,9 +119,10 @@ func (b *Backend) Usable(ctx context.Context) error {
 // probeDevice is the name of the device that kernelSupported creates and deletes again.
 const probeDevice = "flannel-wg-try"
 
-// kernelSupported returns an error if the kernel cannot create a WireGuard device. The error
-// wraps EOPNOTSUPP if the kernel has no WireGuard. links contains the existing devices. If one
-// of them is a WireGuard device, kernelSupported returns nil without a try.
+// kernelSupported returns an error if the kernel cannot create and delete a WireGuard device. The
+// error wraps EOPNOTSUPP if the kernel has no WireGuard. links contains those devices of the
+// backend that exist. If one of them is a WireGuard device, kernelSupported returns nil and
+// creates no device.
 func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
@@ -138,7 +139,8 @@ func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplan
 
 // removeKernelDevices removes the kernel's WireGuard devices that an earlier start with another
 // Implementation has left, so that TUN devices can have their names. It removes nothing and
-// returns an error if another device has such a name, or if TUN devices cannot be created.
+// returns an error if a device of another type has such a name, or if there is a device to remove
+// but TUN devices cannot be created. links contains those devices of the backend that exist.
 func (n *network) removeKernelDevices(ctx context.Context, links map[string]dataplane.Link) error {
 	var ops []dataplane.Op
 	for _, l := range links {

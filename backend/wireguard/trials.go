@@ -10,18 +10,19 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// WireGuard sends the first packet of a handshake every 5 s (REKEY_TIMEOUT of the protocol). A trial of
-// an endpoint lasts for firstTrial, and in each later round twice as long, up to lastTrial. After
-// trialRounds rounds without a handshake, the peer keeps the endpoint of its lease for trialRest.
+// While there is no answer, WireGuard sends the first packet of a handshake every 5 s
+// (REKEY_TIMEOUT of the protocol). A trial of an endpoint lasts for firstTrial in the first round,
+// and in each later round twice as long as in the round before, up to lastTrial. After trialRounds
+// rounds without a handshake, the peer keeps the endpoint of its lease for trialRest.
 //
 // If a trial ends and the device has sent nothing, either there was no packet for the peer, or the host has
-// no route to the endpoint. The first packet should go to the first candidate, so the peer keeps that for
-// idleTrials trials. Then the next endpoint has its turn. Otherwise an endpoint without a route would stay
-// forever.
+// no route to the endpoint. The first packet should go to the first candidate, so the trial of the first
+// candidate is then prolonged by firstTrial, up to idleTrials times. After that the next endpoint is tried,
+// because otherwise a candidate without a route would stay forever.
 //
 // If two hosts are behind NAT, they must try each other within the same half minute: the first packet of a
-// host only makes its own NAT let in the packets of the other host. Both hosts try each other for the same
-// part of the time, so that they meet soon.
+// host only makes its own NAT let in the packets of the other host. On both hosts all trials of a round
+// last equally long, so that the trials of each other soon overlap.
 const (
 	firstTrial  = 15 * time.Second
 	lastTrial   = 2 * time.Minute
@@ -45,9 +46,9 @@ type trial struct {
 // trials contains the searches of a device, by the public key of the peer.
 type trials map[wgtypes.Key]*trial
 
-// next returns the endpoint to try at the time now, for each peer that has no session and at least
-// one candidate besides the endpoint of its lease. It ends the searches for all other peers.
-// candidates returns the candidates of a peer.
+// next returns the endpoint to try at the time now, by public key, for each peer on the device that
+// has no session and at least one candidate besides the endpoint of its lease. It ends the searches
+// for all other peers. candidates returns the candidates of a peer.
 func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.AddrPort) map[wgtypes.Key]netip.AddrPort {
 	try := map[wgtypes.Key]netip.AddrPort{}
 	had := make(map[wgtypes.Key]bool, len(ts))
@@ -101,8 +102,8 @@ func (t *trial) replace(now time.Duration, endpoints []netip.AddrPort) {
 	}
 }
 
-// advance goes on to the next endpoint if the present trial has ended. sent is the number of bytes that
-// the device has sent to the peer.
+// advance goes on to the next endpoint if the present trial has ended, or prolongs that trial (see
+// idleTrials). sent is the number of bytes that the device has sent to the peer.
 func (t *trial) advance(now time.Duration, sent int64) {
 	if now < t.until {
 		return

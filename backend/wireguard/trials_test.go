@@ -38,7 +38,7 @@ func TestTrials(t *testing.T) {
 	expect(44*time.Second, lease)
 	expect(45*time.Second, one)
 	candidates = []netip.AddrPort{lease, two, one} // the endpoint of the lease is not tried twice
-	expect(50*time.Second, two)                    // for the rest of the trial
+	expect(50*time.Second, two)                    // at the index of one, for 15 s
 	if got := ts.pause(55 * time.Second); got != 10*time.Second {
 		t.Errorf("pause of %s, want 10s", got)
 	}
@@ -46,7 +46,7 @@ func TestTrials(t *testing.T) {
 	candidates = []netip.AddrPort{two}
 	expect(70*time.Second, lease) // there is no second candidate any more
 	candidates = []netip.AddrPort{one}
-	expect(75*time.Second, lease) // the new candidate has to wait for 15 s
+	expect(75*time.Second, lease) // the new candidate waits until the trial of the lease has lasted 15 s
 	expect(85*time.Second, one)
 	candidates = []netip.AddrPort{two, one}
 	expect(95*time.Second, two)
@@ -81,7 +81,7 @@ func TestTrials(t *testing.T) {
 	}
 	expect(now+trialRest, two)
 
-	// A session ends the search. The next one begins with a candidate.
+	// A session ends the search. The next search begins with the first candidate.
 	age = sessionLife
 	if got := try(now + trialRest); got.IsValid() || len(ts) > 0 {
 		t.Errorf("with a session the endpoint %s is tried", got)
@@ -94,8 +94,8 @@ func TestTrials(t *testing.T) {
 	}
 }
 
-// TestTrialsReachTheEndpointOfTheLease checks that candidates do not prevent the trial of the
-// endpoint of the lease, which is the right one.
+// TestTrialsReachTheEndpointOfTheLease checks that the endpoint of the lease is tried within 3
+// minutes, even if the device sends nothing and the candidates change.
 func TestTrialsReachTheEndpointOfTheLease(t *testing.T) {
 	lease := netip.MustParseAddrPort("192.168.77.2:51820")
 	at := func(port uint16) netip.AddrPort { return netip.AddrPortFrom(lease.Addr(), port) }

@@ -116,8 +116,8 @@ func persist(f *os.File) error {
 	return nil
 }
 
-// listen opens the control socket of the WireGuard device name in dir. It replaces a
-// socket that a process has left there at its end. That is safe because the caller has
+// listen opens the control socket in the folder dir for the WireGuard device with that name. It
+// replaces a socket that a process has left there at its end. That is safe because the caller has
 // taken the daemon's lock, so no other daemon runs such a device.
 func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -155,7 +155,8 @@ func (u *userspaceDevice) serve(ctx context.Context) {
 	})
 }
 
-// close ends the device if it runs. The TUN device stays.
+// close ends the device if it runs. It waits until another device may take its place, see
+// initiator.close. The TUN device stays.
 func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {

@@ -41,7 +41,7 @@ func TestLacking(t *testing.T) {
 }
 
 // TestIdleClients checks that close ends the device and its connections, even if a client keeps
-// a connection to the device's socket open before a request or in the middle of one.
+// a connection to the device's socket open after a request or in the middle of one.
 func TestIdleClients(t *testing.T) {
 	for name, said := range map[string]string{"silent": "", "unfinished get": "get=1\n", "unfinished set": "set=1\nlisten_port=7\n"} {
 		t.Run(name, func(t *testing.T) {

@@ -14,16 +14,18 @@
 //   - network.go is the Network: in each pass it writes the difference between the peers of
 //     a device and the wanted ones. peer.go computes that with a pure function. device.go
 //     stores what the passes know of a device, and control.go reads and configures devices.
-//   - handshakes.go finds out which sessions are in use, and psk.go when a peer gets a new
+//   - handshakes.go finds the ages of sessions, and psk.go decides when a peer gets a new
 //     preshared key.
-//   - nat.go finds endpoints of peers behind NAT. sharer.go decides which endpoints this host
-//     shares in its lease, shared.go encodes and decodes shared endpoints, and trials.go tries
-//     the endpoints that other hosts share. names.go resolves the names of peers.
-//   - relay.go reads and writes what leases say about relays. A relay is a host that carries
-//     packets between two other hosts that do not reach each other. relaying.go decides when to
-//     use a relay.
+//   - nat.go finds endpoints of peers behind NAT, and decides when the devices are read. sharer.go
+//     decides which endpoints this host shares in its lease, and when it writes the lease.
+//     shared.go encodes and decodes shared endpoints. names.go resolves the names of peers.
+//     trials.go tries the endpoints that other hosts share, and the addresses of names.
+//   - relay.go reads and writes what leases say about relays, and chooses the relay of a pair of
+//     hosts. A relay is a host that carries packets between two other hosts that do not reach each
+//     other. relaying.go decides what this host publishes about relays, and when it uses one.
 //   - key.go stores the private key.
-//   - userspace.go runs the device in this process, and initiator.go starts its sessions.
+//   - userspace.go runs the device in this process. initiator.go starts its sessions, and reader.go
+//     corrects the UDP checksums of packets that it reads from its TUN device.
 //   - host.go is the Host, which outlives networks: it contains the devices in this process.
 package wireguard
 
@@ -169,9 +171,10 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return nil
 }
 
-// CheckRelay implements backend.Relayer. Without keepalives, hosts have sessions only while
-// pods send, so no host knows whether it reaches another. Without EndpointSharingInterval,
-// hosts do not write their leases again to publish what they know.
+// CheckRelay implements backend.Relayer. It returns an error if one of two intervals is 0. Without
+// PersistentKeepaliveInterval, hosts have sessions only while pods send, so no host knows whether
+// it reaches another. Without EndpointSharingInterval, hosts do not write their leases again to
+// publish what they know.
 func (b *Backend) CheckRelay() error {
 	switch {
 	case b.config.PersistentKeepaliveInterval == 0:
@@ -186,7 +189,7 @@ func (b *Backend) CheckRelay() error {
 func (b *Backend) usesRelays() bool { return b.CheckRelay() == nil }
 
 // key returns the private key of this host: the stored one, or else the key of an existing
-// device, or else a new one. It stores the key if there is a file for it.
+// device, or else a new one. It also stores the key, if newKeyStore has a path for it.
 func (b *Backend) key() (wgtypes.Key, error) {
 	var have wgtypes.Key
 	client, err := wgctrl.New()

@@ -240,8 +240,8 @@ func TestWrittenKeys(t *testing.T) {
 	expect(made)
 }
 
-// TestMakeRoom checks that removeKernelDevices removes the kernel's WireGuard devices with the
-// names of TUN devices. It must remove nothing if one of the devices may belong to another
+// TestMakeRoom checks that removeKernelDevices removes the kernel's WireGuard devices, so that TUN
+// devices can have their names. It must remove nothing if one of the devices may belong to another
 // program.
 func TestMakeRoom(t *testing.T) {
 	for _, tt := range []struct{ four, six, left, err string }{
