@@ -20,15 +20,15 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-// senderFilter is the source check of the kernel path, because the kernel itself accepts
-// datagrams from any sender. It is an nftables table of its own, for IPv4 only: a set
-// with the public addresses of all peers, and the senderRules. Only dropped may be called
-// concurrently with another method.
+// senderFilter is the source check of the kernel path, because the kernel itself accepts datagrams
+// from any sender. It is an nftables table of its own, for IPv4 only: a set with the public
+// addresses of all peers, and the rules of senderRules. Only dropped may be called concurrently
+// with another method.
 type senderFilter struct {
 	senderRules
 	peers map[netip.Addr]int // number of peers by public address
-	// rules contains the handles of the rules by chain, as the kernel assigned them. It is
-	// nil if this process has not created the table.
+	// rules contains the handles of the rules by chain, as the kernel assigned them. It is nil if this
+	// process has not created the table, or could not read the handles after that.
 	rules map[string][]uint64
 
 	mu   sync.Mutex
@@ -44,8 +44,8 @@ func filterPlaces() []firewall.Place {
 	return places
 }
 
-// newSenderFilter returns a filter for datagrams to local. It admits no peer, and does not
-// change the kernel yet.
+// newSenderFilter returns a filter for datagrams to local. It admits no peer, or every sender if
+// anySender is set. It does not change the kernel yet.
 func newSenderFilter(local netip.AddrPort, anySender bool) *senderFilter {
 	return &senderFilter{senderRules: senderRules{local, anySender}, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
 }

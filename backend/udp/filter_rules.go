@@ -52,12 +52,12 @@ func tableRef() *nftables.Table {
 	return &nftables.Table{Name: filterTable, Family: nftables.TableFamilyIPv4}
 }
 
-// peerSet identifies the set with the public addresses of the peers in requests.
+// peerSet identifies, in requests, the set with the public addresses of the peers.
 func peerSet() *nftables.Set {
 	return &nftables.Set{Table: tableRef(), Name: peerSetName, KeyType: nftables.TypeIPAddr}
 }
 
-// senderRules are the rules of a senderFilter.
+// senderRules describes the rules of a senderFilter, and writes them.
 type senderRules struct {
 	local     netip.AddrPort // address at which datagrams for the device arrive
 	anySender bool           // any host may send, not only peers

@@ -25,7 +25,8 @@ import (
 type Settings struct {
 	// Check selects the source check. Empty means tunnel.CheckNetwork.
 	Check tunnel.SourceCheck
-	// Persist makes the device remain when the process ends.
+	// Persist makes the device remain when the process ends. With the kernel path, the FOU port
+	// and the source check then remain too.
 	Persist bool
 }
 
@@ -143,8 +144,8 @@ func sameEnds(a, b tunnel.Config) bool {
 	return a.Device == b.Device && slices.Equal(a.Local, b.Local) && slices.Equal(a.Own, b.Own) && slices.Equal(a.Networks, b.Networks)
 }
 
-// leaveTunnel marks the tunnel as unused. It continues until another network takes it over, or
-// until CloseUnused or FreePorts closes it.
+// leaveTunnel marks the tunnel as unused. It continues until another network takes it over or
+// the Host closes it.
 func (h *Host) leaveTunnel() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -225,8 +226,8 @@ func (h *Host) claimDevice(ctx context.Context, name string) error {
 }
 
 // attachDevice makes h.device an open device with that name: the present one, the one that
-// systemd has kept, a persistent one, or a new one. added is true if systemd does not keep that
-// device yet.
+// systemd has kept, a persistent one, or a new one. added is true for a persistent or new one,
+// because the caller should then pass it to systemd.
 func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err error) {
 	if h.device != nil && h.device.Name() == name && h.device.Alive() {
 		return false, nil
@@ -273,7 +274,7 @@ func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 }
 
 // keepDevice passes the device to systemd (FDSTORE of sd_notify(3)), if systemd runs this
-// process and the unit allows that. It replaces a device that systemd has kept before.
+// process and the unit allows that. It replaces a device of that name that systemd has kept.
 func keepDevice(d *tunnel.Device) error {
 	raw, err := d.File().SyscallConn()
 	if err != nil {

@@ -60,8 +60,8 @@ func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 }
 
 // TestKernelSystemdKeepsTheDevice checks that the device survives a restart under systemd. The
-// test plays systemd: it receives the device from one process, outlives that process, and
-// passes the device to the next one.
+// test plays systemd: it receives the device from a Host, keeps it when that Host closes, and
+// passes it to a new process.
 func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
 	path := filepath.Join(t.TempDir(), "notify")
@@ -107,7 +107,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	}
 }
 
-// TestKernelMessagesLost checks a host that must not change sysctls, like many containers: it
+// TestKernelMessagesLost checks a process that cannot change sysctls, as in many containers: it
 // must log once that ICMP errors are lost, unless the sysctls are set already.
 func TestKernelMessagesLost(t *testing.T) {
 	ctx, l := oneHost(t)

@@ -94,9 +94,9 @@ type kernelNetwork struct {
 	routesStale   bool          // routes are out of date, because updating the filter has failed
 }
 
-// startKernel starts a network whose packets the kernel carries. If that succeeds, it closes the
-// tunnel and the TUN device of user space. If it fails after its checks, it removes all objects of
-// the kernel path.
+// startKernel starts a network whose packets the kernel carries. After its checks it closes the
+// tunnel of user space, because the kernel needs its port. At the end it closes the TUN device. If
+// it fails while it creates the objects of the kernel path, it removes all of them.
 func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	if err := fouMissing(); err != nil {
 		return nil, err
@@ -167,8 +167,8 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	return nil
 }
 
-// startFilter creates the filter in front of the device. If the kernel has no nftables, it only
-// logs that senders are not checked.
+// startFilter creates the filter, or keeps that of an earlier network (see senderFilter.start). If
+// the kernel has no nftables, it only logs that senders are not checked.
 func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	if err := nftables.Available(); err != nil {
 		n.host.warnUnchecked(ctx, err)

@@ -13,9 +13,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// peers contains the peers of the tunnel.
+// peers contains the peers of this host, for both modes.
 type peers struct {
-	table   *tunnel.Table
+	table   *tunnel.Table            // used by the tunnel in user space
 	byLease map[string][]tunnel.Peer // peers in the table, by lease key
 }
 

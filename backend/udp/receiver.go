@@ -93,8 +93,9 @@ func (r receiver) ensure() (missing bool, err error) {
 	return true, err
 }
 
-// command adds or deletes the FOU port at; cmd is FOU_CMD_ADD or FOU_CMD_DEL. The attributes
-// are those of linux/fou.h. The library's own functions do not support a port with an address.
+// command adds or deletes the FOU port with the address and the number in at. cmd is FOU_CMD_ADD
+// or FOU_CMD_DEL. The attributes are those of linux/fou.h. The library's own functions do not
+// support a port with an address.
 func command(cmd uint8, at netip.AddrPort) error {
 	family, err := netlink.FouFamilyId()
 	if err != nil {

@@ -6,12 +6,13 @@
 //
 //   - udp.go is the Backend, and config.go the Backend object of the configuration. start.go
 //     chooses between user space and the kernel path.
-//   - userspace.go is the network in user space, which package tunnel carries.
-//   - kernel.go is the network of the kernel path. Its objects besides device and routes
-//     are the FOU port in receiver.go and the source check in filter.go, with its rules in
-//     filter_rules.go. leftovers.go removes them when another configuration replaces this one.
+//   - userspace.go is the network in user space, whose packets pass through package tunnel.
+//   - kernel.go is the network of the kernel path. Besides the device and the routes, it has
+//     the FOU port in receiver.go and the source check in filter.go, with its rules in
+//     filter_rules.go. leftovers.go names these two objects, so that they are removed when
+//     another configuration replaces this one.
 //   - host.go is the Host, which outlives networks: it contains the TUN device, the tunnel and
-//     the peers (peers.go).
+//     the peers (peers.go), and removes the objects of the kernel path.
 package udp
 
 import (

@@ -103,8 +103,8 @@ func TestBase(t *testing.T) {
 	}
 }
 
-// TestBaseOfTheKernelPath checks the state of the kernel path: one device, and one route
-// per peer.
+// TestBaseOfTheKernelPath checks the state of the kernel path: one device with one address, and
+// one route per peer.
 func TestBaseOfTheKernelPath(t *testing.T) {
 	b := &Backend{env: backendtest.Env(1500, prefix.IPv4), config: config{Port: 8285}}
 	own := lease("own", "10.5.7.0/24", "192.168.77.1")
@@ -125,7 +125,7 @@ func TestBaseOfTheKernelPath(t *testing.T) {
 }
 
 // TestKernelPathRefused checks that New refuses mode kernel, and no other mode, if the
-// kernel path cannot do what the configuration requires.
+// kernel path cannot do what the configuration or the options of this host require.
 func TestKernelPathRefused(t *testing.T) {
 	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {

@@ -16,9 +16,10 @@ import (
 )
 
 // startUserspace starts a network whose packets this process carries. It first removes the objects
-// of the kernel path. Packets wait in the device until the first Sync has set the peers.
+// of the kernel path. If an earlier network has left a tunnel running that fits, packets continue to
+// flow. Otherwise they wait in the device until the first Sync has set the peers.
 func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if b.env.Network == "" { // otherwise there is no kernel path, and its objects belong to another daemon
+	if b.env.Network == "" { // with several networks, such objects belong to another daemon
 		if err := b.host.removeKernelPath(b.receiver()); err != nil {
 			return nil, err
 		}
