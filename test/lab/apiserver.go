@@ -34,7 +34,8 @@ type APIServerOptions struct {
 }
 
 // APIServer is a real kube-apiserver with RBAC. It is a separate process in the router's
-// namespace and stores its objects in the lab's etcd.
+// namespace. It stores its objects in the lab's etcd, unless APIServerOptions.Etcd names
+// another store.
 type APIServer struct {
 	lab   *Lab
 	opt   APIServerOptions
@@ -51,8 +52,8 @@ const (
 	apiServerPort = 6443
 )
 
-// StartAPIServer starts an API server and waits until it answers. The lab must have a
-// store and must not run another API server. If it starts but does not answer,
+// StartAPIServer starts an API server and waits until it answers. The lab must have a store and
+// must not run another API server. If the API server does not start or does not answer,
 // StartAPIServer returns it together with the error.
 func (l *Lab) StartAPIServer(ctx context.Context, o APIServerOptions) (*APIServer, error) {
 	s, err := l.newAPIServer(o)
@@ -206,8 +207,8 @@ func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
 // certificate. Processes of root, in the lab or not, can read it while the lab is open.
 func (s *APIServer) CA() string { return s.files.CA }
 
-// SigningKey returns the path of the key that signs tokens of service accounts.
-// Kubernetes' controllers need it. The same processes can read it as the file CA.
+// SigningKey returns the path of the key that signs tokens of service accounts. Kubernetes'
+// controllers need it. The processes that can read the file CA can read it too.
 func (s *APIServer) SigningKey() string { return s.files.serverKey }
 
 func (s *APIServer) process() *process {

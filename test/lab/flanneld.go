@@ -30,10 +30,10 @@ type Daemon struct {
 	host *Host
 }
 
-// StartFlanneld starts flanneld on the host and does not wait until it is ready. It
-// passes the address of the store and the names of several networks, and makes the health
-// server listen on the host's loopback. Everything else is flanneld's default unless o
-// changes it.
+// StartFlanneld starts flanneld on the host and does not wait until it is ready. It passes the
+// address and the TLS files of the store, if the lab has one, and the names of several networks. It
+// makes the health server listen on the host's loopback. Everything else is flanneld's default
+// unless o changes it.
 func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, error) {
 	if o.Path == "" {
 		o.Path = h.lab.cfg.Flanneld

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package lab builds hosts out of network namespaces: an underlay of one or several L2
-// segments, an etcd, real flanneld processes, and pods behind them.
+// segments, an etcd and a Kubernetes API server, real flanneld processes, and pods behind them.
 //
 // A lab leaves nothing behind. Its namespaces have no name and exist only while the
 // process holds them. Its files are on tmpfs mounts that only those namespaces see. Every
@@ -35,12 +35,12 @@ const (
 // Config describes a lab.
 type Config struct {
 	Hosts    int             // 0 means 3
-	Segments int             // number of L2 segments; host i is on segment (i-1)%Segments, counted from 0; 0 means 1
+	Segments int             // number of L2 segments, 0 means 1; host i is on the segment with index (i-1)%Segments
 	Families []prefix.Family // of the underlay; nil means IPv4
-	MTU      int             // of the underlay; 0 means 1500
+	MTU      int             // of the underlay, in bytes; 0 means 1500
 
 	// Loss (in percent) and Latency (one way) need netem in the kernel. Rate (bytes per
-	// second towards each host) needs tbf. Zero means no limit.
+	// second towards each host) needs tbf. Zero turns each of them off.
 	Loss    float64
 	Latency time.Duration
 	Rate    uint64
@@ -48,8 +48,8 @@ type Config struct {
 	// Flanneld is the path of the binary that hosts run unless FlanneldOptions names
 	// another.
 	Flanneld string
-	// Network is the network configuration in the store at the start. With nil the store
-	// is empty.
+	// Network is the network configuration in the store at the start; nil means that the store
+	// contains none.
 	Network json.RawMessage
 	// Networks, if not empty, makes each daemon serve these named networks instead of the
 	// network of the field Network.

@@ -26,7 +26,8 @@ type Cell struct {
 // Matrix tests, in each of the families, how every pod reaches every other pod of its network. It
 // tests a ping, then a TCP connection, which must arrive from the address of the sending pod, and
 // then measures round-trip time and throughput. The measurements of the throughput together take
-// about budget. A pod without an address of a family reaches no other pod in that family.
+// about budget, but each of them takes at least 2 ms and at most 100 ms. A pod without an address
+// of a family reaches no other pod in that family.
 func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.Duration) []Cell {
 	const shortest, longest = 2 * time.Millisecond, 100 * time.Millisecond
 	var cells, first, second []*Cell

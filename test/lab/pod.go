@@ -26,7 +26,8 @@ const SubnetFile = "/run/flannel/subnet.env"
 const PodBridge = "cni0"
 
 // Pod is a namespace connected to a bridge of its host. Its addresses and MTU come from the
-// host's subnet file.
+// host's subnet file. Only a pod of AddEmptyPod gets them from another program, which also connects
+// the pod.
 type Pod struct {
 	*Namespace
 	host    *Host

@@ -77,8 +77,8 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 
 func bridgeName(segment int) string { return fmt.Sprintf("l2-%d", segment+1) }
 
-// attach creates eth0 of the host. The other end of the veth pair is a port of the
-// segment's bridge.
+// attach creates eth0 of the host, and waits until it carries packets. The other end of the veth
+// pair is a port of the segment's bridge.
 func (l *Lab) attach(ctx context.Context, host *Host) error {
 	port := &netlink.Veth{
 		LinkAttrs:     attrs(host.Name(), l.cfg.MTU),
@@ -183,9 +183,9 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 // Larger labs need pinNeighbours.
 const maxLearned = 20
 
-// pinNeighbours gives the hosts of a large lab permanent neighbour entries for each other. The
-// kernel limits the neighbours that it resolves in all namespaces together, to 1024 by default. The
-// pairs of 32 hosts exceed that.
+// pinNeighbours gives the hosts of a large lab permanent neighbour entries for the other hosts on
+// their segment. The kernel limits the neighbours that it resolves in all namespaces together, to
+// 1024 by default. The entries of 33 hosts for each other exceed that limit.
 func (l *Lab) pinNeighbours(ctx context.Context) error {
 	if len(l.hosts) <= maxLearned {
 		return nil

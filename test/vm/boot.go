@@ -27,7 +27,7 @@ func boot(ctx context.Context, g guest, r *report) error {
 	// extensions of newer CPUs if these exist, and their emulation takes longer. norandmaps is
 	// another: with code at the same address in each process, qemu finds it at once in its cache
 	// of translated code. The options in the second line turn off parts of the kernel that cost
-	// CPU time and that no test needs: its hardening, audit, security modules but one, and the
+	// CPU time and that no test needs: its hardening, audit, security modules except landlock, and the
 	// accounting of kernel memory. A guest whose CPUs are locked up for a minute panics. Its
 	// console then contains the stacks.
 	cmd := command(ctx, "", "qemu-system-x86_64",

@@ -7,9 +7,9 @@
 //
 //	go run ./test/vm -run '^TestVM' ./test/e2e
 //
-// It prints the output of the tests, with -json in the format of `go test -json`. It
-// fails if a test fails, if the guest ends early or takes too long, or if a package has
-// no matching test.
+// It prints the output of the tests, with -json in the format of `go test -json`. It fails if a
+// test fails or is skipped, if the guest ends early or takes too long, or if a package has no
+// matching test.
 package main
 
 import (

@@ -17,8 +17,8 @@ import (
 type report struct {
 	out    io.Writer
 	json   bool
-	passed map[string]int // number of passed tests, by package
-	failed int
+	passed map[string]int  // number of passed tests, by package
+	failed int             // number of failed and skipped tests, and of failed packages
 	ended  map[string]bool // packages whose tests have ended
 }
 

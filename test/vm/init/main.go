@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command init is the first and only program that the guest of test/vm starts. It runs
-// the tests in the list of jobs and then turns the machine off.
+// Command init is the first program in the guest of test/vm. It prepares the guest, runs the
+// tests in the list of jobs, and then ends the guest.
 package main
 
 import (
