@@ -167,7 +167,7 @@ func (c config) psk() (wgtypes.Key, error) {
 
 // tunnel describes a device.
 type tunnel struct {
-	name     string          // the one that other flannel daemons use, if the process serves one network
+	name     string          // that of upstream flannel's device, if the process serves only one network
 	port     int             // UDP port that it listens on
 	families []prefix.Family // families of the packets inside the tunnel
 	outer    []prefix.Family // families of the outer packets

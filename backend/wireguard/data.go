@@ -35,8 +35,8 @@ type leaseData struct {
 }
 
 // mark is a bool that is true only if its JSON value is true. Any other JSON value decodes as
-// false instead of an error: other hosts write it, and the rest of their data is usable without
-// it.
+// false, and not with an error, because other hosts write the value, and the rest of their data is
+// usable without it.
 type mark bool
 
 // UnmarshalJSON implements json.Unmarshaler.

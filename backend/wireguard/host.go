@@ -11,8 +11,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
-// Host contains the WireGuard devices that run in this process. They outlive a network: when it
-// is closed, its devices continue with their peers, and the next network takes the devices
+// Host contains the WireGuard devices that run in this process. They outlive a network: when a
+// network is closed, its devices continue with their peers, and the next network takes the devices
 // over. So no packet is lost in between.
 type Host struct {
 	mu      sync.Mutex
@@ -24,7 +24,7 @@ type hostDevice struct {
 	userspaceDevice
 	port  int          // UDP port that the network makes the device listen on
 	iface int          // index of the external interface
-	local []netip.Addr // addresses of the host from which it sends
+	local []netip.Addr // addresses of the host from which the device sends
 	used  bool         // a network has taken it and has not left it yet
 }
 

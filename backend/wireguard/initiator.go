@@ -63,8 +63,8 @@ func newInitiator(ctx context.Context, dev *wgdevice.Device) *initiator {
 
 // initiate starts handshakes with the peers that were added. It must be called after every change
 // of the device's peers, with the changes in peers. own is the device's public key. fresh is set if
-// the peers may have sessions with an earlier device. Then initiate starts all handshakes at once,
-// even if own is the larger key. initiate does not wait for answers.
+// the peers may have sessions with an earlier device. With fresh, initiate starts all handshakes at
+// once, even if own is the larger key. initiate does not wait for answers.
 func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh bool) {
 	var first, second []wgdevice.NoisePublicKey
 	for _, p := range peers {

@@ -32,7 +32,7 @@ const writtenFile = "wgkey-written"
 // keyStore stores the private key, so that it survives restarts and reboots.
 type keyStore struct {
 	path     string // empty if the key is not stored
-	fallback string // is read if path does not exist; may be empty
+	fallback string // path of the file to read if path does not exist; empty if there is none
 	written  string // path of the list of written key files; empty if there is no list
 }
 

@@ -162,8 +162,8 @@ func (r *resolver) resolve(ctx context.Context, host string) {
 	}
 }
 
-// tell makes found run: now, or at the end of foundPause if that has not passed since the last
-// call. The caller holds r.mu.
+// tell calls found at once or, if foundPause has not passed since the last call of found, when it
+// has passed. The caller holds r.mu.
 func (r *resolver) tell() {
 	now := time.Now()
 	if r.called.After(now) { // a call is planned already

@@ -47,9 +47,9 @@ type nat struct {
 }
 
 // newNAT returns the state at the start of the network. key is the public key of this host, and now
-// the time on the steady clock. It begins with the shared endpoints and the relay lists in the own
-// lease, so that a restart does not withdraw them. It also stores these in the devices and in
-// Backend.published.
+// the time on the steady clock. The state begins with the shared endpoints and the relay lists in the
+// own lease, so that a restart does not withdraw them. newNAT also stores these in the devices and
+// in Backend.published.
 func newNAT(b *Backend, key wgtypes.Key, devices []*device, names *resolver, own subnet.Lease, now time.Duration) *nat {
 	before := b.publishes(own.Claim())
 	for of, endpoint := range before.shared {

@@ -68,7 +68,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	if err := n.ensureUserspace(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
-	peers = n.WithResized(peers) // adds to Changed, because syncPeers reads all peers if Changed is empty
+	peers = n.WithResized(peers) // may add keys to Changed; with an empty Changed, syncPeers would read all peers
 	o, failed := n.Programmer.Sync(ctx, peers)
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
@@ -120,7 +120,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	now := n.now()
 	relays := func(d *device) bool { return d.relaying.decisive || d.relaying.concerns(set.Changed) }
 	p := pass{set, now, n.nat.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
-	if n.nat.share(ctx, p) { // publish before the devices are read, because that may take long
+	if n.nat.share(ctx, p) { // publish before the devices are read, because reading may take long
 		p.read = true
 	}
 	waiting, wrote := 0, false
@@ -244,7 +244,8 @@ func (n *network) addWanted(d *device, key string, l subnet.Lease, next map[stri
 	}
 }
 
-// asWritten returns a peer as it was written. Only the device knows its present endpoint.
+// asWritten returns a peer as it was written. Its endpoint may be out of date, because only the
+// device knows the present one.
 func asWritten(p peer, s settings) wgtypes.Peer {
 	return wgtypes.Peer{
 		PublicKey: p.key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,

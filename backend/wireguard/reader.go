@@ -53,8 +53,9 @@ const (
 )
 
 // completeUDP6 writes a computed UDP checksum of 0 as 0xffff, as RFC 8200, section 8.1,
-// requires. b is an IP packet. completeUDP6 does not change other packets. If a sender has left
-// out the checksum, the field is 0 too, but the computed checksum is not.
+// requires. b is an IP packet. completeUDP6 changes no other packet. A sender may also have left
+// out the checksum. The field is then 0 too, so completeUDP6 computes the checksum to find out
+// whether it is 0.
 func completeUDP6(b []byte) {
 	const protocol, length, checksum = 6, ipv6Header + 4, ipv6Header + 6
 	if len(b) < ipv6Header+udpHeader || b[checksum]|b[checksum+1] != 0 || b[0]>>4 != 6 || b[protocol] != unix.IPPROTO_UDP {

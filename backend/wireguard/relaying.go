@@ -20,8 +20,8 @@ const (
 	// relayPatience is the time after which a relay that leaves data unanswered is not published any more. A
 	// host that receives data sends something within 10 s (KEEPALIVE_TIMEOUT of the protocol).
 	relayPatience = 20 * time.Second
-	// relayGrace is the time for which a relay without a session stays published. When a host with WireGuard
-	// in user space restarts, its sessions begin anew.
+	// relayGrace is the time for which a relay without a session stays published. A relay with
+	// WireGuard in user space has no sessions for a short time after its daemon was restarted.
 	relayGrace = 30 * time.Second
 	// keepaliveSize is the size in bytes of a keepalive, as a device counts it.
 	keepaliveSize = 32
@@ -83,8 +83,9 @@ func newRelaying() relaying {
 // active reports whether the device has to be read because of relays.
 func (r *relaying) active() bool { return len(r.notes) > 0 || !r.published.empty() }
 
-// note replaces the note about a lease, and sets news and decisive if it differs from the one
-// before. Most leases have the zero note.
+// note replaces the note about a lease. If it differs from the one before, note sets news, and also
+// decisive if this host publishes the host of the lease as unreachable or as a relay. Most leases
+// have the zero note.
 func (r *relaying) note(lease string, now relayNote) {
 	before := r.notes[lease]
 	if !r.notes.set(lease, now) {
