@@ -34,8 +34,8 @@ const (
 )
 
 // peerPriority is the packet priority that the input chain gives to datagrams from peers,
-// and that the device chain requires. Other programs do not change the priority between the
-// two chains, unlike a packet mark, and a packet that arrives at a link does not have it.
+// and that the device chain requires. Between the two chains, other programs may change a packet
+// mark, but do not change the priority. A packet that arrives at a link has another priority.
 const peerPriority = 0x666c75 // "flu"
 
 // Offsets of the addresses in an IPv4 header, and of the ports in a UDP header, in bytes
@@ -164,7 +164,8 @@ func (s senderRules) deviceRules(noSource, noDestination *nftables.Set) []filter
 }
 
 // noHostAddresses returns the addresses that no host on a network can have: unspecified,
-// loopback, multicast and broadcast. It is the IPv4 part of packet.Forwardable.
+// loopback, multicast and broadcast. These are the IPv4 addresses for which packet.Forwardable
+// returns false.
 func noHostAddresses() []nftables.SetElement {
 	return []nftables.SetElement{
 		{Key: []byte{0, 0, 0, 0}}, {Key: []byte{0, 0, 0, 1}, IntervalEnd: true},

@@ -30,10 +30,10 @@ type Settings struct {
 	Persist bool
 }
 
-// Host contains the device, the tunnel and the peers of this process. They outlive a network:
-// when it is closed, the tunnel continues with its peers, and the next network takes the tunnel
-// over, so that no packet is lost in between. If the tunnel has other ends than the next
-// network needs, only the device and the peers are taken over.
+// Host contains the device, the tunnel and the peers of this process. They outlive a network: when
+// the network is closed, the tunnel continues with its peers, and the next network takes the tunnel
+// over, so that no packet is lost in between. If the tunnel has other ends than the next network
+// needs, only the device and the peers are taken over.
 type Host struct {
 	settings Settings
 	counters tunnel.Counters

@@ -25,7 +25,7 @@ const portCheckInterval = 2 * time.Second
 // kernelBase returns the wanted state without any peers: that of Env.Base, and the device with the
 // base address of the own subnet. The device does not leave checksums to the hardware. Between
 // virtual machines of one host there is no hardware, and the packets would arrive without
-// checksums. A peer that unpacks them in user space could not know that.
+// checksums. A peer that unpacks them in user space could not find out that these are missing.
 func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	want.Add(b.kernelDevice(deviceName))

@@ -17,8 +17,8 @@ func (b *Backend) Leftovers() []backend.Leftover {
 	return []backend.Leftover{portLeftover{b.receiver()}, filterLeftover{}}
 }
 
-// portLeftover is the FOU port with that number on any address, because the address of the host
-// may have changed.
+// portLeftover is the FOU port with the number of the receiver, on any address, because the
+// address of the host may have changed.
 type portLeftover struct{ receiver }
 
 func (p portLeftover) String() string { return fmt.Sprintf("FOU port %d", p.local.Port()) }
