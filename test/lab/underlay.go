@@ -145,9 +145,10 @@ func (l *Lab) answered(ctx context.Context, host *Host) error {
 	return nil
 }
 
-// plugged waits until packets can pass from eth0 of far through port to bridge, both of near: all
-// three must have a carrier. After many links have been created and removed, the kernel may take a
-// second to notice a new carrier, and drops packets until then.
+// plugged waits until packets can pass from eth0 in the namespace far to the devices port and
+// bridge in the namespace near: all three devices must have a carrier. After many links have been
+// created and removed, the kernel may take a second to notice a new carrier, and drops packets
+// until then.
 func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Namespace) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, carrierTimeout, errors.New("no carrier"))
 	defer cancel()

@@ -141,7 +141,7 @@ func traceDrops() error {
 		return err
 	}
 	for _, setting := range []struct{ file, value string }{
-		{"trace_clock", "tai"}, // as the time of day
+		{"trace_clock", "tai"}, // so that each record contains the time of day
 		{"options/hash-ptr", "0"},
 		{"buffer_size_kb", "4096"}, // for each CPU; when it is full, the oldest events are lost
 		{"events/skb/kfree_skb/enable", "1"},
