@@ -41,6 +41,7 @@ type Host struct {
 
 	mu              sync.Mutex
 	device          *tunnel.Device
+	stored          *tunnel.Device // device that systemd keeps, or that it has refused; nil if there is none
 	tunnel          *tunnel.Tunnel // on device; nil if there is none
 	used            bool           // a network has opened the tunnel and has not left it yet
 	askedSystemd    bool           // systemd was asked for the device of the last process
@@ -193,15 +194,15 @@ func (h *Host) warnUnchecked(ctx context.Context, err error) {
 	}
 }
 
-// openDevice makes h.device the device with that name, ready to carry packets. It also passes a
-// device that it has opened to systemd. If systemd does not take the device, or the kernel does
+// openDevice makes h.device the device with that name, ready to carry packets. It also passes the
+// device to systemd, unless systemd already keeps it. If systemd does not take the device, or the kernel does
 // not accept ICMP errors from it, openDevice only logs that.
 func (h *Host) openDevice(ctx context.Context, name string) error {
-	added, err := h.attachDevice(ctx, name)
-	if err != nil {
+	if err := h.attachDevice(ctx, name); err != nil {
 		return err
 	}
-	if added {
+	if h.stored != h.device {
+		h.stored = h.device
 		if err := keepDevice(h.device); err != nil {
 			klog.FromContext(ctx).Error(err, "systemd does not keep the device: packets are lost during a restart")
 		}
@@ -221,23 +222,22 @@ func (h *Host) openDevice(ctx context.Context, name string) error {
 func (h *Host) claimDevice(ctx context.Context, name string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	_, err := h.attachDevice(ctx, name)
-	return err
+	return h.attachDevice(ctx, name)
 }
 
 // attachDevice makes h.device an open device with that name: the present one, the one that
-// systemd has kept, a persistent one, or a new one. added is true for a persistent or new one,
-// because the caller should then pass it to systemd.
-func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err error) {
+// systemd has kept, a persistent one, or a new one.
+func (h *Host) attachDevice(ctx context.Context, name string) (err error) {
 	if h.device != nil && h.device.Name() == name && h.device.Alive() {
-		return false, nil
+		return nil
 	}
 	_ = h.closeDevice()
 	if h.device = h.keptDevice(ctx, name); h.device != nil {
-		return false, nil
+		h.stored = h.device
+		return nil
 	}
 	h.device, err = tunnel.OpenDevice(name)
-	return err == nil, addRemedy(err)
+	return addRemedy(err)
 }
 
 // keptDevice returns the device that systemd has kept for the last process. It returns nil if

@@ -5,6 +5,7 @@ package udp
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -64,13 +65,7 @@ func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 // passes it to a new process.
 func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
-	path := filepath.Join(t.TempDir(), "notify")
-	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer systemd.Close()
-	t.Setenv("NOTIFY_SOCKET", path)
+	systemd := listenAsSystemd(t)
 	h := NewHost(Settings{})
 	if err := l.Host(1).Do(ctx, func() error { return h.openDevice(ctx, deviceName) }); err != nil {
 		t.Fatal(err)
@@ -98,13 +93,41 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	if err := l.Host(1).Do(ctx, cmd.Start); err != nil {
 		t.Fatal(err)
 	}
-	err = cmd.Wait()
+	err := cmd.Wait()
 	if err != nil || !strings.Contains(out.String(), "flannel0 true true\n") || !strings.Contains(out.String(), "systemd has kept") {
 		t.Errorf("next start: %v, %s", err, &out)
 	}
 	if after := index(); after != before || after == "" {
 		t.Errorf("device %q, was %q", after, before)
 	}
+}
+
+// TestKernelSystemdKeepsAClaimedDevice checks that systemd gets the device also if the Host has
+// opened it for the kernel path, and the kernel path turned out not to work.
+func TestKernelSystemdKeepsAClaimedDevice(t *testing.T) {
+	ctx, l := oneHost(t)
+	systemd := listenAsSystemd(t)
+	h := NewHost(Settings{})
+	defer h.Close()
+	if err := l.Host(1).Do(ctx, func() error {
+		return errors.Join(h.claimDevice(ctx, deviceName), h.openDevice(ctx, deviceName))
+	}); err != nil {
+		t.Fatal(err)
+	}
+	receiveKept(t, systemd).Close()
+}
+
+// listenAsSystemd returns the socket to which this process sends notifications during the test.
+func listenAsSystemd(t *testing.T) *net.UnixConn {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "notify")
+	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { systemd.Close() })
+	t.Setenv("NOTIFY_SOCKET", path)
+	return systemd
 }
 
 // TestKernelMessagesLost checks a process that cannot change sysctls, as in many containers: it
