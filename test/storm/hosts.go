@@ -25,9 +25,10 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// hostsChild is the only argument that makes this program run the managers of all hosts. They are in
-// a process of their own, so that its CPU time and memory can be read. It is the only process in host
-// 1 of the lab, so that the byte counters there count only its traffic.
+// hostsChild makes this program run the managers of all hosts if it is the only argument. The
+// managers are in a process of their own, so that their CPU time and memory can be read. Their
+// process is the only one in host 1 of the lab, so that the byte counters of this host count only the
+// traffic of the managers.
 const hostsChild = "storm-hosts"
 
 // isHosts reports whether this process runs the managers of all hosts.
@@ -70,16 +71,16 @@ type pipes struct {
 func (p pipes) Close() error { return errors.Join(p.ReadCloser.Close(), p.WriteCloser.Close()) }
 
 // Hosts runs the managers of many hosts. The parent process calls its exported methods through
-// net/rpc. It waits for each call, so they do not run at the same time.
+// net/rpc. The parent waits for the end of each call, so the methods do not run at the same time.
 type Hosts struct {
 	registry *registry
 	hosts    map[int]*host
-	loaded   map[int]*host        // hosts that have their last known state and have not started
+	loaded   map[int]*host        // hosts that Load has created, until Start starts them
 	former   map[int]subnet.Lease // last leases of hosts that have been stopped
 	leases   etcd.Interner
-	// reference is the host that keeps the last known state. When it stops, the state is stored in
-	// known. Every host starts with this state: after a scenario all hosts know the same, so one
-	// state in memory is enough.
+	// reference is the host that keeps the last known state. When it stops, its state is stored in
+	// known. Each host that starts with a last known state gets a copy of known. One state is enough,
+	// because all hosts know the same leases after a scenario.
 	reference *host
 	known     subnet.LedgerState
 	outages   int                    // number of outages that hosts had before they were stopped
@@ -107,8 +108,9 @@ type Store struct {
 	NetConfig  string // path of the network configuration; only with Kubernetes
 }
 
-// Load creates hosts and makes them read their last known state, up to the moment at which they would
-// send requests to the store. Start continues there.
+// Load creates hosts and, unless a.Forget is true, makes them read their last known state. The hosts
+// send no requests to the store before Start starts them. Load returns an error if one of the hosts
+// is running.
 func (s *Hosts) Load(a Start, _ *struct{}) error {
 	var loading errgroup.Group
 	loading.SetLimit(runtime.NumCPU())
@@ -145,10 +147,10 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 	return nil
 }
 
-// Stop contains the hosts to stop: those with the numbers from From up to but excluding To.
+// Stop contains the hosts to stop: those with the numbers from From to To-1.
 type Stop struct{ From, To int }
 
-// Stopped is the answer to Stop: the leases of the stopped hosts.
+// Stopped is the answer to Stop: the leases of those stopped hosts that had one.
 type Stopped struct{ Leases []subnet.Lease }
 
 // Stop stops running hosts as if their power was cut: their leases stay in the store.
@@ -201,7 +203,8 @@ type Wait struct {
 	Renewed time.Time // hosts must have renewed their leases after this time; zero means that they need not renew them
 }
 
-// State is the state of the running hosts.
+// State is the state of the running hosts. A host is right if it has a lease and knows the leases of
+// all other hosts, and no others.
 type State struct {
 	Right, Running int
 	Half, Last     time.Time // of the hosts that are right: when half of them, and when the last one became right
@@ -212,7 +215,7 @@ type State struct {
 }
 
 // Wait waits until all running hosts are right and have renewed their leases since a.Renewed. It
-// waits no longer than a.Limit. It then returns the state, without an error in both cases.
+// waits no longer than a.Limit. In both cases it stores the state in r and returns nil.
 func (s *Hosts) Wait(a Wait, r *State) error {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
@@ -335,8 +338,8 @@ func (h *host) stop() {
 	<-h.done
 }
 
-// run acquires the host's lease, and keeps it and watches the others until ctx ends or one of them
-// fails. Then it closes the manager.
+// run acquires the host's lease. Then it keeps this lease and watches those of other hosts, until ctx
+// ends or one of these two tasks fails. At the end it closes the manager.
 func (h *host) run(ctx context.Context) error {
 	m := h.manager
 	defer m.Close()

@@ -83,8 +83,8 @@ func (s *apiServer) prepare(ctx context.Context) error {
 	})
 }
 
-// do sends a request with that token. The body is JSON, and a merge patch if the method is PATCH. A
-// status of 300 or more is an error.
+// do sends a request with the given token. The body is JSON, and a merge patch if the method is
+// PATCH. A status of 300 or more is an error.
 func (s *apiServer) do(ctx context.Context, token, method, path string, body any) error {
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -113,8 +113,9 @@ func (s *apiServer) do(ctx context.Context, token, method, path string, body any
 
 const nodesPath = "/api/v1/nodes"
 
-// addNodes creates the Nodes of the hosts from number from up to but excluding to. They have
-// podCIDRs, but no annotations of flannel yet.
+// addNodes creates the Nodes of some hosts. The parameter from is the number of the first host, and
+// the parameter to is the number after that of the last one. The Nodes have podCIDRs, but no
+// annotations of flannel yet.
 func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
 	return figures.Each(from, to, func(i int) error {
 		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
@@ -160,8 +161,8 @@ func (s *apiServer) writeAndRead(ctx context.Context) error {
 // bystanderCalls is empty because only requests for Nodes are counted.
 func (*apiServer) bystanderCalls() []string { return nil }
 
-// calls counts the requests for Nodes that have ended. So it does not count running watches. The
-// kind is the verb and, if the server has refused the request, the status code.
+// calls counts the requests for Nodes that have ended. So it does not count watches that still run.
+// The kind is the verb and, if the server has refused the request, the status code.
 func (s *apiServer) calls(ctx context.Context) (figures.Counts, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+s.api.Addr(nil).String()+"/metrics", http.NoBody)
 	if err != nil {

@@ -99,8 +99,8 @@ func numbers(flag, list string) (sizes []int, err error) {
 	return sizes, nil
 }
 
-// maxHosts is the largest number of hosts. Above it there must be numbers for the hosts
-// that join, and one for the host that does not exist, extra.
+// maxHosts is the largest number of hosts. The scenario churn needs larger numbers for the
+// hosts that join. extra, the number of a host that does not exist, must be larger still.
 const maxHosts = 15_000
 
 func main() {
@@ -194,8 +194,8 @@ func (r *report) describe(ctx context.Context) error {
 	return err
 }
 
-// save writes the results into the folder and on the page that o names. It replaces those
-// of an earlier run.
+// save writes the results into the folder and on the page that o names. The results of an
+// earlier run are replaced. If o names no folder or no page, save does not write there.
 func (r *report) save(o options) error {
 	if o.out != "" {
 		if err := figures.Save(o.out, r, r.charts()); err != nil {

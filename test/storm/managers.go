@@ -35,8 +35,8 @@ func vtep(number int) json.RawMessage {
 	return fmt.Appendf(nil, `{"VNI":1,"VtepMAC":"02:be:%02x:%02x:%02x:%02x"}`, byte(number>>24), byte(number>>16), byte(number>>8), byte(number))
 }
 
-// open opens the manager of a host. former is the lease of its last run, or nil if it starts
-// without its last known state.
+// open opens the manager of a host. former is the lease of its last run. If former is nil, the
+// host starts without that lease and without a last known state.
 func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
 	if len(s.Etcd) == 0 {
 		return h.openKube(s, former)

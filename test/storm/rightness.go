@@ -56,8 +56,8 @@ func (r *registry) numbersOf(key string) []int {
 	return r.byKey[key]
 }
 
-// expect adds a lease to those that should exist or, if there is false, removes it from these.
-// It returns the number of the lease.
+// expect adds a lease to those that should exist. If the parameter there is false, it removes
+// the lease from them. It returns the number of the lease.
 func (r *registry) expect(id identity, there bool) (number int) {
 	number = r.number(id)
 	r.mu.Lock()

@@ -24,17 +24,19 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// server is a store under test. It is one process in the namespace of the lab's
-// router.
+// server is a store under test: one process in the namespace of the lab's router.
+// The process is etcd, or a Kubernetes API server without the etcd that stores its
+// data. The proxy in front of etcd is another process.
 type server interface {
 	pid() int
 	restart(ctx context.Context) error
 	// calls returns how many requests the process has received since its start, by
-	// kind.
+	// kind. An API server counts only requests for Nodes.
 	calls(ctx context.Context) (figures.Counts, error)
 	// writeAndRead writes and reads something that is not flannel's, as other users of the store do.
 	writeAndRead(ctx context.Context) error
-	// bystanderCalls returns the kinds of the requests that writeAndRead sends.
+	// bystanderCalls returns the kinds under which calls counts the requests of
+	// writeAndRead, if it counts them.
 	bystanderCalls() []string
 	// reach returns how hosts reach the store.
 	reach() Store

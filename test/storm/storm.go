@@ -29,7 +29,7 @@ type storm struct {
 	store  server
 	n      int
 	limit  time.Duration // limit of one scenario
-	minute time.Duration // in which a tenth of the hosts leaves and as many join
+	minute time.Duration // time in which a tenth of the hosts leaves and as many join
 	renew  time.Duration // time after which each lease is renewed, in the scenario renew
 	child  *exec.Cmd
 	hosts  *rpc.Client
@@ -305,19 +305,20 @@ func (b *bystander) finish(r *result) {
 	}
 }
 
-// loadAll makes hosts read their last known state. The store of a is that of s.
+// loadAll makes hosts read their last known state. It replaces a.Store by the store of s, except TTL and
+// Margin.
 func (s *storm) loadAll(ctx context.Context, a Start) error {
 	a.Store.merge(s.store.reach())
 	return s.call(ctx, "Load", a, &struct{}{})
 }
 
-// startAll starts hosts. The store of a is that of s.
+// startAll starts hosts. It replaces a.Store by the store of s, except TTL and Margin.
 func (s *storm) startAll(ctx context.Context, a Start) error {
 	a.Store.merge(s.store.reach())
 	return s.call(ctx, "Start", a, &struct{}{})
 }
 
-// merge replaces everything in s but TTL and Margin by the values of other.
+// merge copies other to s. s keeps its TTL and Margin.
 func (s *Store) merge(other Store) {
 	ttl, margin := s.TTL, s.Margin
 	*s = other
@@ -403,8 +404,8 @@ func (s *storm) restart(ctx context.Context) (*result, error) {
 }
 
 // churn makes a tenth of the hosts leave within s.minute, while as many new ones join. After the
-// measurement the new ones leave and the others come back, so that the hosts are again those from 0 up
-// to but excluding N.
+// measurement the new hosts leave and the former ones join again, so that the hosts have the numbers
+// from 0 to N-1 again.
 func (s *storm) churn(ctx context.Context) (*result, error) {
 	tenth := max(1, s.n/10)
 	m, err := s.measure(ctx)
@@ -431,8 +432,10 @@ func (s *storm) churn(ctx context.Context) (*result, error) {
 	return r, nil
 }
 
-// replace makes count hosts leave the cluster, from number old on, and as many join, from number fresh
-// on. It does so in a step each second during within. If within is zero, it does so in one step.
+// replace makes some hosts leave the cluster and as many others join. The parameter count is how many
+// leave. old is the number of the first host that leaves, and fresh is the number of the first one that
+// joins. If within is not zero, replace does this step by step, one step per second, and takes the time
+// within. Otherwise it makes one step.
 func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.Duration) error {
 	steps := max(1, int(within/time.Second))
 	tick := time.NewTicker(max(within/time.Duration(steps), time.Millisecond))
@@ -504,8 +507,8 @@ func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
 	return l, err
 }
 
-// dropExtra deletes what putExtra has written, and waits until hosts have seen that, but no longer than
-// the limit.
+// dropExtra deletes what putExtra has written, and waits until hosts have seen that. It waits no longer
+// than the limit, and returns no error if the limit ends the wait.
 func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 	if err := s.remove(ctx, []subnet.Lease{l}, extra, extra+1); err != nil {
 		return err
@@ -518,14 +521,15 @@ func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 }
 
 // renewAll makes all hosts renew their leases. For that it starts the hosts again, with leases that they
-// renew after the time renew instead of 23 hours.
+// renew after the time s.renew instead of 23 hours.
 func (s *storm) renewAll(ctx context.Context) (*result, error) {
 	leases, err := s.stopAll(ctx, Stop{To: s.n})
 	if err != nil {
 		return nil, err
 	}
 	e := s.store.(*etcdServer)
-	// Leases of the scenario before have another TTL, and each host would first replace its own.
+	// The leases that the former scenario has left have another TTL, so each host would first replace
+	// its own lease.
 	if _, err := e.client.Delete(ctx, lab.Prefix+"/subnets/", clientv3.WithPrefix()); err != nil {
 		return nil, err
 	}
