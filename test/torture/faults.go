@@ -78,8 +78,8 @@ func isolateMember(ctx context.Context, t *torture) (func(context.Context) error
 	return t.cut(ctx, []*member{m}, bothWays, t.memberAddrs(m))
 }
 
-// deafMember drops the packets that a member gets from the other members. These still get its
-// packets.
+// deafMember drops the packets that a member gets from the other members. The other members still
+// get the packets of this member.
 func deafMember(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	m := pick(t.rnd, t.store.members)
 	return t.cut(ctx, []*member{m}, inbound, t.memberAddrs(m))
@@ -239,8 +239,8 @@ const (
 )
 
 // cut drops packets between members and addrs: those from addrs to the members and, with bothWays,
-// also those from the members. end makes all pass again, and is not nil even if cut returns an
-// error.
+// also those from the members. The result end makes all packets pass again. It is not nil, even if
+// cut returns an error, because some members may be cut off by then.
 func (t *torture) cut(ctx context.Context, members []*member, w way, addrs []netip.Addr) (end func(context.Context) error, err error) {
 	var list []string
 	for _, a := range addrs {

@@ -65,7 +65,8 @@ func (h *history) violations() []string {
 // since returns the time from the start of the run until t.
 func (h *history) since(t time.Time) time.Duration { return t.Sub(h.start).Round(time.Millisecond) }
 
-// sharedSubnets returns a line for each subnet that two hosts served at the same time.
+// sharedSubnets returns a line each time that two hosts served the same subnet, or
+// overlapping ones, at the same time.
 func (h *history) sharedSubnets() (found []string) {
 	for i, a := range h.serves {
 		for _, b := range h.serves[i+1:] {
@@ -80,7 +81,8 @@ func (h *history) sharedSubnets() (found []string) {
 }
 
 // lostRoutes returns a line for each route to the subnet of another host that a host
-// removed while the other one served that subnet.
+// removed while the other one served that subnet. It ignores removals in the first two
+// seconds of that time (slack).
 func (h *history) lostRoutes() (found []string) {
 	for _, loss := range h.routes {
 		for _, s := range h.serves {
@@ -92,8 +94,9 @@ func (h *history) lostRoutes() (found []string) {
 	return found
 }
 
-// leftSubnets returns a line for each host that ceased to serve a subnet although the
-// store had its lease, then and for slack afterwards.
+// leftSubnets returns a line each time that a host ceased to serve a subnet although the
+// store had its lease at that time, and still when slack had passed. It ignores the last
+// two seconds of the recording (slack), in which the entries of all hosts end.
 func (h *history) leftSubnets() (found []string) {
 	end := time.Time{}
 	for _, s := range h.serves {
@@ -122,8 +125,9 @@ func (h *history) owner(subnet netip.Prefix, at time.Time) netip.Addr {
 	return last.owner
 }
 
-// repeatedLines returns a line for each log line that a daemon wrote more than ten times
-// for each fault. It compares lines without their numbers.
+// repeatedLines returns a line for each log line that the daemons of one host wrote too
+// often. Ten times are allowed for each fault, and ten more for the run. Lines that
+// differ only in numbers count as the same line.
 func (h *history) repeatedLines() (found []string) {
 	const perFault = 10
 	most := perFault * (len(h.faults) + 1)
@@ -137,8 +141,8 @@ func (h *history) repeatedLines() (found []string) {
 	return found
 }
 
-// countLines adds the lines of a daemon's log to lines. It removes times, and replaces
-// numbers and addresses by one sign.
+// countLines adds the lines of a daemon's log to lines. It removes the header of each
+// line, which contains the time, and replaces numbers and IPv4 addresses by #.
 func (h *history) countLines(host, log string) {
 	if h.lines == nil {
 		h.lines = map[string]map[string]int{}

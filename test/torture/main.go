@@ -40,7 +40,8 @@ func main() {
 }
 
 // runs makes the runs that the command line requests, and reports them to out. It returns
-// true if all of them kept all promises. It returns false if ctx ends before.
+// true if all of them kept all promises. It returns false if ctx ends before all runs are
+// made.
 func runs(ctx context.Context, out io.Writer) bool {
 	var o options
 	flag.IntVar(&o.hosts, "hosts", 20, "number of hosts that run flanneld")

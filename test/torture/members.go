@@ -202,8 +202,8 @@ func (s *store) clientConfig(ctx context.Context, members []*member) (clientv3.C
 	return cfg, nil
 }
 
-// begin starts all members, stores the network configuration, and creates the users. It
-// waits until the store answers.
+// begin starts all members and waits until the store answers. It stores the network
+// configuration, creates the users, and switches authentication on.
 func (s *store) begin(ctx context.Context, network string) error {
 	for _, m := range s.members {
 		if err := m.start(); err != nil {

@@ -46,7 +46,7 @@ func (r *recorder) change(f func(*history)) {
 }
 
 // follow records the subnet file of a host and the removal of its routes, in the
-// background until ctx ends.
+// background until ctx ends. It returns an error if it cannot watch the routes.
 func (r *recorder) follow(ctx context.Context, h *lab.Host) error {
 	ns, err := netns.GetFromPath(h.NetNS())
 	if err != nil {
@@ -80,13 +80,13 @@ func (r *recorder) routeLost(h *lab.Host, route netlink.Route) {
 	r.change(func(history *history) { history.routes = append(history.routes, loss) })
 }
 
-// followFile records the subnet file of a host until ctx ends. It polls, because a
-// rename replaces the file.
+// followFile records the subnet file of a host until ctx ends. It polls, because each
+// change replaces the file by another one, so that a watch of the file would end.
 func (r *recorder) followFile(ctx context.Context, h *lab.Host) {
 	const period = 50 * time.Millisecond
 	tick := time.NewTicker(period)
 	defer tick.Stop()
-	last := -1 // index in serves of the host's last entry; -1 if the file could not be read last
+	last := -1 // index in serves of the host's last entry; -1 if the last attempt to read the file failed
 	for {
 		select {
 		case <-ctx.Done():

@@ -186,8 +186,8 @@ func (t *torture) run(ctx context.Context) (found []string, err error) {
 	return append(found, h.violations()...), nil
 }
 
-// causeFaults causes one fault after the other. The upgrades of the members are spread evenly
-// between them.
+// causeFaults causes one fault after the other, for the duration of the run. The upgrades of the
+// members are spread evenly between them.
 func (t *torture) causeFaults(ctx context.Context) error {
 	end := time.Now().Add(t.opts.duration)
 	upgrades := t.upgrades()
@@ -226,8 +226,8 @@ func (t *torture) upgrades() (steps []func(context.Context, *torture) (func(cont
 	return steps
 }
 
-// cause causes one fault, ends it after a random time, and records it. Then it pauses only for a
-// moment, so that the next fault may find a cluster that has not recovered.
+// cause causes one fault, ends it after a random time, and records it. Then it waits for less than
+// five seconds, so that the next fault may begin before the cluster has recovered.
 func (t *torture) cause(ctx context.Context, k kind) error {
 	f := fault{name: k.name, from: time.Now()}
 	ctx, cancel := context.WithTimeoutCause(ctx, longest+2*recovery, fmt.Errorf("not within %s", longest+2*recovery))
@@ -250,7 +250,7 @@ func (t *torture) cause(ctx context.Context, k kind) error {
 }
 
 // right returns nil if every host is ready and has a route to the subnet of every other host.
-// Otherwise it returns an error with the first exception.
+// Otherwise it returns an error that names the first host for which this is not true.
 func (t *torture) right(ctx context.Context) error {
 	subnets := map[*lab.Host]string{}
 	for _, h := range t.hosts {
