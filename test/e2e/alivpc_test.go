@@ -21,7 +21,7 @@ type ali struct {
 	http.Handler
 }
 
-// newAli builds a cloudBed in Alibaba Cloud with the given number of hosts. It starts no daemons.
+// newAli builds a cloudBed in a simulated Alibaba Cloud with the given number of hosts. It starts no daemons.
 func newAli(t *testing.T, hosts int, families []prefix.Family) *cloudBed {
 	t.Helper()
 	return newCloudBed(t, hosts, families, `{"Type":"ali-vpc"}`, newAlibaba())
@@ -61,7 +61,7 @@ func TestAliVPCRestart(t *testing.T) {
 }
 
 // TestAliVPCFaults checks that daemons recover from faults of Alibaba Cloud, and delete only the route of the
-// host that ends for good. Calls read the route table as it was half a second ago.
+// host that ends for good. The simulated cloud shows daemons its route table as it was half a second ago.
 //
 //stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCFaults(t *testing.T) {
@@ -74,7 +74,8 @@ func TestAliVPCFaults(t *testing.T) {
 }
 
 // TestAliVPCKeyInConfiguration checks that the daemon warns about an access key in the network configuration and
-// never shows the key, even if it rejects the configuration.
+// never shows the key, even if it rejects the configuration. The output of flannelctl must not contain the key
+// either.
 //
 //stages:rest TestSecretsAreNeverShown of each cloud has more cases, without a daemon
 func TestAliVPCKeyInConfiguration(t *testing.T) {

@@ -49,10 +49,11 @@ func TestTLS(t *testing.T) {
 	})
 }
 
-// expectRefused starts a daemon that etcd refuses, and returns it. It waits for the reason
-// why in the log and five seconds more. Then the reason must be in one line, and the daemon
-// must still run. Two lines may say that etcd is not usable, because a server that closes the
-// connection may do so before the daemon has read the reason.
+// expectRefused starts a daemon that etcd refuses, and returns the daemon. It waits until the
+// log contains the reason, which is the parameter why, and then five seconds more. After that
+// exactly one line of the log must contain the reason, the log must have at most five lines,
+// and the daemon must still run. Two lines may say that etcd is not usable, because etcd may
+// close a connection before the daemon has read the reason.
 func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string) *lab.Daemon {
 	t.Helper()
 	d := start(t, h, o)
@@ -119,8 +120,8 @@ func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.C
 }
 
 // TestUserAndPassword checks that daemons log in to etcd with a user and a password, that a
-// refused daemon recovers when the password becomes right, and that all daemons log in again
-// after a restart of etcd. No log may contain a password.
+// daemon with a wrong password recovers when etcd gets this password for its user, and that
+// all daemons log in again after a restart of etcd. No log may contain a password.
 func TestUserAndPassword(t *testing.T) {
 	t.Parallel()
 	const password, wrong = "correct-horse", "battery-staple"

@@ -22,7 +22,7 @@ type ec2 struct {
 	server *ec2test.Server
 }
 
-// newVPC builds a cloudBed in EC2 with the given number of hosts. It starts no daemons.
+// newVPC builds a cloudBed in a simulated EC2 with the given number of hosts. It starts no daemons.
 func newVPC(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, ec2) {
 	t.Helper()
 	c := newEC2()
@@ -70,8 +70,9 @@ func TestAWSVPCRestart(t *testing.T) {
 	v.testRestart()
 }
 
-// TestAWSVPCNewHostWaits checks a new host that starts while the cloud does not answer. It must give
-// the reason, take no lease, and follow a change of the configuration to another backend.
+// TestAWSVPCNewHostWaits checks a new host that starts while the cloud does not answer. The host
+// must give the reason and take no lease. When the configuration changes to another backend, the
+// host must take a lease and become ready.
 //
 //stages:rest TestAWSVPCFaults has an outage of the cloud
 func TestAWSVPCNewHostWaits(t *testing.T) {
@@ -87,7 +88,8 @@ func TestAWSVPCNewHostWaits(t *testing.T) {
 }
 
 // TestAWSVPCFaults checks that daemons recover from faults of EC2, and delete only the route of the
-// host that ends for good. Calls read the route table as it was half a second ago.
+// host that ends for good. The simulated cloud shows daemons its route table as it was half a second
+// ago.
 //
 //stages:rest it takes half a minute; TestAWSVPC repairs a fault too, and TestAWSVPCRestart looks for lost packets
 func TestAWSVPCFaults(t *testing.T) {

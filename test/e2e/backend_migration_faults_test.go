@@ -45,9 +45,11 @@ func TestBackendMigrationJoin(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestBackendMigrationAbsentHost migrates a network while one of its hosts is down. The host comes back
-// after the end, first without the store, so that it serves with the former backend of its last known
-// state. As soon as it has read the configuration, all pods must reach each other.
+// TestBackendMigrationAbsentHost migrates a network while one of its hosts is down. The host starts again
+// after the end of the migration. At first it does not reach the store, so it serves with the former backend
+// of its last known state. When it has read the configuration, it must use the new backend, and all pods
+// must reach each other. In the second case the host has also lost its device and /run/flannel, as after a
+// reboot.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationAbsentHost(t *testing.T) {
@@ -109,8 +111,10 @@ func TestBackendMigrationAbsentHost(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationStoreOutage checks that a migration is completed and loses no packet if the store is
-// unavailable shortly after each step is written, when some hosts may have read the step and some not.
+// TestBackendMigrationStoreOutage checks that a migration is completed and loses no packet if the store
+// becomes unavailable within 80 ms after the configuration is written. At that moment some hosts may have
+// read the configuration and some not. There is such an outage at the start of a migration, when it is
+// aborted, and at its end.
 //
 //stages:rest it waits until the former devices may go
 func TestBackendMigrationStoreOutage(t *testing.T) {
@@ -160,8 +164,9 @@ func TestBackendMigrationStoreOutage(t *testing.T) {
 }
 
 // TestBackendMigrationAborted checks that no packet is lost if migrations are aborted at different moments:
-// before hosts have read of them, while hosts publish data for the next backend, while they change their
-// routes, and afterwards. One host never follows the configuration, like a host with an older version.
+// before hosts have read the configuration with the next backend, while they publish data for the next
+// backend, while they change their routes, and afterwards. One host reads the configuration only at its
+// start, like a host with an older version.
 //
 //stages:rest it makes many migrations, one after the other
 func TestBackendMigrationAborted(t *testing.T) {
@@ -207,8 +212,8 @@ func TestBackendMigrationAborted(t *testing.T) {
 }
 
 // TestBackendMigrationAbortedLate checks that no packet is lost if a network goes back to the former backend
-// at different moments after the migration was finished: when some hosts may have read of the end and some
-// not, and when all have.
+// at different moments after the migration was finished. At the early moments only some hosts may have read
+// the configuration that finishes it, and at the last one all have.
 //
 //stages:rest it makes many migrations, one after the other
 func TestBackendMigrationAbortedLate(t *testing.T) {

@@ -58,8 +58,8 @@ func migrate(t *testing.T, l *lab.Lab, present, next string, hosts ...*lab.Host)
 	}
 }
 
-// putConfig replaces the backend in the network configuration of the lab. backend is JSON, and
-// may be followed by further keys.
+// putConfig writes the network configuration of the lab with another backend. backend is the JSON value
+// of the key Backend. Further keys may follow it, such as ,"NextBackend":{"Type":"udp"}.
 func putConfig(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	if err := l.PutNetwork(testContext(t), configWith(t, l, backend)); err != nil {
@@ -181,8 +181,8 @@ func startStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *stream {
 	return s
 }
 
-// run sends one message after the other and waits for each to come back. It ends when stop is called, or
-// with an error in s.err.
+// run sends one message after the other and waits for each to come back. It returns when stop is called,
+// or after an error, which it stores in s.err.
 func (s *stream) run() {
 	defer close(s.ended)
 	buf := make([]byte, 8)
@@ -218,7 +218,7 @@ func (s *stream) stop() (int, error) {
 	return s.back, s.err
 }
 
-// vni7 is a vxlan backend with another VNI.
+// vni7 is the configuration of a vxlan backend with a VNI that is not the default.
 const vni7 = `{"Type":"vxlan","VNI":7}`
 
 // typeOf returns the type of a backend. The argument is as for migrate; if it is a JSON object, its
@@ -280,8 +280,8 @@ func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next stri
 	})
 }
 
-// eventuallyWithout waits until no kernel shows the text and no state file lists objects to remove. text
-// is a part of an object of a former backend.
+// eventuallyWithout waits until kernelObjects of no host contains text, and no state file lists objects
+// to remove. text is a part of an object of a former backend.
 func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -347,7 +347,7 @@ func TestBackendMigrationFollowed(t *testing.T) {
 			eventuallyMigrated(t, l, typeOf(tt.to))
 			migrate(t, l, tt.to, "")
 			eventuallyWithout(t, l, tt.left)
-			pause(t, time.Second) // packets that still need a removed device are lost in this time
+			pause(t, time.Second) // time in which a packet that still needs a removed device would be lost
 			tr.expectNoLoss(t)
 			expectMatrix(t, l)
 			for _, h := range l.Hosts() {
@@ -384,7 +384,7 @@ func TestVMBackendMigration(t *testing.T) {
 type backendMigration struct {
 	from, to string
 	families []prefix.Family
-	left     string // part of the kernel's state while the former backend exists
+	left     string // text that kernelObjects contains while objects of the former backend exist
 	rate     int    // packets per second of each flow
 	strict   bool   // whether hosts use the strict reverse path filter
 	// restartsLose is set if a restart of a daemon loses packets that travel by the next backend.
@@ -423,7 +423,7 @@ func (m backendMigration) test(t *testing.T) {
 	}
 	follow(t, l.Host(3))
 	eventuallyWithout(t, l, m.left)
-	pause(t, time.Second) // packets that still need a removed device are lost in this time
+	pause(t, time.Second) // time in which a packet that still needs a removed device would be lost
 	if m.restartsLose {
 		expectMatrix(t, l)
 		return
@@ -431,8 +431,9 @@ func (m backendMigration) test(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestBackendMigrationBack checks that no packet is lost if the former configuration is put back
-// after all hosts have changed their routes. In the second case a daemon is killed after each step.
+// TestBackendMigrationBack checks that no packet is lost if the former configuration is put back after
+// all hosts have changed their routes. In the second case the daemon of host 2 is killed and started
+// again after each step.
 //
 //stages:rest it waits until the devices may go
 func TestBackendMigrationBack(t *testing.T) {
@@ -466,8 +467,8 @@ func TestBackendMigrationBack(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationReturn goes back after two of three hosts have finished a migration: first to the
-// configuration with both backends, and then to the former backend alone. No packet may be lost.
+// TestBackendMigrationReturn finishes a migration on two of three hosts. Then it writes the configuration
+// with both backends again, and after that the one with only the former backend. No packet may be lost.
 //
 //stages:rest it waits until the devices may go
 func TestBackendMigrationReturn(t *testing.T) {
@@ -487,8 +488,8 @@ func TestBackendMigrationReturn(t *testing.T) {
 }
 
 // TestBackendMigrationInUserspace checks that a migration to a backend in user space loses no packet
-// until all hosts have changed their routes. Later packets are not counted, because the daemon carries
-// them and its restart loses some.
+// until all hosts have changed their routes. The test does not count later packets, because the daemon
+// carries them, and some are lost when it restarts.
 func TestBackendMigrationInUserspace(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
@@ -512,9 +513,9 @@ func TestBackendMigrationInUserspace(t *testing.T) {
 	}
 }
 
-// TestBackendMigrationBystander checks a migration with a host that does not follow it and a host on
-// which the next backend cannot start. The other hosts must continue to send to both by the present
-// backend, and give the reason.
+// TestBackendMigrationBystander checks a migration with one host that keeps the former configuration, and
+// another one on which the next backend cannot start. The other hosts must continue to send to both by
+// the present backend, and give the reason.
 //
 //stages:rest TestFlannelctlMigrate has a host that does not follow
 func TestBackendMigrationBystander(t *testing.T) {
@@ -531,7 +532,7 @@ func TestBackendMigrationBystander(t *testing.T) {
 	eventuallyCarriedBy(t, l.Host(1), "wireguard", l.Host(2))
 	eventuallyCarriedBy(t, l.Host(2), "wireguard", l.Host(1))
 	expectLog(t, blocked.Daemon(), "the next backend does not start")
-	pause(t, 3*time.Second) // in which nothing else may change
+	pause(t, 3*time.Second) // time in which hosts could wrongly change more routes
 	for _, h := range []*lab.Host{l.Host(1), l.Host(2)} {
 		eventuallyCarriedBy(t, h, "vxlan", blocked, bystander)
 		for _, p := range statusOf(t, h).Peers {
@@ -632,8 +633,9 @@ func TestKubeBackendMigration(t *testing.T) {
 	expectMatrix(t, c.Lab)
 }
 
-// TestFlannelctlMigrate leads a network through a migration with flannelctl. finish must refuse to
-// cut off a host that has not followed yet, and status must name it.
+// TestFlannelctlMigrate makes a migration with the commands of flannelctl migrate. While a host has not
+// read the new configuration, the command finish must refuse, because it would cut that host off, and the
+// command status must name the host.
 func TestFlannelctlMigrate(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))

@@ -32,8 +32,8 @@ func allPairs(backends ...string) []string {
 // TestAloneBackendMigrationWalk migrates running networks from each backend to each other one, without a restart of
 // a daemon. No packet may be lost, and no TCP stream interrupted. Most migrations begin while the devices of
 // earlier ones are still there. Each flow sends 1,000 packets per second, or fewer if the machine is too slow. Two
-// CPUs carry about 11,000 packets per second and their answers: more than 1,000 for each of the ten pairs of hosts.
-// So the test needs the whole machine.
+// CPUs carry about 11,000 packets per second and their answers. That is about 550 for each of the 20 flows between
+// five hosts. So the test needs the whole machine.
 //
 //stages:rest it makes many migrations, one after the other
 func TestAloneBackendMigrationWalk(t *testing.T) {
@@ -64,8 +64,8 @@ func TestBackendMigrationWalkDualStack(t *testing.T) {
 }
 
 // TestBackendMigrationPortOfFormerTunnel migrates from udp to vxlan, and at once to wireguard in user space on the
-// port that udp had. At this time the daemons still run the tunnel of udp. They must close it, so that the port is
-// free.
+// ports that udp had. At this time the daemons still run the tunnel of udp. They must close it, so that the ports
+// are free.
 //
 //stages:rest TestBackendMigrationInUserspace changes between tunnels with different ports
 func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
@@ -181,7 +181,7 @@ func (w migrationWalk) test(t *testing.T) {
 			t.Errorf("%s has run %d daemons, want one", h.Name(), n)
 		}
 	}
-	pause(t, time.Second) // packets that still need a removed device are lost in this time
+	pause(t, time.Second) // time in which a packet that still needs a removed device would be lost
 	sent, took := 0, time.Since(start)
 	for _, f := range tr.flows {
 		sent += f.Stats().Sent
@@ -191,8 +191,8 @@ func (w migrationWalk) test(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// eventuallyFinished waits until all hosts serve with the backend of the given type alone, and their leases
-// have data of this backend only.
+// eventuallyFinished waits until all hosts serve with the backend of the given type alone, their leases have data
+// of this backend only, and all peers are in place on all hosts.
 func eventuallyFinished(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	for _, h := range l.Hosts() {

@@ -80,12 +80,14 @@ type cleanupCase struct {
 	name, backend, firewall string
 	args                    []string
 	env                     string
-	prints                  string // the end of one line that cleanup prints
+	prints                  string // the end of one line that cleanup must print; empty if there is no such line
 }
 
-// testCleanup runs two daemons beside objects of other programs, stops the first and cleans up
-// its host. It checks that cleanup refuses a running daemon, that a dry run changes nothing,
-// that a second cleanup finds nothing, and that the daemon works when it starts again.
+// testCleanup runs daemons on two hosts, the first of which also has objects of other
+// programs. It stops the first daemon and cleans up its host. cleanup must remove only objects
+// of flanneld. It must refuse to run while the daemon runs, change nothing in a dry run, fail
+// with a state directory that does not exist, and find nothing when it runs again. Afterwards
+// the daemon must work when it starts again.
 func testCleanup(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2, Families: families}, backendConfig(tc.backend))

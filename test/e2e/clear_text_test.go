@@ -23,7 +23,7 @@ import (
 const marker = "this packet is not encrypted"
 
 // sendMarkers makes a pod send UDP packets with the payload marker to another pod in all families of the
-// lab, every 5 ms. They end with the test, or when stop is called.
+// lab, every 5 ms, until the test ends or stop is called.
 func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) (stop func()) {
 	t.Helper()
 	var conns []net.Conn
@@ -67,9 +67,10 @@ func captureSent(t *testing.T, h *lab.Host) *capture {
 	return c
 }
 
-// captureFrames calls on for each frame that a host sends through eth0, until the test ends. All calls come
-// from one goroutine. on must not keep the frame. If frames were missed, the test fails. drained returns an
-// error while there are captured frames for which on has not been called yet.
+// captureFrames calls the function on with each frame that a host sends through eth0, until the test ends.
+// All calls come from one goroutine. The function on must not keep the frame after it returns. The test
+// fails if the kernel has dropped frames of the capture. The result drained returns nil when no captured
+// frame waits for its call, and otherwise an error.
 func captureFrames(t *testing.T, h *lab.Host, on func(frame []byte)) (drained func() error) {
 	t.Helper()
 	fd := -1

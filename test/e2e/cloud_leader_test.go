@@ -40,8 +40,8 @@ func (v *cloudBed) takeRole(host int) {
 }
 
 // expectLeader waits until all hosts name the same leader and one of them leads, and returns the number of
-// this host. It does not ask the host with the number without, which is 0 if all are to be asked. Numbers
-// begin with 1. The test fails after limit.
+// the leader. Numbers of hosts begin with 1. The parameter without is the number of a host that
+// expectLeader does not ask, or 0 if it asks all hosts. The test fails after limit.
 func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	v.t.Helper()
 	within(v.t, limit, "a leader", func() error {
@@ -70,7 +70,8 @@ func (v *cloudBed) expectLeader(limit time.Duration, without int) (leader int) {
 	return leader
 }
 
-// expectCalls fails the test unless want says whether any call of a host to the cloud has succeeded so far.
+// expectCalls checks whether any call of a host to the cloud has succeeded so far. The test fails if the
+// answer differs from want.
 func (v *cloudBed) expectCalls(host int, want bool) {
 	v.t.Helper()
 	_, body := getStatus(v.t, v.Host(host), "/metrics", "")
@@ -80,8 +81,9 @@ func (v *cloudBed) expectCalls(host int, want bool) {
 }
 
 // testLeader checks a cloud with three hosts, of which only the first two have rights. If the leader stops
-// while packets flow, the other host with rights must take over. No packet may be lost. Afterwards the new
-// leader must repair all routes.
+// while packets flow, the other host with rights must become the leader. No packet may be lost, and no call
+// may change the cloud. Afterwards the new leader must repair all routes, and must stay the leader when the
+// first one starts again.
 func (v *cloudBed) testLeader() {
 	t := v.t
 	t.Helper()
@@ -147,9 +149,10 @@ func TestGCELeader(t *testing.T) {
 	v.testLeader()
 }
 
-// TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. No packet may be lost,
-// and no call may change the cloud. While no host leads, a host without rights must give the reason. At the
-// end all hosts lose the right to put routes, and get it back.
+// TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. Another host must lead
+// within 45 seconds after the leader is killed. Until both are over, no packet may be lost, and no call may
+// change the cloud. While no host leads, a host without rights must not be ready and must give the reason.
+// At the end all hosts lose the right to create routes, and get it back.
 //
 //stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCLeader stops one
 func TestCloudLeaderIsKilled(t *testing.T) {
@@ -206,8 +209,8 @@ func TestCloudLeaderIsKilled(t *testing.T) {
 	v.deleteRoute(dst)
 	v.expectRoute(dst, 3)
 
-	// All hosts lose the right to put routes. The leader must name the missing right. When the right is
-	// back, the leader or its successor must put the route.
+	// All hosts lose the right to create routes. The leader must name the missing right. When the hosts
+	// have the right again, the leader or its successor must create the route.
 	missing := "permission " + v.deny(true) + " is missing"
 	v.deleteRoute(dst)
 	expectReason(t, v.Host(now).Daemon(), missing)

@@ -43,8 +43,8 @@ type testCloud interface {
 	// restricted returns all addresses of the instances that may send only from their own addresses. The cloud
 	// drops packets that they send from others, such as those of pods.
 	restricted() []netip.Addr
-	// deny takes the right to put routes away from all hosts, or gives it back if denied is false. In both
-	// cases it returns the name of the right.
+	// deny takes the right to create routes away from all hosts, or gives it back if denied is false. In both
+	// cases it returns the name of this right.
 	deny(denied bool) (missing string)
 	SetAway(away bool)
 	Throttle(calls int)
@@ -114,7 +114,7 @@ type cloudBed struct {
 	*lab.Lab
 	testCloud
 	t             *testing.T
-	api, metadata []*atomic.Pointer[http.Handler] // servers of each host, the first one of host 1
+	api, metadata []*atomic.Pointer[http.Handler] // the servers of each host; index 0 is that of host 1
 }
 
 const (
@@ -305,8 +305,8 @@ func (v *cloudBed) stop(host int) {
 }
 
 // expectPods starts daemons and pods, and checks that pods reach each other with the full MTU. No host may
-// have a route to pods of other hosts. Each host must have made one successful call for each family to put its
-// route. call is the name of this call.
+// have a route to pods of other hosts. Each host must have created its route with one successful call for each
+// family. call is the name of this call.
 func (v *cloudBed) expectPods(call string) {
 	t := v.t
 	t.Helper()
@@ -370,7 +370,7 @@ func (v *cloudBed) testRestart() {
 
 // expectOutageLogged checks that a host has logged an outage of the cloud in one line. Another line before it
 // is allowed if the outage began in the middle of a comparison of the routes: the next comparison then fails
-// with another reason, at its first call, which finds the host in the cloud.
+// with another reason, at its first call, with which the host looks for itself in the cloud.
 func (v *cloudBed) expectOutageLogged(host int) {
 	t := v.t
 	t.Helper()
@@ -385,8 +385,8 @@ func (v *cloudBed) expectOutageLogged(host int) {
 }
 
 // testFaults causes faults of the cloud one after the other, in a cloudBed of four hosts. It starts host 4
-// later than the others. flanneld must keep the leases and repair the routes. testFaults returns the number of
-// calls that have deleted a route.
+// later than the others. An outage of the cloud must lose no packet. After each fault flanneld must have kept
+// the leases and must repair the routes. testFaults returns the number of calls that have deleted a route.
 func (v *cloudBed) testFaults() (deleted int) {
 	t := v.t
 	t.Helper()
@@ -425,7 +425,8 @@ func (v *cloudBed) testFaults() (deleted int) {
 		return nil
 	})
 
-	// All hosts lose the right to put routes. Host 2 keeps its lease and its route, also over a restart.
+	// All hosts lose the right to create routes. Host 2 restarts, and its route is deleted. The host must keep
+	// its subnet and name the missing right. It must create the route when the right is back.
 	missing := "permission " + v.deny(true) + " is missing"
 	v.stop(2)
 	startOne(t, v.Host(2), v.options())
@@ -442,8 +443,8 @@ func (v *cloudBed) testFaults() (deleted int) {
 	v.expectRoute(of2, 2)
 	expectMatrix(t, v.Lab)
 
-	// The table has no place for the route of a new host. The host gives the limit and the route, and the other
-	// hosts still reach each other.
+	// The table has no room for the route of a new host. The new host must name the limit and its route, and
+	// the other hosts must still reach each other.
 	v.setQuota(3)
 	fourth := start(t, v.Host(4), v.options())
 	expectReason(t, fourth, "has reached its limit of 3 routes")

@@ -44,9 +44,10 @@ type cni struct {
 // plugin's masquerading off, because the manifests start flanneld with masquerading.
 const manifestDelegate = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
 
-// newCNI installs plugins on a host and returns its container runtime, with the network
-// configuration that flannel's manifests install. version is the version of the CNI specification.
-// keys are JSON keys with values for flannel's plugin.
+// newCNI installs plugins on a host and returns its container runtime. As in the configuration
+// that flannel's manifests install, the runtime calls the plugin flannel, and then portmap.
+// version is the version of the CNI specification. keys are the JSON keys of the plugin flannel
+// with their values, such as manifestDelegate.
 func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	t.Helper()
 	from := debianPlugins
@@ -321,8 +322,8 @@ func TestCNIPorts(t *testing.T) {
 	listener.Close()
 }
 
-// TestCNIOverrides checks that the network configuration can set the bridge, the MTU, an
-// additional route and masquerading. flanneld does not masquerade in this test.
+// TestCNIOverrides checks that the CNI configuration can set the bridge, the MTU, an additional
+// route and masquerading. flanneld does not masquerade in this test.
 //
 //stages:rest TestCNI uses the defaults; TestDelegation of cmd/flannel-cni has overrides
 func TestCNIOverrides(t *testing.T) {
@@ -427,9 +428,10 @@ func TestCNIFailures(t *testing.T) {
 }
 
 // TestCNIAfterFlannelPlugin checks DEL of one interface of a pod that flannel's own plugin has
-// attached twice. flannel's plugin keeps one note for each pod, which describes the interface that
-// it has attached last. The plugin of this project must read that note, and leave the other
-// interface as it is.
+// attached twice, as eth0 and as net1. flannel's plugin keeps one note for each pod, which
+// describes the interface that it has attached last. The test attaches the pod with the plugin of
+// this project, and then leaves only such a note. The plugin of this project must read that note
+// in DEL of net1, and leave eth0 as it is.
 //
 //stages:rest TestDelAfterFlannelsPlugin of cmd/flannel-cni has one interface
 func TestCNIAfterFlannelPlugin(t *testing.T) {
@@ -466,7 +468,7 @@ func TestCNIAfterFlannelPlugin(t *testing.T) {
 }
 
 // TestCNIPowerLoss checks that DEL releases a pod's addresses although the plugin's note is empty,
-// as after a power failure, and flanneld has not started yet.
+// as after a power failure. flanneld does not run, and there is no subnet file.
 func TestCNIPowerLoss(t *testing.T) {
 	t.Parallel()
 	for _, version := range []string{"1.0.0", "1.1.0"} { // the two versions use different plugins

@@ -48,7 +48,7 @@ func TestConfigurationChange(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		steps []json.RawMessage
-		left  []string // texts that no kernel may show after the last step
+		left  []string // texts that kernelObjects must not contain for any host after the last step
 	}{
 		{"VNI", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"vxlan","VNI":7}`)},
 			[]string{"flannel.1:", "flannel-v6.1:", "flannel.1 ", "flannel-v6.1 "}},
@@ -113,8 +113,8 @@ func expectNoFormer(t *testing.T, h *lab.Host) {
 }
 
 // restartWith stops or kills all daemons that run, writes the configuration and starts a daemon
-// on each host. It waits until each host has as many routes as there are other hosts, in each of
-// both families.
+// on each host. It waits until all daemons are ready, and each host has at least two routes for
+// each other host, because there are two families.
 func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -225,7 +225,7 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-		expectLog(t, d, " mtu="+mtu+" ") // the daemon has noticed the change of the interface
+		expectLog(t, d, " mtu="+mtu+" ") // shows that the daemon has noticed the change of the interface
 		pause(t, time.Second)
 	}
 	if all := kernelObjects(t, h); !strings.Contains(all, "flannel.1:") {
@@ -235,7 +235,9 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 }
 
 // TestConfigurationChangeInterrupted checks that the daemon remembers a former configuration
-// until all of its objects are removed, even if it is killed at various moments after a change.
+// until all of its objects are removed. The daemon starts with a new VNI again and again, and is
+// killed 5 to 150 ms after each start. The last daemon is not killed, and must remove the
+// devices of all former VNIs.
 //
 //stages:rest TestConfigurationChange removes what the former configuration has left
 func TestConfigurationChangeInterrupted(t *testing.T) {

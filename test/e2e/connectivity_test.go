@@ -16,7 +16,7 @@ import (
 )
 
 // TestEveryPodReachesEveryPod checks that all pods reach each other, and that the MTU is right,
-// with each backend that needs no module of the kernel and each combination of address families.
+// with vxlan, host-gw and udp in user space, and with each combination of address families.
 func TestEveryPodReachesEveryPod(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "udp"} {
@@ -27,7 +27,8 @@ func TestEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
-// testFamilies calls testEveryPodReachesEveryPod for labs with these address families.
+// testFamilies calls testEveryPodReachesEveryPod for several labs. Each element of labs contains
+// the address families of one lab.
 func testFamilies(t *testing.T, backend string, labs ...[]prefix.Family) {
 	for _, families := range labs {
 		t.Run(familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, backend, families) })
@@ -35,7 +36,8 @@ func testFamilies(t *testing.T, backend string, labs ...[]prefix.Family) {
 }
 
 // testEveryPodReachesEveryPod checks that all pods of a lab reach each other and that the MTU is
-// the underlay's minus the overhead of the backend.
+// the underlay's minus the overhead of the backend. In a dual-stack lab, the overhead is that
+// with IPv6.
 func testEveryPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Families: families}, backendConfig(backend))

@@ -26,9 +26,10 @@ import (
 const dockerPort = 80
 
 // TestDocker checks the setups of docker.md with Docker's own code, which creates its bridge,
-// its rules and a container on each of two hosts. With a complete setup containers reach each
-// other. With an incomplete one flannelctl doctor must name the missing settings. Hosts outside
-// the network may reach unpublished ports only in the setups for which docker.md says so.
+// its rules and a container on each of two hosts. With a complete setup containers must reach
+// each other. With an incomplete one they do not, and flannelctl doctor must name the missing
+// settings. Hosts outside the network may reach unpublished ports only in the setups for which
+// docker.md says so.
 //
 //stages:rest it needs a component of Docker, which takes minutes to build
 func TestDocker(t *testing.T) {
@@ -93,7 +94,7 @@ func TestDocker(t *testing.T) {
 // dockerSetting is a configuration of Docker, as an operator may make it.
 type dockerSetting struct {
 	config string   // daemon.json
-	dropIn bool     // whether the drop-in is complete; otherwise it only passes the options
+	dropIn bool     // whether the drop-in is complete; otherwise it has no commands for the chain DOCKER-USER
 	mark   bool     // whether the drop-in contains the line that marks packets
 	args   []string // of docker network create; nil for the default bridge
 }
@@ -175,9 +176,11 @@ func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	return string(text)
 }
 
-// expectUnreachable checks that the pod from on host does not reach an unpublished port of the
-// pod to within two seconds. First it waits until host reaches the bridge of to, so that a
-// missing route is not the cause. The address of the bridge is the one before that of to.
+// expectUnreachable checks that one pod cannot connect to an unpublished port of another one
+// within two seconds. The parameter from is the first pod, host is its host, and to is the
+// other pod. Before that the function waits until host reaches the bridge of the other pod, so
+// that a missing route is not the cause. The address of this bridge is the one before the
+// address of the pod.
 func expectUnreachable(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 	t.Helper()
 	eventually(t, "the host reaches the bridge", func() error {

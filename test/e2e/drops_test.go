@@ -35,7 +35,7 @@ func droppedBetween(from, to time.Time) string {
 }
 
 // sessions returns a text about the WireGuard sessions in the kernels of all hosts: the times of the last
-// handshakes, and the bytes received and sent. It is empty if no host has such a device.
+// handshakes, and the bytes received and sent. It is empty if no host has a WireGuard device.
 func sessions(t *testing.T, l *lab.Lab) (text string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -50,8 +50,8 @@ func sessions(t *testing.T, l *lab.Lab) (text string) {
 
 // kernelDrops returns which functions of the kernel dropped packets between two times, in all network
 // namespaces of the guest. Each text consists of the number of packets, the function and the EtherType.
-// EtherType 0 means a netlink message that the kernel has freed. The trace shows the address of the
-// function, so it cannot show the reason for the drop too.
+// EtherType 0 means a netlink message that the kernel has freed. The texts do not contain the reason for a
+// drop, because the kernel does not print it in a trace that shows the addresses of functions.
 func kernelDrops(from, to time.Time) ([]string, error) {
 	trace, err := os.ReadFile(tracing + "/trace")
 	if err != nil {
@@ -123,8 +123,8 @@ func kernelSymbols() (symbols, error) {
 	return all, lines.Err()
 }
 
-// of returns the name of the function that contains location, a hexadecimal address. It returns location if
-// that is no such address, or if no function begins before it.
+// of returns the name of the function that contains location, a hexadecimal address. It returns location
+// itself if that is not a hexadecimal address, or if no function begins before this address.
 func (s symbols) of(location string) string {
 	address, err := strconv.ParseUint(strings.TrimPrefix(location, "0x"), 16, 64)
 	i, _ := slices.BinarySearchFunc(s, address, func(one symbol, address uint64) int { return cmp.Compare(one.address, address) })

@@ -21,7 +21,8 @@ import (
 const calls = "/run/calls"
 
 // extensionVXLANConfig returns a configuration of the backend extension like the samples that are
-// published for flannel. Its commands create the device anew, and fail if they run twice.
+// published for flannel. PreStartupCommand deletes the device if it exists, and creates it. Each
+// of the other commands fails if it runs twice.
 func extensionVXLANConfig(t *testing.T) string {
 	t.Helper()
 	return extensionConfig(t, map[string]any{
@@ -127,9 +128,9 @@ func TestExtension(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestExtensionLostSubnet checks a host whose subnet was taken by another host while it was
-// down, and whose device still has the old address. It must get another subnet, publish the
-// MAC of its new device and reach the other host.
+// TestExtensionLostSubnet checks a host whose subnet another host takes while the daemon is
+// stopped. The device of the host still has the old address. After its start the daemon must get
+// another subnet, publish the MAC of its new device, and add a route to the other host.
 //
 //stages:rest TestExtension and TestOwnLeaseDeleted have the parts
 func TestExtensionLostSubnet(t *testing.T) {
@@ -172,15 +173,15 @@ func publishedData(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
 	return "", ""
 }
 
-// expectKernelHas waits until the output of ip(8) and bridge(8) about the data path contains have
-// and does not contain lack.
+// expectKernelHas waits until the output of ip(8) and bridge(8) about the data path contains the
+// text have, and does not contain the text lack.
 func expectKernelHas(t *testing.T, h *lab.Host, have, lack string) {
 	t.Helper()
 	expectKernel(t, h, []string{have}, []string{lack})
 }
 
-// TestExtensionRoutes checks routes that are written by commands: direct commands for one
-// family, shell commands for both.
+// TestExtensionRoutes checks routes that are written by commands: commands that need no shell, for
+// one family, and commands with shell syntax, for both.
 func TestExtensionRoutes(t *testing.T) {
 	t.Parallel()
 	t.Run("without a shell", func(t *testing.T) {

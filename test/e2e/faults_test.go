@@ -41,9 +41,10 @@ func TestExtensionFaults(t *testing.T) {
 }
 
 // testFaults checks that two hosts lose no packets through invalid leases of others, the loss of
-// all data of etcd, and an outage of etcd during which a daemon is killed. Before that it deletes
-// the lease of one host, which must take it again. survives is true if packets pass while the
-// daemon is down; otherwise testFaults counts packets only until the outage.
+// all data of etcd, and an outage of etcd during which a daemon is killed. Before the flows
+// start, testFaults deletes the lease of one host, which must take this lease again. survives is
+// true if packets pass while the daemon is down. If it is false, testFaults counts packets only
+// until the outage.
 func testFaults(t *testing.T, backend string, survives bool) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(dual, json.RawMessage(backend))

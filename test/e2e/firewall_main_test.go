@@ -122,8 +122,8 @@ func masqueradeConfig(keys map[string]any) json.RawMessage {
 	return text
 }
 
-// outside contains addresses behind the router: any is an ordinary one, exempt is in
-// NonMasqueradeCIDRs, and packets to marked get kube-proxy's mark in some tests.
+// outside contains addresses behind the router: any is an ordinary address, exempt is in
+// NonMasqueradeCIDRs, and TestMasquerade gives packets to marked the mark of kube-proxy.
 type outside struct{ any, exempt, marked netip.Addr }
 
 // outsideOf returns the addresses of this family.
@@ -152,8 +152,10 @@ func addOutsideAddresses(t *testing.T, l *lab.Lab) {
 // connection is a TCP connection. near is the end that has opened it.
 type connection struct{ near, far net.Conn }
 
-// connect opens a TCP connection from the namespace from to the address to in the namespace at,
-// until the test ends. local is the source address, or the zero value if the kernel chooses one.
+// connect opens a TCP connection from one namespace, the parameter from, to an address in
+// another one. The parameter at is the other namespace, and the parameter to is the address.
+// connect listens there on a free port. The connection lasts until the test ends. local is the
+// source address; if it is the zero value, the kernel chooses one.
 func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namespace, to netip.Addr) connection {
 	t.Helper()
 	ctx := testContext(t)

@@ -22,7 +22,7 @@ import (
 
 // TestMasquerade checks which source address the far end of a connection sees: the host's for
 // packets of pods to the outside, and an address of the pods' network for packets of a host to
-// pods of another one. All other packets must keep their source address.
+// pods of another host. All other packets must keep their source address.
 func TestMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -139,8 +139,8 @@ func expectMulticast(t *testing.T, l *lab.Lab, f prefix.Family) {
 	}
 }
 
-// TestFirewallRepair checks that the daemon restores its rules after another program has
-// deleted, changed or preceded them.
+// TestFirewallRepair checks that the daemon restores its rules after another program has deleted
+// or changed rules, or has inserted a rule before them.
 func TestFirewallRepair(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -185,8 +185,8 @@ func TestFirewallRepair(t *testing.T) {
 
 // TestTablesWithRulesOfNFT checks tables that contain our rules of iptables-nft and rules that
 // another program has written with nft. iptables-save cannot print such tables. Each jump to our
-// chains must exist exactly once. If the daemon cannot repair a jump, it must report this and
-// write nothing.
+// chains must exist exactly once. If the daemon cannot find out by other means what the rules of
+// a table are, it must report this, and must not change the table.
 //
 //stages:rest it waits for time in which nothing must happen
 func TestTablesWithRulesOfNFT(t *testing.T) {
@@ -321,8 +321,8 @@ func TestFirewallRestarts(t *testing.T) {
 }
 
 // flannelRules returns all lines of the host's rules that contain a name or a network of
-// flannel's, of both variants of iptables and of nftables. It returns an empty string if there
-// are none.
+// flannel's, in both variants of iptables and in nftables. It returns an empty string if there
+// are no such lines.
 func flannelRules(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	return shell(t, h.Namespace, `for v in nft legacy; do for f in ip ip6; do ${f}tables-$v-save; done; done 2>/dev/null | grep -iE 'flannel|10\.[56]\.|fd00:[56]:' || true
@@ -466,8 +466,8 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 }
 
 // TestXtablesLockTaken checks a daemon while another program has the lock of iptables for 30 s.
-// The daemon must report failures, run at most one program at a time, and few in total. When the
-// lock is free, it must become ready.
+// The daemon must report failures, run at most one program at a time, and at most 20 in total.
+// When the other program releases the lock, the daemon must become ready.
 //
 //stages:rest it waits until a lock is free; TestStopWhileTheLockIsTaken takes the same one
 func TestXtablesLockTaken(t *testing.T) {

@@ -27,9 +27,11 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 	return string(text), err
 }
 
-// watchFlannelctl runs flannelctl until the test ends. expect waits for a line that ends with
-// sign and the texts of want, separated by spaces. Before them the line has only a time. expect
-// searches behind the line that its previous call has found.
+// watchFlannelctl runs flannelctl until the test ends. Then it sends SIGINT, and the test fails
+// unless flannelctl exits with code 0. The result expect waits until flannelctl has printed a
+// line that ends with sign and the texts of want, separated by spaces. Before them such a line
+// has only a time. Each call of expect looks only at the lines after the one that the previous
+// call has found.
 func watchFlannelctl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
 	out, err := os.Create(filepath.Join(t.TempDir(), "out"))
@@ -173,9 +175,9 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	expectFlannelctlFails(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
-// freeSubnet returns a subnet that a host can get, such as 10.5.77.0/24, and its key. It is none
-// of the subnets of hosts. Hosts choose subnets at random, so a fixed one could belong to a host
-// already.
+// freeSubnet returns a subnet that a host can get, such as 10.5.77.0/24, and its key. None of the
+// given hosts has this subnet. Hosts choose subnets at random, so a fixed subnet could belong to
+// a host already.
 func freeSubnet(t *testing.T, hosts ...*lab.Host) (subnet, key string) {
 	t.Helper()
 	var taken []string
@@ -203,7 +205,7 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	had, ip := statusOf(t, h).Lease.Key, h.Addr(v4[0]).String()
 	reserved, reservedKey := freeSubnet(t, l.Hosts()...)
 	expectFlannelctl(t, h, []string{"reserve", reserved, ip}, reservedKey+" is reserved for "+ip)
-	pause(t, 2*time.Second) // enough time for a wrong change by the watch
+	pause(t, 2*time.Second) // enough time for the daemon to change its subnet, which would be wrong
 	if now := statusOf(t, h).Lease.Key; now != had {
 		t.Errorf("the running host has moved from %s to %s", had, now)
 	}
@@ -314,8 +316,8 @@ func TestFlannelctlStatus(t *testing.T) {
 	expectFlannelctlFails(t, a, []string{"status"}, "not ready", "away")
 }
 
-// TestFlannelctlCheck checks that check reports no fault if nothing is dropped, and names the
-// right layer if packets are dropped.
+// TestFlannelctlCheck checks that the command check reports no fault if nothing is dropped, and
+// names the layer that does not work if packets are dropped.
 func TestFlannelctlCheck(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {

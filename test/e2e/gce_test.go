@@ -19,7 +19,7 @@ import (
 // gce simulates Google Cloud. It implements testCloud.
 type gce struct{ *gcetest.Server }
 
-// newGCE builds a cloudBed in Google Cloud with the given number of hosts. It starts no daemons.
+// newGCE builds a cloudBed in a simulated Google Cloud with the given number of hosts. It starts no daemons.
 func newGCE(t *testing.T, hosts int, families []prefix.Family) (*cloudBed, gce) {
 	t.Helper()
 	c := newGoogle()
@@ -51,7 +51,8 @@ func (gce) table() string { return gcetest.Network }
 
 func (gce) target(number int) string { return fmt.Sprintf("%s/host-%d", gcetest.Zone, number) }
 
-// routeTo returns true without a target if there are several routes to dst, as while a route is replaced.
+// routeTo returns an empty target and true if there are several routes to dst, which happens while a route is
+// replaced.
 func (g gce) routeTo(dst netip.Prefix) (target string, ok bool) {
 	all := g.RoutesTo(gcetest.Network, dst)
 	if len(all) != 1 {

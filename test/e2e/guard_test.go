@@ -101,10 +101,10 @@ func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b
 	}
 }
 
-// listenInPod makes pod listen for texts. arrived returns the texts that have arrived since its
-// last call, sorted and without duplicates. To know that no more will come, arrived first sends a
-// text from the pod other, which is allowed, and waits for this text. It does not return texts of
-// that kind.
+// listenInPod makes pod listen for texts. arrived returns the texts that have arrived since its last
+// call, sorted and without duplicates. To know that all earlier texts have arrived, arrived first
+// makes the pod other send a text in the allowed way, and waits for this text. arrived does not
+// return the texts of the pod other.
 func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	t.Helper()
 	var conn *net.UDPConn
@@ -144,9 +144,9 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 // firstPods returns the first pod of each of the two hosts.
 func firstPods(l *lab.Lab) []*lab.Pod { return []*lab.Pod{l.Host(1).Pods()[0], l.Host(2).Pods()[0]} }
 
-// newGuardLab returns a lab of two hosts with pods. Its daemons have the guard on. restart
-// restarts the first host's daemon with additional arguments, and waits until pods reach each
-// other.
+// newGuardLab returns a lab of two hosts with two pods each. The guard (--guard-tunnel) of its
+// daemons is on. restart restarts the first host's daemon with additional arguments, and waits until
+// pods reach each other.
 func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart func(args ...string)) {
 	t.Helper()
 	l = newLab(t, lab.Config{Hosts: 2}, backend)
@@ -221,9 +221,9 @@ func TestGuardUDP(t *testing.T) {
 	}
 }
 
-// TestGuardVXLAN checks that a pod cannot send packets into the network by sending datagrams to
-// the VXLAN device of a host, at any address of that host. A pod may still have a VXLAN tunnel to
-// another pod.
+// TestGuardVXLAN checks that a pod cannot send packets into the network inside of VXLAN datagrams
+// that it sends to a host. The datagrams go to the public address of the host and to the address of
+// its VXLAN device. A pod may still have a VXLAN tunnel to another pod.
 func TestGuardVXLAN(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {

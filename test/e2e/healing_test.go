@@ -145,7 +145,7 @@ var devices = map[string]map[prefix.Family]string{
 	userspace:   {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
 }
 
-// TestHealing checks that the daemon repairs all damages on dual-stack hosts.
+// TestHealing checks that the daemon repairs all damages with vxlan and host-gw on dual-stack hosts.
 func TestHealing(t *testing.T) {
 	t.Parallel()
 	testHealing(t, dual)
@@ -173,7 +173,8 @@ func testHealing(t *testing.T, hosts ...[]prefix.Family) {
 }
 
 // testAllRepairs applies all damages of the backend and of the underlay, one after the other, and checks
-// the repairs. On an emulated machine it applies each damage of the backend to one family only.
+// the repairs. Then it changes the MTU and the addresses of the underlay. On an emulated machine it
+// applies each damage of the backend to one family only.
 func (p *damagedHost) testAllRepairs(t *testing.T) {
 	families := p.lab.Families()
 	for i, one := range damages[p.backend] {
@@ -550,7 +551,7 @@ func replaceWord(text, word, by string) string {
 }
 
 // TestDirectRouteFollowsTheUnderlay checks the route to a peer that moves behind the router and back. The
-// daemon must use VXLAN for it meanwhile, and then a plain route again.
+// daemon must send by VXLAN while the peer is behind the router, and by a plain route afterwards.
 func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
@@ -668,8 +669,9 @@ func TestHealingTouchesNothingElse(t *testing.T) {
 	}
 }
 
-// TestConstantInterference lets another program delete a route up to a hundred times a second. The daemon
-// must use little CPU time and log little meanwhile, and restore the route afterwards.
+// TestConstantInterference lets another program delete a route up to a hundred times a second. During
+// this time the daemon must use at most 2 % of a CPU and log at most three lines. Afterwards it must
+// restore the route.
 func TestConstantInterference(t *testing.T) {
 	p := newDamagedHost(t, "vxlan", v4)
 	d, before := p.host.Daemon(), kernelState(t, p.host)
@@ -731,9 +733,10 @@ func TestChecksumOffload(t *testing.T) {
 	}
 }
 
-// TestTwoHostsWithOnePublicAddress starts host 2 with the public address of host 1. Host 2 then takes the
-// lease of host 1 for an old one of its own, such as from a restored backup, and deletes it. Host 1 must
-// take its subnet again. Each host must refuse the lease of the other and log the conflict.
+// TestTwoHostsWithOnePublicAddress starts host 2 with the public address of host 1. Host 2 then wrongly
+// concludes that the lease of host 1 is an old lease of host 2, such as one from a restored backup, and
+// deletes it. Host 1 must take its subnet again. Each host must refuse the lease of the other and log the
+// conflict.
 //
 //stages:rest TestLeasesWithOnePublicAddress has the peers of such hosts
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
@@ -754,8 +757,9 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	expectLog(t, second, refused(one.Key))
 }
 
-// TestAddressChangesDuringStoreOutage changes the host's address while etcd is down. The kernel must have
-// the new address without etcd, and the lease and the peers must follow when etcd is back.
+// TestAddressChangesDuringStoreOutage changes the host's address while etcd is down. The objects in the
+// kernel of the host must get the new address before etcd is back. When etcd is back, the lease must have
+// the new address, and all pods must reach each other.
 //
 //stages:rest TestAddressChangesAfterTheConfiguration and TestStoreOutages have the parts
 func TestAddressChangesDuringStoreOutage(t *testing.T) {
@@ -770,9 +774,9 @@ func TestAddressChangesDuringStoreOutage(t *testing.T) {
 	}
 }
 
-// testAddressChangeDuringOutage changes the address of a host during an outage. If before is set, the
-// daemon restarts before the change, and if after is set, after it. Both restarts happen during the
-// outage.
+// testAddressChangeDuringOutage changes the address of a host during an outage. If the parameter before
+// is true, the daemon restarts before the change. If the parameter after is true, it restarts after the
+// change. Both restarts happen during the outage.
 func testAddressChangeDuringOutage(t *testing.T, before, after bool) {
 	p := newDamagedHost(t, "vxlan", v4)
 	had := leaseOf(t, p.lab, p.host)
@@ -801,9 +805,9 @@ func testAddressChangeDuringOutage(t *testing.T, before, after bool) {
 	p.expectMoved(t, had)
 }
 
-// TestReadyAgainDuringStoreOutage changes the host's address while etcd is down and another device has
-// flannel's VNI. The daemon must not be ready. When the device is deleted, it must become ready again,
-// still without etcd.
+// TestReadyAgainDuringStoreOutage changes the host's address while etcd is down and a device of another
+// program has the VNI of flannel.1. The daemon must not be ready, because it cannot create its device.
+// When the other device is deleted, the daemon must become ready again, although etcd is still down.
 func TestReadyAgainDuringStoreOutage(t *testing.T) {
 	t.Parallel()
 	p := newDamagedHost(t, "vxlan", v4)

@@ -70,9 +70,10 @@ func decodeJSONFile(t *testing.T, path string, into any) {
 	}
 }
 
-// extract unpacks a tar archive, which may be compressed with gzip. The test fails if the archive
-// contains anything but folders, links and regular files. extract runs the program tar: in this
-// process each large copy would be slow under the race detector, and would delay other tests.
+// extract unpacks a tar archive, which may be compressed with gzip. The archive may contain only
+// folders, links and regular files; otherwise the test fails. extract runs the program tar,
+// because unpacking large files in this process would be slow under the race detector, and would
+// delay other tests.
 func extract(t *testing.T, archive, dir string) {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -91,7 +92,8 @@ func extract(t *testing.T, archive, dir string) {
 }
 
 // TestImage checks that the image contains all programs that flannel's manifests call, and that
-// they work with only the files of the image.
+// they work with only the files of the image. It also checks the entry point, the CA
+// certificates, and that no file is setuid or setgid.
 //
 //stages:rest it builds images
 func TestImage(t *testing.T) {

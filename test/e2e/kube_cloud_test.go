@@ -18,8 +18,9 @@ import (
 )
 
 // TestKubeAWSVPC checks a cluster in a VPC, with the roles of the manifests. Pods must reach each other by the routes
-// to the podCIDRs, restarts must lose no packet, and the route of a deleted Node must be removed. In the second case,
-// a Lease elects one of the two hosts with permissions as the leader, which writes all routes.
+// to the podCIDRs, restarts must lose no packet, and the route of a deleted Node must be removed. In the case leader,
+// only two hosts have permissions in the cloud. One of them becomes the leader by means of a Lease, and writes all
+// routes.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeAWSVPC(t *testing.T) {

@@ -21,7 +21,7 @@ import (
 )
 
 // cluster is a lab whose store is a Kubernetes API server. The API server runs on the router. It
-// stores its data in the lab's etcd, or in that of newClusterOn.
+// stores its data in the lab's etcd, or in the other etcd that newClusterOn starts.
 type cluster struct {
 	*lab.Lab
 	t       *testing.T
@@ -314,7 +314,7 @@ func (c *cluster) events(n int) []string {
 }
 
 // options returns the options of a daemon on host n, with args at the end of its flags. It also writes
-// the kubeconfig of this daemon.
+// the kubeconfig of this daemon, and its token file if that does not exist yet.
 func (c *cluster) options(n int, args ...string) lab.FlanneldOptions {
 	c.t.Helper()
 	token := filepath.Join(c.dir, fmt.Sprintf("token%d", n))

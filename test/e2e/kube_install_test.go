@@ -332,8 +332,8 @@ func (c *cluster) addPolicy() {
 	}, "")
 }
 
-// TestKubeNetworkPolicies checks that a daemon logs a warning if there are
-// NetworkPolicies, because it does not enforce them, and no warning if there are none.
+// TestKubeNetworkPolicies checks that a daemon logs an error if there are NetworkPolicies,
+// because it does not enforce them. If there are none, the daemon must log no error.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeNetworkPolicies(t *testing.T) {

@@ -24,7 +24,7 @@ func (c *cluster) configure(config string) { c.write("net-conf.json", []byte(con
 
 // TestKubeAnnotations checks that the daemon understands annotations in all forms that
 // flannel writes: on Nodes with podCIDRs in both orders, and under the default prefix and
-// another one.
+// another one. It also checks the annotations that the daemon writes on its own Node.
 func TestKubeAnnotations(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"vxlan"}`)
@@ -130,7 +130,8 @@ func each(t *testing.T, n int, f func(int) error) {
 }
 
 // wantedEntries returns sorted descriptions of the entries on flannel.1 that the Nodes
-// require: a route, a neighbour and an FDB entry for each Node except own.
+// require: a route, a neighbour and an FDB entry for each Node except the one with the name
+// own.
 func (c *cluster) wantedEntries(own string) []string {
 	c.t.Helper()
 	var list struct {

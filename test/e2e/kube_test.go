@@ -231,8 +231,8 @@ func TestKubeHostilePeers(t *testing.T) {
 }
 
 // TestKubeWithoutAPIServer checks that daemons wait for an API server that is not there at
-// their first start. If it is away later, forwarding must continue, even when a daemon
-// restarts.
+// their first start. If the API server is down later, packets must still be forwarded, even
+// while a daemon restarts.
 func TestKubeWithoutAPIServer(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -435,8 +435,8 @@ func TestKubeNodePublicIP(t *testing.T) {
 }
 
 // TestKubeAddressChanges checks that the daemon publishes a new address of its host and
-// follows Nodes afterwards. For this it must connect to the API server again: a connection
-// from the old address gets no answer until a long timeout.
+// follows Nodes afterwards. For this it must open a new connection to the API server,
+// because one from the old address gets no answers, and times out only much later.
 //
 //stages:rest it starts an API server
 func TestKubeAddressChanges(t *testing.T) {

@@ -24,9 +24,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// stopTime is the longest time from the signal to the end of the process. The daemon itself takes
-// at most 2 s. If the kernel is busy with the namespaces of other tests, it takes seconds more to
-// close the sockets of the process.
+// stopTime is the longest time that tests allow from the signal to the end of the process. The
+// daemon itself takes at most 2 s. If the kernel is busy with the namespaces of other tests, it
+// takes seconds more to close the sockets of the process.
 const stopTime = 6 * time.Second
 
 // expectStop asks the daemon to stop. If the daemon does not exit within stopTime with code 0,

@@ -18,8 +18,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// way contains the numbers of frames that one host has sent to another. A frame with a marker in vxlan
-// counts in clear and in vxlan.
+// way contains the numbers of frames that one host has sent to another. A frame that carries a marker by
+// vxlan counts in both fields, clear and vxlan.
 type way struct {
 	clear     int // frames with a marker in clear text, with or without vxlan
 	vxlan     int // frames of vxlan
@@ -143,9 +143,10 @@ func (b *locationBed) stopMarkers(n, m int) {
 }
 
 // expectLocations waits until all hosts report their locations, which are given in the order of the hosts.
-// An empty one means no location. Then it waits until frames have passed between all hosts: in clear text
-// by the backend inside if both hosts have the same location, and otherwise encrypted. It fails the test if
-// a frame goes another way.
+// An empty location means that the host has none. Then it waits until frames have passed between all hosts.
+// Between hosts with the same location they must be in clear text and go by the backend b.inside, and
+// between other hosts they must be encrypted. The test fails if hosts with the same location send each
+// other an encrypted packet, or other hosts one in clear text or by vxlan.
 func (b *locationBed) expectLocations(locations ...string) {
 	t := b.t
 	t.Helper()

@@ -45,8 +45,9 @@ func keys(t *testing.T, l *lab.Lab) []string {
 	return ks
 }
 
-// TestStoreOutageLongerThanALease checks two outages that are so long that all leases
-// expire. No packet may be lost, and afterwards every host must have its subnet again.
+// TestStoreOutageLongerThanALease checks two outages that last twice as long as the lease time. In
+// the first one etcd is frozen, so all leases expire. In the second one etcd is killed. No packet
+// may be lost, and afterwards every host must have its subnet again.
 //
 //stages:rest it waits for several lease times
 func TestStoreOutageLongerThanALease(t *testing.T) {
@@ -120,8 +121,8 @@ func TestStoreWiped(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStoreRestoredFromBackup restores the store from a backup. The backup lacks the lease of host
-// 3 and the lease of a peer. It contains a lease of another peer that was deleted after the backup.
+// TestStoreRestoredFromBackup restores the store from a backup. The backup was made before host 3
+// and a peer had leases. It contains a lease of another peer that was deleted after the backup.
 // Host 3 must take its lease again, and all hosts must serve both peers. No packet between the pods
 // of the hosts may be lost.
 func TestStoreRestoredFromBackup(t *testing.T) {

@@ -359,7 +359,7 @@ func expectNothingLost(t *testing.T, flows []flow) {
 	}
 }
 
-// nft adds rules to the firewall of a namespace.
+// nft runs commands of nft(8) in a namespace, such as those that add or delete a table.
 func nft(t *testing.T, n *lab.Namespace, rules string) {
 	t.Helper()
 	if out, err := n.Exec(testContext(t), "nft", rules); err != nil {
@@ -429,7 +429,7 @@ func eventually(t *testing.T, what string, check func() error) {
 	within(t, patience, what, check)
 }
 
-// within is eventually with another limit than patience.
+// within is eventually with the given limit in place of patience.
 func within(t *testing.T, limit time.Duration, what string, check func() error) {
 	t.Helper()
 	deadline := time.Now().Add(limit)

@@ -36,8 +36,9 @@ func meshOf(t *testing.T, h *lab.Host, args ...string) (m mesh.Data, failure err
 	return m, err
 }
 
-// breakDirection makes the host to drop the probes that come from the host from. It does not drop the
-// answers of from to probes of the host to.
+// breakDirection breaks the path from one host to another, and leaves the path back as it is. The
+// parameter from is the sending host, and the parameter to is the receiving host. The receiving host
+// drops the probes of the sending host. It does not drop the answers to its own probes.
 func breakDirection(t *testing.T, from, to *lab.Host) {
 	t.Helper()
 	device := statusOf(t, from).Lease.Subnets[0].Addr()
@@ -46,8 +47,8 @@ func breakDirection(t *testing.T, from, to *lab.Host) {
 }
 
 // TestMesh breaks one direction between two of four hosts. The last host sends no probes. flannelctl mesh
-// must name exactly this direction, in every form of its output. It must also name a lease whose host
-// does not answer, and one at whose address the host of another lease answers.
+// must name exactly this direction, in every form of its output. It must also report a problem for a
+// lease whose host does not answer, and for a lease at whose address the host of another lease answers.
 func TestMesh(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, `{"Type":"vxlan"}`)
