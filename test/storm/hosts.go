@@ -84,7 +84,7 @@ type Hosts struct {
 	reference *host
 	known     subnet.LedgerState
 	outages   int                    // number of outages that hosts had before they were stopped
-	stores    map[int]subnet.StoreID // for each stopped host, id of the store as it knew it; with Kubernetes these ids differ
+	stores    map[int]subnet.StoreID // for each stopped host, the id of the store that the host knew; with Kubernetes the ids of hosts differ
 }
 
 func newHosts() *Hosts {
@@ -299,7 +299,7 @@ type host struct {
 	renewed  time.Time // when own was renewed last
 	outages  int
 	said     string
-	ended    error // error with which it has ended although it was not stopped
+	ended    error // error with which the host has ended although it was not stopped
 }
 
 func newHost(number int, all *Hosts) *host {
@@ -430,8 +430,8 @@ func (h *host) onStatus(err error) {
 	h.said = err.Error()
 }
 
-// onLease is called by the manager when it acquires the own lease and when it renews it. Only
-// renewals are recorded.
+// onLease is called by the manager of etcd when it acquires the own lease and when it renews it.
+// onLease records only renewals. With Kubernetes, hosts renew no leases.
 func (h *host) onLease(subnet.Lease) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// apiServer is a kube-apiserver with its default limits. The usage of its etcd does not count,
-// because that is another process.
+// apiServer is a kube-apiserver with its default limits. The CPU time and memory of its etcd do not
+// count, because that is another process.
 type apiServer struct {
 	api    *lab.APIServer
 	dir    string

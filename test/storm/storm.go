@@ -565,8 +565,8 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 	return r, err
 }
 
-// run runs the scenarios with these names, or all if names is empty. It adds their results to the
-// report, and stops after a failure.
+// run runs the scenarios with these names, or all if names is empty. It leaves out those that the store
+// does not have. It adds their results to the report, and stops after a failure.
 func (s *storm) run(ctx context.Context, names []string, progress io.Writer) error {
 	e, isEtcd := s.store.(*etcdServer)
 	for _, sc := range scenarios() {

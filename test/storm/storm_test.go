@@ -60,7 +60,7 @@ func lease(key string, host int) subnet.Lease {
 }
 
 // TestObservation checks that a host counts as right only if it has a lease and knows exactly the
-// other registered leases.
+// other leases that should exist.
 func TestObservation(t *testing.T) {
 	r := newRegistry()
 	own, a, b := lease("own", 0), lease("a", 1), lease("b", 2)
