@@ -129,8 +129,8 @@ func moveLeader(ctx context.Context, t *torture) (func(context.Context) error, e
 
 const filler = "/filler/"
 
-// fillQuota writes until the store raises the alarm NOSPACE. It ends the fault as an operator
-// would: it deletes the data, compacts, defragments and disarms the alarm.
+// fillQuota writes until the store raises the alarm NOSPACE. The function that it returns ends the
+// fault as an operator would: it deletes the data, compacts, defragments and disarms the alarm.
 func fillQuota(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	value := strings.Repeat("x", 512<<10)
 	err := t.with(ctx, t.store.members, func(ctx context.Context, c *clientv3.Client) error {
@@ -191,8 +191,8 @@ func renewCertificates(_ context.Context, t *torture) (func(context.Context) err
 	return nil, t.store.issue()
 }
 
-// changePassword changes the password of flanneld in the store. It ends the fault with a restart
-// of all daemons with the new password.
+// changePassword changes the password of flanneld in the store. The function that it returns ends
+// the fault: it restarts all daemons with the new password.
 func changePassword(ctx context.Context, t *torture) (func(context.Context) error, error) {
 	password := fmt.Sprintf("torture-%x", t.rnd.Uint64())
 	err := t.with(ctx, t.store.members, func(ctx context.Context, c *clientv3.Client) error {

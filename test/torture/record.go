@@ -145,7 +145,7 @@ func (r *recorder) watch(ctx context.Context, c *clientv3.Client) {
 }
 
 // stored records a lease or, if value is empty, its removal. It ignores a change that
-// another member has already shown.
+// another member has already shown, and a key or value that is not that of a lease.
 func (r *recorder) stored(revision int64, key string, value []byte) {
 	name := key[strings.LastIndexByte(key, '/')+1:]
 	subnet, err := netip.ParsePrefix(strings.Replace(name, "-", "/", 1))

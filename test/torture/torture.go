@@ -24,7 +24,7 @@ const (
 	// leaseTTL is so long that no lease expires during a fault, and so short that each host renews
 	// its lease several times in a run.
 	leaseTTL = 2 * time.Minute
-	// longest is the longest time between the beginning of a fault and the attempt to end it.
+	// longest is the longest time for which a fault lasts before it is ended.
 	longest = 20 * time.Second
 	// recovery is the time after the last fault within which every host must be ready and have all
 	// routes.
@@ -114,8 +114,8 @@ func (t *torture) startFlows(ctx context.Context) error {
 	return nil
 }
 
-// startDaemon starts flanneld and waits until it is ready. If it was ready on this host before, it
-// becomes ready even while the store is unavailable.
+// startDaemon starts flanneld and waits until it is ready. If flanneld was ready on this host
+// before, it becomes ready even while the store is unavailable.
 func (t *torture) startDaemon(ctx context.Context, h *lab.Host) error {
 	args, env := t.store.flags()
 	args = append(args, "--subnet-lease-ttl="+leaseTTL.String(), "--subnet-lease-renew-margin=1")
