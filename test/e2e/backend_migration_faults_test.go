@@ -234,7 +234,7 @@ func TestBackendMigrationAbortedLate(t *testing.T) {
 				migrate(t, l, tt.to, "")
 				pause(t, milliseconds(ms))
 				migrate(t, l, tt.from, tt.to)
-				pause(t, time.Second) // until all hosts have read the end and this configuration
+				pause(t, time.Second) // time in which all hosts read both configurations: the one that finishes the migration, and this one
 				for _, h := range l.Hosts() {
 					eventually(t, h.Name()+" has both backends again", func() error {
 						if n := statusOf(t, h).Network; n.BackendType != typeOf(tt.from) || n.NextBackendType != typeOf(tt.to) {

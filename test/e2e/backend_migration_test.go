@@ -83,7 +83,7 @@ func configWith(t *testing.T, l *lab.Lab, backend string) []byte {
 // type.
 func eventuallyCarriedBy(t *testing.T, h *lab.Host, backend string, others ...*lab.Host) {
 	t.Helper()
-	names := map[string]string{} // by the key of the lease
+	names := map[string]string{} // names of the other hosts, by the keys of their leases
 	for _, other := range others {
 		names[statusOf(t, other).Lease.Key] = other.Name()
 	}
@@ -374,7 +374,7 @@ func TestVMBackendMigration(t *testing.T) {
 		}
 		tt.rate = 20 // the CPU is emulated
 		t.Run(tt.name(), func(t *testing.T) {
-			t.Parallel() // each waits for a minute until the former device may go
+			t.Parallel() // each test waits for a minute until hosts may remove the former device
 			tt.test(t)
 		})
 	}

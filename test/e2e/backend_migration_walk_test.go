@@ -101,7 +101,7 @@ func TestVMBackendMigrationWalk(t *testing.T) {
 		"udp": {families: v4, walk: []string{"udp", "wireguard", udpKernel, "host-gw", udpKernel, "vxlan", udpKernel, "wireguard", "udp", "ipip", "udp"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel() // each waits for a minute until the last devices may go
+			t.Parallel() // each test waits for a minute until hosts may remove the last devices
 			walk.hosts, walk.rate = 2, rate
 			walk.test(t)
 		})

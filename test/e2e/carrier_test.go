@@ -13,10 +13,10 @@ import (
 )
 
 // TestCarrierFlaps checks that a host with 300 directly reached peers restores its routes when
-// it loses its carrier, for example because a switch restarts or a virtual machine moves. The
-// kernel then deletes the routes through nexthop objects without announcing it. The daemon
-// must notice this each time and report the right number of routes. It must not retry writes
-// that the kernel refuses without a carrier.
+// its interface loses the carrier, for example because a switch restarts or a virtual machine
+// moves. The kernel then deletes the routes through nexthop objects without announcing it. The
+// daemon must notice this each time and report the right number of routes. It must not retry
+// writes that the kernel refuses without a carrier.
 //
 //stages:rest it takes half a minute; TestHealing has an underlay that goes and comes
 func TestCarrierFlaps(t *testing.T) {

@@ -54,7 +54,7 @@ func sendMarkers(t *testing.T, l *lab.Lab, from, to *lab.Pod) (stop func()) {
 // capture counts the frames that a host sends through eth0: all, and those with a marker in clear text.
 type capture struct{ frames, marked atomic.Int64 }
 
-// captureSent starts a capture on a host. It counts until the test ends.
+// captureSent starts a capture on a host. The capture counts until the test ends.
 func captureSent(t *testing.T, h *lab.Host) *capture {
 	t.Helper()
 	c := &capture{}

@@ -150,9 +150,9 @@ func TestGCELeader(t *testing.T) {
 }
 
 // TestCloudLeaderIsKilled kills the leader, and later the store, while packets flow. Another host must lead
-// within 45 seconds after the leader is killed. Until both are over, no packet may be lost, and no call may
-// change the cloud. While no host leads, a host without rights must not be ready and must give the reason.
-// At the end all hosts lose the right to create routes, and get it back.
+// within 45 seconds after the leader is killed. Until the store is back, no packet may be lost, and no call
+// may change the cloud. While no host leads, a host without rights must not be ready and must give the
+// reason. At the end all hosts lose the right to create routes, and get it back.
 //
 //stages:rest a killed leader keeps its term for 30 seconds; TestAWSVPCLeader stops one
 func TestCloudLeaderIsKilled(t *testing.T) {

@@ -41,7 +41,7 @@ type testCloud interface {
 	// the instance that gets the packets.
 	forwarding() map[netip.Prefix][]netip.Addr
 	// restricted returns all addresses of the instances that may send only from their own addresses. The cloud
-	// drops packets that they send from others, such as those of pods.
+	// drops packets that they send from other addresses, such as those of pods.
 	restricted() []netip.Addr
 	// deny takes the right to create routes away from all hosts, or gives it back if denied is false. In both
 	// cases it returns the name of this right.
@@ -361,7 +361,7 @@ func (v *cloudBed) testRestart() {
 		v.stop(i + 1)
 		startOne(t, h, v.options())
 	}
-	pause(t, 3*time.Second) // more than one comparison
+	pause(t, 3*time.Second) // enough time for more than one comparison of the routes
 	expectNothingLost(t, flows)
 	if n := v.Writes() - before; n != 0 {
 		t.Errorf("%d calls have changed the cloud, want none", n)
@@ -456,7 +456,8 @@ func (v *cloudBed) testFaults() (deleted int) {
 	of4 := v.subnetOf(4)
 	v.expectRoute(of4, 4)
 
-	// Another instance replaces that of host 3. The old route leads nowhere. flanneld replaces it.
+	// Another instance replaces that of host 3, so the route of host 3 leads nowhere. flanneld must replace
+	// this route.
 	of3 := v.subnetOf(3)
 	v.stop(3)
 	v.end(3)
@@ -468,7 +469,7 @@ func (v *cloudBed) testFaults() (deleted int) {
 	// Host 4 ends for good. The other hosts remove its route when its lease is gone, and no other route.
 	v.stop(4)
 	v.end(4)
-	pause(t, 5*time.Second) // several comparisons, while its lease lasts
+	pause(t, 5*time.Second) // enough time for several comparisons of the routes; the lease of host 4 still exists
 	if _, ok := v.routeTo(of4); !ok {
 		t.Error("the route of host 4 is gone before its lease")
 	}

@@ -96,11 +96,11 @@ type dockerSetting struct {
 	config string   // daemon.json
 	dropIn bool     // whether the drop-in is complete; otherwise it has no commands for the chain DOCKER-USER
 	mark   bool     // whether the drop-in contains the line that marks packets
-	args   []string // of docker network create; nil for the default bridge
+	args   []string // arguments of docker network create; nil for the default bridge
 }
 
-// startDocker runs the commands of the drop-in on h as systemd would. Then it starts Docker's
-// network with one container, which becomes a pod of h.
+// startDocker runs the commands of the drop-in on h as systemd would. Then it creates a
+// network of Docker with one container, which becomes a pod of h.
 func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 	t.Helper()
 	m := newMachine(t, h)

@@ -264,8 +264,8 @@ func TestExtensionShutdown(t *testing.T) {
 	}
 }
 
-// TestExtensionFailsToStart checks that the daemon ends with the reason if the backend is
-// not allowed or PreStartupCommand fails.
+// TestExtensionFailsToStart checks that the daemon ends and gives the reason if the backend is not
+// allowed or PreStartupCommand fails.
 func TestExtensionFailsToStart(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extensionConfig(t, map[string]any{"PreStartupCommand": "echo no such device >&2; false"}))

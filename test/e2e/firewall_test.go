@@ -448,7 +448,8 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 			off := start(t, h, lab.FlanneldOptions{Args: append(slices.Clone(twin.Args), "--ip-masq=false"), Env: env})
 			expectLog(t, off, "traffic rules are in place")
 			pause(t, 2*time.Second)
-			// Two rules accept forwarded packets of the network, and three guard the tunnel.
+			// Two rules accept forwarded packets of the network, and three are those of
+			// --guard-tunnel.
 			if less := rules(); strings.Count(less, "10.6.0.0/16") != 2+3 || strings.Count(less, "10.5.0.0/16") != strings.Count(both, "10.5.0.0/16") {
 				t.Errorf("with masquerading off for 10.6.0.0/16 the rules contain it %d times, want 5, and 10.5.0.0/16 as before:\n%s", strings.Count(less, "10.6.0.0/16"), less)
 			}
@@ -611,8 +612,8 @@ func TestNoPrograms(t *testing.T) {
 }
 
 // TestIptablesVariants checks hosts on which the programs iptables and ip6tables are of the same
-// variant or of different ones, and fail at first. The daemon must not take its own rules for
-// those of a former firewall and remove them, neither at the start nor after a restart.
+// variant or of different ones, and fail at first. The daemon must never mistake its own rules
+// for those of a former firewall and remove them, also not after a restart.
 func TestIptablesVariants(t *testing.T) {
 	t.Parallel()
 	all := flavours()
@@ -625,8 +626,8 @@ func TestIptablesVariants(t *testing.T) {
 				for _, suffix := range []string{"-save", "-restore"} {
 					p.write(t, family+suffix, fmt.Sprintf("exec /usr/sbin/%s-%s%s \"$@\"", family, variant, suffix))
 				}
-				// The program fails twice: when the daemon asks it for its variant, and when the
-				// daemon writes the first rules.
+				// The program fails twice: when the daemon asks the program for its variant, and
+				// when the daemon writes the first rules.
 				p.write(t, family, fmt.Sprintf("mkdir %[1]s/%[2]s.asked 2>/dev/null && exit 1\nmkdir %[1]s/%[2]s.again 2>/dev/null && exit 1\nexec /usr/sbin/%[2]s-%[3]s \"$@\"", p.dir, family, variant))
 			}
 			o := lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq"}, Env: []string{p.env}}
@@ -786,7 +787,8 @@ func TestServicesOnABridge(t *testing.T) {
 }
 
 // TestHostFirewall checks that pods reach each other if the host's firewall rejects forwarded
-// packets, and that our rule comes after kube-proxy's and before the rejecting one.
+// packets, and that flanneld's rule comes after that of kube-proxy and before the one that
+// rejects packets.
 func TestHostFirewall(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours()[1:] {

@@ -236,7 +236,7 @@ func (p *damagedHost) run(t *testing.T, script string) string {
 	return string(out)
 }
 
-// stateCommands contains the commands that print flannel's objects in a host's kernel.
+// stateCommands contains the commands that print flannel's objects, and all routes, in a host's kernel.
 var stateCommands = []struct {
 	command string
 	not     string         // ignore lines that begin with this
@@ -259,9 +259,9 @@ var stateCommands = []struct {
 
 var everyLine, nothing = regexp.MustCompile(`.`), regexp.MustCompile(`^$`)
 
-// kernelState returns all objects of flannel's in the host's kernel as sorted lines, without the parts
-// that tests ignore. It runs all commands in one shell, because starting a program is slow on an emulated
-// machine.
+// kernelState returns flannel's objects and all routes in the host's kernel as sorted lines, without the
+// parts that tests ignore. It runs all commands in one shell, because starting a program is slow on an
+// emulated machine.
 func kernelState(t *testing.T, h *lab.Host) []string {
 	t.Helper()
 	const next = "--"

@@ -77,7 +77,7 @@ func TestKubeAWSVPC(t *testing.T) {
 				v.stop(n)
 				startOne(t, c.Host(n), options(n))
 			}
-			pause(t, 3*time.Second) // more than one comparison
+			pause(t, 3*time.Second) // enough time for more than one comparison of the routes
 			if n := v.Writes() - writes; n != 0 {
 				t.Errorf("%d calls have changed the cloud at restarts, want none", n)
 			}
@@ -85,7 +85,7 @@ func TestKubeAWSVPC(t *testing.T) {
 
 			v.stop(3)
 			v.end(3)
-			pause(t, 5*time.Second) // several comparisons, while the Node still exists
+			pause(t, 5*time.Second) // enough time for several comparisons of the routes; the Node still exists
 			gone := netip.MustParsePrefix(c.podCIDRs(3)[0])
 			if _, ok := v.routeTo(gone); !ok {
 				t.Error("the route of host 3 is gone before its Node")

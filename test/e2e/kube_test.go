@@ -67,8 +67,8 @@ func (c *cluster) peerEntries(n int) []string {
 }
 
 // TestKubePeersAreAddedChangedAndRemoved checks that the kernel follows Nodes that are
-// added, changed, deleted and recreated. A Node that loses its annotations must keep its
-// last good state.
+// added, changed, deleted and recreated. If a Node loses its annotations, the daemon must
+// still serve it with the last valid ones.
 func TestKubePeersAreAddedChangedAndRemoved(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -132,8 +132,9 @@ func TestKubeOlderEtcd(t *testing.T) {
 				if log := d.Log(); strings.Contains(log, "not usable") {
 					t.Errorf("the API was reported as not usable after node %d was deleted:\n%s", gone, log)
 				}
-				// With this write the revision in the next state file of the daemon becomes
-				// higher than that of the cache. The cache does not reach it by itself.
+				// After this write the revision in the daemon's next state file is higher
+				// than that of the API server's cache. The cache does not reach this
+				// revision by itself.
 				otherwise()
 			}
 		})

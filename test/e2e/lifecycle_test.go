@@ -142,7 +142,7 @@ func newSupervisor(t *testing.T, h *lab.Host, socket string) supervisor {
 func (s supervisor) env(more ...string) []string { return append(more, "NOTIFY_SOCKET="+s.path) }
 
 // next returns the next notification, such as READY=1, or an empty string if there is none within
-// wait.
+// the time wait.
 func (s supervisor) next(t *testing.T, wait time.Duration) string {
 	t.Helper()
 	if err := s.conn.SetReadDeadline(time.Now().Add(wait)); err != nil {
@@ -376,7 +376,7 @@ func TestStdoutIsEmpty(t *testing.T) {
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started, done := make(chan struct{}), make(chan error, 1)
-	go func() { // this thread must wait: when the thread that started the process ends, the kernel sends Pdeathsig to the process
+	go func() { // the thread that starts the process must also wait for it, because the kernel sends Pdeathsig to the process when that thread ends
 		done <- h.Do(ctx, func() error {
 			err := cmd.Start()
 			close(started)
