@@ -5,7 +5,6 @@ package linux
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -183,9 +182,6 @@ func (k *Kernel) link(index int) (l link, err error) {
 	}
 	return l, nil
 }
-
-// linkFlags returns the flags in a message that contains a struct ifinfomsg.
-func linkFlags(payload []byte) uint32 { return binary.NativeEndian.Uint32(payload[8:]) }
 
 // rtextFilterSkipStats (RTEXT_FILTER_SKIP_STATS) makes the kernel leave the counters out
 // of link messages.

@@ -10,6 +10,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// Message types, attributes and a size of nexthop objects, for which x/sys has no constants.
+const (
+	rtmNewNexthop = 104
+	rtmDelNexthop = 105
+	rtmGetNexthop = 106
+	nhaID         = 1
+	nhaOIF        = 5
+	nhaGateway    = 6
+	sizeofNhmsg   = 8
+	rtaNexthopID  = 30 // RTA_NH_ID, an attribute of routes
+)
+
 func align(n int) int { return (n + 3) &^ 3 }
 
 // message builds one or more rtnetlink messages in one buffer.
@@ -143,4 +155,11 @@ func ifinfomsg(index int) []byte {
 func ifaddrmsg(p netip.Prefix, flags uint8, index int) []byte {
 	b := []byte{familyOf(p.Addr()), uint8(p.Bits()), flags, unix.RT_SCOPE_UNIVERSE}
 	return binary.NativeEndian.AppendUint32(b, uint32(index))
+}
+
+// nhmsg encodes a struct nhmsg.
+func nhmsg(family, protocol uint8, flags uint32) []byte {
+	b := []byte{family, 0, protocol, 0, 0, 0, 0, 0}
+	binary.NativeEndian.PutUint32(b[4:], flags)
+	return b
 }

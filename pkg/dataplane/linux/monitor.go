@@ -24,10 +24,8 @@ import (
 // thousand changes.
 const monitorBuffer = 32 << 20
 
-// Message types, multicast groups and values for which x/sys has no constants.
+// A multicast group and a value for which x/sys has no constants.
 const (
-	rtmNewNexthop  = 104
-	rtmDelNexthop  = 105
 	rtnlgrpNexthop = 32
 	eventFeatures  = 2 // IFLA_EVENT_FEATURES
 )
