@@ -3,7 +3,7 @@
 package dataplane
 
 // A start on new devices creates thousands of objects. This file creates them in one batch
-// before the ordinary passes. The Reconciler is correct without the call of bulkStart.
+// before the ordinary passes. The Reconciler is correct without the call of bulkStart.run.
 //
 // Reason. An ordinary pass reads the routing table before it writes. The table may contain
 // many routes of other programs, and the first packet to a pod would wait for the read. An
@@ -33,10 +33,11 @@ import (
 	"context"
 )
 
-// bulkStart records how far Reconciler.bulkStart has come.
+// bulkStart is the bulk start of one Reconciler.
 type bulkStart struct {
-	linked bool // makeLinks was called, even if it failed
-	fresh  bool // makeLinks has created all devices, and bulkStart has put nothing on them yet
+	cache  *cache // of the Reconciler
+	linked bool   // makeLinks was called, even if it failed
+	fresh  bool   // makeLinks has created all devices, and run has put nothing on them yet
 }
 
 // muteFrom is the number of writes from which suspending announcements saves more than it
@@ -44,62 +45,66 @@ type bulkStart struct {
 // a loss once more.
 const muteFrom = 1000
 
-// bulkStart creates the missing links in its first call. If this has created all devices of
-// the scope, bulkStart also creates the other wanted objects, in the first call that sweeps
-// or in which a route through a device is wanted. Until then it only reads the state,
-// without the routing table. After that it does nothing. If a read fails or the plan needs
-// a delete, it leaves the objects to the ordinary passes.
-func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) {
-	if !r.start.linked {
-		r.start.linked = true
-		r.start.fresh = len(r.want.Links) > 0 && r.makeLinks(ctx, report)
+// run creates the missing links in its first call. If this has created all devices of the
+// scope, run also creates the other wanted objects, in the first call that sweeps or in
+// which a route through a device is wanted. Until then it only reads the state, without the
+// routing table. After that it does nothing. If a read fails or the plan needs a delete, it
+// leaves the objects to the ordinary passes. puts is the number of objects that run has put.
+// refreshed is set if run has refreshed the cache, so that any object in it may have changed.
+func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, refreshed bool) {
+	if !b.linked {
+		b.linked = true
+		puts, b.fresh = b.makeLinks(ctx, want)
 	}
-	if !r.start.fresh {
-		return
+	if !b.fresh {
+		return puts, false
 	}
-	scope := r.cache.scope
+	scope := b.cache.scope
 	scope.Connected = true
-	if !sweep && !r.want.usesDevices() { // a later call has the routes
-		if !r.cache.valid {
-			_, _, _ = r.cache.refresh(ctx, scope)
-			r.all = true
+	if !sweep && !want.usesDevices() { // a later call has the routes
+		if b.cache.valid {
+			return puts, false
 		}
-		return
+		_, _, _ = b.cache.refresh(ctx, scope)
+		return puts, true
 	}
-	r.start.fresh = false
-	r.cache.invalidate() // the passes read the whole state
-	have, err := r.cache.kernel.Read(ctx, scope)
+	b.fresh = false
+	b.cache.invalidate() // the passes read the whole state
+	have, err := b.cache.kernel.Read(ctx, scope)
 	if err != nil {
-		return
+		return puts, false
 	}
-	ops := Plan(have, r.want, scope, nil, false).Ops
+	ops := Plan(have, want, scope, nil, false).Ops
 	for i, op := range ops {
 		if op.Delete { // another program has changed the new devices
-			return
+			return puts, false
 		}
 		_, ops[i].Exclusive = op.Object.(Route)
 	}
-	if len(ops) >= muteFrom && r.cache.monitor != nil {
-		r.cache.monitor.Mute()
+	if len(ops) >= muteFrom && b.cache.monitor != nil {
+		b.cache.monitor.Mute()
 	}
-	failures := r.write(ctx, ops)
-	report.Puts += len(ops) - len(failures)
+	failures := write(ctx, b.cache.kernel, ops)
+	return puts + len(ops) - len(failures), false
 }
 
-// makeLinks creates the wanted links that do not exist. It returns true only if no device
-// of the scope existed before and all of them were created.
-func (r *Reconciler) makeLinks(ctx context.Context, report *Report) bool {
-	have, err := r.cache.kernel.Read(ctx, Scope{Devices: r.cache.scope.Devices})
+// makeLinks creates the wanted links that do not exist. puts is the number of these that it
+// has created. fresh is set only if no device of the scope existed before and all of them
+// were created.
+func (b *bulkStart) makeLinks(ctx context.Context, want State) (puts int, fresh bool) {
+	if len(want.Links) == 0 {
+		return 0, false
+	}
+	have, err := b.cache.kernel.Read(ctx, Scope{Devices: b.cache.scope.Devices})
 	if err != nil {
-		return false
+		return 0, false
 	}
 	var ops []Op
-	for _, name := range sortedKeys(r.want.Links) {
+	for _, name := range sortedKeys(want.Links) {
 		if _, exists := have.Links[name]; !exists {
-			ops = append(ops, Op{Object: r.want.Links[name]})
+			ops = append(ops, Op{Object: want.Links[name]})
 		}
 	}
-	failures := r.write(ctx, ops)
-	report.Puts += len(ops) - len(failures)
-	return len(failures) == 0 && len(ops) == len(r.cache.scope.Devices)
+	failures := write(ctx, b.cache.kernel, ops)
+	return len(ops) - len(failures), len(failures) == 0 && len(ops) == len(b.cache.scope.Devices)
 }

@@ -5,6 +5,8 @@ package dataplane
 import (
 	"context"
 	"net/netip"
+
+	"k8s.io/klog/v2"
 )
 
 // Kernel reads and changes the network state of an operating system.
@@ -32,6 +34,16 @@ type Kernel interface {
 	// has no gateway but is a default route (see IsNetwork) or leads through a device that
 	// does not resolve addresses to neighbours, such as the device of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
+}
+
+// write makes k apply ops, and logs them.
+func write(ctx context.Context, k Kernel, ops []Op) []OpError {
+	if log := klog.FromContext(ctx).V(4); log.Enabled() {
+		for _, op := range ops {
+			log.Info("kernel change", "op", op.String())
+		}
+	}
+	return k.Apply(ctx, ops)
 }
 
 // Event is a change that the kernel announced.

@@ -12,13 +12,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Object is a Link, Addr, Neigh, FDB or Route.
-type Object interface {
-	fmt.Stringer
-	addTo(State)
-	removeFrom(State)
-}
-
 // MAC is an Ethernet address.
 type MAC [6]byte
 
@@ -297,38 +290,6 @@ const leastNetwork = 8
 // /8 belongs to a default route or to a part of a default route, such as 0.0.0.0/1. VPNs
 // and routed hosts configure such routes without a gateway.
 func IsNetwork(dst netip.Prefix) bool { return dst.Bits() >= leastNetwork }
-
-// DeviceOf returns the name of the device that o is on. It returns "" for a Link and for a
-// route without a device.
-func DeviceOf(o Object) string {
-	switch o := o.(type) {
-	case Addr:
-		return o.Dev
-	case Neigh:
-		return o.Dev
-	case FDB:
-		return o.Dev
-	case Route:
-		return o.Dev
-	}
-	return ""
-}
-
-// kind returns the name of o's kind: "link", "address", "neighbour", "fdb" or "route".
-func kind(o Object) string {
-	switch o.(type) {
-	case Link:
-		return "link"
-	case Addr:
-		return "address"
-	case Neigh:
-		return "neighbour"
-	case FDB:
-		return "fdb"
-	default:
-		return "route"
-	}
-}
 
 // String describes l in the form of ip(8).
 func (l Link) String() string { return fmt.Sprintf("link %s type %s", l.Name, l.Kind) }

@@ -10,6 +10,33 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
+// Op is one change of the kernel.
+type Op struct {
+	Delete bool // if false, the object is created or replaces the one with its key
+	// Exclusive makes the creation of a route fail with EEXIST if there is a route with
+	// its destination, metric and TOS.
+	Exclusive bool
+	Object    Object
+}
+
+// String describes the change.
+func (o Op) String() string {
+	switch {
+	case o.Delete:
+		return "delete " + o.Object.String()
+	case o.Exclusive:
+		return "add " + o.Object.String()
+	}
+	return "put " + o.Object.String()
+}
+
+// Refusal is a wanted route that the Reconciler does not create.
+type Refusal struct {
+	Route  Route
+	Reason string
+	Dev    string // the device to which the destination is directly connected, if that is the reason; otherwise ""
+}
+
 // OpError is an operation that failed, and the cause.
 type OpError struct {
 	Op  Op

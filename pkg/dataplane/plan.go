@@ -5,72 +5,10 @@ package dataplane
 import (
 	"cmp"
 	"fmt"
-	"net/netip"
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
-
-// Scope defines the part of the kernel's state that flanneld may change.
-type Scope struct {
-	// Devices are the names of the devices that flanneld owns. The devices and their FDB
-	// entries belong to the scope. Their addresses, neighbours and routes belong to it if
-	// they lie in Networks, even if another program created them.
-	Devices []string
-	// Shared are the names of other devices that flanneld's routes use.
-	Shared []string
-	// Networks limits the scope: an address, a neighbour or a route outside of these
-	// networks never belongs to the scope. The only exception is a detour.
-	Networks []netip.Prefix
-	// TxChecksum makes Read fill in Link.TxChecksum.
-	TxChecksum bool
-	// Connected makes Read skip the routing table, which may contain a million routes.
-	// Instead Read returns one directly connected route for each address of the host, on
-	// any device, whose network lies in Networks.
-	Connected bool
-}
-
-func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name) }
-
-// InNetworks reports whether one of the networks of s contains p.
-func (s Scope) InNetworks(p netip.Prefix) bool {
-	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
-}
-
-// Shows reports whether Read returns r for the scope s. It does if the destination lies in
-// the networks of s. It also does if r is a detour on a device of s, with any destination.
-func (s Scope) Shows(r Route) bool { return s.InNetworks(r.Dst) || s.isDetour(r) }
-
-// isDetour reports whether r is a detour that was left behind. Only the reconciler of s
-// creates routes with flanneld's protocol number on the devices of s.
-func (s Scope) isDetour(r Route) bool { return r.IsDetour() && s.device(r.Dev) }
-
-// Op is one change of the kernel.
-type Op struct {
-	Delete bool // if false, the object is created or replaces the one with its key
-	// Exclusive makes the creation of a route fail with EEXIST if there is a route with
-	// its destination, metric and TOS.
-	Exclusive bool
-	Object    Object
-}
-
-// String describes the change.
-func (o Op) String() string {
-	switch {
-	case o.Delete:
-		return "delete " + o.Object.String()
-	case o.Exclusive:
-		return "add " + o.Object.String()
-	}
-	return "put " + o.Object.String()
-}
-
-// Refusal is a wanted route that the Reconciler does not create.
-type Refusal struct {
-	Route  Route
-	Reason string
-	Dev    string // the device to which the destination is directly connected, if that is the reason; otherwise ""
-}
 
 // Changes are the differences between two states.
 type Changes struct {
@@ -92,8 +30,7 @@ type Changes struct {
 // If sweep is false, Plan deletes only objects that conflict with want, and detours that
 // were left behind. It never deletes a link that is not wanted.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
-	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
-	p.reserve()
+	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep, puts: roomForPuts(have, want)}
 	p.links()
 	p.addrs()
 	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })

@@ -99,6 +99,7 @@ func NewReconciler(c Config) (*Reconciler, error) {
 		}
 		r.cache.monitor = monitor
 	}
+	r.start = bulkStart{cache: &r.cache}
 	return r, nil
 }
 
@@ -172,7 +173,7 @@ func (r *Reconciler) Counts() map[string]Count {
 // few causes. The changes that have succeeded remain. The report counts the changes of all
 // passes, including those that failed.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
-	r.reserveRecorded(want)
+	r.recorded = roomForRecorded(r.recorded, want, r.cache.scope)
 	r.Record(want)
 	r.want, r.all = want, true
 	return r.converge(ctx, sweep)
@@ -217,7 +218,8 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 		addKey(&r.dirty.dsts, route.Dst)
 	}
 	clear(r.unreachable)
-	r.bulkStart(ctx, &report, sweep)
+	puts, read := r.start.run(ctx, r.want, sweep)
+	report.Puts, r.all = puts, r.all || read
 	var named Keys // places that the caller has named
 	named.merge(r.dirty)
 	everywhere := r.all
@@ -315,7 +317,7 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 // because of its gateway concerns one peer only, so apply adds it to r.unreachable. It
 // returns the errors of all other failures.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
-	failures := r.write(ctx, ops)
+	failures := write(ctx, r.cache.kernel, ops)
 	refused := 0
 	var errs []error
 	for _, e := range failures {
@@ -335,15 +337,6 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 		r.cache.applyWrites(ops)
 	}
 	return opErrors(errs)
-}
-
-func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {
-	if log := klog.FromContext(ctx).V(4); log.Enabled() {
-		for _, op := range ops {
-			log.Info("kernel change", "op", op.String())
-		}
-	}
-	return r.cache.kernel.Apply(ctx, ops)
 }
 
 // takenLog is the minimum time between two log lines about routes of the same program to

@@ -82,23 +82,23 @@ func (s *State) reserveFor(ops []Op) {
 	s.Reserve(n.neighs, n.fdb, n.routes)
 }
 
-// reserve allocates memory for the puts of missing objects. It estimates their number by the sizes
-// of the maps. A wrong estimate costs only time or memory.
-func (p *planner) reserve() {
+// roomForPuts returns an empty slice with room for the puts of the objects that are missing in have. It
+// estimates their number by the sizes of the maps. A wrong estimate costs only time or memory.
+func roomForPuts(have, want State) []Op {
 	more := func(want, have int) int { return max(0, want-have) }
-	have, want := p.have, p.want
-	p.puts = make([]Op, 0, more(len(want.Neighs), len(have.Neighs))+more(len(want.FDB), len(have.FDB))+more(len(want.Routes), len(have.Routes)))
+	return make([]Op, 0, more(len(want.Neighs), len(have.Neighs))+more(len(want.FDB), len(have.FDB))+more(len(want.Routes), len(have.Routes)))
 }
 
-// reserveRecorded allocates memory for the routes of s that Record adds.
-func (r *Reconciler) reserveRecorded(s State) {
+// roomForRecorded returns recorded, or a copy of it, with room for the routes of s that Reconciler.Record
+// adds. scope is that of the Reconciler.
+func roomForRecorded(recorded map[Route]struct{}, s State, scope Scope) map[Route]struct{} {
 	n := 0
 	for route := range s.AllRoutes() {
-		if !r.cache.scope.device(route.Dev) {
+		if !scope.device(route.Dev) {
 			n++
 		}
 	}
-	r.recorded = roomFor(r.recorded, n)
+	return roomFor(recorded, n)
 }
 
 // roomFor returns m, or a copy of m with room for n more entries if n is larger than len(m).

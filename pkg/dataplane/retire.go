@@ -5,35 +5,8 @@ package dataplane
 import (
 	"context"
 	"fmt"
-	"net/netip"
 	"slices"
-
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
-
-// Covers reports whether s includes all devices and networks of other. It does not compare
-// Shared.
-func (s Scope) Covers(other Scope) bool {
-	return !slices.ContainsFunc(other.Devices, func(name string) bool { return !s.device(name) }) &&
-		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.InNetworks(n) })
-}
-
-// has reports whether o belongs to s.
-func (s Scope) has(o Object) bool {
-	switch o := o.(type) {
-	case Link:
-		return s.device(o.Name)
-	case Addr:
-		return s.device(o.Dev) && s.InNetworks(prefix.Host(o.Prefix.Addr()))
-	case Neigh:
-		return s.device(o.Dev) && s.InNetworks(prefix.Host(o.IP))
-	case FDB:
-		return s.device(o.Dev)
-	case Route:
-		return s.Shows(o)
-	}
-	return false
-}
 
 // PlanRetire returns the changes that Retire would make, in their order.
 func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, error) {

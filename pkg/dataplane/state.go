@@ -7,11 +7,51 @@
 package dataplane
 
 import (
+	"fmt"
 	"iter"
 	"maps"
 	"net/netip"
 	"slices"
 )
+
+// Object is a Link, Addr, Neigh, FDB or Route.
+type Object interface {
+	fmt.Stringer
+	addTo(State)
+	removeFrom(State)
+}
+
+// DeviceOf returns the name of the device that o is on. It returns "" for a Link and for a
+// route without a device.
+func DeviceOf(o Object) string {
+	switch o := o.(type) {
+	case Addr:
+		return o.Dev
+	case Neigh:
+		return o.Dev
+	case FDB:
+		return o.Dev
+	case Route:
+		return o.Dev
+	}
+	return ""
+}
+
+// kind returns the name of o's kind: "link", "address", "neighbour", "fdb" or "route".
+func kind(o Object) string {
+	switch o.(type) {
+	case Link:
+		return "link"
+	case Addr:
+		return "address"
+	case Neigh:
+		return "neighbour"
+	case FDB:
+		return "fdb"
+	default:
+		return "route"
+	}
+}
 
 // State is the part of the kernel's network configuration that flanneld manages: either
 // as the kernel has it, or as it is wanted. Devices are identified by name and not by
