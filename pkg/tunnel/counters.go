@@ -2,7 +2,11 @@
 
 package tunnel
 
-import "sync/atomic"
+import (
+	"sync/atomic"
+
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
+)
 
 // Reason is the reason why a packet was dropped.
 type Reason uint8
@@ -61,3 +65,12 @@ func (c *Counters) Dropped() map[string]uint64 {
 }
 
 func (c *Counters) drop(r Reason) { c.dropped[r].Add(1) }
+
+// fault counts a packet with an unusable header.
+func (c *Counters) fault(f packet.Fault) {
+	if f == packet.BadChecksum {
+		c.drop(WrongChecksum)
+		return
+	}
+	c.drop(Malformed)
+}

@@ -72,6 +72,8 @@ func AdoptDevice(fd int) (*Device, error) {
 	return newDevice(fd)
 }
 
+const maxPacket = 65535 // maximum size of an IP packet without jumbogram option
+
 // newDevice wraps fd, which must be attached to its device already: otherwise the runtime
 // could not wait for the descriptor.
 func newDevice(fd int) (*Device, error) {

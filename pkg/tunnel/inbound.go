@@ -14,7 +14,7 @@ import (
 // inbound moves packets from the datagrams of one socket to the device. Only one
 // goroutine at a time may use it.
 type inbound struct {
-	*Tunnel
+	Config
 	socket *socket
 	// buf contains an offload header, the packets that the merger has gathered, and the
 	// datagrams of the last receive.
@@ -37,11 +37,11 @@ type inbound struct {
 	allowed bool       // the sender may use src
 }
 
-func newInbound(t *Tunnel, s *socket) *inbound {
+func newInbound(c Config, s *socket) *inbound {
 	return &inbound{
-		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(t.Device),
-		merger:    packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
-		anySender: t.Check == CheckOff, foreignSources: t.Check != CheckStrict,
+		Config: c, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(c.Device),
+		merger:    packet.Merger{TCP: c.Device.tcp, UDP: c.Device.udp},
+		anySender: c.Check == CheckOff, foreignSources: c.Check != CheckStrict,
 	}
 }
 
@@ -137,7 +137,7 @@ func (i *inbound) datagram(at, end int) bool {
 	}
 	switch {
 	case fault != packet.NoFault:
-		i.countFault(fault)
+		i.Counters.fault(fault)
 		return false
 	case h.IPv6 != i.socket.local.Addr().Is6():
 		i.Counters.drop(OtherFamily)

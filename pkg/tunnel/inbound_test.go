@@ -146,7 +146,7 @@ func newTestInbound(t *testing.T) (i *inbound, there int) {
 	table := NewTable()
 	table.Update(nil, []Peer{streamPeer, otherPeer})
 	return newInbound(
-		&Tunnel{Config: Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}}},
+		Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}},
 		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
 	), there
 }

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
@@ -15,11 +17,17 @@ import (
 // outbound moves packets from the device to peers. Only one goroutine at a time may use
 // it.
 type outbound struct {
-	*Tunnel
+	Config
+	sockets sockets
+	log     klog.Logger
 	in      []byte // result of the last read
 	scratch []byte // buffer for ICMP errors and fragments
 	device  *deviceWriter
 	batch   batch
+
+	errorLimit     *rate.Limiter // limit of ICMP errors, except those about sizes
+	sizeErrorLimit *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
+
 	// single contains the peers to which the kernel has recently accepted only single
 	// datagrams, and the time until which that is assumed.
 	single       map[netip.Addr]time.Time
@@ -45,12 +53,19 @@ type batch struct {
 	control segmentSize
 }
 
-const maxPacket = 65535 // maximum size of an IP packet without jumbogram option
+// The rate of ICMP errors is limited, as in routers.
+const (
+	icmpErrorRate  = 1000 // per second
+	icmpErrorBurst = 100
+)
 
-func newOutbound(t *Tunnel) *outbound {
+func newLimiter() *rate.Limiter { return rate.NewLimiter(icmpErrorRate, icmpErrorBurst) }
+
+func newOutbound(c Config, s sockets, log klog.Logger) *outbound {
 	return &outbound{
-		Tunnel: t, in: make([]byte, packet.OffloadLen+maxPacket), scratch: make([]byte, maxPacket),
-		device: newDeviceWriter(t.Device), batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()}, single: map[netip.Addr]time.Time{},
+		Config: c, sockets: s, log: log, in: make([]byte, packet.OffloadLen+maxPacket), scratch: make([]byte, maxPacket),
+		device: newDeviceWriter(c.Device), batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()}, single: map[netip.Addr]time.Time{},
+		errorLimit: newLimiter(), sizeErrorLimit: newLimiter(),
 	}
 }
 
@@ -91,7 +106,7 @@ func (o *outbound) add(b []byte) bool {
 	b = b[packet.OffloadLen:]
 	h, fault := packet.Parse(b)
 	if fault != packet.NoFault {
-		o.countFault(fault)
+		o.Counters.fault(fault)
 		return false
 	}
 	b = b[:h.Total]

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
@@ -84,7 +85,7 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 	}
 	out.local = netip.AddrPortFrom(out.local.Addr(), port)
 	device, _ := devicePair(t)
-	return newOutbound(&Tunnel{Config: Config{Device: device, Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
+	return newOutbound(Config{Device: device, Table: table, Counters: &Counters{}}, sockets{out}, klog.Logger{}), peers
 }
 
 // receivedCounts receives from in until total packets have arrived, and returns the number
@@ -155,7 +156,7 @@ func TestOneByOne(t *testing.T) {
 func TestFlowFollowsItsPeer(t *testing.T) {
 	table, peer := NewTable(), peerNumber(7)
 	device, _ := devicePair(t)
-	o := newOutbound(&Tunnel{Config: Config{Device: device, Table: table}})
+	o := newOutbound(Config{Device: device, Table: table}, sockets{}, klog.Logger{})
 	pod := peer.Subnet.Addr().Next()
 	expect := func(when string, want netip.Addr) {
 		t.Helper()
@@ -178,10 +179,9 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 // suppress ICMP errors about sizes.
 func TestScanDoesNotSuppressSizeErrors(t *testing.T) {
 	here, there := devicePair(t)
-	o := newOutbound(&Tunnel{
-		Config:     Config{Device: here, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
-		errorLimit: rate.NewLimiter(0, icmpErrorBurst), sizeErrorLimit: newLimiter(),
-	})
+	own := []netip.Addr{netip.MustParseAddr("10.5.1.0")}
+	o := newOutbound(Config{Device: here, Table: NewTable(), Counters: &Counters{}, Own: own}, sockets{}, klog.Logger{})
+	o.errorLimit = rate.NewLimiter(0, icmpErrorBurst)
 	frame := tcpFrame(1, 0, 0x10, []byte("data"), 4)
 	for o.errorLimit.Allow() { // until the limit is reached
 		o.take(bytes.Clone(frame))

@@ -41,6 +41,27 @@ type socket struct {
 	segments bool // the kernel supports UDP_SEGMENT
 }
 
+// sockets are the sockets of a tunnel by family: IPv4, IPv6; nil if there is none.
+type sockets [2]*socket
+
+func index(ipv6 bool) int {
+	if ipv6 {
+		return 1
+	}
+	return 0
+}
+
+// forEach calls f for every socket.
+func (all sockets) forEach(f func(*socket) error) error {
+	var errs []error
+	for _, s := range all {
+		if s != nil {
+			errs = append(errs, f(s))
+		}
+	}
+	return oneline.Join(errs...)
+}
+
 func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket, error) {
 	s := &socket{local: local, overhead: Overhead(local.Addr().Is6())}
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {

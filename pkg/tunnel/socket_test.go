@@ -33,7 +33,7 @@ func TestSocketFull(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer sender.Close()
-	i := newInbound(&Tunnel{Config: Config{Device: &Device{}, Table: NewTable(), Counters: &Counters{}}}, s)
+	i := newInbound(Config{Device: &Device{}, Table: NewTable(), Counters: &Counters{}}, s)
 	const each = 1000
 	var sent, before uint64
 	for range 2 {

@@ -10,6 +10,7 @@
 //   - tunnel.go opens and closes a Tunnel, which has one worker (worker.go) for each
 //     direction: outbound.go from the device, inbound.go from each socket.
 //   - device.go, socket.go and syscall.go access the kernel.
+//   - config.go has the settings of a Tunnel, which both directions use.
 //   - table.go maps addresses to peers, and counters.go counts packets and drops.
 //   - package packet parses, splits and merges the packets, without any I/O.
 package tunnel
@@ -18,88 +19,38 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"os"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
-
-// SourceCheck selects which source addresses a packet from a peer may have.
-type SourceCheck string
-
-// The source checks.
-const (
-	// CheckStrict accepts a packet only if its datagram comes from the public address
-	// of a peer, and its source is in the subnet of a peer with that public address.
-	CheckStrict SourceCheck = "strict"
-	// CheckNetwork also accepts sources outside of the networks from any peer, because
-	// packets that enter the network at a peer may keep their source.
-	CheckNetwork SourceCheck = "network"
-	// CheckOff accepts any source from any sender.
-	CheckOff SourceCheck = "off"
-)
-
-// Config configures a tunnel. All fields except Check and NoSocketOffloads are required.
-type Config struct {
-	// Device is the TUN device. It stays open when the tunnel ends. Only one tunnel at a
-	// time may use it.
-	Device *Device
-	// Local contains the addresses to send from and listen on, at most one per address
-	// family. Peers must listen on the same port.
-	Local []netip.AddrPort
-	// Own contains this host's addresses in the network, one per family. They are the
-	// sources of ICMP errors.
-	Own []netip.Addr
-	// Networks contains the prefixes in which the subnets of all peers are.
-	Networks []netip.Prefix
-	Check    SourceCheck // empty means CheckNetwork
-	Table    *Table
-	Counters *Counters
-	// NoSocketOffloads disables the offloads of sockets, for tests and for kernels and
-	// network cards whose offloads are broken.
-	NoSocketOffloads bool
-}
 
 // Tunnel is an open tunnel.
 type Tunnel struct {
 	Config
-	sockets        [2]*socket    // by family: IPv4, IPv6; nil if there is none
-	errorLimit     *rate.Limiter // limit of ICMP errors, except those about sizes
-	sizeErrorLimit *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
-	log            klog.Logger
-	started        bool // Start has succeeded
-	closing        atomic.Bool
-	running        sync.WaitGroup
-	done           chan struct{}
-	fail           sync.Once
-	err            error // set before done is closed
+	sockets sockets
+	log     klog.Logger
+	started bool // Start has succeeded
+	closing atomic.Bool
+	running sync.WaitGroup
+	done    chan struct{}
+	fail    sync.Once
+	err     error // set before done is closed
 }
-
-// The rate of ICMP errors is limited, as in routers.
-const (
-	icmpErrorRate  = 1000 // per second
-	icmpErrorBurst = 100
-)
-
-func newLimiter() *rate.Limiter { return rate.NewLimiter(icmpErrorRate, icmpErrorBurst) }
 
 // Open opens a tunnel. It moves no packets before Start. Open must be called on a thread
 // in the network namespace of the tunnel. It returns an error if an address of Local does
 // not exist or its port is in use.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
-	t := &Tunnel{Config: c, errorLimit: newLimiter(), sizeErrorLimit: newLimiter(), log: klog.FromContext(ctx), done: make(chan struct{})}
+	t := &Tunnel{Config: c, log: klog.FromContext(ctx), done: make(chan struct{})}
 	for _, local := range c.Local {
 		s, err := openSocket(ctx, local, c.NoSocketOffloads)
 		if err != nil {
-			return nil, oneline.Join(err, t.forEachSocket((*socket).close), t.forEachSocket((*socket).release))
+			return nil, oneline.Join(err, t.sockets.forEach((*socket).close), t.sockets.forEach((*socket).release))
 		}
 		t.sockets[index(local.Addr().Is6())] = s
 	}
@@ -115,10 +66,10 @@ func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
-	workers := []*worker{newWorker(newOutbound(t), t.Device.raw, &t.closing, "read from TUN device "+t.Device.name)}
+	workers := []*worker{newWorker(newOutbound(t.Config, t.sockets, t.log), t.Device.raw, &t.closing, "read from TUN device "+t.Device.name)}
 	for _, s := range t.sockets {
 		if s != nil {
-			workers = append(workers, newWorker(newInbound(t, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
+			workers = append(workers, newWorker(newInbound(t.Config, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
 		}
 	}
 	connect(workers)
@@ -127,13 +78,6 @@ func (t *Tunnel) Start() error {
 		t.running.Go(func() { t.end(w.run()) })
 	}
 	return nil
-}
-
-func index(ipv6 bool) int {
-	if ipv6 {
-		return 1
-	}
-	return 0
 }
 
 // end records err if it is the first error with which a direction has ended, and closes
@@ -170,33 +114,8 @@ func (t *Tunnel) Close() error {
 	if errors.Is(err, os.ErrClosed) {
 		err = nil
 	}
-	errs := []error{err, t.forEachSocket((*socket).close)}
+	errs := []error{err, t.sockets.forEach((*socket).close)}
 	t.running.Wait()
 	t.end(nil)
-	return oneline.Join(append(errs, t.forEachSocket((*socket).release))...)
-}
-
-// forEachSocket calls f for every socket.
-func (t *Tunnel) forEachSocket(f func(*socket) error) error {
-	var errs []error
-	for _, s := range t.sockets {
-		if s != nil {
-			errs = append(errs, f(s))
-		}
-	}
-	return oneline.Join(errs...)
-}
-
-// inNetworks reports whether one of the networks contains a.
-func (t *Tunnel) inNetworks(a netip.Addr) bool {
-	return slices.ContainsFunc(t.Networks, func(n netip.Prefix) bool { return n.Contains(a) })
-}
-
-// countFault counts a packet with an unusable header.
-func (t *Tunnel) countFault(f packet.Fault) {
-	if f == packet.BadChecksum {
-		t.Counters.drop(WrongChecksum)
-		return
-	}
-	t.Counters.drop(Malformed)
+	return oneline.Join(append(errs, t.sockets.forEach((*socket).release))...)
 }
