@@ -9,15 +9,27 @@ import (
 	"golang.org/x/time/rate"
 )
 
+const (
+	// round is the time within which every pair of hosts is checked.
+	round = 5 * time.Minute
+	// leastRound is the time of a round if there are few peers.
+	leastRound = 10 * time.Second
+	// Rate is the number of packets of probes and diagnoses that a host may send in a second, with all its
+	// networks.
+	Rate = 10
+	// share is the part of Rate for the probes that each path gets once in a round. The rest is for TCP
+	// and for broken paths.
+	share = 0.9
+)
+
 // Limit limits the packets that all probers of a host send together. It divides the rate among them in
 // proportion to their numbers of paths, so that their rounds take the same time. It is safe for
 // concurrent use.
 type Limit struct {
 	*rate.Limiter
 
-	mu      sync.Mutex
-	probers map[*Prober]demand
-	all     demand // sum of the demands
+	mu  sync.Mutex
+	all demand // sum of the demands of all probers
 }
 
 // demand contains the numbers of paths of a prober.
@@ -27,40 +39,42 @@ type demand struct {
 }
 
 // NewLimit returns the limit for all probers of a host.
-func NewLimit() *Limit {
-	return &Limit{Limiter: rate.NewLimiter(Rate, Rate), probers: map[*Prober]demand{}}
+func NewLimit() *Limit { return &Limit{Limiter: rate.NewLimiter(Rate, Rate)} }
+
+// member is one prober among those that share a limit.
+type member struct {
+	limit *Limit
+	own   demand // limit.mu guards it
 }
 
-// set replaces the demand of p. A zero d removes p, which has ended.
-func (l *Limit) set(p *Prober, d demand) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	was := l.probers[p]
-	l.all.paths += d.paths - was.paths
-	l.all.due += d.due - was.due
-	if d == (demand{}) {
-		delete(l.probers, p)
-	} else {
-		l.probers[p] = d
-	}
+// join returns a new member, which has no demand yet.
+func (l *Limit) join() *member { return &member{limit: l} }
+
+// set replaces the demand of the prober. When the prober ends it must set the zero demand.
+func (m *member) set(d demand) {
+	m.limit.mu.Lock()
+	defer m.limit.mu.Unlock()
+	m.limit.all.paths += d.paths - m.own.paths
+	m.limit.all.due += d.due - m.own.due
+	m.own = d
 }
 
-// split reports whether a round would take too long if p had n paths and this host checked all of them.
-// If it returns true, only one host of each pair checks the path. The two hosts need not agree: if only
-// one of them splits, the other one checks all its paths.
-func (l *Limit) split(p *Prober, n int) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return roundOf(l.all.paths-l.probers[p].paths+n) > round
+// split reports whether a round would take too long if the prober had n paths and this host checked all of
+// them. If it returns true, only one host of each pair checks the path. The two hosts need not agree: if
+// only one of them splits, the other one checks all its paths.
+func (m *member) split(n int) bool {
+	m.limit.mu.Lock()
+	defer m.limit.mu.Unlock()
+	return roundOf(m.limit.all.paths-m.own.paths+n) > round
 }
 
-// pause returns the time between two checks of p in a round, at the present demand of all probers. If p
-// has no paths to check, it returns the time until the next round.
-func (l *Limit) pause(p *Prober) time.Duration {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if own := l.probers[p].due; own > 0 {
-		return roundOf(l.all.due) / time.Duration(own)
+// pause returns the time between two checks of the prober in a round, at the present demand of all probers.
+// If the prober has no paths to check, it returns the time until the next round.
+func (m *member) pause() time.Duration {
+	m.limit.mu.Lock()
+	defer m.limit.mu.Unlock()
+	if m.own.due > 0 {
+		return roundOf(m.limit.all.due) / time.Duration(m.own.due)
 	}
 	return leastRound
 }

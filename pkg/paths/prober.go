@@ -21,20 +21,10 @@ import (
 )
 
 const (
-	// round is the time within which every pair of hosts is checked.
-	round = 5 * time.Minute
-	// leastRound is the time of a round if there are few peers.
-	leastRound = 10 * time.Second
-	// Rate is the number of packets of probes and diagnoses that a host may send in a second, with all its
-	// networks.
-	Rate = 10
 	// burst is how much earlier than planned a check may begin. So several checks begin at once, because
 	// waking up for each of them costs more CPU time than the check. burst is shorter than one second, for
 	// which the limit saves up packets: probes over TCP and of broken paths use the rest.
 	burst = 500 * time.Millisecond
-	// share is the part of Rate for the probes that each path gets once in a round. The rest is for TCP
-	// and for broken paths.
-	share = 0.9
 
 	// again is the shortest pause between two checks of a broken path, and againMost the longest one.
 	// againPause is the pause between two checks of any broken paths.
@@ -73,6 +63,7 @@ type Config struct {
 // Prober checks the paths to all peers, one after the other.
 type Prober struct {
 	Config
+	member *member // of Limit
 	// Tests replace send, ping, probe and diagnose. Limit applies to each packet: start waits for it before
 	// the first packet of a probe, and probe and diagnose obey it for all others. If retry is set, probe
 	// sends a second packet when the first one is not answered.
@@ -105,7 +96,7 @@ type state struct {
 // NewProber returns a prober.
 func NewProber(c Config) *Prober {
 	p := &Prober{
-		Config: c, paths: map[Path]*state{}, broken: map[Path]*state{},
+		Config: c, member: c.Limit.join(), paths: map[Path]*state{}, broken: map[Path]*state{},
 		slots:   [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)},
 		reports: changes.NewLimit(), broke: wait.NewSignal(), pinger: ping.NewPinger(),
 	}
@@ -155,7 +146,7 @@ func (p *Prober) Run(ctx context.Context) {
 	var checks sync.WaitGroup
 	defer checks.Wait()
 	checks.Go(func() { p.checkBroken(ctx, &checks) })
-	defer p.Limit.set(p, demand{})
+	defer p.member.set(demand{})
 	var peers []Peer
 	for ctx.Err() == nil {
 		if now, ok := p.Peers(ctx); ok {
@@ -163,14 +154,14 @@ func (p *Prober) Run(ctx context.Context) {
 		}
 		due, next := p.refresh(peers), time.Now()
 		for _, path := range due {
-			next = next.Add(p.Limit.pause(p)) // from the planned time, even if the last check had to wait for the limit
+			next = next.Add(p.member.pause()) // from the planned time, even if the last check had to wait for the limit
 			if early := time.Until(next); early > burst && wait.For(ctx, early) != nil {
 				return
 			}
 			p.start(ctx, path, false, &checks)
 		}
 		if len(due) == 0 {
-			_ = wait.For(ctx, p.Limit.pause(p)) // the loop notices the end of ctx
+			_ = wait.For(ctx, p.member.pause()) // the loop notices the end of ctx
 		}
 	}
 }
@@ -186,7 +177,7 @@ func (p *Prober) refresh(peers []Peer) []Path {
 			now[path] = peer.Key
 		}
 	}
-	all, split := len(now), p.Limit.split(p, len(now))
+	all, split := len(now), p.member.split(len(now))
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var due []Path
@@ -209,7 +200,7 @@ func (p *Prober) refresh(peers []Peer) []Path {
 	}
 	rand.Shuffle(len(due), func(i, j int) { due[i], due[j] = due[j], due[i] })
 	slices.SortStableFunc(due, func(a, b Path) int { return p.paths[a].begun.Compare(p.paths[b].begun) })
-	p.Limit.set(p, demand{paths: all, due: len(due)})
+	p.member.set(demand{paths: all, due: len(due)})
 	return due
 }
 
