@@ -18,22 +18,28 @@ import (
 // false if there is no such chain.
 type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.Target, exists bool, err error)
 
+// corrector corrects the output of iptables-save of one variant.
+type corrector struct {
+	variant Variant
+	targets targetsFunc
+}
+
 // correct corrects d, the output of iptables-save, for flanneld's chains and their parents.
 // If other programs have created rules with nft, iptables-save prints some of them without
 // their conditions. It prints nothing about a table with a rule that it does not
 // understand. hidden contains the names of such tables. If the rules of a table cannot be
 // read, correct sets it to nil in d and returns an error. It then goes on with the other
 // tables.
-func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
-	hidden, errs := a.readMissing(ctx, f, d)
-	for _, c := range firewall.Chains() {
-		p := placeOf(c)
+func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
+	hidden, errs := c.readMissing(ctx, f, d)
+	for _, chain := range firewall.Chains() {
+		p := placeOf(chain)
 		have := d[p.table]
 		suspicious := func(r rule) bool { return have.blocks(r) || likeOurs(r) }
 		if have == nil || !slices.Contains(hidden, p.table) && !slices.ContainsFunc(have[p.parent], suspicious) {
 			continue // it cannot be read, or no rule blocks all packets or looks like one of flanneld
 		}
-		s := resolver{place: p, targets: a.targets, family: f, have: have, seen: map[string]bool{}}
+		s := resolver{place: p, targets: c.targets, family: f, have: have, seen: map[string]bool{}}
 		if err := s.resolve(p.parent); err != nil {
 			d[p.table] = nil
 			errs = append(errs, err)
@@ -45,24 +51,24 @@ func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden 
 // readMissing reads the chains of the tables that d lacks, and adds these tables to d. It returns those
 // that have such a chain, which iptables-save hides. d contains nil for a table for which readMissing
 // returns an error.
-func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
+func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
 	texts := map[string]string{}
-	for _, c := range firewall.Chains() {
-		if p := placeOf(c); d[p.table] == nil {
+	for _, chain := range firewall.Chains() {
+		if p := placeOf(chain); d[p.table] == nil {
 			texts[p.table] = ""
 		}
 	}
-	for _, c := range firewall.Chains() {
-		p := placeOf(c)
+	for _, chain := range firewall.Chains() {
+		p := placeOf(chain)
 		before, missing := texts[p.table]
 		if !missing {
 			continue
 		}
-		text, err := a.list(ctx, f, p)
+		text, err := c.list(ctx, f, p)
 		if err != nil {
 			delete(texts, p.table) // also for its other chains
 			d[p.table] = nil
-			errs = append(errs, a.refused(f, []string{p.table}, err))
+			errs = append(errs, c.refused(f, []string{p.table}, err))
 			continue
 		}
 		texts[p.table] = before + text
@@ -85,16 +91,16 @@ func likeOurs(r rule) bool {
 // list returns the rules of flanneld's chain and its parent in the form of iptables-save,
 // or "" if neither exists. It reads one chain at a time, and ignores a parent that cannot
 // be read.
-func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
+func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
-		_, exists, err := a.targets(f, p.table, chain)
+		_, exists, err := c.targets(f, p.table, chain)
 		if err != nil {
 			return "", err
 		}
 		if !exists {
 			continue
 		}
-		rules, err := run(ctx, "", a.programs.variant.Program(f), "-t", p.table, "-S", chain)
+		rules, err := run(ctx, "", c.variant.Program(f), "-t", p.table, "-S", chain)
 		if err != nil && chain == p.chain {
 			return "", err
 		}
@@ -105,12 +111,12 @@ func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text stri
 
 // refused adds the names of hidden, the tables that iptables-save hides, and a remedy to
 // err, if there are any.
-func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
+func (c corrector) refused(f prefix.Family, hidden []string, err error) error {
 	if len(hidden) == 0 {
 		return err
 	}
 	return fmt.Errorf("%s cannot read table %s: move the rules that were made with nft to a table of their own, or set EnableNFTables: %w",
-		a.programs.variant.Program(f), strings.Join(hidden, ", table "), err)
+		c.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
 // resolver reads the targets of rules from nftables, independently of iptables-save. have

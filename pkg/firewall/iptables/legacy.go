@@ -7,9 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"os"
 	"reflect"
 	"runtime"
 	"slices"
+	"strings"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -81,6 +83,17 @@ func (l *legacy) unchanged(f prefix.Family, wanted firewall.Table) (now exact, s
 }
 
 func (l *legacy) remember(f prefix.Family, now exact) { l.exact[f] = now }
+
+// legacyTables returns the names of the tables of the kernel's own iptables in the network
+// namespace of this thread. It returns none if the kernel module is not loaded.
+func legacyTables(f prefix.Family) []string {
+	file := "/proc/thread-self/net/ip_tables_names"
+	if f == prefix.IPv6 {
+		file = "/proc/thread-self/net/ip6_tables_names"
+	}
+	names, _ := os.ReadFile(file) // the file exists if the module is loaded
+	return strings.Fields(string(names))
+}
 
 // Socket options and sizes of include/uapi/linux/netfilter_ipv4/ip_tables.h and
 // netfilter_ipv6/ip6_tables.h. All 64-bit fields are aligned to 8 bytes on the

@@ -175,7 +175,7 @@ func TestMissingWhereNothingIsWanted(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks, p.Former = p.Networks[:1], []netip.Prefix{p.Networks[1].Network}
 	a := New(Default)
-	a.targets = noChains
+	a.corrector.targets = noChains
 	if changed, err := a.Apply(t.Context(), p); err != nil || !changed {
 		t.Errorf("changed %v, %v", changed, err)
 	}
@@ -209,7 +209,7 @@ func TestInterrupted(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks = p.Networks[:1]
 	a := New(variant)
-	a.targets = noChains
+	a.corrector.targets = noChains
 	changed, err := a.Apply(ctx, p)
 	if !changed || !errors.Is(err, context.Canceled) {
 		t.Errorf("changed %v, %v", changed, err)

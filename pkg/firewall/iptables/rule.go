@@ -34,6 +34,20 @@ func placeOf(c firewall.Chain) place {
 	}
 }
 
+// Tables returns the tables that contain flanneld's chains.
+func Tables() []string { return []string{"nat", "filter", "mangle"} }
+
+// Places returns flanneld's chains and their parents in the variant NFT. Apply must run
+// again when they change.
+func Places() []firewall.Place {
+	var places []firewall.Place
+	for _, c := range firewall.Chains() {
+		p := placeOf(c)
+		places = append(places, firewall.Place{Table: p.table, Chain: p.parent}, firewall.Place{Table: p.table, Chain: p.chain})
+	}
+	return places
+}
+
 // jump returns the rule of the parent chain that jumps to flanneld's chain, in the form
 // of iptables-save, without "-A" and the chain.
 func (p place) jump() string {
