@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -41,6 +42,31 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 		f.Reach = readReach(dst)
 	}
 	return f, nil
+}
+
+// gather calls Gather. If o has a Reader, several callers may get the same Facts, so they must not change
+// them. The time between two reads with the same rest is then at least rest.
+func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
+	read := func(ctx context.Context) gathered {
+		start := spent()
+		f, err := Gather(ctx, o)
+		return gathered{f, err, spent() - start}
+	}
+	if o.Reader == nil {
+		return read(ctx)
+	}
+	return o.Reader.batch(fmt.Sprint(o.Families, rest), rest).Do(ctx, read)
+}
+
+// spent returns the CPU time that the process has used. The difference of two calls is the cost
+// of the work between them, together with other work of this process. Elapsed time would also
+// contain the work of other programs on a busy host.
+func spent() time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // dump calls list until no change interrupts it, at most dumpTries times. Any other

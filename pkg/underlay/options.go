@@ -34,8 +34,8 @@ type Options struct {
 	// InUse is the current choice, if there is one. Its addresses are kept even if the
 	// interface has others that would rank higher.
 	InUse Interface
-	// Reader reads the facts for all networks of a process. If it is nil, this network reads
-	// alone.
+	// Reader is shared by all networks of a process, which then read together. If it is nil,
+	// this network reads alone.
 	Reader *Reader
 }
 

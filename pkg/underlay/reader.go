@@ -3,19 +3,17 @@
 package underlay
 
 import (
-	"context"
-	"fmt"
 	"sync"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// Reader reads the facts about the host for several networks. These share one subscription to
-// changes, and share reads. Their options must select the interface in the same way. A Reader must
-// be used in one network namespace only. A nil Reader shares nothing.
+// Reader lets several networks share one subscription to changes, and share reads of the facts about
+// the host. Their options must select the interface in the same way. A Reader must be used in one
+// network namespace only.
 type Reader struct {
-	facts map[string]*wait.Batch[gathered] // shared reads, by families and rest; guarded by mu
+	facts map[string]*wait.Batch[gathered] // shared reads, see batch; guarded by mu
 
 	mu      sync.Mutex
 	changes wait.Shared
@@ -33,38 +31,14 @@ func NewReader() *Reader {
 	return &Reader{facts: map[string]*wait.Batch[gathered]{}}
 }
 
-// gather calls Gather. Several callers may get the same Facts, so they must not change them. The time
-// between two reads with the same rest is at least rest, unless r is nil.
-func (r *Reader) gather(ctx context.Context, o Options, rest time.Duration) gathered {
-	read := func(ctx context.Context) gathered {
-		start := spent()
-		f, err := Gather(ctx, o)
-		return gathered{f, err, spent() - start}
-	}
-	if r == nil {
-		return read(ctx)
-	}
+// batch returns the read that networks with this key share. The time between two such reads is at least rest.
+func (r *Reader) batch(key string, rest time.Duration) *wait.Batch[gathered] {
 	r.mu.Lock()
-	key := fmt.Sprint(o.Families, rest)
+	defer r.mu.Unlock()
 	b, known := r.facts[key]
 	if !known {
 		b = &wait.Batch[gathered]{Rest: rest}
 		r.facts[key] = b
 	}
-	r.mu.Unlock()
-	return b.Do(ctx, read)
-}
-
-// subscribe returns a channel that becomes readable after a change of anything that Gather
-// reads. No change after the return of subscribe is missed. stop ends the subscription.
-func (r *Reader) subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
-	changes := &wait.Shared{}
-	if r != nil {
-		changes = &r.changes
-	}
-	own, _, err := changes.Join(func(wake func()) (stop func(), err error) { return subscribe(o, wake) })
-	if err != nil {
-		return nil, nil, err
-	}
-	return own, func() { changes.Leave(own) }, nil
+	return b
 }

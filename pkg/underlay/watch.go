@@ -8,7 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -41,7 +40,7 @@ const (
 // returns nil. It returns an error only if it cannot subscribe to changes. changed and usable
 // must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
-	notified, stop, err := o.Reader.subscribe(o)
+	notified, stop, err := o.subscribe()
 	if err != nil {
 		return err
 	}
@@ -49,7 +48,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	f := follower{now: now}
 	for ctx.Err() == nil {
 		o.InUse = f.now
-		read := o.Reader.gather(ctx, o, leastRest)
+		read := o.gather(ctx, leastRest)
 		if ctx.Err() != nil {
 			return nil
 		}
@@ -71,17 +70,6 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		}
 	}
 	return nil
-}
-
-// spent returns the CPU time that the process has used. The difference of two calls is the cost
-// of the work between them, together with other work of this process. Elapsed time would also
-// contain the work of other programs on a busy host.
-func spent() time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		return 0
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // isDown reports whether the named link cannot carry packets: it is absent, down, or has no

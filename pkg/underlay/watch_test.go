@@ -242,7 +242,7 @@ func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
 	k.addLink("d1", true)
 	k.addAddr("d1", "10.1.0.2/24", 0)
 	k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
-	changed, stop, err := (*Reader)(nil).subscribe(Options{Families: dual})
+	changed, stop, err := Options{Families: dual}.subscribe()
 	if err != nil {
 		t.Fatal(err)
 	}
