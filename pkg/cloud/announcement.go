@@ -4,7 +4,6 @@ package cloud
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -235,30 +234,4 @@ func (a announcement) check(subnets []netip.Prefix, leader string) error {
 		return &waitingError{fmt.Errorf("waiting for the leader %s, which has not put the route to %s yet", leader, dst)}
 	}
 	return nil
-}
-
-// announcedError is the reason that the leader has announced for a missing route to this host.
-type announcedError struct{ text, kind string }
-
-// Error implements error.
-func (e *announcedError) Error() string { return e.text }
-
-// knownKind returns kind, or "failed" if Kind never returns it for an error.
-func knownKind(kind string) string {
-	switch kind {
-	case "throttled", "unavailable", "denied", "quota", "outside", "waiting":
-		return kind
-	}
-	return "failed"
-}
-
-// waitingError means that this host waits for the store, for a leader, or for the leader's announcement about its
-// routes.
-type waitingError struct{ error }
-
-func (e *waitingError) Unwrap() error { return e.error }
-
-func waiting(err error) bool {
-	_, is := errors.AsType[*waitingError](err)
-	return is
 }

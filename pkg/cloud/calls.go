@@ -78,32 +78,3 @@ func (c *Calls) Counts() []CallCount {
 	})
 	return all
 }
-
-// Kind returns the kind of err. For the result of a call this is ok, throttled, unavailable, denied, quota
-// or failed. For other errors it may also be outside, if a host is not in this cloud, or waiting, if this
-// host waits for the store or for a leader. An error that a leader has announced has the kind that the
-// leader announced with it.
-func Kind(err error) string {
-	var missing *MissingError
-	var quota *QuotaError
-	if announced, ok := errors.AsType[*announcedError](err); ok {
-		return announced.kind
-	}
-	switch {
-	case err == nil:
-		return "ok"
-	case waiting(err):
-		return "waiting"
-	case errors.Is(err, errOutside):
-		return "outside"
-	case errors.Is(err, ErrThrottled):
-		return "throttled"
-	case errors.Is(err, ErrUnavailable):
-		return "unavailable"
-	case errors.As(err, &missing):
-		return "denied"
-	case errors.As(err, &quota):
-		return "quota"
-	}
-	return "failed"
-}

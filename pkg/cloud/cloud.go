@@ -3,11 +3,13 @@
 // Package cloud makes the route tables of a cloud lead to the subnets of hosts. The routers
 // of the cloud then carry the packets of pods, without a tunnel.
 //
-//   - cloud.go is the contract: the Cloud interface with its errors, which each cloud
-//     implements. The suite in cloudtest checks the implementations.
+//   - cloud.go is the contract: the Cloud interface, which each cloud implements. The suite in
+//     cloudtest checks the implementations. errors.go has the errors and their kinds.
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
-//   - keeper.go is the loop that reads the tables and removes routes, and put.go puts them. targets.go
-//     finds the targets of routes to other hosts. report.go is what the loop reports.
+//   - keeper.go is the loop that reads the tables, with its settings in config.go. peers.go is what it
+//     knows of the leases, and targets.go finds the targets of routes to other hosts. plan.go is what
+//     one comparison wants: put.go puts these routes, and sweep.go removes others. report.go is what the
+//     loop reports.
 //   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
 //     what the leader tells the other hosts. writer.go names the two choices of an operator: a leader, or
 //     a keeper on each host.
@@ -20,7 +22,6 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -134,87 +135,6 @@ type Found struct {
 // NotFound returns the Found of a host that the cloud does not have.
 func NotFound(h Host) Found {
 	return Found{Err: fmt.Errorf("%w %v", errOutside, h.Addresses)}
-}
-
-// errOutside means that a host is in another VPC, or outside of the cloud. In a message the addresses of the
-// host follow the text of errOutside.
-var errOutside = errors.New("the cloud has no instance here with an address of")
-
-// ErrExists means that a route was not put because there is another one to the same destination.
-var ErrExists = errors.New("there is another route to the same destination")
-
-// ErrThrottled means that the cloud refuses a call because there were too many. The call may
-// be repeated after a pause.
-var ErrThrottled = errors.New("the cloud refuses calls because there are too many")
-
-// ErrUnavailable means that the cloud has not answered, or has answered that it cannot process the
-// call now. The call may be repeated.
-var ErrUnavailable = errors.New("the cloud does not answer")
-
-// ErrKeys means that the cloud refuses the keys of this host for any call. In a message its text follows
-// the name of the cloud.
-var ErrKeys = errors.New("refuses the keys")
-
-// DroppedError means that the cloud drops packets of pods from and to a host, even if there are routes to
-// it: the cloud lets the host send and receive only packets with the host's own addresses.
-type DroppedError struct{ Err error }
-
-// Error implements error.
-func (e *DroppedError) Error() string { return e.Err.Error() }
-
-// Unwrap returns Err.
-func (e *DroppedError) Unwrap() error { return e.Err }
-
-func dropped(err error) bool {
-	_, is := errors.AsType[*DroppedError](err)
-	return is
-}
-
-// QuotaError means that a table has as many routes as the cloud allows.
-type QuotaError struct {
-	Table string
-	Limit int    // 0 if it is not known
-	Quota string // in the words of the cloud, such as ROUTES; empty if it has no name
-}
-
-// Error implements error.
-func (e *QuotaError) Error() string {
-	limit := "its limit of routes"
-	if e.Limit > 0 {
-		limit = fmt.Sprintf("its limit of %d routes", e.Limit)
-	}
-	if e.Quota != "" {
-		limit += ", quota " + e.Quota
-	}
-	return fmt.Sprintf("table %s has reached %s: ask the cloud for a higher quota, or remove routes", e.Table, limit)
-}
-
-// MissingError names the rights that this host needs and does not have.
-type MissingError struct {
-	Permissions []string // such as ec2:CreateRoute
-	Page        string   // path of the documentation page with the policy to paste
-}
-
-// Error implements error.
-func (e *MissingError) Error() string {
-	what := "permission " + strings.Join(e.Permissions, ", ") + " is missing"
-	if len(e.Permissions) > 1 {
-		what = "permissions " + strings.Join(e.Permissions, ", ") + " are missing"
-	}
-	return what + ": " + e.Page + " has the policy to paste"
-}
-
-// Transient reports whether err may disappear without an operator: the cloud does not answer, the cloud refuses
-// calls because there are too many, or this host waits for the store, a leader or its announcement.
-func Transient(err error) bool {
-	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || waiting(err)
-}
-
-// Hopeless reports whether err means that the cloud does not permit this host to read or write the routes:
-// rights are missing, or the cloud refuses the keys. Then another host may have to do it.
-func Hopeless(err error) bool {
-	_, missing := errors.AsType[*MissingError](err)
-	return missing || errors.Is(err, ErrKeys)
 }
 
 // SecretKeys returns a warning for each key of a Backend object that may contain a secret. Every

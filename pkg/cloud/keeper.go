@@ -6,47 +6,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
-
-// leastConfirm is the first pause after a write before the tables are read again: a cloud may accept
-// a call and show its result later. The pause grows while every comparison finds something to write.
-// Otherwise two programs that want different routes would use up the calls that the cloud allows for
-// all hosts together.
-const leastConfirm = 5 * time.Second
-
-// A route without a lease stays for a grace period, because the lease of a host that has just
-// started may arrive here later than its route. Each host multiplies the period by a random number
-// from 1 to 3, so that usually only one host makes the calls.
-const (
-	// grace is longer than the time after which a store that sends nothing counts as
-	// disconnected, which is 12 minutes.
-	grace = 15 * time.Minute
-	// mostLostGrace limits the grace period of a lost route, because this carries no packets.
-	mostLostGrace = time.Minute
-)
-
-// A comparison puts the own routes before it removes others. It can put them again only after all removals, so the
-// removals of one comparison are limited by number and time.
-const (
-	mostRemovals = 20 // routes without a lease that one comparison looks at
-	removalTime  = time.Minute
-)
-
-// mostLook is the longest pause between two looks at the target of a route that has no lease, but must
-// stay because of its target. The pause begins with the resync period and doubles: a look may take a call
-// for each target, and such routes may stay for years.
-const mostLook = 6 * time.Hour
 
 // leastRest is the shortest pause between two comparisons of the routes to all hosts.
 const leastRest = 2 * time.Second
@@ -55,86 +23,33 @@ const leastRest = 2 * time.Second
 // the resync period, because all hosts may have the same error and make calls.
 const leastLasting = time.Second
 
-// errUnanswered means that a route to a wanted destination leads to another host, and that the keeper
-// leaves it. The keeper replaces such a route only while the store is connected and has told its
-// leases, because the store may have given the subnet to that host.
-var errUnanswered = errors.New("the store has not answered, and may have given the subnet to another host")
-
 // joinError is an error of Cloud.Join. A host cannot write any route before Join succeeds.
 type joinError struct{ error }
 
 func (e *joinError) Unwrap() error { return e.error }
 
-// Peers are the other hosts that have a lease.
-type Peers struct {
-	Hosts    []Host
-	Complete bool // the store has answered: hosts that are not in Hosts are gone, unless Unreadable is set
-	// Unreadable is set if the store has leases that cannot be read.
-	Unreadable bool
-}
-
-// equal reports whether p and o are equal. The order of the hosts does not count.
-func (p Peers) equal(o Peers) bool {
-	sorted := func(hosts []Host) []string {
-		names := make([]string, len(hosts))
-		for i, h := range hosts {
-			names[i] = fmt.Sprint(h)
-		}
-		slices.Sort(names)
-		return names
-	}
-	return p.Complete == o.Complete && p.Unreadable == o.Unreadable && slices.Equal(sorted(p.Hosts), sorted(o.Hosts))
-}
-
-// KeeperConfig configures a Keeper. All fields are required except All and AtOnce.
-type KeeperConfig struct {
-	Cloud    Cloud
-	Own      Host
-	All      bool           // the keeper writes the routes to all hosts, and not only to this one
-	Networks []netip.Prefix // removals are limited to routes in them
-	Resync   time.Duration  // time between two comparisons if nothing happens
-	AtOnce   int            // limit of calls of Cloud.Put at the same time; 0 means 1
-	// Connected returns the time since which the store is connected; zero if it is not.
-	Connected func() time.Time
-	// Compared is called after each comparison, and when the report changes during a long one. It must
-	// not block.
-	Compared func()
-}
-
 // Keeper puts the routes to the own subnets, or to the subnets of all hosts, into the tables of a cloud.
 // It removes the routes of hosts that are gone.
 type Keeper struct {
 	KeeperConfig
-	loop    *loop.Loop
-	first   chan struct{}   // closed after the first comparison
-	factor  float64         // multiplies the grace periods
-	confirm wait.Backoff    // pauses after writes, before the tables are read again
-	lasting wait.Backoff    // pauses after errors that are not transient
-	idle    map[Route]*idle // routes that no lease needs
-	right   map[Route]bool  // wanted routes that the tables had when they were last read
-	targets targets         // of other hosts
-
-	mu            sync.Mutex
-	peers         Peers
-	read          bool      // a comparison has used peers
-	completeSince time.Time // since when peers has contained all leases of the store; zero if it does not
-	report        Report
-	repaired      int   // routes repaired since the last call of Last
-	err           error // of the routes to this host, from the last comparison
-}
-
-// idle is the state of a route that no lease needs.
-type idle struct {
-	since  time.Time // when this host found that no lease needs the route
-	looked time.Time // the last look at the target of the route
-	next   time.Time // the earliest time of the next look
-	pause  wait.Backoff
+	loop     *loop.Loop
+	first    chan struct{} // closed after the first comparison
+	confirm  wait.Backoff  // pauses after writes, before the tables are read again
+	lasting  wait.Backoff  // pauses after errors that are not transient
+	leases   *leases
+	targets  targets // of other hosts
+	putter   putter
+	sweeper  sweeper
+	reporter *reporter
 }
 
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
-	k := &Keeper{KeeperConfig: c, first: make(chan struct{}), factor: 1 + 2*rand.Float64()}
-	k.report.Writer, k.report.Leading = k.writer(), k.All
+	l, r := &leases{own: c.Own, connected: c.Connected}, newReporter(c.All)
+	k := &Keeper{
+		KeeperConfig: c, first: make(chan struct{}), leases: l, reporter: r,
+		putter: putter{KeeperConfig: c, leases: l, reporter: r}, sweeper: newSweeper(c, l),
+	}
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
 	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
@@ -143,10 +58,7 @@ func NewKeeper(c KeeperConfig) *Keeper {
 		if ctx.Err() != nil {
 			return nil
 		}
-		k.mu.Lock()
-		k.err = own
-		k.report.Dropped = k.report.Dropped || dropped(own)
-		k.mu.Unlock()
+		k.reporter.end(own)
 		done()
 		k.Compared()
 		k.rest(ctx)
@@ -188,42 +100,9 @@ func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 // SetPeers sets the other hosts that have a lease. If the keeper writes the routes to all hosts, a difference from
 // the earlier hosts causes a comparison. Most changes of leases make no difference to a Host.
 func (k *Keeper) SetPeers(p Peers) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	changed := !p.equal(k.peers)
-	if k.peers = p; changed && k.read {
-		k.read = false
+	if k.leases.set(p) {
 		k.loop.Wake()
 	}
-	switch {
-	case !p.Complete || p.Unreadable:
-		k.completeSince = time.Time{}
-	case k.completeSince.IsZero():
-		k.completeSince = time.Now()
-	}
-}
-
-// answered reports whether the store has told its leases and is connected.
-func (k *Keeper) answered() bool {
-	connected := !k.Connected().IsZero()
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return connected && k.peers.Complete
-}
-
-// hosts returns all hosts that have a lease, including this one. since is the time from which on this host has
-// learned of each new lease. If there may be leases that this host does not know, since is zero and all is nil.
-func (k *Keeper) hosts() (all []Host, since time.Time) {
-	connected := k.Connected()
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if connected.IsZero() || k.completeSince.IsZero() {
-		return nil, time.Time{}
-	}
-	if since = k.completeSince; connected.After(since) {
-		since = connected
-	}
-	return append(slices.Clone(k.peers.Hosts), k.Own), since
 }
 
 // Result returns why the routes to this host were not in order after the last comparison, or nil.
@@ -246,11 +125,12 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	default:
 		return 0, false, nil
 	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	repaired, k.repaired = k.repaired, 0
-	return repaired, true, k.err
+	repaired, err = k.reporter.last()
+	return repaired, true, err
 }
+
+// Report returns the state at the last comparison that could read the tables. Only Dropped may be newer.
+func (k *Keeper) Report() Report { return k.reporter.get() }
 
 // compare makes one comparison and the calls that it needs. again is the time after which the next
 // comparison should begin; 0 if the resync period is soon enough. own is the error of the routes to this
@@ -267,11 +147,11 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 		return 0, err, err
 	}
 	p, unknown := k.plan(ctx, tables, target)
-	wrote, stopped := k.put(ctx, tables, p)
-	after, swept := k.sweep(ctx, tables)
+	wrote, stopped := k.putter.put(ctx, tables, p)
+	after, swept := k.sweeper.sweep(ctx, tables)
 	general := oneline.Join(unknown, stopped, swept)
 	own = oneline.Join(p.problems.of(k.Own.Subnets), general)
-	k.note(tables, p, own)
+	k.reporter.note(tables, p, own)
 	all = oneline.Join(p.problems.of(nil), general)
 	if wrote == 0 {
 		k.confirm.Reset()
@@ -280,134 +160,43 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 	return earlier(k.confirm.Next(), after), own, all
 }
 
-// earlier returns the shorter one of two times to wait. The value 0 means for ever.
-func earlier(a, b time.Duration) time.Duration {
-	if a == 0 || b != 0 && b < a {
-		return b
+// plan returns the wanted routes, in an order that is the same on all hosts: if a table has no place for all
+// routes, each leader puts the same ones. own is the target of this host. The plan has only the routes to this
+// host if All is not set, if the store has not answered, or if err is not nil.
+func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan, err error) {
+	p = &plan{followers: map[string][]netip.Prefix{}}
+	for _, dst := range k.Own.Subnets {
+		p.wanted = append(p.wanted, want{Dst: dst, Target: own})
 	}
-	return a
-}
-
-// sweep removes the routes of hosts that are gone. It removes a route only if the route has had no lease for the
-// grace period, and the store has been connected for that time. again is the time until sweep has more to do,
-// because the grace period of a route ends or many routes are left; 0 if there is nothing.
-func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration, err error) {
-	hosts, known := k.hosts()
-	if known.IsZero() {
-		k.idle = nil
-		return 0, nil
+	if !k.All {
+		return p, nil
 	}
-	now, before := time.Now(), k.idle
-	k.idle = map[Route]*idle{}
-	var due []Route
-	for _, r := range k.leaseless(tables, hosts) {
-		one := before[r]
-		if one == nil || one.since.Before(known) {
-			one = &idle{since: now, pause: wait.Backoff{Least: k.Resync, Most: max(mostLook, k.Resync)}}
-		}
-		k.idle[r] = one
-		if rest := k.grace(r) - now.Sub(one.since); rest > 0 {
-			again = earlier(again, rest)
-		} else if !one.next.After(now) { // no comparison is made only for the next look
-			due = append(due, r)
-		}
+	hosts := k.leases.others()
+	if !k.leases.answered() {
+		return p, nil
 	}
-	if len(due) == 0 {
-		return again, nil
-	}
-	// Begin with the routes that were looked at longest ago. Otherwise routes whose removal fails would
-	// keep the others from being removed.
-	slices.SortStableFunc(due, func(a, b Route) int { return k.idle[a].looked.Compare(k.idle[b].looked) })
-	more, err := k.remove(ctx, tables, due)
-	if more {
-		again = earlier(again, k.confirm.Least)
-	}
-	return again, err
-}
-
-// grace returns the time for which r stays without a lease.
-func (k *Keeper) grace(r Route) time.Duration {
-	least := grace
-	if r.Lost {
-		least = min(k.Resync, mostLostGrace)
-	}
-	return time.Duration(float64(least) * k.factor)
-}
-
-// leaseless returns the routes that no lease of hosts needs. It returns only routes with the prefix length
-// of a subnet, to spare routes of an operator.
-func (k *Keeper) leaseless(tables []Table, hosts []Host) []Route {
-	routes := unclaimed(tables, k.Networks, func(dst netip.Prefix) bool { return leased(hosts, dst) })
-	return slices.DeleteFunc(routes, func(r Route) bool {
-		return !slices.ContainsFunc(k.Own.Subnets, func(own netip.Prefix) bool {
-			return own.Addr().BitLen() == r.Dst.Addr().BitLen() && own.Bits() == r.Dst.Bits()
-		})
-	})
-}
-
-// leased reports whether a host has a subnet that overlaps dst.
-func leased(hosts []Host, dst netip.Prefix) bool {
-	return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
-}
-
-// remove removes those routes in due that are lost, or that lead to a host without a lease. Routes to unknown
-// targets stay. remove also removes the routes from tables. more is set if it has not looked at all routes in due,
-// and the keeper should soon go on.
-func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more bool, err error) {
-	ctx, cancel := context.WithTimeout(ctx, removalTime)
-	defer cancel()
-	if len(due) > mostRemovals {
-		due, more = due[:mostRemovals], true
-	}
-	addresses, err := k.addresses(ctx, due)
+	found, err := k.targets.find(ctx, k.Cloud, hosts, k.Resync, lostTargets(tables))
 	if err != nil {
-		return false, fmt.Errorf("find the hosts of routes without a lease: %w", err)
+		return p, err
 	}
-	var errs []error
-	for _, r := range due {
-		hosts, known := k.hosts() // again for each route, because a call takes time
-		if known.IsZero() {
-			break
+	p.all = true
+	for _, t := range tables {
+		if t.Own {
+			p.followers[t.ID] = append(p.followers[t.ID], k.Own.Subnets[0])
 		}
-		if ctx.Err() != nil {
-			more = true
-			break
+	}
+	for i, h := range hosts {
+		if found[i].Err == nil && found[i].Table != "" {
+			p.followers[found[i].Table] = append(p.followers[found[i].Table], h.Subnets[0])
 		}
-		one := k.idle[r]
-		one.looked = time.Now()
-		present := func(a netip.Addr) bool {
-			return slices.ContainsFunc(hosts, func(h Host) bool { return slices.Contains(h.Addresses, a) })
-		}
-		if leased(hosts, r.Dst) || len(hostless([]Route{r}, addresses, present)) == 0 {
-			one.next = one.looked.Add(one.pause.Next())
-			continue
-		}
-		if err := k.Cloud.Remove(ctx, r); err != nil {
-			errs = append(errs, fmt.Errorf("remove route %s: %w", r, err))
-			if Transient(err) {
-				break // the next call would fail as well
+		for _, dst := range h.Subnets {
+			if found[i].Err != nil {
+				p.problems.add(dst, "", found[i].Err)
+			} else {
+				p.wanted = append(p.wanted, want{Dst: dst, Target: found[i].Target, Other: true})
 			}
-			continue
-		}
-		klog.FromContext(ctx).Info("removed a route of the cloud whose lease and host are gone", "route", r.String())
-		delete(k.idle, r)
-		for i := range tables {
-			tables[i].Routes = slices.DeleteFunc(tables[i].Routes, func(have Route) bool { return have == r })
 		}
 	}
-	return more && len(errs) == 0, oneline.Join(errs...)
-}
-
-// addresses returns the addresses of the hosts to which routes lead, by target. It leaves out lost routes.
-func (k *Keeper) addresses(ctx context.Context, routes []Route) (map[string][]netip.Addr, error) {
-	var targets []string
-	for _, r := range routes {
-		if !r.Lost && !slices.Contains(targets, r.Target) {
-			targets = append(targets, r.Target)
-		}
-	}
-	if len(targets) == 0 {
-		return nil, nil
-	}
-	return k.Cloud.Addresses(ctx, targets)
+	slices.SortFunc(p.wanted, func(a, b want) int { return a.Dst.Compare(b.Dst) })
+	return p, nil
 }

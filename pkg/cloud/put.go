@@ -17,10 +17,22 @@ import (
 // the calls for all hosts may take minutes.
 const progress = 20
 
+// errUnanswered means that a route to a wanted destination leads to another host, and must stay until
+// the store answers: the store may have given the subnet to that host.
+var errUnanswered = errors.New("the store has not answered, and may have given the subnet to another host")
+
+// putter puts the wanted routes of a keeper.
+type putter struct {
+	KeeperConfig
+	leases   *leases
+	reporter *reporter
+	right    map[Route]bool // plan.right of the last comparison
+}
+
 // puts makes the calls of one comparison for the wanted routes. Several calls may be in progress, but
 // only one goroutine uses the fields.
 type puts struct {
-	*Keeper
+	*putter
 	tables  []Table
 	planned *plan
 	before  map[Route]bool   // wanted routes that the tables had at the comparison before this one
@@ -38,15 +50,16 @@ type putResult struct {
 	err error
 }
 
-// put makes the calls for the wanted routes. It updates tables, and adds each failure to the problems of
-// p. A table that refuses a route does not affect other tables. wrote is the number of calls that have
-// succeeded. If an error has made put stop before all calls, err is this error; it is nil if the call was
-// for an own route, because then the problems of p are sufficient.
-func (k *Keeper) put(ctx context.Context, tables []Table, p *plan) (wrote int, err error) {
-	s := &puts{Keeper: k, tables: tables, planned: p, before: k.right, full: map[string]error{}, results: make(chan putResult)}
-	k.right = present(tables, p.wanted)
-	for _, c := range changes(tables, p.wanted) {
-		if s.running == max(k.AtOnce, 1) {
+// put makes the calls for the wanted routes. It sets planned.right, updates tables, and adds each failure to
+// the problems of planned. A table that refuses a route does not affect other tables. wrote is the number of
+// calls that have succeeded. If an error has made put stop before all calls, err is this error; it is nil if
+// the call was for an own route, because then the problems of planned are sufficient.
+func (p *putter) put(ctx context.Context, tables []Table, planned *plan) (wrote int, err error) {
+	s := &puts{putter: p, tables: tables, planned: planned, before: p.right, full: map[string]error{}, results: make(chan putResult)}
+	planned.right = present(tables, planned.wanted)
+	p.right = planned.right
+	for _, c := range changes(tables, planned.wanted) {
+		if s.running == max(p.AtOnce, 1) {
 			s.finish(ctx)
 		}
 		if s.stopped {
@@ -66,7 +79,7 @@ func place(r Route) string { return r.Table + " " + prefix.FamilyOf(r.Dst.Addr()
 // begin begins the call for a change. If the change must wait for the store, or the quota is full, it
 // makes no call, and adds a problem.
 func (s *puts) begin(ctx context.Context, c change) {
-	if c.replaces() && c.was.serves(c.Target) && !s.answered() {
+	if c.replaces() && c.was.serves(c.Target) && !s.leases.answered() {
 		s.planned.problems.add(c.Dst, "leave route "+c.was.String(), errUnanswered)
 		return
 	}
@@ -88,9 +101,7 @@ func (s *puts) finish(ctx context.Context) {
 	}
 	s.wrote++
 	if s.before[r.Route] {
-		s.mu.Lock()
-		s.repaired++
-		s.mu.Unlock()
+		s.reporter.repair()
 	}
 	update(s.tables, r.change)
 	if log := klog.FromContext(ctx); r.replaces() {
@@ -99,7 +110,7 @@ func (s *puts) finish(ctx context.Context) {
 		log.Info("added a route to the cloud", "route", r.Route.String())
 	}
 	if s.All && s.wrote%progress == 0 {
-		s.note(s.tables, s.planned, errors.New("the comparison is in progress"))
+		s.reporter.note(s.tables, s.planned, errors.New("the comparison is in progress"))
 		s.Compared()
 	}
 }
@@ -123,32 +134,15 @@ func (s *puts) fail(c change, err error) {
 // call makes the call for c. The cloud may have a route to the destination that the tables did not show,
 // and that leads to another host. call replaces such a route only if the store has answered, like a route
 // that the tables showed. Otherwise it returns errUnanswered.
-func (k *Keeper) call(ctx context.Context, c change) error {
-	err := k.Cloud.Put(ctx, c.Route, c.replaces())
+func (p *putter) call(ctx context.Context, c change) error {
+	err := p.Cloud.Put(ctx, c.Route, c.replaces())
 	switch {
 	case !errors.Is(err, ErrExists):
 		return err
-	case !k.answered():
+	case !p.leases.answered():
 		return fmt.Errorf("%w: %w", err, errUnanswered)
 	}
-	return k.Cloud.Put(ctx, c.Route, true)
-}
-
-// present returns the wanted routes that the tables have.
-func present(tables []Table, wanted []want) map[Route]bool {
-	right := map[Route]bool{}
-	for _, t := range tables {
-		all := map[Route]bool{}
-		for _, w := range wanted {
-			all[w.in(t.ID)] = true
-		}
-		for _, r := range t.Routes {
-			if all[r] {
-				right[r] = true
-			}
-		}
-	}
-	return right
+	return p.Cloud.Put(ctx, c.Route, true)
 }
 
 // explainQuota sets the limit in a QuotaError without a limit: the number of routes that the table

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -71,27 +72,73 @@ func (r Report) followed() (name string) {
 	return name
 }
 
+// reporter contains what a keeper reports. It is safe for concurrent use.
+type reporter struct {
+	all bool // KeeperConfig.All
+
+	mu       sync.Mutex
+	report   Report
+	repaired int   // routes repaired since the last call of last
+	err      error // of the routes to this host, from the last comparison
+}
+
+func newReporter(all bool) *reporter {
+	r := &reporter{all: all}
+	r.report.Writer, r.report.Leading = r.writer(), all
+	return r
+}
+
 // writer returns the value of Report.Writer.
-func (k *Keeper) writer() string {
-	if k.All {
+func (r *reporter) writer() string {
+	if r.all {
 		return WriterLeader
 	}
 	return WriterHost
 }
 
+// repair counts a route that was repaired.
+func (r *reporter) repair() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.repaired++
+}
+
+// end records the error of the routes to this host, or nil, at the end of a comparison.
+func (r *reporter) end(own error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.err = own
+	r.report.Dropped = r.report.Dropped || dropped(own)
+}
+
+// last returns the error of the last comparison, and the number of routes that were repaired since the last call.
+func (r *reporter) last() (repaired int, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	repaired, r.repaired = r.repaired, 0
+	return repaired, r.err
+}
+
+// get returns the report.
+func (r *reporter) get() Report {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.report
+}
+
 // note stores the state of tables in the report, after a comparison and during a long one. err is the reason why
 // the own routes are not in order, or nil.
-func (k *Keeper) note(tables []Table, p *plan, err error) {
-	now := Report{Writer: k.writer(), Leading: k.All}
+func (r *reporter) note(tables []Table, p *plan, err error) {
+	now := Report{Writer: r.writer(), Leading: r.all}
 	right := present(tables, p.wanted)
 	for _, t := range tables {
 		var seen []netip.Prefix
 		for _, w := range p.wanted {
 			want := w.in(t.ID)
 			if !w.Other {
-				now.Routes = append(now.Routes, RouteReport{want, right[want], k.right[want]})
+				now.Routes = append(now.Routes, RouteReport{want, right[want], p.right[want]})
 			}
-			if k.right[want] {
+			if p.right[want] {
 				seen = append(seen, w.Dst)
 			}
 		}
@@ -110,18 +157,18 @@ func (k *Keeper) note(tables []Table, p *plan, err error) {
 		}
 		now.Tables = append(now.Tables, table)
 	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if now.Routed, now.Unrouted = k.report.Routed, k.report.Unrouted; p.all {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if now.Routed, now.Unrouted = r.report.Routed, r.report.Unrouted; p.all {
 		now.Routed, now.Unrouted = p.routed(tables)
 	}
 	for i := range now.Tables {
-		now.Tables[i].recall(k.report.Tables, p.all)
+		now.Tables[i].recall(r.report.Tables, p.all)
 	}
-	if now.Good = k.report.Good; err == nil {
+	if now.Good = r.report.Good; err == nil {
 		now.Good = time.Now()
 	}
-	k.report = now
+	r.report = now
 }
 
 // routed returns the destinations to which each table has the right route, and those with a problem or
@@ -163,11 +210,4 @@ func (t *TableReport) recall(before []TableReport, all bool) {
 	if !all {
 		t.Hosts, t.Seen = before[i].Hosts, before[i].Seen
 	}
-}
-
-// Report returns the state at the last comparison that could read the tables. Only Dropped may be newer.
-func (k *Keeper) Report() Report {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.report
 }
