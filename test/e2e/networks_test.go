@@ -92,7 +92,7 @@ func expectAnswers(t *testing.T, pods []*lab.Pod) {
 
 // TestNetworks checks several networks with different backends, which one daemon on each host serves. While
 // packets flow in the network red, others are changed, broken, deleted and added. No packet of red may be
-// lost, and none of its kernel objects may change.
+// lost. On host 1 the device of red and the addresses, routes and neighbours in its range must not change.
 func TestNetworks(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, "")
@@ -128,7 +128,7 @@ func TestNetworks(t *testing.T) {
 	expectPhase(t, l, "pink", "serving")
 	expectAnswers(t, addNetworkPods(t, l, "pink"))
 
-	// If a configuration cannot be used, the network goes on with the former one.
+	// The configuration of green becomes invalid. The hosts must go on with the former one.
 	putKey(t, s, networksRoot+"green/config", `{`)
 	eventually(t, "the broken configuration is named", func() error {
 		if n := overviewOf(t, l.Host(1))["green"]; n.Phase != "serving" || len(n.Reasons) != 1 {
@@ -427,8 +427,8 @@ func TestNetworksReady(t *testing.T) {
 	s.expect(t, "STOPPING=1")
 }
 
-// TestNetworkDeletedBeforeItHasASubnet deletes a network that waits for a subnet. The daemon must remove it
-// at once: the end of the start is no failure.
+// TestNetworkDeletedBeforeItHasASubnet deletes a network that waits for a subnet. The daemon must remove the
+// network at once, and must not log that the network failed.
 func TestNetworkDeletedBeforeItHasASubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -569,8 +569,9 @@ func TestNetworksOfOneBackend(t *testing.T) {
 }
 
 // TestNetworksOfCommands checks two networks with extension, one with alloc and one with vxlan in one daemon.
-// The test itself adds the routes for alloc. If a network with extension is deleted, its commands must run,
-// and if it is added again, too. When the daemon stops, each of the two networks must run ShutdownCommand.
+// The test itself adds the routes for alloc. When a network with extension is deleted, ShutdownCommand must
+// run, and the routes of the network must be removed. When it is added again, PreStartupCommand must run.
+// When the daemon stops, each of the two networks must run ShutdownCommand.
 //
 //stages:rest TestNetworks has networks of other backends
 func TestNetworksOfCommands(t *testing.T) {
@@ -730,7 +731,8 @@ func TestNetworksOfAnEmptiedStore(t *testing.T) {
 
 // TestNetworksOfACompactedStore starts daemons after etcd has lost all data while they were down. The new
 // etcd has a higher revision than the daemons have seen and a compacted history, so they cannot know whether
-// the network was deleted. It must go on until it is deleted as the log advises.
+// the network was deleted. They must serve the network until the test deletes it by the commands that the
+// status gives.
 //
 //stages:rest TestNetworksOfAnEmptiedStore has a store that has lost its networks
 func TestNetworksOfACompactedStore(t *testing.T) {

@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// machine is a host with its own root file system. It is an overlay over the root file system of
-// the machine that runs the tests, which does not change.
+// machine is a host with a root file system of its own: an overlay over that of the machine that
+// runs the tests. So the commands of a page do not change the files of that machine.
 type machine struct {
 	*lab.Host
 	t      *testing.T
@@ -161,9 +161,9 @@ func pageBlock(t *testing.T, page, begins string) string {
 }
 
 // followPage runs all commands of a page on the machines, each command on all machines before the
-// next. A command that begins with a key of special goes to the function of that key instead, for
-// example because it needs systemd, or because it is an output and no command. The test fails if
-// the page does not use a key.
+// next. If a command begins with keys of special, followPage does not run it, but calls the
+// function of the longest such key. This is for commands that need systemd, for example, and for
+// lines that are output and no command. The test fails if no command begins with one of the keys.
 func followPage(t *testing.T, page string, machines []*machine, special map[string]func(m *machine, command string)) {
 	t.Helper()
 	commands := pageCommands(t, page)
@@ -218,7 +218,7 @@ func TestPageGettingStarted(t *testing.T) {
 	const settings = "/etc/flannel/flanneld.env"
 	nothing := func(*machine, string) {}
 	followPage(t, "getting-started.md", []*machine{a, b}, map[string]func(*machine, string){
-		// etcd runs already, and bin is built.
+		// These do not run, because etcd runs already and bin is built.
 		"make build": nothing, "ETCD_LISTEN_CLIENT_URLS=": nothing, "ETCD_ADVERTISE_CLIENT_URLS=": nothing, "systemctl restart etcd": nothing,
 		"etcdctl put": func(m *machine, command string) {
 			if m == a {
@@ -236,7 +236,7 @@ func TestPageGettingStarted(t *testing.T) {
 				return err
 			})
 		},
-		"journalctl": func(m *machine, command string) { // there is no journal
+		"journalctl": func(m *machine, command string) { // reads the log file, because there is no journal
 			log, err := os.ReadFile(m.file(machineLog))
 			if err != nil {
 				t.Fatal(err)
@@ -425,7 +425,7 @@ func TestPagesAboutAHost(t *testing.T) {
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
 	m := newMachine(t, l.Host(1))
-	shown := func(*machine, string) {} // output, not a command
+	shown := func(*machine, string) {} // for lines that are not run: output, configuration and a command of the lab
 	followPage(t, "troubleshooting.md", []*machine{m}, nil)
 	followPage(t, "status.md", []*machine{m}, nil)
 	followPage(t, "backends/vxlan.md", []*machine{m}, map[string]func(*machine, string){
@@ -465,7 +465,7 @@ func TestPagesAboutAHost(t *testing.T) {
 // the second daemon and runs flannelctl cleanup.
 func tryTwice(t *testing.T, m *machine, args []string) {
 	t.Helper()
-	options := lab.FlanneldOptions{Args: append(args, "--healthz-port=0")} // not the port on the page, which is that of a real host
+	options := lab.FlanneldOptions{Args: append(args, "--healthz-port=0")} // turns off the health port that the page sets
 	second := start(t, m.Host, options)
 	eventually(t, "the second daemon has a subnet", func() error {
 		_, err := os.Stat(m.Path("/run/flannel/blue.env"))
@@ -513,7 +513,7 @@ func TestPageDocker(t *testing.T) {
 		"ExecStart=":    func(_ *machine, line string) { added = append(added, line) },
 		"ExecStartPre=": func(*machine, string) {}, // TestDocker runs this line with a Docker that uses nftables
 		"10.5.49.0/24":  func(*machine, string) {}, // output of the script
-		"flannelctl doctor": func(m *machine, command string) { // this Docker has no rules
+		"flannelctl doctor": func(m *machine, command string) { // must not mention Docker, because this one has no rules
 			if out, _ := m.Exec(testContext(t), "chroot", machineRoot, machineTree+"/bin/"+command); strings.Contains(string(out), "Docker") {
 				t.Errorf("%s: %s", command, out)
 			}
@@ -550,8 +550,8 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 	}
 }
 
-// TestPagesOnTheLab runs the commands on pages that begin with bin/flannelctl lab and contain
-// --once. If several pages contain a command, it runs only once.
+// TestPagesOnTheLab runs all commands that begin with bin/flannelctl lab and contain --once, from
+// all pages. It runs a command only once if several pages contain it.
 //
 //stages:rest it runs many commands of the documentation
 func TestPagesOnTheLab(t *testing.T) {

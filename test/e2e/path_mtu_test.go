@@ -45,7 +45,7 @@ func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	if len(hosts) == 0 {
 		hosts = l.Hosts()
 	}
-	if mtu > 0 { // first, because a host that has got an ICMP error remembers it for ten minutes
+	if mtu > 0 { // before the paths become narrow, because a host remembers an ICMP error for ten minutes
 		nft(t, l.Underlay(), `table inet silent { chain out { type filter hook output priority 0;
 			icmp type { destination-unreachable, time-exceeded, parameter-problem } drop;
 			icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } drop; } ; }`)
@@ -71,14 +71,15 @@ func narrowRouter(t *testing.T, l *lab.Lab, mtu int, hosts ...*lab.Host) {
 	}
 }
 
-// pathStream is a TCP connection between two pods that sends data all the time. It is an io.Writer that counts the
-// received bytes.
+// pathStream is a TCP connection from one pod to another, through which data is sent all the time. It is an
+// io.Writer that counts the received bytes.
 type pathStream struct {
 	name     string
 	received atomic.Int64
 }
 
-// startPathStream opens a connection between two pods and sends data through it until the test ends.
+// startPathStream opens a TCP connection between two pods. It sends data from the first pod to the second one
+// until the test ends.
 func startPathStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *pathStream {
 	t.Helper()
 	ctx := testContext(t)
@@ -144,8 +145,9 @@ type narrowPath struct {
 }
 
 // TestPathMTU narrows the paths between two segments as narrowRouter does. The hosts must find the MTU of each
-// path, so that existing TCP connections go on. When the paths are wide again, the hosts must raise the MTU. The
-// MTU of paths inside of a segment and subnet.env must not change.
+// path, so that existing TCP connections go on. A restarted daemon must know these MTUs again. When the paths
+// are wide again, the hosts must raise the MTU. The MTU of paths inside of a segment and subnet.env must not
+// change.
 //
 //stages:rest the MTU is raised after half a minute
 func TestPathMTU(t *testing.T) {
@@ -153,7 +155,7 @@ func TestPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{
 		{"vxlan", v4, 1300, [2]int{50}, 1, time.Second},
 		{"vxlan", dual, 1400, [2]int{50, 70}, 1, time.Second},
-		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second}, // the device and its routes end with the process
+		{"udp", dual, 1400, [2]int{28, 48}, 1, 20 * time.Second}, // long, because the device and its routes end with the process
 		{userspace, dual, 1400, [2]int{60, 80}, 16, 20 * time.Second},
 	})
 }
@@ -170,7 +172,7 @@ func TestVMIPIPPathMTU(t *testing.T) {
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPathMTU(t *testing.T) {
 	loadFOU(t)
-	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}}) // the device and its routes end with the process
+	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}}) // long, because the device and its routes end with the process
 }
 
 // TestVMWireGuardPathMTU is TestPathMTU with the kernel's WireGuard.
@@ -296,8 +298,8 @@ func TestPathMTUThroughMigration(t *testing.T) {
 	expectProgress(t, "after the migration", streams)
 }
 
-// expectPathMTU waits until a host reports the MTU want for the paths to all peers, of which it looks at the first
-// subnet. 0 means the full MTU.
+// expectPathMTU waits until a host reports the MTU want for the path to the first subnet of each peer. If want
+// is 0, these paths must have the full MTU.
 func expectPathMTU(t *testing.T, h *lab.Host, want int) {
 	t.Helper()
 	within(t, patience, fmt.Sprintf("%s finds the MTU %d", h.Name(), want), func() error {

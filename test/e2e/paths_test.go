@@ -11,8 +11,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// TestProbes breaks the path between two hosts that send probes. The status, the metrics and the log must
-// name the peer and the part that is broken, and later say that the path works again.
+// TestProbes breaks the path to one of three hosts that send probes. The status must name the peer and
+// the part that is broken. The metrics must count the path as broken in this part, and the log must
+// report a broken path. When the path works again, the status and the log must say so.
 func TestProbes(t *testing.T) {
 	testProbes(t, pathFault{"vxlan", "ip saddr 192.168.77.1 udp dport 8472 drop", "network", "(vxlan: UDP 8472)"})
 }

@@ -17,7 +17,7 @@ import (
 type relayed struct {
 	pair   [2]*lab.Host
 	relays []*lab.Host
-	keys   map[*lab.Host]string // of the leases
+	keys   map[*lab.Host]string // the key of the lease of each host
 }
 
 // startRelayed starts a daemon and a pod on the pair and on the relays. The relays get the flag --relay.
@@ -188,8 +188,8 @@ func TestUserspaceWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, usersp
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardRelayIsLeft(t *testing.T) { testRelayIsLeft(t, "wireguard", 10*time.Second) }
 
-// testRelayIsLeft checks that two hosts leave a relay when they reach each other directly. gap is the longest time
-// in which no packet may arrive during the change.
+// testRelayIsLeft checks that two hosts leave a relay when they reach each other directly. gap is the longest
+// allowed pause between two packets that arrive during the change.
 func testRelayIsLeft(t *testing.T, backend string, gap time.Duration) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, relayConfig(backend))
@@ -272,7 +272,7 @@ func TestRelayThroughBackendMigration(t *testing.T) {
 	for _, h := range pair {
 		eventuallyCarriedBy(t, h, "vxlan", relay)
 	}
-	pause(t, 3*time.Second) // in which nothing else may change
+	pause(t, 3*time.Second) // in this time the two must not leave the relay or wireguard
 	if err := r.use(t, relay); err != nil {
 		t.Error(err)
 	}
@@ -302,9 +302,9 @@ func TestRelayThroughBackendMigration(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestRelayInNextBackend migrates a network from vxlan to wireguard. By wireguard two hosts reach each other only by
-// a relay. They must continue by vxlan until one of the other hosts becomes a relay, and then use the relay. No
-// packet may be lost.
+// TestRelayInNextBackend migrates a network from vxlan to wireguard. By wireguard two of the three hosts reach
+// each other only by a relay. They must continue by vxlan until the third host becomes a relay, and then use
+// the relay. From then on no packet may be lost.
 //
 //stages:rest other tests have relays and migrations alone
 func TestRelayInNextBackend(t *testing.T) {

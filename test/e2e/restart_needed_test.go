@@ -49,7 +49,7 @@ func peerLines(t *testing.T, h *lab.Host) string {
 }
 
 // expectExitOnChange waits until the daemon ends by itself. Its exit code must be 3, and peerLines must
-// still return before.
+// still return the text in before.
 func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string) {
 	t.Helper()
 	code, err := d.Wait(testContext(t))

@@ -66,7 +66,7 @@ func testSharedPublicAddress(t *testing.T, config string) {
 		t.Fatal(err)
 	}
 	reach := expectMatrix
-	if emulated() { // here a packet may take longer than expectMatrix waits for it
+	if emulated() { // in an emulated guest a packet may take longer than expectMatrix waits for it
 		reach = expectConverged
 	}
 	reach(t, l)

@@ -27,8 +27,8 @@ import (
 // startFlows may lower it.
 const fast = 1000
 
-// kernelMonitor receives the kernel's notifications on a host about links, addresses, routes, neighbours, FDB
-// entries and nexthop objects, of changes by any program.
+// kernelMonitor receives the kernel's notifications about changes of links, addresses, routes, neighbours,
+// FDB entries and nexthop objects on a host, whichever program makes the changes.
 type kernelMonitor struct{ fd int }
 
 func newKernelMonitor(t *testing.T, h *lab.Host) *kernelMonitor {
@@ -82,8 +82,9 @@ func (e *kernelMonitor) notifications(t *testing.T) []string {
 }
 
 // describeNotification returns the kind of the object and its number or address, such as "route
-// 198.51.100.0". For nexthop objects and default routes it returns only the kind. It returns an
-// empty string for changes that the kernel makes by itself, such as learning a neighbour.
+// 198.51.100.0", or "route gone 198.51.100.0" if it was deleted. For nexthop objects and default routes it
+// returns no number or address. It returns an empty string for bridge ports, cached routes, and neighbours
+// and FDB entries that are not permanent, because the kernel changes these by itself.
 func describeNotification(typ uint16, payload []byte) string {
 	const permanentAt, flagsAt = 8, 8
 	kinds := map[uint16]string{
@@ -286,9 +287,9 @@ func device(f prefix.Family) string {
 	return "flannel.1"
 }
 
-// runOtherDaemon changes a host as another flannel daemon does when it starts. It creates missing
-// devices, creates or replaces the entries of each peer, and writes the subnet file. It never
-// removes devices or entries of other peers.
+// runOtherDaemon changes a host as another flannel daemon does when it starts. It creates missing devices,
+// creates or replaces the entries of each of the peers, and writes the subnet file. It removes no devices,
+// and no entries of hosts that are not among the peers.
 func runOtherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []node) {
 	t.Helper()
 	var script strings.Builder
@@ -439,7 +440,7 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 	was.publish(t, c)
 	gone.publish(t, c)
 	runOtherDaemons(t, l, backend)
-	is.publish(t, c) // changes that the other daemon does not see
+	is.publish(t, c) // the other daemon does not see this change and the next one
 	removeKey(t, c, subnets+gone.key)
 	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)

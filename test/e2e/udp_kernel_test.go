@@ -49,9 +49,9 @@ func kernelPath(t *testing.T, h *lab.Host) string {
 }
 
 // startSinglePacketPeer starts a peer that receives and sends each packet separately, without
-// offloads, on a socket at the address at. It answers every echo request that it receives, as
-// if its pods had done so. The caller must publish its lease. conn is the socket, which exists
-// until the test ends.
+// offloads. conn is its socket, with the address and port in the parameter at, which exists
+// until the test ends. The peer answers every echo request that it receives, as if its pods had
+// done so. The caller must publish its lease.
 func startSinglePacketPeer(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPConn) {
 	t.Helper()
 	err := n.Do(testContext(t), func() (err error) {
@@ -173,9 +173,9 @@ func TestVMUDPKernelPath(t *testing.T) {
 }
 
 // expectNoLoopback makes a peer send packets with a loopback address as source or destination.
-// They must not reach a service of host 1 that listens on all addresses. One more packet comes
-// from another port of the peer than that of its tunnel. wrongPort is 1 if host 1 must drop
-// this packet, and 0 if it does not check the source.
+// Host 1 must count them as dropped, and they must not reach a service that listens on all its
+// addresses. One more packet comes from another port of the peer than that of its tunnel.
+// wrongPort is 1 if host 1 must drop this packet, and 0 if it does not check the source.
 func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort float64) {
 	t.Helper()
 	h := l.Host(1)
@@ -279,8 +279,9 @@ func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	}
 }
 
-// occupyFOUPort closes the FOU port at the address at, and opens a socket there instead, as
-// another program would. The socket exists until the test ends or the caller closes it.
+// occupyFOUPort closes the FOU port with the address and port in the parameter at, and opens a
+// socket there instead, as another program would. The socket exists until the test ends or the
+// caller closes it.
 func occupyFOUPort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	t.Helper()
 	where := netip.MustParseAddrPort(at)
@@ -380,9 +381,9 @@ func TestVMUDPModes(t *testing.T) {
 	}
 }
 
-// TestVMUDPKernelPathRemovedAfterChange checks that the FOU port and the rules of the kernel
-// path are removed if the port or the backend changes in the configuration after the daemons
-// were killed.
+// TestVMUDPKernelPathRemovedAfterChange kills the daemons, changes the port or the backend in
+// the configuration, and starts them again. They must remove the FOU port and the rules of the
+// kernel path that they need no longer.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPathRemovedAfterChange(t *testing.T) {

@@ -26,8 +26,9 @@ func tunIndex(t *testing.T, h *lab.Host) (n int) {
 	return n
 }
 
-// TestUDPWithoutABackend checks that a configuration without Backend means udp, and that
-// leases contain neither backend type nor data then. flannel does the same.
+// TestUDPWithoutABackend checks that pods reach each other with a configuration without
+// Backend, which means udp. The leases must contain neither backend type nor data, like
+// those of flannel.
 func TestUDPWithoutABackend(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Network: []byte(`{"Network":"10.5.0.0/16"}`)}, "")
@@ -132,8 +133,8 @@ func TestUDPPersist(t *testing.T) {
 	}
 }
 
-// TestUDPPeers checks that leases of other backends are refused, and that packets of
-// unknown senders are dropped and counted.
+// TestUDPPeers checks that leases with the type or the data of another backend are
+// refused, and that packets of unknown senders are dropped and counted.
 func TestUDPPeers(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))

@@ -65,7 +65,7 @@ func (e edit) typeOf() string {
 	return name
 }
 
-// randomEdit returns a random configuration other than before.
+// randomEdit returns a random configuration that differs from the one in before.
 func randomEdit(r *rand.Rand, before edit) edit {
 	pick := func(values ...string) string { return values[r.IntN(len(values))] }
 	for {
@@ -160,11 +160,11 @@ const walkRate = 200
 // walkOptions returns the options of the daemons of a configWalk.
 func walkOptions() lab.FlanneldOptions { return lab.FlanneldOptions{Args: []string{"--ip-masq"}} }
 
-// walkEdits changes the configuration at random. steps is the number of changes. If migrations is set,
-// about one in four changes is a migration, which is finished or aborted. During some changes walkEdits
-// kills a daemon. At the end all pods must reach each other. Packets may be lost during a change only in
-// two cases: if the change gives them another path, unless it is a migration of which all hosts have
-// read; or if the daemon carries them, and the daemon or its backend starts again.
+// walkEdits changes the configuration at random. steps is the number of changes. If migrations is set, about
+// one in four changes is a migration, which is finished or aborted. During some changes walkEdits kills a
+// daemon. At the end all pods must reach each other. Packets may be lost only in three cases: a change without
+// a migration gives them another path, a migration is finished before all hosts may have read of it, or the
+// daemon carries the packets, and the daemon or its backend starts again.
 func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -195,8 +195,8 @@ func walkEdits(t *testing.T, hosts, steps int, migrations bool) {
 	}
 }
 
-// edit changes the configuration from now to a random one, which it returns. It waits until all hosts
-// use the new one.
+// edit changes the configuration, which the parameter now contains, to a random one, which it returns. It waits
+// until all hosts use the new one.
 func (w *configWalk) edit(now edit) edit {
 	next := randomEdit(w.r, now)
 	if w.r.IntN(4) == 0 { // write an invalid configuration first
@@ -222,8 +222,8 @@ const (
 	moments
 )
 
-// migrate starts a migration from now, and finishes or aborts it. It returns the configuration
-// afterwards, which all hosts use by then.
+// migrate starts a migration of the configuration, which the parameter now contains, and finishes or aborts it.
+// It returns the resulting configuration when all hosts use it.
 func (w *configWalk) migrate(now edit) edit {
 	next, moment, finish, crash := randomNext(w.r, now), w.r.IntN(moments), w.r.IntN(2) == 0, w.r.IntN(4) == 0
 	end := now

@@ -55,8 +55,9 @@ func TestUserspaceWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "users
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "kernel") }
 
-// testPSKRotation gives two hosts a new preshared key, one half a minute after the other.
-// Until both use it in a session, no packet may be lost. The logs must not contain the key.
+// testPSKRotation gives two hosts a new preshared key. The second host gets it half a minute after the first
+// one has it on its device. Until both use it in a session, no packet may be lost. The logs must not contain
+// the key.
 func testPSKRotation(t *testing.T, implementation string) {
 	t.Helper()
 	t.Parallel()
@@ -102,11 +103,11 @@ func testPSKRotation(t *testing.T, implementation string) {
 	}
 }
 
-// TestVMWireGuardInlinePSK changes the preshared key in the network configuration and restarts
-// the daemons. The session in the kernel outlives them, so they must wait for the right time
-// before they set the new key. No packet may be lost. The test makes all neighbours permanent,
-// because changes of neighbours cause notifications, which would wake the daemons: only a
-// timer may do that.
+// TestVMWireGuardInlinePSK changes the preshared key in the network configuration and restarts the daemons.
+// The session in the kernel outlives them, so they must set the new key only when the session is new, or has
+// not been replaced in time: see takesPSK in backend/wireguard. No packet may be lost. The test makes all
+// neighbours permanent, because changes of neighbours cause notifications, which would wake the daemons: only
+// a timer may do that.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardInlinePSK(t *testing.T) {

@@ -62,10 +62,10 @@ func TestUserspaceWireGuardHealing(t *testing.T) {
 	expectLog(t, p.host.Daemon(), `"WireGuard in user space has ended, starting it again: packets are lost meanwhile" err="the TUN device was deleted"`)
 }
 
-// TestAloneUserspaceWireGuardRestarts kills or stops a daemon and starts it again. No flow may have a
-// gap of more than two seconds. Without a daemon no packet is carried, because the daemon itself
-// encrypts. The test needs the whole machine, because on a busy one the start alone may take that
-// long.
+// TestAloneUserspaceWireGuardRestarts kills a daemon, starts it again, and then does the same with a
+// stop. No flow may have a gap of more than two seconds. Without a daemon no packet is carried,
+// because the daemon itself encrypts. The test needs the whole machine, because on a busy one the
+// start alone may take that long.
 //
 //stages:rest it restarts a daemon again and again
 func TestAloneUserspaceWireGuardRestarts(t *testing.T) {
@@ -398,7 +398,7 @@ func TestVMWireGuardClockStep(t *testing.T) {
 				return err
 			})
 			learnt := learnedEndpoint(t, open)
-			pause(t, 3*time.Second) // the daemon reads the device in this time
+			pause(t, 3*time.Second) // in this time the daemon reads from the device to which port it sends
 			stepMachineClock(t, time.Hour)
 			defer stepMachineClock(t, -time.Hour)
 			pause(t, 3*time.Second)
