@@ -32,8 +32,8 @@ func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	return took, nil
 }
 
-// bareEvents makes as many writes as events does, at the same rate, and returns the CPU
-// time per event of a minimal process that watches them.
+// bareEvents makes as many writes as events makes for the daemon, at the same rate, and
+// returns the CPU time per event of a minimal process that watches them.
 func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) {
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
@@ -50,7 +50,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 		return 0, err
 	}
 	key := barePrefix + p.subnet.String()
-	const every = 2 * eventPause // the same rate as in events, where a bare watch gets every other event
+	const every = 2 * eventPause // the same rate as in events, where every other write is for a bare watch
 	for range count {
 		for _, write := range []func() error{
 			func() error { return b.put(ctx, key, value) },
@@ -65,9 +65,10 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	return (after - before) / time.Duration(2*count), err
 }
 
-// startBare starts on host 1 the minimal program that runPlain calls name, with config.
-// It waits until the program reports that it has read the data, or that its watch has
-// begun. The caller must call stop, unless startBare returns an error.
+// startBare starts the minimal program called name on host 1, with config as its only
+// argument. It waits until the program reports that it has read the data, or that its
+// watch has begun. The caller must call stop, unless startBare returns an error. See
+// runPlain.
 func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {

@@ -169,7 +169,8 @@ func (b *bed) deleteLeases(ctx context.Context, peers []peer) error {
 	return nil
 }
 
-// device returns the name of the device through which the routes to peers lead.
+// device returns the name of the device through which the routes to peers lead. The backend
+// must be vxlan or host-gw.
 func (b *bed) device() string {
 	if b.backend == "vxlan" {
 		return "flannel.1"
@@ -220,8 +221,8 @@ func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// deleteOwnLeases deletes the leases of all daemons. Only they expire; the leases of peers
-// do not.
+// deleteOwnLeases deletes the leases of all daemons, by revoking all etcd leases. The
+// leases of peers remain, because they have no etcd lease.
 func (b *bed) deleteOwnLeases(ctx context.Context) error {
 	leases, err := b.client.Leases(ctx)
 	if err != nil {
@@ -291,7 +292,7 @@ func addVXLAN(ctx context.Context, h *lab.Host) error {
 // limit measures how long the kernel takes to accept the objects of peers on host 2. It
 // cleans that host first and writes the objects of base, which are not measured. kinds
 // selects the objects of each peer. base and peers together must be the first peers of the
-// benchmark.
+// benchmark, because limit verifies these at the end.
 func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
 	h := b.lab.Host(2)
 	if err := b.clean(ctx, h); err != nil {

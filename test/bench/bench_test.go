@@ -122,8 +122,8 @@ func TestSave(t *testing.T) {
 }
 
 // TestPeers checks that no two peers have the same subnet, address, MAC, key or nexthop id, and that
-// all are in their ranges. It also checks the lease value and the gateway of one peer with each
-// backend.
+// all are in their ranges. It also checks the lease value and the gateway of one peer, with vxlan
+// and with host-gw.
 func TestPeers(t *testing.T) {
 	network, underlay := netip.MustParsePrefix(podNetwork), netip.MustParsePrefix(peerNetwork)
 	seen, own := map[any]bool{}, netip.MustParseAddr(ownSubnets)

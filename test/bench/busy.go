@@ -71,8 +71,8 @@ func (f *foreign) remove(ctx context.Context) error {
 	})
 }
 
-// churn changes rate neighbours per second until stop is called. stop returns the
-// error of a failed change.
+// churn changes as many neighbours per second as rate says, until stop is called or a
+// change fails. stop returns the error of the failed change.
 func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup

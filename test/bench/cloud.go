@@ -255,8 +255,8 @@ func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts int, all 
 	return runningKeeper{k, b, n, compared, func() { cancel(); <-done }}
 }
 
-// await waits until the keeper has compared the routes that many times since its start. It returns the
-// error of the last comparison, or an error if ctx ends first.
+// await waits until the keeper has made that number of comparisons of the routes since its start. It
+// returns the error of the last comparison, or an error if ctx ends first.
 func (k runningKeeper) await(ctx context.Context, comparisons int64) error {
 	for k.compared.Load() < comparisons {
 		select {
@@ -290,7 +290,7 @@ func (k runningKeeper) expectRoutes(hosts int) error {
 }
 
 // lead starts host 1 as the leader of a network, and counts the calls until a comparison has confirmed
-// the routes to all hosts. The caller must call k.end.
+// the routes to all hosts. The caller must call k.end, unless lead returns an error.
 func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, calls int, err error) {
 	calls, err = b.count(func() error {
 		be, end, err := b.host(ctx, 1, cloud.WriterLeader)

@@ -47,7 +47,8 @@ func (r *runner) measureFamilies(ctx context.Context) error {
 }
 
 // familyRound starts the daemon on a new host, and returns the time from exec until the kernel
-// has all routes.
+// has the routes to a sample of the peers. It returns an error unless all routes exist shortly
+// after.
 func (r *runner) familyRound(ctx context.Context, families []prefix.Family) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()

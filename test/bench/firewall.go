@@ -60,8 +60,8 @@ func (r *runner) measureFirewall(ctx context.Context) error {
 	return nil
 }
 
-// firewallRound measures one kind beside foreign rules of other programs. It uses a new host,
-// because rules stay when a daemon stops.
+// firewallRound measures one kind. foreign is the number of rules of other programs on the
+// host. It uses a new host, because rules stay when a daemon stops.
 func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int) error {
 	families := []prefix.Family{prefix.IPv4, prefix.IPv6}
 	network, err := lab.NetworkConfig(families, json.RawMessage(`{"Type":"vxlan"}`))

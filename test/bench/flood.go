@@ -149,8 +149,9 @@ func (p *packets) receive(from syscall.RawConn) (n int, err error) {
 	return p.call(from.Read, unix.SYS_RECVMMSG)
 }
 
-// call makes the system call number through run, which waits until the kernel accepts or
-// has at least one packet. n is the number of buffers that were sent or received.
+// call makes the system call with that number through run, which waits until the kernel
+// accepts or has at least one packet. n is the number of buffers that were sent or
+// received.
 func (p *packets) call(run func(func(fd uintptr) bool) error, number uintptr) (n int, err error) {
 	var done uintptr
 	var errno syscall.Errno

@@ -176,7 +176,8 @@ func (s *kubeServer) heartbeat(ctx context.Context, p peer) error {
 }
 
 // heartbeats updates the status of Nodes in turn, as their kubelets do, at the given rate
-// per second. It returns the number of updates, or an error if one of them fails.
+// per second, until the time lasting is over. It returns the number of updates, or an
+// error if one of them fails.
 func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, lasting time.Duration) (n int, err error) {
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command bench measures the cost of flanneld with a real kernel and a real etcd, in a lab
-// of network namespaces. It compares this cost with the time that the kernel takes for the
-// same objects in the same run.
+// Command bench measures the cost of flanneld with a real kernel and a real store, in a
+// lab of network namespaces. It compares this cost with that of the kernel alone for the
+// same objects, or of a minimal program for the same work, in the same run.
 package main
 
 import (
@@ -39,7 +39,7 @@ type options struct {
 	atRest      time.Duration
 	busyRoutes  int
 	busyFor     time.Duration
-	churnChange int // lease changes in the endurance test
+	churnChange int // number of lease changes in the measure growth
 	apiserver   string
 }
 
@@ -126,7 +126,7 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 	if err := r.table(out); err != nil {
 		return err
 	}
-	if incomplete != nil { // only a complete run replaces the results of the last one
+	if incomplete != nil { // a run with a failed measure does not replace the results of the last one
 		return incomplete
 	}
 	return r.save(o)

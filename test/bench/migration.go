@@ -32,7 +32,7 @@ type migrated struct {
 	took    time.Duration // from the new configuration to the last changed route
 	cpu     time.Duration // of the daemon, until then
 	changes int           // number of announced changes of routes and nexthop objects, until then
-	endCPU  time.Duration // CPU time of the daemon from then on, until the former device is gone
+	endCPU  time.Duration // CPU time of the daemon from then on, until a second after the former device is gone
 	without int           // how often a peer had no route, until the end
 }
 
@@ -136,8 +136,8 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 }
 
 // endMigration ends the migration: it makes host-gw the only backend in the configuration and in the
-// leases of all peers. It waits until the former device of host 1 is gone, and compares the followed
-// routes with the kernel's.
+// leases of all peers. It waits until the former device of host 1 is gone. Then it compares the
+// routes that w has followed with the kernel's.
 func (r *runner) endMigration(ctx context.Context, w *routeWatch, backend map[string]any) error {
 	if err := r.putConfig(ctx, backend, nil); err != nil {
 		return err
@@ -213,8 +213,9 @@ func indexOf(ctx context.Context, h *lab.Host, name string) (index uint32, err e
 
 // migrationLimit measures how long the kernel takes to change the routes to all peers from vxlan to
 // host-gw. It does so on host 2, to which it first writes the objects of vxlan. For each peer it
-// creates a nexthop object and a route that stands by. Then it changes the best route, and makes the
-// former one a route that stands by. changes is the number of objects that it writes.
+// creates a nexthop object of host-gw and a route by it that stands by. Then it changes the best
+// route to host-gw, and the one that stands by to vxlan. changes is the number of objects that it
+// writes for all peers, not counting those of the beginning.
 func (b *bed) migrationLimit(ctx context.Context) (took, cpu time.Duration, changes int, err error) {
 	if _, _, err := b.limit(ctx, nil, b.peers, objectsOf("vxlan")); err != nil {
 		return 0, 0, 0, err

@@ -27,8 +27,8 @@ type restarted struct {
 }
 
 // restart ends the daemon on host 1, by SIGKILL if kill is true and otherwise by
-// SIGTERM, and starts it again. Meanwhile a flow runs from the pod from to the pod to
-// on host 2.
+// SIGTERM, and starts it again. Meanwhile the pod from sends a flow of packets to the
+// pod to, which is on host 2.
 func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s restarted, err error) {
 	h := b.lab.Host(1)
 	flow, err := from.StartFlow(ctx, to, prefix.IPv4, 1000)

@@ -34,7 +34,7 @@ type report struct {
 type metric struct {
 	Group  string    `json:"group"` // the group of related metrics that this one belongs to
 	Name   string    `json:"name"`
-	N      int       `json:"n"` // number of peers, or of networks; -1 if it does not matter
+	N      int       `json:"n"` // number of peers, networks, hosts or foreign rules; -1 if there is none
 	Unit   string    `json:"unit"`
 	Values []float64 `json:"values"`
 	// Target is the largest allowed median; nil if there is no target.
@@ -45,8 +45,8 @@ type metric struct {
 
 func (m *metric) median() float64 { return quantile(m.Values, 0.5) }
 
-// met reports whether the median meets the target, or whether there is none. A target of
-// zero must be met in every round.
+// met reports whether the median meets the target. It also returns true if there is no
+// target. A target of zero must be met in every round.
 func (m *metric) met() bool {
 	switch {
 	case m.Target == nil:

@@ -27,8 +27,9 @@ const (
 	rtaNHID = 30
 )
 
-// rtnl is a raw rtnetlink socket with only what is needed to write to the kernel quickly and to
-// count its objects. It shares no code with the daemon, because the daemon is compared with it.
+// rtnl is a raw rtnetlink socket with only what is needed to write to the kernel quickly, and to
+// read its objects and announcements. It shares no code with the daemon, because the daemon is
+// compared with it.
 type rtnl struct {
 	fd  int
 	seq uint32
@@ -121,8 +122,8 @@ func (r *rtnl) flush() error {
 	return nil
 }
 
-// dump completes and sends the message that is being built as a dump request. It calls each for
-// every message of the answer.
+// dump completes and sends the message that is being built as a dump request. It calls the function
+// each for every message of the answer.
 func (r *rtnl) dump(each func(payload []byte)) error {
 	flags := r.out[r.msg+6:]
 	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_DUMP)
@@ -151,8 +152,8 @@ func (r *rtnl) dump(each func(payload []byte)) error {
 	return nil
 }
 
-// receive reads one datagram and calls each for every message in it. It returns the first error of
-// each.
+// receive reads one datagram and calls the function each for every message in it, until one call
+// returns an error, which receive returns.
 func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) error {
 	n, _, err := unix.Recvfrom(r.fd, r.buf, 0)
 	for errors.Is(err, unix.EINTR) {
@@ -182,7 +183,7 @@ func errnoOf(payload []byte) error {
 	return nil
 }
 
-// attrs calls each for every attribute in b.
+// attrs calls the function each for every attribute in b.
 func attrs(b []byte, each func(typ uint16, data []byte)) {
 	for len(b) >= 4 {
 		n := int(binary.NativeEndian.Uint16(b))
@@ -250,7 +251,7 @@ func (r *rtnl) delNexthop(id uint32) {
 }
 
 // putRouteByID adds a message that adds or replaces a route through the nexthop object with that
-// id. The metric 0 means none.
+// id. If metric is 0, the route gets no metric.
 func (r *rtnl) putRouteByID(dst netip.Prefix, id, metric uint32) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
@@ -286,8 +287,8 @@ func (r *rtnl) delRoute(dst netip.Prefix) {
 	r.end()
 }
 
-// dumpNeighs calls each for every permanent neighbour of a device or, if family is AF_BRIDGE, for
-// every permanent FDB entry.
+// dumpNeighs reads the permanent neighbours of a device or, if family is AF_BRIDGE, its permanent
+// FDB entries. It calls the function each for every one of them.
 func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) error {
 	body := ndmsg(family, 0, 0)
 	clear(body[4:])

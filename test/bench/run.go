@@ -119,7 +119,8 @@ func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
 }
 
 // measureCold measures the time from exec to the last kernel object, and compares it with the
-// kernel's limit. In each round it measures all sizes and both backends.
+// kernel's limit. In each round it measures vxlan with all numbers of peers and without peers,
+// and host-gw with the large number only.
 func (r *runner) measureCold(ctx context.Context) error {
 	for range r.rounds {
 		for _, backend := range []string{"vxlan", "host-gw"} {
@@ -179,7 +180,8 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 		return err
 	}
 	asked := after.Since(before)
-	// clean, which fresh calls, also lists and revokes etcd leases.
+	// These are not requests of the daemon: clean, which fresh calls, lists and revokes etcd
+	// leases.
 	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
 		delete(asked, own)
 	}
@@ -219,7 +221,8 @@ func (r *runner) coldEmpty(ctx context.Context) error {
 }
 
 // measureBurst measures how long the daemon takes for a thousand leases that are written at
-// once. It compares the time after the last of them with the kernel's limit.
+// once. It compares the kernel's limit with the time from the last event at a bare watch until
+// all objects exist.
 func (r *runner) measureBurst(ctx context.Context) error {
 	const base, burst = 1000, 1000
 	const group = "vxlan, 1000 leases in one burst"
@@ -453,7 +456,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.Anonymous))
 		r.report.add(group, "RSS, of files", n, "MB", mb(m.File))
 
-		// Repeat it with a resync every two seconds, to see the cost of one resync.
+		// Repeat the measure with a resync every two seconds, to see the cost of one resync.
 		const tick, ticks = 2 * time.Second, 4
 		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
 			return err
@@ -470,9 +473,9 @@ func (r *runner) measureRest(ctx context.Context) error {
 	return nil
 }
 
-// idle waits for the time during. It returns the CPU time of the daemon and of its ended child
-// processes meanwhile, and how many requests etcd has received from all clients. It asks etcd
-// from host.
+// idle waits as long as the parameter during says. It returns the CPU time of the daemon and of
+// its ended child processes in this time, and how many requests etcd has received from all
+// clients. It asks etcd from host.
 func idle(ctx context.Context, host *lab.Host, d *lab.Daemon, during time.Duration) (time.Duration, figures.Counts, error) {
 	asked, err := requests(ctx, host)
 	if err != nil {
@@ -587,9 +590,9 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		return wait.For(ctx, 3*time.Second)
 	}
 	times := r.churnChange / (2 * len(some))
-	// least makes ten more groups of changes, each a hundredth of times, and returns the
-	// resources after them. A garbage collection during a change finds more live objects. So
-	// the memory is the least of the ten values. All other values are the last ones.
+	// least makes ten groups of times/100 changes each, and returns the resources after them. If
+	// a garbage collection runs during a change, it finds more live objects. So the memory is
+	// the least of the ten values. All other values are the last ones.
 	least := func() (h resources, err error) {
 		for i := range 10 {
 			if err := change(max(1, times/100)); err != nil {

@@ -73,8 +73,9 @@ func congestions() ([]congestion, error) {
 }
 
 // measureUDP compares the udp backend with vxlan, with the bare underlay, and with a program
-// that carries packets one by one, between hosts and between pods behind a bridge. In each
-// round each of them has a lab of its own. Ratios are computed within a round.
+// that carries packets one by one. It measures TCP between hosts and between pods behind a
+// bridge, and UDP between hosts. In each round the program and each backend have a lab of
+// their own. Ratios are computed within a round.
 func (r *runner) measureUDP(ctx context.Context) error {
 	both, err := congestions()
 	if err != nil {
@@ -125,7 +126,7 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 	results := map[string]carried{}
 	round[w.name] = results
 	pods, hosts := b.lab.Pods(), b.lab.Hosts()
-	bridge := pods[1].Addrs()[0].Prev() // of its host
+	bridge := pods[1].Addrs()[0].Prev() // the address of the bridge on host 2
 	under := hosts[1].Addr(prefix.IPv4)
 	flows := []flow{{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}}}
 	for _, c := range with {
