@@ -15,8 +15,8 @@
 // named Fuzz... A test file with a build tag belongs to no stage.
 //
 // The tests have two parts. A test whose comment contains the line "//stages:rest reason"
-// belongs to the rest, and so do whole stages. All others are the short part. The table
-// names the tests that a run leaves to the other part.
+// belongs to the rest, and so do some stages as a whole. All other tests are the short part.
+// The table names the tests that a run leaves to the other part.
 //
 // With CI=true a skipped test is a failure, and so is a stage without tests: otherwise a
 // test that cannot run would look as if it had passed.
@@ -68,8 +68,10 @@ func stages(o options) []stage {
 		{name: "unit", help: "all but the other stages, with the race detector", run: unit},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
-		// Two CPUs are idle for a third of the stage e2e, which mostly waits for timers. The next
-		// three stages use that time: clusters mostly wait too, compilers and fuzzers are nice.
+		// The stage e2e leaves a third of the time of two CPUs unused, because it mostly waits
+		// for timers. The next three stages use that time in the background. They do not make
+		// e2e much slower: clusters mostly wait too, and compilers and fuzzers have a high
+		// niceness.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true, nice: 10,

@@ -39,8 +39,9 @@ func kernel(ctx context.Context, r *run, s selection) error {
 	return goTests(ctx, r, s, "-race", "-p", perCPU(2))
 }
 
-// perCPU returns, as text, n for each CPU: how many packages or tests run at the same time.
-// That is more than there are CPUs, because most tests wait for timers and for other processes.
+// perCPU returns n times the number of CPUs, as text: how many packages or tests run at the
+// same time. That is more than there are CPUs, because most tests wait for timers and for other
+// processes.
 func perCPU(n int) string { return strconv.Itoa(n * runtime.NumCPU()) }
 
 // vm runs the tests that need kernel features which this machine may lack.
@@ -90,9 +91,9 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 	return goTest(ctx, r, append(args, packagesOf(tests)...)...)
 }
 
-// fuzz runs every target for the time each, and as many targets at the same time as there are
-// CPUs. Go saves an input that makes a target fail in testdata/fuzz of its package. From then
-// on, that input makes the stage unit fail too.
+// fuzz runs every target for the time in each, and as many targets at the same time as there
+// are CPUs. Go saves an input that makes a target fail in testdata/fuzz of its package. From
+// then on, that input makes the stage unit fail too.
 func fuzz(ctx context.Context, r *run, s selection, each string) error {
 	targets := s.fuzzTargets()
 	var group errgroup.Group

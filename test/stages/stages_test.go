@@ -117,7 +117,8 @@ func TestSkippedTest(t *testing.T) {
 }
 
 // TestBackground checks that a stage in the background runs at the same time as the stage after it. An
-// exclusive stage must run only after its end. The run must wait for its result.
+// exclusive stage must run only after the end of the stage in the background, and the run must wait for
+// the result of that stage.
 func TestBackground(t *testing.T) {
 	module(t, map[string]string{})
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -284,8 +285,8 @@ func TestTestsThatWaited(t *testing.T) {
 	}
 }
 
-// TestParts checks that each of the two parts runs its tests only, and that both together run all. Below
-// the table each part must name the tests of the other one.
+// TestParts checks that each of the two parts runs only its own tests, and that the part all runs the
+// tests of both. Below the table each of the two parts must name the tests of the other one.
 //
 //stages:rest it runs go test several times; TestStages does once
 func TestParts(t *testing.T) {

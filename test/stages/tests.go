@@ -142,7 +142,8 @@ func (s selection) of(st stage) selection {
 	return s
 }
 
-// split returns the tests of the stage that run, and those that are left to the other part.
+// split returns the tests of the stage that run, and those that are left to the other part. It omits
+// tests whose name is not selected.
 func (s selection) split(stage string) (chosen, left []test) {
 	for _, t := range s.tests {
 		switch {
