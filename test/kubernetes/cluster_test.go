@@ -50,11 +50,11 @@ type config struct {
 	nodes    int
 	families []prefix.Family
 	backend  string // Type of the backend
-	nftables bool   // of the rules of the daemon and of kube-proxy
+	nftables bool   // whether the rules of the daemon and of kube-proxy are those of nftables
 }
 
-// join calls of for each family of the cluster, and returns the values with commas between
-// them.
+// join calls its parameter, the function of, for each family of the cluster. It returns the
+// results with commas between them.
 func (c config) join(of func(prefix.Family) string) string {
 	var all []string
 	for _, f := range c.families {

@@ -237,8 +237,9 @@ func (c *cluster) takeOut() {
 	}
 }
 
-// typed runs on the router the commands in the example of the installation page that starts with
-// begins. It replaces the image in them by the imported one.
+// typed runs the commands of a block on the installation page on the router. The block is the
+// first one that starts with the text in begins. typed replaces the image in the commands by the
+// imported one.
 func (c *cluster) typed(begins string) {
 	c.t.Helper()
 	_, rest, found := strings.Cut(installPage(c.t), "\n\n    "+begins)

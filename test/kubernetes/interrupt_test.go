@@ -96,7 +96,7 @@ func waitWithNode(t *testing.T, file string) {
 type earlyRun struct {
 	pid    int
 	parent *os.Process // the shell that runs it, in place of the go command
-	output *os.File    // end from which the output of both processes is read
+	output *os.File    // end of the pipe from which the output of both processes is read
 }
 
 // startRun runs this test in another process, as the child of a shell, and waits until that

@@ -184,7 +184,7 @@ func (c *cluster) last() *node { return c.nodes[len(c.nodes)-1] }
 func (c *cluster) cordonLast() { c.kubectl("cordon", c.last().Name()) }
 
 // rebootLast kills the last node and boots it again. It checks that the pods on it start
-// again, and that they and all nodes are reachable.
+// again, that all nodes are ready, and that all pods are reachable.
 func (c *cluster) rebootLast(<-chan struct{}) {
 	c.t.Helper()
 	c.last().reboot()
