@@ -25,8 +25,8 @@ func (c Counts) Add(other Counts) {
 	}
 }
 
-// Since returns by how much each number has grown since the reading before. It omits kinds that
-// have not grown.
+// Since returns by how much each number has grown since the earlier reading in before. It omits
+// kinds that have not grown.
 func (c Counts) Since(before Counts) Counts {
 	added := Counts{}
 	for kind, n := range c {
@@ -59,7 +59,8 @@ func (c Counts) String() string {
 }
 
 // EtcdMessages returns how many messages the etcd at endpoint has received since its start, by
-// method. Each call is one message. On a stream, each watch that is created is one.
+// method. A call without a stream is one message. On a stream, each request is one, such as
+// that for a new watch.
 func EtcdMessages(ctx context.Context, client *http.Client, endpoint string) (Counts, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, endpoint+"/metrics", http.NoBody)
 	if err != nil {

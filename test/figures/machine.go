@@ -41,7 +41,7 @@ func (m Machine) String() string {
 func micros(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
 
 // ThisMachine returns the description of this machine. It measures PageFault and SystemCall,
-// which takes some milliseconds.
+// which takes less than a second.
 func ThisMachine() (Machine, error) {
 	m := Machine{CPU: "unknown", CPUs: runtime.NumCPU()}
 	var u unix.Utsname
