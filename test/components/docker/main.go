@@ -4,9 +4,11 @@
 // start, and connects one container. There is no containerd, no image and no API: the
 // container is a network namespace that exists already.
 //
-// Its options have the names that they have in dockerd. Like dockerd it also reads options
-// from /etc/docker/daemon.json. It writes "ready" when all is done, and runs until its
-// standard input ends. Then everything stays in the kernel, as after a dockerd that is killed.
+// Its options are named like those of dockerd, docker network create (-opt) and docker run
+// (-publish). The network namespace of the container is in -container. Like dockerd it also
+// reads options from /etc/docker/daemon.json. It writes "ready" when all is done, and runs
+// until its standard input ends. Then everything stays in the kernel, as after a dockerd that
+// is killed.
 package main
 
 import (

@@ -258,7 +258,8 @@ func verify(ctx context.Context, args []string, out io.Writer) error {
 }
 
 // checkSubjects returns an error unless all subjects of a statement are in a folder, with
-// the same digests. The name of an image contains a slash, and that of a file does not.
+// the same digests. A subject with a slash in its name is an image, and must be in one of
+// the archives.
 func checkSubjects(folder string, want []*intoto.ResourceDescriptor) error {
 	have := map[string]string{}
 	for _, subject := range want {
