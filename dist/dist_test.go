@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dist_test tests the scripts, units and packages that users install.
+// Package dist_test tests the scripts, units, packages and releases that users install.
 package dist_test
 
 import (

@@ -59,8 +59,8 @@ func TestDockerDropIn(t *testing.T) {
 	}
 	args := strings.Fields(strings.ReplaceAll(pre[1], read[1], out))
 	// systemd reads the options file before every command of the unit. So at a second start
-	// the script finds the options of the first one in its environment, which the second
-	// case does.
+	// the script finds the options of the first start in its environment, as in the second
+	// case here.
 	for _, before := range []string{"", "--bip=10.1.73.1/24"} {
 		cmd := exec.CommandContext(t.Context(), "/usr/bin/env", append([]string{"-u", "DOCKER_OPTS", "./mk-docker-opts.sh", "-f", in}, args...)...)
 		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "DOCKER_OPTS=" + before}

@@ -101,7 +101,7 @@ func makeRelease(t *testing.T, tree string, variables ...string) (dir, output st
 	cmd := exec.CommandContext(t.Context(), "make", append([]string{"-s", "-C", tree, "release",
 		"VERSION=" + releaseVersion, "COMMIT=0123abc", fmt.Sprint("SOURCE_DATE_EPOCH=", releaseTime)}, variables...)...)
 	for _, v := range append(os.Environ(), "DEB_LEVEL=0") {
-		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // variables of the make that runs this test
+		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // omit the variables of the make that runs this test
 			cmd.Env = append(cmd.Env, v)
 		}
 	}
@@ -525,8 +525,9 @@ func complete(t *testing.T, root map[string][]byte, machine elf.Machine, debian 
 	}
 }
 
-// releaseVerification runs the commands of the page on security. They must accept the release, and
-// refuse it if any file has one changed byte or the public key is another.
+// releaseVerification runs the commands of the page on security. They must accept the release. They
+// must refuse it with another public key, and with one changed byte in the statement or in a file
+// of each kind.
 func releaseVerification(t *testing.T, dir, public string) {
 	page := string(read(t, "../Documentation/security.md"))
 	_, section, _ := strings.Cut(page, "\n## Verify a download\n")
