@@ -22,9 +22,10 @@ import (
 // small is the size of the packets of a flood in bytes, including the IP and UDP headers.
 const small = 200
 
-// flood sends small UDP packets as fast as the sender's kernel accepts them, and measures
-// how many arrive per second. The sender passes them to the kernel as single packets or,
-// if gathered is true, as large buffers that the kernel splits (UDP_SEGMENT).
+// flood sends small UDP packets as fast as the sender's kernel accepts them. It measures
+// how many are sent and how many arrive per second, and the CPU time of the daemons. The
+// sender passes them to the kernel as single packets or, if gathered is true, as large
+// buffers that the kernel splits (UDP_SEGMENT).
 func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried, err error) {
 	if err := b.quiesce(ctx); err != nil {
 		return c, err
