@@ -16,8 +16,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// Acquire takes or renews the own lease. It keeps the subnet that the node had
-// whenever that is possible. See subnet.Manager.
+// Acquire takes or renews the own lease. It keeps the subnet that the node had if that is possible.
+// At a start, a reservation for the node comes first. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(sourceLease)
 	pools, err := cfg.Pools()
@@ -48,7 +48,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	return own, err
 }
 
-// check returns an error if c lacks a public address of a family that cfg enables.
+// check returns an error if cfg enables a family of which c has no public address.
 func check(cfg subnet.Config, c subnet.Claim) error {
 	for _, n := range cfg.Networks {
 		f := prefix.FamilyOf(n.Prefix.Addr())
@@ -77,7 +77,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		// When all hosts start at once, a list for each try would make the store slower.
 		m.forAcquire.put(l)
 	default:
-		m.known.Store(nil) // the last known state may be the cause, or the store has a key that l lacks
+		m.known.Store(nil) // list all leases at the next try: the last known state may be wrong, or a write may have changed the store
 	}
 	return err
 }
@@ -138,9 +138,9 @@ func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 	return subnets
 }
 
-// completeOwn reads those leases of this node that l has from the last known state, because a write
-// needs their revision. It puts them into l. It returns errConflict if one of them has changed
-// since the listing or is gone.
+// completeOwn reads again those leases of this node that came into l from the last known state, and
+// puts them into l. A write needs the revision of their last write, which that state does not have.
+// It returns errConflict if one of them has changed since the listing or is gone.
 func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) bool) error {
 	for i, e := range l.entries {
 		if e.modRevision != 0 || !ours(e) {

@@ -325,8 +325,8 @@ func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
 	}
 }
 
-// TestLeastTTLOfTheStore expects that the next Acquire of a manager does not replace its etcd lease
-// because the store has granted a longer TTL than requested.
+// TestLeastTTLOfTheStore acquires a lease twice from a store that grants a longer TTL than
+// requested. The manager must keep its etcd lease, although the TTL is not the configured one.
 func TestLeastTTLOfTheStore(t *testing.T) {
 	f := newFixture(t, newServer(t, func(s *server) { s.election = 2000 }))
 	f.put(t, "config", configV4)

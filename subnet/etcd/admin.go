@@ -87,8 +87,8 @@ func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op c
 	return nil
 }
 
-// Entries returns every lease and reservation, sorted by key. With ttl it also reads the time that each
-// lease has left, by one request for each lease.
+// Entries returns every lease and reservation, sorted by key. If ttl is true, it also reads the
+// time that each lease has left, by one request for each lease.
 func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	l, err := a.m.list(ctx)
 	if err != nil {
@@ -133,8 +133,8 @@ func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 // addresses in c: the key never expires. It returns the last component of the key. A lease of the
 // node with this key becomes a reservation with the same value, and a reservation stays as it is.
 // Reserve returns an error if another node has the key, if another key overlaps the subnets, or if
-// the node has another reservation, because the node would prefer the other one. It returns
-// ErrChanged, wrapped, if another client has changed the key.
+// the node has another reservation, because the node could take that one. It returns ErrChanged,
+// wrapped, if another client has changed the key.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {
@@ -210,8 +210,9 @@ func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 }
 
 // Revoke deletes the lease with this key, or the reservation if reservation is true. It returns an
-// error if the key is not of that kind, and ErrNotFound, wrapped, if there is no such key. If the
-// owner is running, it takes the subnet again.
+// error if the key is not of that kind, ErrNotFound, wrapped, if there is no such key, and
+// ErrChanged, wrapped, if another client has just changed the key. If the owner is running, it
+// takes the subnet again.
 func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error {
 	e, err := a.get(ctx, key)
 	switch {

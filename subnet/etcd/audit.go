@@ -28,14 +28,14 @@ type audit struct {
 
 	mu    sync.Mutex // guards cache while a watch runs
 	cache *leaseCache
-	due   time.Time // zero: nothing to do
+	due   time.Time // when to list the leases; zero before begin has chosen the time, and if no audit is needed
 	found *findings
 	wg    sync.WaitGroup
 }
 
 // findings contains the entries that differ, by key: was has the entries of the cache, and is those
-// of the store. was has all keys that differ, with nil for a key that the cache lacks. A key that
-// the store lacks is missing in is.
+// of the store. was has all keys that differ, with nil for a key that is not in the cache. A key
+// that is not in the store is missing in is.
 type findings struct {
 	was, is map[string]*entry
 }
@@ -79,9 +79,11 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 
 func (a *audit) stop() { a.wg.Wait() }
 
-// run compares the cache with a list, and stores the differences in a.found. differs means that
-// there are some. done is false if the comparison must be repeated, because the list failed, the
-// revision was compacted, or the store is another one.
+// run compares the cache with a list, without the leases that the cache only retains. It stores the
+// differences in a.found; differs means that there are some. Equal entries get the revision of
+// their last write, and the cache no longer counts as restored. done is false if the comparison
+// must be repeated, because the list failed, the revision was compacted, or the store is another
+// one.
 func (a *audit) run(ctx context.Context) (done, differs bool) {
 	a.mu.Lock()
 	entries, revision, store := maps.Clone(a.cache.entries), a.cache.next-1, a.cache.store.ID
@@ -106,7 +108,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 		case was == nil || !alike(was, is):
 			f.was[is.key], f.is[is.key] = was, is
 		case a.cache.entries[is.key] == was && was.modRevision == 0:
-			a.cache.replace(is) // is has the revision of the last write, which was lacks
+			a.cache.replace(is) // the listed entry has the revision of its last write, which the old one does not have
 		}
 	}
 	maps.Copy(f.was, entries)

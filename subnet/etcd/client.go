@@ -46,7 +46,7 @@ type client struct {
 
 	mu        sync.Mutex
 	endpoints []string  // in the order in which the next connection tries them
-	back      time.Time // when to try the preferred endpoint again; zero if it is the first of endpoints
+	back      time.Time // when to try the preferred endpoint again; zero if that endpoint is the first of endpoints
 	conn      *connection
 	done      bool
 }

@@ -34,7 +34,8 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 	at := clientv3.WithRev(cache.next - 1)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if newest != nil {
-		// This reads the value too, because etcd 3.7 omits the etcd lease if only the key is read.
+		// The request reads the value too, because etcd 3.7 omits the etcd lease if only the key is
+		// read.
 		ops = append(ops, clientv3.OpGet(m.dir+newest.key, at))
 	}
 	is := another
@@ -64,7 +65,8 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 // recognizeStore compares the last known state with the store as it was at the revision of that
 // state. If they are the same, it returns a cache of the leases at that revision, in which
 // store.Revision is already the present revision of the store. It returns unknown if they cannot be
-// compared, because the revision was compacted or the state lacks leases.
+// compared, because the revision was compacted or leases are missing in the state. In all other
+// cases it returns another.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
 	at := clientv3.WithRev(k.store.Revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}

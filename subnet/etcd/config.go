@@ -22,25 +22,26 @@ type Config struct {
 	// Username and Password are used if both are given.
 	Username, Password string
 	// RenewMargin is the time before the end of the lease at which the lease is renewed at the
-	// latest. With a TTL that is not much longer it is shortened: see margin. Zero means
-	// one hour.
+	// latest. If the TTL is shorter than that, or hardly longer, the time is shortened: see margin.
+	// Zero means one hour.
 	RenewMargin time.Duration
 	// Previous contains the subnets that this node had and wants again, of one or both families,
 	// best first.
 	Previous []netip.Prefix
-	// Own and Known are the last known state of an earlier run, with the own lease as the store
-	// had it. If the store is the same, the manager does not list its leases at the start, but
-	// reads only the changes since then. Both may be zero.
+	// Own and Known are the last known state of an earlier run, with the own lease as the store had
+	// it. If the store is the same and still has the changes since then, the manager reads only
+	// these changes at the start, and does not list all leases. Both may be zero.
 	Own   subnet.Lease
 	Known subnet.LedgerState
-	// OnRepaired is called with the number of leases of Known that differed from the store's
-	// although nothing has changed them since. It must not block, and must not call the manager.
-	// It may be nil, like OnStatus, OnLease and OnConfig.
+	// OnRepaired is called if the audit finds that Known was wrong, with the number of leases that
+	// differ from those of the store at the same revision. It must not block, and must not call the
+	// manager. It may be nil, like OnStatus, OnLease and OnConfig.
 	OnRepaired func(leases int)
 	// TTL is the time to live of the lease, rounded up to seconds. Zero means subnet.TTL.
 	TTL time.Duration
-	// OnStatus is called with the reason when the store becomes unusable, and with nil when it
-	// becomes usable again. It must not block, and must not call the manager.
+	// OnStatus is called with nil at the first success and when the store becomes usable again. It
+	// is called with the reason when the store becomes unusable, and for each new kind of failure
+	// after that. It must not block, and must not call the manager.
 	OnStatus func(error)
 	// OnLease is called with the own lease whenever it was acquired, written again or renewed. It
 	// must not block, and must not call the manager.
@@ -54,9 +55,9 @@ type Config struct {
 }
 
 // margin returns how long before its end a lease with this TTL is renewed at the latest: see
-// Manager.renewal, which varies the time. The store may be unavailable for that long before the lease
-// expires. The margin is RenewMargin, but with a short TTL it leaves a third of the TTL, at most a
-// minute, before the renewal.
+// Manager.renewal, which varies the time. So the lease survives if the store is unavailable for
+// less than the margin. The margin is RenewMargin, but is shortened so that at least a third of the
+// TTL, or one minute if that is less, passes before the renewal.
 func (c *Config) margin(ttl time.Duration) time.Duration {
 	return min(c.RenewMargin, ttl-min(time.Minute, ttl/3))
 }

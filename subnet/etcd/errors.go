@@ -37,8 +37,9 @@ var (
 	errConflict = errors.New("another node was faster")
 	errRenewed  = errors.New("the connection was given up for a new one")
 	errClosed   = errors.New("manager is closed")
-	// errRelist means that a watch cannot continue from its revision, because the revision was
-	// compacted, or the store is not the one that was listed.
+	// errRelist means that all leases have to be listed, because a watch cannot continue from its
+	// revision: the revision was compacted, the store is another one, or the events since then are
+	// too many or do not come.
 	errRelist = errors.New("watch cannot be resumed")
 )
 
@@ -50,8 +51,8 @@ func passes(err error) bool {
 
 // explain converts an error of the client library to a storeError, whose text is one line with the
 // endpoints and the cause, and which wraps err. waited is the deadline of the request. explain
-// returns nil, errConflict, errClosed and context.Canceled as they are, and errRenewed if renew has
-// closed the connection.
+// returns nil, errConflict, errClosed and context.Canceled as they are, and errRenewed if this
+// client has closed the connection.
 func explain(endpoints []string, waited time.Duration, err error) error {
 	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
 		return err
@@ -83,8 +84,9 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), oneline.Collapse(cause)), err}
 }
 
-// codeOf returns the gRPC code of an error of the client library. The code of nil is OK. So is that
-// of an error from elsewhere, because it is about the content of an answer.
+// codeOf returns the gRPC code of an error of the client library. The code is OK for nil, and also
+// for an error that does not come from that library, because such an error is about the content of
+// an answer.
 func codeOf(err error) codes.Code {
 	var e rpctypes.EtcdError
 	switch {

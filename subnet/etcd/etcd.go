@@ -2,7 +2,7 @@
 
 // Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
 // <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
-// write of a lease is a compare-and-swap.
+// write of a lease is a compare-and-swap. networks.go and leader.go describe further keys.
 //
 // The methods of the Manager are in these files:
 //
@@ -17,11 +17,13 @@
 //     whether the store is still the same, restore.go continues from the last known state in
 //     lastknown.go, and audit.go compares that state with a list later.
 //   - Lead and Leader: leader.go
+//   - Network, Networks, Observe and Release, for several networks in one store: networks.go
 //
-// Below them, list.go reads leases, stream.go watches keys and finds out whether the server is
-// behind, and request.go makes requests and repeats them. All of them share the state of the Manager
-// in manager.go. Below it, client.go owns the connection and login.go its login, and errors.go
-// explains errors. The Admin, for operators, is in admin.go.
+// These methods use list.go, which reads leases, stream.go, which watches keys and finds out whether
+// the server is behind, and request.go, which makes requests and repeats them. All of them share the
+// state of the Manager in manager.go, which uses the types in config.go, entry.go and own.go.
+// client.go owns the connection, login.go logs in, and errors.go explains errors. The Admin, for
+// operators, is in admin.go.
 package etcd
 
 import (

@@ -13,9 +13,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// advance applies one response to the cache and publishes the result. The revision of the cache
-// also advances without events, because an old revision is soon compacted. advance returns
-// errRelist if the response comes from another store.
+// advance applies one response to the cache, and publishes the result if anything has changed. For
+// confirmed see watcher. The revision of the cache also advances without events, because an old
+// revision is soon compacted. advance returns errRelist if the response comes from another store.
 func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.WatchResponse, confirmed int64, sink func(subnet.Update)) error {
 	// A grpc-proxy that merges watches omits the cluster id when it confirms that a watch has begun.
 	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != cache.store.ID {

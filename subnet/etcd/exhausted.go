@@ -15,14 +15,16 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// errMaybeFree ends the watch of an exhausted pool because a subnet may be free now.
+// errMaybeFree ends the watch of an exhausted pool because Acquire has to try again: a subnet may
+// be free now, or the configuration has changed.
 var errMaybeFree = errors.New("a lease has gone or changed")
 
-// awaitFreeSubnet waits until a change may have made a subnet free, if the last attempt to acquire
-// a lease for the same pools and address has found none free. Then it puts the updated listing into
-// forAcquire. It returns nil without a listing if there was no such attempt, or if the old listing
-// cannot be used any more: the caller then lists again. Without this method every host that waits
-// would read all leases every second.
+// awaitFreeSubnet waits until a change may have made a subnet free or the configuration has
+// changed, if the last attempt to acquire a lease for the same pools and address has found no free
+// subnet. After the change it puts the updated listing into forAcquire. It returns nil without a
+// listing if there was no such attempt, or if the old listing cannot be used any more, so that the
+// caller lists again. It returns an error if the watch fails. Without this method every host that
+// waits would read all leases every second.
 func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
 	full := m.exhausted.Swap(nil)
 	left := m.timing.trustListing
@@ -58,7 +60,7 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 // changesConfig reports whether resp contains a change of the configuration after the given
 // revision. A change ends the wait, so that the caller of Acquire can use the new configuration. A
 // stream orders the events of each key, but not those of two keys, so a later change of a lease may
-// come before it.
+// come first. Therefore after must be the revision of the original listing.
 func (m *Manager) changesConfig(resp *pb.WatchResponse, after int64) bool {
 	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool {
 		return string(ev.Kv.Key) == m.configKey() && ev.Kv.ModRevision > after

@@ -17,10 +17,10 @@ import (
 // gracePeriod retains leases that the store has deleted, for a short time after a long outage. If a
 // store was unavailable for so long that nodes could not renew their leases, it deletes the leases
 // as soon as it is available again. The nodes have run all the time and take their leases again
-// within seconds. A host that followed those deletions would disconnect all nodes for that time.
+// within seconds. A host that applied those deletions would disconnect all nodes for these seconds.
 type gracePeriod struct {
 	lastContact time.Time           // when the store last sent something
-	until       time.Time           // zero unless there is a grace period
+	until       time.Time           // end of the present or last grace period; zero if there was none
 	expiring    map[string]struct{} // keys that the store has deleted and whose leases are retained
 }
 
@@ -42,8 +42,8 @@ func (g *gracePeriod) contact(now time.Time, margin, grace time.Duration) {
 	g.lastContact = now
 }
 
-// retain reports whether the lease of a key that the store has deleted is retained, and records the
-// key in that case. Leases are retained during a grace period.
+// retain reports whether the lease of a key that the store has deleted is retained. During a grace
+// period it is, and retain records the key.
 func (g *gracePeriod) retain(key string) bool {
 	if !g.lastContact.Before(g.until) {
 		return false
@@ -55,9 +55,9 @@ func (g *gracePeriod) retain(key string) bool {
 	return true
 }
 
-// replaced records that the store has the key of now. It returns the keys of the retained leases
-// that now replaces, and stops retaining them: leases that overlap its subnets or have one of its
-// public addresses. entries has the entries of all retained leases.
+// replaced records that the store has the entry in now. It returns the keys of the retained leases
+// that this entry replaces, and stops retaining them. These leases overlap its subnets or have one
+// of its public addresses. entries has the entries of all retained leases.
 func (g *gracePeriod) replaced(now *entry, entries map[string]*entry) (gone []string) {
 	delete(g.expiring, now.key)
 	for key := range g.expiring {

@@ -78,8 +78,8 @@ func TestListAfterTheGracePeriod(t *testing.T) {
 }
 
 // TestListKeepsLeasesOfOneAddress lists two leases with one public address. One of them was
-// retained, and was written again while the host did not watch. The other one must not replace that
-// one.
+// retained, and was written again while the host did not watch. The other lease must not replace
+// it.
 func TestListKeepsLeasesOfOneAddress(t *testing.T) {
 	lease := func(key, s string) *entry {
 		e := subnet.Endpoint{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr("192.0.2.1")}

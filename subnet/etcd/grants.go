@@ -13,7 +13,8 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// errNoGrant means that an etcd lease has expired or never existed.
+// errNoGrant means that the store does not have an etcd lease: it has expired, was revoked or never
+// existed.
 var errNoGrant = errors.New("etcd lease is gone")
 
 // ensureGrant requests an etcd lease and puts it into spare, unless spare is one already. If a

@@ -81,9 +81,9 @@ func TestSuiteByGRPCProxy(t *testing.T) {
 	}
 }
 
-// TestWatchByGRPCProxy starts hosts that watch through a proxy, which merges their watches. The
-// hosts must list as often as there are hosts, and each must see each change, although the proxy
-// omits the cluster's id in the responses that it creates itself.
+// TestWatchByGRPCProxy starts hosts that watch through a proxy, which merges their watches. Each
+// host must list the leases only once and see each change, although the proxy omits the cluster's
+// id in the responses that it creates itself.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestWatchByGRPCProxy(t *testing.T) {

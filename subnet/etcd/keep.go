@@ -19,8 +19,9 @@ import (
 // errOwnChanged ends a watch of the own key because the key has to be read again.
 var errOwnChanged = errors.New("own key has changed")
 
-// Keep keeps the own lease. It reads the key at the start, after every outage, and when the key may
-// have changed, and corrects it if necessary. See subnet.Manager.
+// Keep keeps the own lease alive. It reads the key at the start, after every outage, when the key
+// may have changed, and when the lease has to be renewed. It corrects the key if necessary. See
+// subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(sourceLease)
 	b, restores := m.backoff(), m.backoff()
@@ -30,7 +31,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer func() { m.revoke(ctx, spare) }()
 	for {
 		checked, restored, err := m.ensure(ctx, own, &spare)
-		if err == nil { // the spare etcd lease was not needed
+		if err == nil { // an etcd lease that is still in spare was not needed
 			m.revoke(ctx, spare)
 			spare = grant{}
 		}
@@ -67,8 +68,8 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 // ensure reads the own key and corrects it: it creates the key again, writes its value again, or
 // renews the lease. restored means that the key was gone or had another value, perhaps because
 // another program has written it. If restored is false, checked is the revision up to which the key
-// needs no correction. ensure returns subnet.ErrLeaseLost, wrapped, if another node has a subnet of
-// the lease.
+// needs no correction. ensure returns subnet.ErrLeaseLost, wrapped, if the key belongs to another
+// node, or is gone and cannot be created because another key has one of its subnets.
 func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (checked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
@@ -117,8 +118,8 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 
 // yieldIfOlder completes a recreate that has written the own key as found, but failed before it
 // compared the key with those of other nodes. If another node was first, yieldIfOlder deletes the
-// own key and returns errConflict. It returns nil if found is the key of another node, or was
-// compared before.
+// own key and returns errConflict. It returns nil if found is a reservation or belongs to another
+// node, or if it was compared before.
 func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil
@@ -132,7 +133,7 @@ func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 }
 
 // ownOr returns the own lease of the manager, which may be a later one than l. If there is none, it
-// derives one from l, without revision and etcd lease.
+// derives one from l, without the revision of the last write and without an etcd lease.
 func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	if m.own.exists() {
 		return m.own, nil
@@ -178,10 +179,11 @@ func lost(key string, by entry) error {
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
-// recreate creates the own key again. It returns subnet.ErrLeaseLost, wrapped, if another key
-// overlaps the own subnets by now, and errConflict if the own key exists. It deletes leases with
-// the own address that are older than the own lease was, or that overlap the own subnets. A
-// restored backup can bring such leases back: see plan.outdated.
+// recreate creates the own key again. It returns errConflict if the own key exists, or if another
+// client was faster. It deletes leases with the own address that are older than the own lease was,
+// or that overlap the own subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
+// reservation overlaps the own subnets. A restored backup can bring such leases back: see
+// plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
 	l, err := m.list(ctx)
 	if err != nil {
@@ -225,7 +227,7 @@ func (m *Manager) await(ctx context.Context, checked int64, alive func()) error 
 	}
 	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		alive()
-		// If the host was suspended, the timer is late by that time.
+		// If the host was suspended, the timer is late by the time of the suspension.
 		if hasEvents(resp, checked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
 			return errOwnChanged
 		}

@@ -26,7 +26,7 @@ type lastKnown struct {
 }
 
 // newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
-// valid mark or revision, or a lease that does not match its key.
+// valid mark or revision, a lease that does not match its key, or the own lease among the peers.
 func newLastKnown(cfg Config) *lastKnown {
 	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
 	var ok bool

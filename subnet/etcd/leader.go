@@ -65,7 +65,8 @@ func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead 
 }
 
 // readLeader reads the key that names a leader. The leader is empty if the key does not exist. It
-// is also empty if the key has no etcd lease, because nothing would delete such a key.
+// is also empty if the key has no etcd lease, because nothing would delete such a key. If the value
+// cannot be read, the leader has a name that says so.
 func (m *Manager) readLeader(ctx context.Context, key string) (found leaderKey, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, key)
@@ -117,8 +118,8 @@ func (t *term) put(ctx context.Context, c *clientv3.Client, announced json.RawMe
 	return err == nil && resp.Succeeded, err
 }
 
-// renewOnce implements wait.Renewal. It returns errTermOver if the etcd lease is gone, or an operator has
-// deleted the key.
+// renewOnce is the Renew of a wait.Renewal. It returns errTermOver if the etcd lease is gone, if an
+// operator has deleted the key, or if the key has another etcd lease.
 func (t *term) renewOnce(ctx context.Context) error {
 	found, err := t.readLeader(ctx, t.key)
 	if err != nil {

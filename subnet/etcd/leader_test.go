@@ -37,7 +37,7 @@ func TestLeaderLosesTheStore(t *testing.T) {
 }
 
 // TestLeaderIsRestarted separates a leader from the store, as if its process were killed. The next
-// process of this node must lead at once.
+// process of this node must lead at once, and the term of the first one must end.
 func TestLeaderIsRestarted(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, sharedServer(t))
@@ -61,8 +61,9 @@ func TestLeaderIsRestarted(t *testing.T) {
 	killed.ExpectOver(t)
 }
 
-// TestLeaderKey expects that an operator can end a term by deleting the key, and that a key without
-// an etcd lease names no leader.
+// TestLeaderKey expects that an operator can end a term by deleting the key, that a key without an
+// etcd lease names no leader, and that the Name of a leader says so if the value of the key cannot
+// be read.
 func TestLeaderKey(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, sharedServer(t))

@@ -20,8 +20,8 @@ type leaseCache struct {
 	another        bool   // the store is another one than that of the former cache, even if both have the same id
 	newest         *entry // the entry that was written last, or nil; see newestEntry
 	// byAge has all entries, sorted by the revision of their last write, and some entries that the
-	// cache does not have any more. It is nil until newestEntry needs it, because newest was
-	// deleted.
+	// cache does not have any more. It is nil until newestEntry needs it, because newest is not the
+	// newest entry any more.
 	byAge []*entry
 	// restored is the revision of the newest entry that came from the last known state. Other
 	// entries of that state have no revision. Zero: all entries were read in this run, or an audit
@@ -104,7 +104,8 @@ func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
 
 // retainFrom retains leases of old, the cache before an outage, if there is a grace period: those
 // that the store has deleted since, unless a new lease replaces them. It retains no lease if old is
-// of another store, because the ledger holds the leases that the present store lacks.
+// of another store, because the ledger then holds the leases that are missing from the present
+// store.
 func (c *leaseCache) retainFrom(old leaseCache) {
 	if !c.follows(old) {
 		c.expiring = nil

@@ -52,13 +52,14 @@ const pageSize = 1000
 func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0, 0) }
 
 // listAt reads all leases as they were at a revision, or as they are now if it is zero, with pauses
-// between the pages. Later pages are serializable reads, because the member that has answered the
-// first page has their revision.
+// of about the time in pause between the pages. Later pages are serializable reads, because the
+// member that has answered the first page has their revision.
 //
 // When all hosts boot at the same moment, the store is overloaded, and even small requests take
-// long. On a slow link small requests are fast. So a host whose last small request took long waits
-// for its turn after the first page, which contains the number of hosts. Meanwhile the store has
-// time for writes of leases and for its other users.
+// long. A slow link alone does not make small requests slow. So if the last small request took
+// long, the host waits after the first page for a random time: see client.turn. The first page
+// contains the number of hosts. Meanwhile the store has time for writes of leases and for its other
+// users.
 func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup

@@ -21,8 +21,8 @@ import (
 // A login takes tens of milliseconds of the server's CPU time, even if the client has closed the
 // connection. After a restart of etcd all hosts need a login, and thousands at once would use all
 // of the server's time. So a host makes one login at a time, and a login continues when the request
-// that needs it has timed out. A host waits for its turn before a login if the previous token has
-// worked. After failures the pauses grow to minutes.
+// that needs it has timed out. If the previous token has worked, a host first waits for a random
+// time: see client.turn. After failures the pauses grow to minutes.
 type login struct {
 	name, password string
 	authenticate   func() (token string, err error)
@@ -99,8 +99,8 @@ func (l *login) run(life context.Context, pause func(context.Context) error) {
 }
 
 // observe records the result of a request with token. It reports whether etcd has refused the
-// token. In that case the next request needs a login, unless another login has replaced the token
-// in the meantime.
+// token. After a refusal the next request needs a login, unless another login has replaced the
+// token in the meantime.
 func (l *login) observe(token string, err error) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -94,7 +94,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 }
 
 // TestLoginsAfterRestart restarts an etcd, which then does not know the tokens of the hosts any
-// more. The hosts must not log in more often than once each.
+// more. Each host may log in only once after that.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestLoginsAfterRestart(t *testing.T) {

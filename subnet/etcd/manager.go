@@ -26,7 +26,7 @@ type Manager struct {
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease // writes after own that the store has not answered: it may have executed one, or may do so later
+	unanswered []ownLease // writes of the own key since own was set, without an answer: the store may have executed one of them, or may still do so
 	writes     int        // number of writes of the own key, with or without an answer
 	ownKey     atomic.Pointer[string]
 	// forAcquire contains the listing that the next Acquire uses, and forWatch the one that the
@@ -37,7 +37,7 @@ type Manager struct {
 	replaced             atomic.Bool                   // the store is not the one of the earlier run, and Watch has not published that yet
 	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
 	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
-	slow                 atomic.Bool                   // the last request took longer than timing.slow
+	slow                 atomic.Bool                   // the last request that the method call made took longer than timing.slow
 	late                 atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
@@ -57,8 +57,8 @@ var (
 type stash struct{ atomic.Pointer[listing] }
 
 // stashTime is the maximum age of a listing that is used again. It is long because a start may be
-// slow: on a slow host, or with a store that all hosts use at once, which a second list would make
-// slower.
+// slow: the host is slow, or all hosts use the store at once. In the second case, another list
+// would make the store even slower.
 const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&l) }
@@ -79,8 +79,9 @@ func (m *Manager) Close() error {
 	return m.client.close()
 }
 
-// Reconnect closes the connection. The next request makes a new one. The caller uses it when this
-// host has lost an address, because a connection from that address would be silent for a long time.
+// Reconnect closes the connection. The next request makes a new one. The caller must call Reconnect
+// when this host has lost an address, because a connection from that address would be silent for a
+// long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
 // Resumed implements subnet.Resumer.

@@ -58,8 +58,9 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 	return cfg, pools, nil
 }
 
-// reportConfig reads the configuration, passes it to OnConfig, and records its revision in cache.
-// It returns the id of the store and the present revision.
+// reportConfig reads the configuration, passes it to OnConfig, and records in cache the present
+// revision of the store, because the configuration is known up to that revision. It returns the id
+// and the present revision of the store.
 func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
 	var id subnet.StoreID
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
@@ -87,7 +88,8 @@ func (m *Manager) onConfig(text []byte) {
 
 // applyConfigEvents removes the events of the configuration from a response, and passes new
 // configurations to OnConfig. A watch starts at the revision of the leases, and the configuration
-// was read later. So a response can contain configurations that were reported already.
+// was read later. So a response can contain configurations that were reported already, and
+// applyConfigEvents does not report those again.
 func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {

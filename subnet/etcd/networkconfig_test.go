@@ -102,7 +102,8 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 	f.delete(t, "config")
 	expect("none")
 
-	// A configuration that was put during an outage is reported after it, and no earlier one.
+	// A configuration that was put before the watch works again is reported after the outage. Only
+	// the one before it may be reported again.
 	f.put(t, "config", "before")
 	expect("before")
 	s.stop()

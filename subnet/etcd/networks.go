@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Several networks share one prefix: each network has the keys <prefix>/<name>/config and
+// Several networks can share one prefix: each network then has the keys <prefix>/<name>/config and
 // <prefix>/<name>/subnets/..., as in flannel 0.5 to 0.7.
 
 // Network returns a manager of the network with that name, whose keys are below the prefix of m.
@@ -40,8 +40,8 @@ type NetworkConfigs struct {
 	// receiver.
 	Texts map[string][]byte
 	// Deleted contains the names of the networks whose configuration was deleted from this store
-	// since the last call. If a network that the receiver knows is missing in both Texts and
-	// Deleted, the store was emptied or replaced, or the reason is not known.
+	// since the last call of the sink. If a network that the receiver knows is missing in both
+	// Texts and Deleted, the store was emptied or replaced, or the reason is not known.
 	Deleted []string
 	// Revision is the revision of the store.
 	Revision int64
@@ -201,7 +201,7 @@ func (n *NetworkConfigs) clone() NetworkConfigs {
 }
 
 // apply applies the events after a revision to n, and reports whether there were any. It sets
-// n.Deleted to the networks that they have deleted.
+// n.Deleted to the networks whose configuration these events have deleted.
 func (n *NetworkConfigs) apply(m *Manager, resp *pb.WatchResponse, after int64) (changed bool) {
 	n.Deleted, n.Revision = nil, max(n.Revision, resp.Header.Revision)
 	for _, ev := range resp.Events {

@@ -19,9 +19,10 @@ type plan struct {
 }
 
 // choose decides which lease the node uses. It is pure. wanted are the subnets that the node had
-// before, best first. running is the own lease of the manager, and zero at the start of the daemon:
-// if there is one, no reservation moves the node to another subnet. ours reports whether an entry
-// belongs to the node. choose returns subnet.ErrNoSubnets, wrapped, if no subnet is free.
+// before, best first. running is the own lease of the manager, and zero at the start of the daemon.
+// If it is not zero, the node runs, and a reservation of another subnet does not come before the
+// subnet that the node has. ours reports whether an entry belongs to the node. choose returns
+// subnet.ErrNoSubnets, wrapped, if no subnet is free.
 func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
@@ -40,8 +41,8 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
 	if p.keep == nil {
 		p.other = len(mine) > 0
-		// A reservation may be unusable only because it lacks a subnet of one family. So the
-		// subnets of unusable reservations are tried first.
+		// At a start, the subnets of unusable reservations are tried first, because such a
+		// reservation may have a usable subnet of one family and none of the other.
 		var before, after []netip.Prefix
 		for _, e := range p.stale {
 			if running.exists() || e.leased() {
@@ -55,8 +56,8 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 			return plan{}, err
 		}
 	} else {
-		// An unusable reservation belongs to the operator and stays, because nothing replaces it.
-		// While the node runs, unusable leases stay too.
+		// An unusable reservation belongs to the operator and stays, because no new key takes its
+		// place. While the node runs, unusable leases stay too.
 		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running.exists() || !e.leased() })
 	}
 	for _, e := range mine {
@@ -72,8 +73,8 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 }
 
 // leaseToKeep returns the lease among mine, the usable own entries, with which the node continues.
-// It returns nil if the node takes subnets instead. running means that the manager has an own
-// lease.
+// It returns nil if the node has to take subnets with a new lease. running means that the manager
+// has an own lease.
 func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
 	// At a start a reservation is preferred to the subnet that the node had.
 	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })
@@ -93,13 +94,14 @@ func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken
 }
 
 // outdated reports whether e has to be deleted in the transaction that writes the lease of the
-// plan. e has the own address and is not the lease of the plan. If two leases have the same
+// plan. e must be a usable own entry, and not the one to keep. If two leases have the same
 // identity, such as a VTEP MAC, peers accept the older one. So an older lease would disconnect this
 // node until it expires. A restored backup brings such leases back.
 //
-// A reservation is never outdated, because only the operator deletes those. While the node runs, it
-// also keeps leases that are newer than its own lease was, because they may belong to another host
-// with the same address: two hosts must not delete each other's lease again and again.
+// A usable reservation is never outdated, because only the operator deletes it. While the node
+// runs, a lease is outdated only if the node takes subnets again and the lease is older than the
+// own lease was. A newer lease may belong to another host with the same address, and two hosts must
+// not delete each other's lease again and again.
 func (p plan) outdated(e entry, running ownLease) bool {
 	switch {
 	case !e.leased():

@@ -9,7 +9,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Recall finds the own lease by the public address or Resumed. See subnet.Manager.
+// Recall finds the own lease by its public address, or as the lease that was passed to Resumed. It
+// leaves its listing to Acquire. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(sourceLease)
 	var l listing

@@ -12,7 +12,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// The activities that talk to the store.
+// The activities whose outcome the Manager reports to its outage.Tracker.
 const (
 	sourceConfig      = "config"
 	sourceLease       = "lease"
@@ -23,10 +23,11 @@ const (
 // maxLate is the maximum of Manager.late: the deadline of requests is at most four times the usual one.
 const maxLate = 2
 
-// call makes one request with the usual deadline and explains its error. It returns the error of
-// ctx if ctx has ended. After a request that came to its deadline the next one has twice as much
-// time, until the store is fast again: if thousands of hosts use the store at once and each of them
-// gave up early and repeated its request, the store would never finish.
+// call makes one request, and explains its error. It returns the error of ctx if ctx has ended. The
+// usual deadline is timing.request. After a request that came to its deadline, the next one has
+// twice as much time, up to four times the usual one, until the store is fast again. Otherwise, if
+// thousands of hosts use the store at once, each would give up early and repeat its request, and
+// the store would never finish.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
 	late := m.late.Load()
 	deadline := m.timing.request << late
@@ -70,7 +71,8 @@ func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	}
 }
 
-// report records the outcome of an activity. It ignores connections that were closed on purpose.
+// report records the outcome of an activity. It ignores the errors of connections that were closed
+// on purpose.
 func (m *Manager) report(ctx context.Context, activity string, err error) {
 	if errors.Is(err, errClosed) || errors.Is(err, errRenewed) {
 		return

@@ -17,8 +17,9 @@ import (
 )
 
 // listOr returns the first of these that is available: the listing in s if it is not too old, the
-// last known state brought up to date, or a new list. s is empty afterwards. If a new list has none
-// of the last known leases, listOr sets m.replaced.
+// last known state brought up to date, or a new list. s is empty afterwards. A new list makes the
+// last known state superfluous, so listOr removes it. If the new list has none of the last known
+// leases, listOr sets m.replaced.
 func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
@@ -38,9 +39,9 @@ func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 
 // restore returns the last known state, brought up to the present by the changes since then. So the
 // store sends only the changes, and not all leases. ok is false if all leases have to be listed:
-// there is no such state, its revision was compacted, there were too many changes, or the store is
-// another one. In the last case restore sets m.replaced, for Watch. After an error the caller tries
-// again.
+// there is no such state, its revision was compacted, the changes are too many or do not come in
+// time, or the store is another one. If the store is another one, restore sets m.replaced, for
+// Watch. After an error the caller tries again.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
 	if k == nil || k.ended {
@@ -77,10 +78,10 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 // takes too long.
 var errCaughtUp, errNotCaughtUp = errors.New("all events have come"), errors.New("events are missing")
 
-// catchUp brings a cache of an earlier revision up to the present by the events in between. If the
-// server, or a proxy before it, does not report in time that all events have come, catchUp compares
-// the cache with an outline of the store instead. It returns errRelist, perhaps wrapped, if all
-// leases have to be listed.
+// catchUp brings a cache of an earlier revision up to the present by the events in between. The
+// present is cache.store.Revision, as recognizeStore has set it. If the server, or a proxy before
+// it, does not report in time that all events have come, catchUp compares the cache with an outline
+// of the store instead. It returns errRelist, perhaps wrapped, if all leases have to be listed.
 func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	head := cache.store.Revision
 	if head < cache.next {
@@ -115,8 +116,8 @@ const patient = 10
 // replay applies events to a cache until done reports that all have come. After the first answer of
 // the server it waits for limit, or longer if that answer took long: see patient. If done has not
 // reported true by then, replay returns errAnswersEarly if probes is true, and errRelist otherwise.
-// The first answer has the deadline of every request, after which replay returns an error and the
-// caller tries again.
+// If the first answer does not come within the deadline of a request, replay returns another error,
+// after which the caller tries again.
 func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -159,7 +160,7 @@ type outline struct {
 
 // outlineSince returns the outline of the store at present, with the leases that were written at
 // revision next or later. It is for servers that do not report when all events have come. It
-// returns errRelist, wrapped, if there are more than pageSize of them.
+// returns errRelist, wrapped, if more than pageSize leases were written.
 func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(

@@ -236,7 +236,7 @@ func TestRestartBytes(t *testing.T) {
 
 // TestRestartAtAnotherStore restarts a node whose last known state comes from another store, has a
 // compacted revision, or is damaged. The node must know the leases of the store. If it takes the
-// store for another one, it must hold the leases that the store lacks.
+// store for another one, it must hold the known leases that are missing from the store.
 func TestRestartAtAnotherStore(t *testing.T) {
 	t.Parallel()
 	peers := func(f *fixture, tb testing.TB, n ...int) {
@@ -251,7 +251,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 	for name, tc := range map[string]struct {
 		store func(f *fixture, tb testing.TB, backup string, revision int64)
 		state func(*subnet.LedgerState)
-		held  bool // the node holds leases that the store lacks, because it takes the store for another one
+		held  bool // the node holds leases that are missing from the store, because it takes the store for another one
 	}{
 		"its revision is compacted": {store: func(f *fixture, tb testing.TB, _ string, _ int64) {
 			f.delete(tb, "subnets/10.5.3.0-24")
@@ -369,8 +369,9 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
-// startedOnce returns an etcd without leases of hosts, and the last known state of a node that has
-// started there and stopped. The state has a revision, a mark and a lease.
+// startedOnce returns an etcd, and the last known state of a node that has started there and
+// stopped. The etcd and the state have only one lease, 10.5.255.0-24. The state has a revision and
+// a mark.
 func startedOnce(t *testing.T) (*fixture, subnet.LedgerState) {
 	t.Helper()
 	f := newFixture(t, newServer(t))

@@ -45,8 +45,9 @@ func newAuthority(tb testing.TB) *authority {
 
 func (a *authority) file(name string) string { return filepath.Join(a.dir, name) }
 
-// issue creates a key and a certificate with that common name, signed by a, and writes the files
-// name.pem and name.key. parent is the certificate of a, or nil to create that certificate itself.
+// issue creates a key and a certificate with that common name, signed by the authority, and writes
+// the files name.pem and name.key. parent is the certificate of the authority, or nil to create
+// that certificate itself.
 func (a *authority) issue(tb testing.TB, name string, parent *x509.Certificate) (*x509.Certificate, *ecdsa.PrivateKey) {
 	tb.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -338,7 +339,7 @@ func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
 }
 
 // enableAuth makes the etcd require logins. The user root may do everything, the user flannel may
-// read and write below the prefix, and the third user has no permissions. All passwords are
+// read and write below the prefix, and the user nobody has no permissions. All passwords are
 // "secret".
 func enableAuth(tb testing.TB, f *fixture) {
 	tb.Helper()

@@ -128,7 +128,7 @@ func (s *server) wipe(tb testing.TB) {
 	s.start(tb)
 }
 
-// client returns a new client of the server, which no manager uses.
+// client returns a new client of the server for the test itself. No manager uses it.
 func (s *server) client(tb testing.TB) *clientv3.Client {
 	tb.Helper()
 	c, err := clientv3.New(clientv3.Config{

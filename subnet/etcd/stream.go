@@ -23,11 +23,12 @@ import (
 
 // watcher receives the responses of a watch.
 type watcher struct {
-	// on is called with every response; an error ends the watch. If confirmed is not zero, the
-	// stream has brought all events of the first key up to that revision.
+	// on is called with every response, from the one that confirms the beginning of the first
+	// watch. An error ends the watch. If confirmed is not zero, the stream has brought all events
+	// of the first key up to that revision.
 	on func(resp *pb.WatchResponse, confirmed int64) error
 	// waits reports whether the caller needs an answer of the store soon, so that a silent stream
-	// is probed after timing.idle. nil means that it never does.
+	// is probed after timing.idle. nil means that the caller never needs one soon.
 	waits func() bool
 	// checks makes follow run verify. One watch of a connection is enough for that.
 	checks bool
@@ -153,8 +154,9 @@ func (s *stream) probe() {
 // etcd reads the events for new watches ten times a second, or less often if it is busy.
 const insistLeast, insistMost = 150 * time.Millisecond, 5 * time.Second
 
-// insist probes until ctx ends. etcd drops a probe that comes before it has sent all events of the
-// stream, as it often does right after the beginning of a watch.
+// insist probes until ctx ends. One probe is not sufficient, because etcd drops a probe that
+// arrives before etcd has sent all events of the stream. This often happens right after the
+// beginning of a watch.
 func (s *stream) insist(ctx context.Context) {
 	b := wait.Backoff{Least: insistLeast, Most: insistMost}
 	for s.probe(); b.Wait(ctx, 0) == nil; {
@@ -276,8 +278,8 @@ func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int6
 
 // awaitRevision waits until the stream has reached a revision or ctx ends, and returns nil. After
 // timing.probeAnswer it returns an error that wraps errBehind. If the server answers no probes, as
-// behind etcd's grpc-proxy, only the next notification says how far the stream has come. So
-// awaitRevision then waits for timing.quiet.
+// behind etcd's grpc-proxy, only the next notification says how far the stream has come. Then
+// awaitRevision waits for timing.quiet in all.
 func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) error {
 	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)

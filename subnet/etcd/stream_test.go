@@ -17,14 +17,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// TestAwaitRevision expects that a stream counts as behind if it does not reach the revision of the
-// store in time, and otherwise not. It has timing.probeAnswer if the server answers probes, and
-// timing.quiet, when the next notification is due, if the server does not.
+// TestAwaitRevision expects that a stream counts as behind only if it does not reach the revision
+// of the store in time. The time is timing.probeAnswer if the server answers probes. Otherwise it
+// is timing.quiet, because the next notification is due then.
 func TestAwaitRevision(t *testing.T) {
 	const probeAnswer, quiet = time.Second, time.Minute
 	for name, tc := range map[string]struct {
 		answers           bool
-		revision, reaches int64         // the awaited revision, and the one that the stream reaches; before, it is at 3
+		revision, reaches int64         // the awaited revision, and the one that the stream reaches; before that, the stream is at 3
 		after             time.Duration // when it reaches that revision
 		want              error
 		takes             time.Duration

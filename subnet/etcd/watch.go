@@ -69,9 +69,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 }
 
 // resume brings the cache to a revision from which a watch can start. If the store is still the
-// same, the cache stays as it is, and is published if kept is true, which means that it comes from
-// an earlier Watch. Otherwise resume lists all leases and publishes them. It also reports the
-// configuration.
+// same, the cache stays as it is, and resume publishes it only if kept is true, which means that
+// the cache comes from an earlier Watch. If the store may be another one, resume lists all leases
+// and publishes them. If there was no list yet, it publishes the listing of listOr. It reports the
+// configuration in all cases.
 func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink func(subnet.Update)) error {
 	is, err := m.compare(ctx, cache)
 	if err != nil {
@@ -95,7 +96,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	if err != nil {
 		return err
 	}
-	m.known.Store(nil) // the cache replaces it
+	m.known.Store(nil) // the cache replaces the last known state
 	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	old := *cache
 	*cache = leaseCache{
@@ -128,7 +129,8 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 
 // compare compares the store with the cache, and reports the configuration, which it reads to know
 // the store's revision. If there was no list yet, or the leases have to be listed anyway, it only
-// returns unknown.
+// returns unknown. It also returns unknown if the store has another id or an earlier revision than
+// the cache.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, error) {
 	if cache.next == 0 || cache.stale {
 		return unknown, nil

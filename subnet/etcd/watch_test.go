@@ -432,8 +432,9 @@ func TestDeadConnection(t *testing.T) {
 }
 
 // TestSilence watches a store that sends nothing for so long that leases could have expired. Then
-// the store deletes a lease. If the host would have noticed an outage in that time, there was none,
-// and the deletion must be published. Otherwise the lease must be retained.
+// the store deletes a lease. If a host notices a dead connection sooner than that, there was no
+// outage, and the deletion must be published. Otherwise there may have been one, and the lease must
+// be retained.
 func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	t.Run("noticed", func(t *testing.T) {

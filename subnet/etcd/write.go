@@ -71,8 +71,8 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) e
 }
 
 // createdSince returns the leases that were created after revision since and may share a subnet
-// with own, with the own one as the store has it now. These are all leases created since then,
-// unless own has only an IPv4 subnet.
+// with own, including the own lease as the store has it now. If own has only an IPv4 subnet,
+// createdSince reads only keys with that subnet, otherwise all leases created since then.
 func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
 	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
 	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
@@ -136,9 +136,9 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 
 // write puts the own key and deletes stale keys in one transaction. The transaction requires that
 // the own key is still at revision, zero meaning absent, and that the stale keys have not changed.
-// write returns the new revision, or errConflict if one of these conditions is false. If the store
-// does not answer, write adds own to m.unanswered: any error counts as that, except for a refusal
-// for lack of permission.
+// write returns the new revision, or errConflict if one of these conditions is false. After any
+// other error, the store may have executed the transaction, so write adds own to m.unanswered. Only
+// a refusal for lack of permission proves that it has not.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
 	key := m.dir + own.key
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
@@ -192,14 +192,14 @@ func (m *Manager) isOwn(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
-// attempt returns the index in m.unanswered of the write that has created e, or -1 if there is
-// none. A write of another node has another etcd lease or, if it is a reservation, another value.
+// attempt returns the index in m.unanswered of the write that has led to e, or -1 if there is none.
+// A write of another node has another etcd lease or, if it is a reservation, another value.
 func (m *Manager) attempt(e entry) int {
 	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
 	return slices.IndexFunc(m.unanswered, found.sameAs)
 }
 
-// recognize makes e the own lease if an unanswered write of this manager has created it.
+// recognize makes e the own lease if it is the result of an unanswered write of this manager.
 func (m *Manager) recognize(ctx context.Context, e entry) {
 	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
