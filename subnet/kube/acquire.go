@@ -50,7 +50,8 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 
 // acquire publishes c on the own Node, of which s is the present state, and returns the lease. It
 // returns errNoPodCIDR, wrapped, if the Node does not exist or has no podCIDRs yet, and
-// subnet.ErrUnfit, wrapped, if the podCIDRs cannot be used or do not fit cfg.
+// subnet.ErrUnfit, wrapped, if the podCIDRs cannot be used, or if they or the public addresses in c
+// do not fit cfg. If something does not fit cfg, acquire also creates an Event.
 func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	name := *m.name.Load()
 	switch {
@@ -78,7 +79,7 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 		}
 	}
 	m.own.Store(&claim)
-	m.justRead.Store(s) // for Watch, which needs its revision
+	m.justRead.Store(s) // for Watch, which needs the revision of the store
 	return subnet.Lease{
 		Key: name, Order: uint64(s.created), BackendType: c.BackendType, NextType: c.NextType, Endpoints: es, Permanent: true,
 	}, nil

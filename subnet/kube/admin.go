@@ -22,12 +22,13 @@ import (
 // Entry is one Node in the view of an operator.
 type Entry struct {
 	Lease subnet.Lease
-	Err   error // why Lease has only a Key, or lacks a family; nil if Lease is complete
+	Err   error // why Lease has only a Key, or why one family is missing in it; nil if Lease is complete
 }
 
 // Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node. It
-// also lists those whose podCIDRs cannot be used, with that error. It uses only APIURL, Kubeconfig
-// and AnnotationPrefix of cfg.
+// also lists those of these Nodes that have no lease, with the reason: the Node has no podCIDRs
+// yet, or its podCIDRs or annotations cannot be used. It uses only APIURL, Kubeconfig and
+// AnnotationPrefix of cfg.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
 	if err != nil {

@@ -122,8 +122,8 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 }
 
 // correct replaces the entry with that name by is, the Node as listed, or removes the entry if is
-// is nil. If the listed Node is another one than that of the entry, its podCIDRs are not known, and
-// the caller has to request it.
+// is nil. If there was no entry, or the entry was of another Node with that name, the podCIDRs are
+// not known, and the caller has to request the Node.
 func (c *nodeCache) correct(is *entry, name string) {
 	if is == nil {
 		delete(c.entries, name)
@@ -141,9 +141,9 @@ func (c *nodeCache) correct(is *entry, name string) {
 }
 
 // differing returns the names of the Nodes whose entries differ from the list l. The cache must
-// have reached the revision of l. Changes after that revision do not count. To recognize them,
-// deleted contains the names of Nodes that were deleted since the list began, and an entry without
-// a uid has had no event since the restart.
+// have reached the revision of l. Changes after that revision do not count. differing recognizes
+// them by c.deleted, which contains the names of Nodes that were deleted since the list began, and
+// by the version of an entry. An entry without a uid has had no event since the restart.
 func (c *nodeCache) differing(l listed) []string {
 	var names []string
 	for name, is := range l.nodes {

@@ -54,8 +54,8 @@ type client struct {
 	slow   atomic.Int64 // when a small request was last slow or refused, in ns since 1970; 0: never
 }
 
-// errEnded means that a watch has ended early without a failure of the server, or that renew has
-// closed the connection of a request.
+// errEnded means that a watch which the server had accepted has ended early or has lost its
+// connection, or that renew has closed the connection of a request.
 var errEnded = errors.New("watch has ended")
 
 // restConfig returns how to reach the API server, from flags or from the pod's service account.
@@ -100,8 +100,8 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 
 // newDialer returns the dialer of connections to the server. If the server's host does not answer
 // for 45 seconds, the kernel closes the connection, as HTTP/2 does by itself. HTTP/1.1, which an
-// http:// URL or a proxy may need, depends on this keep-alive of the kernel. It reaches only as far
-// as the proxy.
+// http:// URL or a proxy may need, depends on this keep-alive of the kernel. With a proxy, the
+// keep-alive checks only the connection to the proxy.
 func newDialer() *net.Dialer {
 	return &net.Dialer{
 		Timeout:         10 * time.Second,
@@ -162,9 +162,10 @@ const maxLate = 2
 const slowAfter = 500 * time.Millisecond
 
 // patiently calls f, which makes a request, with a deadline, and records in c.slow if the request
-// was slow or refused. After a request that came to its deadline the next one has twice as much
-// time, until the server is fast again: if thousands of hosts use the server at once and each of
-// them gave up early and repeated its request, the server would never finish.
+// was slow or refused. After a request that came to its deadline, the next one has twice as much
+// time, up to four times the usual one, until the server is fast again. Otherwise, if thousands of
+// hosts use the server at once, each would give up early and repeat its request, and the server
+// would never finish.
 func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
 	usual, late := deadline, c.late.Load()
 	deadline <<= late
@@ -190,8 +191,8 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 }
 
 // call sends a request with timeout as the usual deadline, and returns the body of the answer. It
-// returns the error of ctx if ctx has ended. It is for all requests except watches, whose answer
-// does not end.
+// returns the error of ctx if ctx has ended. It is for requests with a small answer, and reads at
+// most wire.MaxObject bytes of it. See list and watch for requests with a larger answer.
 func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
 	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
 		body, err = c.callOnce(ctx, r)

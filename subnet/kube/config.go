@@ -22,7 +22,7 @@ type Config struct {
 	LocationLabel string
 	// Own and Known are the last known state. If the store is the same and still has the revision
 	// of that state, the manager does not list the Nodes at the start, but reads only the changes
-	// since then. Otherwise it lists only the metadata of the Nodes, because it knows most
+	// since then. Otherwise it first lists only the metadata of the Nodes, because it knows most
 	// podCIDRs. Both may be zero.
 	Own   subnet.Lease
 	Known subnet.LedgerState
@@ -30,11 +30,12 @@ type Config struct {
 	// condition NetworkUnavailable to False, and keeps it so. If Ready is nil, it does not set the
 	// condition.
 	Ready <-chan struct{}
-	// OnRepaired is called with the number of leases of Known that differed from the store's
-	// although nothing has changed them since. It must not block, and must not call the manager.
-	// It may be nil, like OnStatus.
+	// OnRepaired is called if the audit finds that Known was wrong, with the number of Nodes whose
+	// leases were different in the store. It must not block, and must not call the manager. It may
+	// be nil, like OnStatus.
 	OnRepaired func(leases int)
-	// OnStatus is called with the reason when the API becomes unusable, and with nil when it
-	// becomes usable again. It must not block, and must not call the manager.
+	// OnStatus is called with nil at the first success and when the API becomes usable again. It is
+	// called with the reason when the API becomes unusable, and for each new kind of failure after
+	// that. It must not block, and must not call the manager.
 	OnStatus func(error)
 }

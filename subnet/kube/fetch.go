@@ -38,8 +38,7 @@ type nodeRequest struct {
 	names []string
 }
 
-// fetched is the answer to a request. found has the Nodes by name, without those that the answer
-// lacks.
+// fetched is the answer to a request. found has the Nodes in the answer, by name.
 type fetched struct {
 	nodeRequest
 	found map[string]*ownNode
@@ -50,8 +49,9 @@ const (
 	fewNodes = 4 // up to this number, Nodes are requested one by one: the server finds a name faster than a label
 	// together is the most Nodes in one request, so that its URL has less than 8 kB.
 	together = 100
-	// atOnce is the number of Nodes up to which all daemons may request one new Node at the same
-	// time: the API server needs as much time to send them the event as to answer them.
+	// atOnce is the largest number of Nodes in a cluster with which all daemons may request one new
+	// Node at the same time: the API server needs as much time to send them the event as to answer
+	// them.
 	atOnce = 5000
 )
 
@@ -75,7 +75,7 @@ func (f *fetcher) request(name string) {
 	f.waiting = append(f.waiting, name)
 }
 
-// interval returns the least time between two requests.
+// interval returns the least time between two calls of flush, each of which sends requests.
 func (f *fetcher) interval() time.Duration {
 	return f.m.timing.requestPause*time.Duration(len(f.cache.entries)) + 1
 }
@@ -88,7 +88,7 @@ func (f *fetcher) pause() time.Duration {
 	return next + rand.N(f.interval())
 }
 
-// flush requests all Nodes that wait and still lack their podCIDRs.
+// flush requests all waiting Nodes whose podCIDRs are still not known.
 func (f *fetcher) flush(ctx context.Context) {
 	f.last = time.Now()
 	names := slices.DeleteFunc(f.waiting, func(name string) bool {
@@ -208,8 +208,9 @@ func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration
 	}
 }
 
-// applyAnswer applies an answer to the cache. It requests a Node again if its podCIDRs are still not
-// known, and the answer lacks the Node or the Node has changed since the request.
+// applyAnswer applies an answer to the cache. It requests a Node again if its podCIDRs are still
+// not known and one of these is true: the Node has changed since the request, or a request by label
+// has not found it.
 func (f *fetcher) applyAnswer(got fetched) {
 	f.cache.applyAnswer(got)
 	for _, name := range got.names {
@@ -221,10 +222,10 @@ func (f *fetcher) applyAnswer(got fetched) {
 	}
 }
 
-// isMissing reports whether the answer to a request by label lacks a Node. Such a request selects
-// several Nodes by their label kubernetes.io/hostname, and the label may have changed since. The
-// next request for a missing Node is by its name. isMissing reports false for the answer to a
-// request by name.
+// isMissing reports whether a Node is missing in the answer to a request by label. Such a request
+// selects several Nodes by their label kubernetes.io/hostname, and the label may have changed
+// since. The next request for a missing Node is by its name. isMissing reports false for the answer
+// to a request by name.
 func (got fetched) isMissing(name string) bool { return got.hosts != nil && got.found[name] == nil }
 
 // applyAnswer puts the podCIDRs in the answer to a request for Nodes into the cache.

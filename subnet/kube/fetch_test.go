@@ -64,8 +64,8 @@ func TestManyNewNodes(t *testing.T) {
 	}
 }
 
-// TestLabelHasChanged expects that Nodes are requested by name after the answer to a request by
-// label lacks them, because their label has changed since their event.
+// TestLabelHasChanged expects that Nodes are requested by name if they are missing in the answer to
+// a request by label, because their label has changed since their event.
 func TestLabelHasChanged(t *testing.T) {
 	d := newDecoder(defaultKeys())
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}

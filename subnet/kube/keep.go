@@ -23,7 +23,8 @@ var errOwnChanged = errors.New("own node has changed")
 
 // Keep corrects the own Node whenever it has changed: its annotations and, when the network is
 // ready, the condition NetworkUnavailable. While it runs it also creates the Events of Warn. It
-// returns ErrLeaseLost, wrapped, when the Node has other podCIDRs. See subnet.Manager.
+// returns ErrLeaseLost, wrapped, when the Node has other podCIDRs or podCIDRs that cannot be used.
+// See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(maintaining)
 	ctx, cancel := context.WithCancel(ctx)
@@ -151,7 +152,7 @@ func lostPodCIDRs(own subnet.Claim, s *ownNode) bool {
 
 // ensure corrects the own Node, of which s is the present state. restored means that the Node had
 // to be written. ensure returns subnet.ErrLeaseLost, wrapped, and creates an Event, if the Node has
-// other podCIDRs than the lease.
+// other podCIDRs than the lease, or podCIDRs that cannot be used.
 func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err error) {
 	k.writing.Lock()
 	defer k.writing.Unlock()

@@ -21,11 +21,12 @@
 //     list later.
 //   - Lead and Leader: leader.go, with the Lease in leaderlease.go
 //
-// Below them, readnode.go and writenode.go read and write the own Node, and retry.go makes pauses
-// between tries. All of them share the state of the Manager in manager.go. Below it, ownnode.go says
-// what is known of the own Node, package annotation converts between annotations and leases,
-// podcidrs.go reads the subnets of a Node, stream.go lists and watches, client.go sends requests, and
-// package wire decodes Nodes. Functions for operators are in admin.go and daemons.go.
+// These methods use readnode.go and writenode.go, which read and write the own Node, and retry.go,
+// which repeats requests and makes pauses between them. All of them share the state of the Manager in
+// manager.go. These files do not need the Manager: ownnode.go says what is known of the own Node,
+// podcidrs.go reads the subnets of a Node, stream.go lists and watches, and client.go sends requests.
+// Package annotation converts between annotations and leases, and package wire decodes Nodes.
+// Functions for operators are in admin.go and daemons.go.
 package kube
 
 import (

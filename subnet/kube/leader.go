@@ -160,7 +160,7 @@ func (t *leaderTerm) send(ctx context.Context, r request, object ...any) (l lead
 	return l, err
 }
 
-// renewOnce implements wait.Renewal.
+// renewOnce is the Renew of a wait.Renewal.
 func (t *leaderTerm) renewOnce(ctx context.Context) error { return t.update(ctx, nil) }
 
 // announce implements subnet.Announce.

@@ -46,8 +46,9 @@ type seenLease struct {
 	at      time.Time
 }
 
-// expired reports whether a Lease has not changed for its duration, since this process first saw
-// it. Its holder is gone then. ttl is the duration of a Lease that contains none.
+// expired reports whether a Lease has stayed unchanged for longer than its duration, since this
+// process first saw its present version. If so, its holder is gone. ttl is the duration of a Lease
+// that contains none.
 func (s *leaseTimes) expired(name string, l leaderLease, ttl time.Duration) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -33,7 +33,7 @@ type Manager struct {
 	lastKnown atomic.Pointer[lastKnown]
 	cache     atomic.Pointer[nodeCache]
 
-	leases leaseTimes // when the Leases that name leaders have changed
+	leases leaseTimes // when this process has seen the present versions of the Leases that name leaders
 
 	writing      sync.Mutex  // locked while the own Node is written
 	policiesSeen atomic.Bool // warnPolicies has got an answer and does not ask again
@@ -53,14 +53,16 @@ var (
 	_ subnet.Elector        = (*Manager)(nil)
 )
 
-// Close closes the connections.
+// Close closes the connections. It does not end methods that are still running: the next request of
+// such a method makes a new connection.
 func (m *Manager) Close() error {
 	m.client.renew()
 	return nil
 }
 
-// Reconnect closes the connections. The next request makes a new one. The caller uses it when this
-// host has lost an address, because a connection from that address would be silent for a long time.
+// Reconnect closes the connections. The next request makes a new one. The caller must call
+// Reconnect when this host has lost an address, because a connection from that address would be
+// silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
 func (m *Manager) ready() bool {
@@ -72,6 +74,7 @@ func (m *Manager) ready() bool {
 	}
 }
 
-// Warn implements subnet.Warner: it queues an Event about the own Node. The sender drops the Event if
-// the same one was created within eventRepeat, if there are many others, or if there is no own Node.
+// Warn implements subnet.Warner: it queues an Event about the own Node. The sender runs during
+// Keep. It drops the Event if the same one was created within eventRepeat, if there are many
+// others, or if there is no own Node.
 func (m *Manager) Warn(reason, message string) { m.events.enqueue(reason, message) }

@@ -239,7 +239,7 @@ func (f *fixture) expectEvent(t *testing.T, name, text string) {
 	})
 }
 
-// TestOverwriteThatIsIgnored expects that Acquire logs an annotation which cannot be used once,
+// TestOverwriteThatIsIgnored expects that Acquire logs only once that an annotation cannot be used,
 // although it has to try again. Keep must create an Event for each further text that cannot be
 // used, although the Node need not be written.
 func TestOverwriteThatIsIgnored(t *testing.T) {

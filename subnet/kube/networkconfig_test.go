@@ -14,7 +14,7 @@ import (
 
 // TestWatchConfigFollowsAConfigMap replaces the folder of the configuration file, as an update of a
 // ConfigMap's volume does: the file is a link into a folder that is a link, too. Then it deletes
-// the file.
+// the file. WatchConfig must report each new text once, and nil in the end.
 func TestWatchConfigFollowsAConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	version := func(name, text string) {

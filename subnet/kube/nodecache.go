@@ -57,7 +57,7 @@ type entry struct {
 	cidrsErr      error          // why the podCIDRs cannot be used; nil if they can, or are not known
 	notes         annotation.Notes
 	err           error         // why the Node has no lease now; with annotation.ErrNotManaged it need not have one
-	partialErr    error         // why the lease lacks a family of the Node, or still has the former endpoint of that family
+	partialErr    error         // why a family of the Node is missing in the lease, or still has its former endpoint there
 	lease         *subnet.Lease // the last lease that could be read, nil if there was none; read-only
 	fresh         bool          // lease has changed and has to be published
 	held          bool          // a held peer of the last known state: the store has lost its Node
@@ -206,7 +206,7 @@ func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 func (c *nodeCache) decode(e *entry) {
 	e.partialErr = nil
 	switch {
-	case e.cidrs == nil || !e.managed(): // a Node that flannel manages is requested
+	case e.cidrs == nil || !e.managed(): // if flannel manages the Node, its podCIDRs are requested
 		e.err = annotation.ErrNotManaged
 		return
 	case e.cidrsErr != nil:
@@ -243,8 +243,8 @@ func sameJSON(x, y json.RawMessage) bool {
 }
 
 // advance applies one event of the watch to the cache. It returns the name of the Node if its lease
-// or the problem with it may have changed, otherwise "". It returns errRelist if the store is older
-// than it was.
+// or the problem with it may have changed, or if the Node has to be requested. Otherwise it returns
+// "". It returns errRelist if the store is older than it was.
 func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	n, revision := ev.Node, ev.Node.Revision
 	if revision < c.revision {

@@ -65,7 +65,8 @@ func (w *randomStore) event(kind string, n *corev1.Node) {
 	w.v.publish(w.t.Context(), name, w.sink)
 }
 
-// answer requests the Nodes whose podCIDRs the cache lacks, and gives it the answers.
+// answer requests the Nodes whose podCIDRs the cache does not know, and passes the answers to the
+// cache.
 func (w *randomStore) answer() {
 	for _, name := range w.v.missing() {
 		got := fetched{nodeRequest{names: []string{name}}, map[string]*ownNode{}}

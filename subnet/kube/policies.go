@@ -12,9 +12,9 @@ import (
 )
 
 // warnPolicies logs once, if there are NetworkPolicies, that flanneld does not enforce them.
-// Otherwise an operator who relies on them would not notice that. flanneld cannot see whether
-// another program enforces them. warnPolicies logs nothing if the role of flanneld does not permit
-// the request. It returns when it has an answer or ctx ends.
+// Without this message an operator who relies on them would not notice that flanneld ignores them.
+// flanneld cannot see whether another program enforces them. warnPolicies logs nothing if the role
+// of flanneld does not permit the request. It returns when it has an answer or ctx ends.
 func (m *Manager) warnPolicies(ctx context.Context) {
 	if m.policiesSeen.Load() {
 		return

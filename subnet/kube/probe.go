@@ -35,7 +35,8 @@ func newProbe(m *Manager, cache *nodeCache) *probe {
 func (p *probe) silence() time.Duration { return p.m.timing.silence + rand.N(p.m.timing.silence) }
 
 // applyEvent records that the watch has brought an event. It does nothing while the watch has not
-// reached the required revision.
+// reached the required revision. After that the watch is not stale any more, and applyEvent reports
+// the end of the outage.
 func (p *probe) applyEvent(ctx context.Context) {
 	if p.cache.revision < p.required {
 		return
@@ -47,9 +48,9 @@ func (p *probe) applyEvent(ctx context.Context) {
 	}
 }
 
-// fire must be called when due has fired. It starts to read the own Node, in a goroutine that sends
-// it on p.got. If the Node was read before and the watch has not reached its revision, fire returns
-// an error instead, because the watch is stale.
+// fire must be called when due has fired. If the watch has not reached the required revision, fire
+// returns an error, because the watch is stale. If it has, fire starts a goroutine that reads the
+// own Node and sends it on p.got.
 func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	if p.cache.revision < p.required {
 		return p.m.client.stale(p.cache.revision, p.required)
@@ -67,8 +68,8 @@ func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	return nil
 }
 
-// applyAnswer takes the own Node that was sent on p.got. If the watch has not reached its revision,
-// it gets the time timing.late for that.
+// applyAnswer takes the own Node that was sent on p.got. If the watch has not reached the last
+// change of the Node, it has timing.late to reach it.
 func (p *probe) applyAnswer(s *ownNode) {
 	p.required = s.version
 	if p.cache.revision < p.required {

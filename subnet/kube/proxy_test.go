@@ -70,7 +70,7 @@ func newProxy(t *testing.T, s *server) *proxy {
 }
 
 // answer makes f answer requests. If f returns false or is nil, the API server answers. answer also
-// clears the record of requests, for requests and lists.
+// clears the record of requests that the methods requests and lists return.
 func (p *proxy) answer(f func(http.ResponseWriter, *http.Request) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

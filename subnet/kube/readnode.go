@@ -15,8 +15,8 @@ import (
 
 // readNode requests one Node in the state of revision or a later one, or of the present if it is 0.
 // If the Node does not exist, the field exists of the result is false. readNode sends a list
-// request, because early roles of flannel do not permit get. The server needs as little time for
-// it.
+// request, because early roles of flannel do not permit get. The server needs no more time for that
+// than for a get request.
 func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*ownNode, error) {
 	s := &ownNode{}
 	l, err := m.readNodes(ctx, query{name: name, revision: revision}, func(_ string, got *ownNode) { s = got })
@@ -41,7 +41,7 @@ func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s
 }
 
 // readOwn reads the own Node, and the revision of the store, in one small request: the server reads
-// only this key from its store.
+// only this key from its store. It keeps the Node in m.justRead.
 func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	name, err := m.nodeName(ctx)
 	if err != nil {
@@ -55,8 +55,9 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	return s, err
 }
 
-// recent returns the own Node as another method has just read it, or reads it. It returns what
-// another method has read only once.
+// recent returns the own Node. If another method has read the Node less than timing.fresh ago, and
+// no earlier call of recent has returned the result, recent returns that result. If not, it reads
+// the Node.
 func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
 	if s := m.justRead.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
 		return s, nil

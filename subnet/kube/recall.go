@@ -45,7 +45,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 }
 
 // Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel
-// of the own Node. It logs a value that is not the name of a location, and returns "" then.
+// of the own Node. If the value is not the name of a location, Location logs it and returns "".
 func (m *Manager) Location(ctx context.Context) (string, error) {
 	defer m.outage.Forget(starting)
 	var name string
@@ -83,7 +83,8 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 }
 
 // recalled returns the readable part of the claim that the Node s publishes. The claim is empty if
-// flannel does not manage the Node, or if it has no readable public address on a podCIDR.
+// flannel does not manage the Node, or if no family has both a podCIDR and a readable public
+// address.
 func (m *Manager) recalled(s *ownNode) subnet.Claim {
 	n := s.published()
 	if n[annotation.Managed].Text != "true" {

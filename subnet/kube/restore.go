@@ -74,9 +74,9 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 }
 
 // restore compares the last known state, which cache contains, with the store. s is the own Node as
-// the store has it now. If ok is true, a watch can continue from the revision of that state.
-// Otherwise the Nodes have to be listed, because the state is incomplete, its revision was
-// compacted, or the store is another one.
+// the store has it now. If ok is true, a watch can continue from the revision of that state. If ok
+// is false, the Nodes have to be listed, because the state is incomplete or has no mark, its
+// revision was compacted, or the store is another one.
 func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok bool, err error) {
 	last := cache.lastKnownMark
 	if last == nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// The activities that talk to the API server.
+// The activities whose outcome the Manager reports to its outage.Tracker.
 const (
 	starting    = "start"
 	maintaining = "own node"

@@ -383,7 +383,7 @@ func newFixture(t *testing.T, s *server) *fixture {
 
 // grant gives the daemon the permissions of flannel's first manifests, which are fewer than those
 // of later ones, and those for the Leases of leaders in the namespace kube-system. If events is
-// true, the daemon may also create Events.
+// true, the daemon may also create Events. grant also deletes all Leases in that namespace.
 func (f *fixture) grant(t *testing.T, events bool) {
 	t.Helper()
 	rules := []map[string]any{

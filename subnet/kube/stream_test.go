@@ -38,8 +38,9 @@ func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	})
 }
 
-// TestDeadConnectionIsGivenUp expects that the kernel closes a connection after 45 s without an
-// answer. Otherwise a watch over HTTP/1.1 would wait for ever on a dead connection.
+// TestDeadConnectionIsGivenUp reads the options of a connection, and expects that the kernel closes
+// it after at most 45 s without an answer. Otherwise a watch over HTTP/1.1 would wait for ever on a
+// dead connection.
 func TestDeadConnectionIsGivenUp(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

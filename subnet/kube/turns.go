@@ -38,7 +38,7 @@ const (
 	// These are multiples of timing.spread for each Node.
 	minFactor = 10  // maximum of the first pause
 	maxFactor = 20  // maximum of later pauses
-	sumFactor = 100 // turns.most
+	sumFactor = 100 // maximum of all pauses together, see turns.most
 )
 
 // errBusy means that the API server has no time for a list of all Nodes.

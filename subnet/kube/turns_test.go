@@ -185,8 +185,8 @@ func TestListFromAServerThatIsAlwaysSlow(t *testing.T) {
 	})
 }
 
-// TestSlowRequests expects that a request is slow or not without the time in which the connection
-// was made. A refusal, and no answer in time, count as slow.
+// TestSlowRequests expects that the time in which a connection is made does not make a request
+// count as slow. A refusal, and no answer in time, count as slow.
 func TestSlowRequests(t *testing.T) {
 	refused := &apiError{code: http.StatusTooManyRequests}
 	for _, tc := range []struct {

@@ -79,10 +79,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 
 // resume brings the cache to a revision from which a watch can start. If the last watch has ended
 // after its time, there is nothing to do. Otherwise resume first asks the store for its revision,
-// because a server accepts a watch from a revision that it has never seen and is silent then. If
-// the store is still the same, the watch continues. If it is not, or if there was no list yet,
-// resume continues from the last known state or lists the Nodes, and publishes the cache. It
-// returns errBusy if the host has to wait before it lists.
+// because a server accepts a watch from a revision that it has never seen, and sends nothing. If
+// the store is still the same, the watch can continue. If the store is another one, or there was no
+// list yet, resume continues from the last known state or lists the Nodes, and publishes the cache.
+// It returns errBusy if the host has to wait before it lists.
 func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink func(subnet.Update)) error {
 	if cache.current && cache.revision != 0 {
 		return nil
@@ -131,7 +131,8 @@ const manyRequests = 32
 
 // list returns a new cache, filled from a list that has reached the revision cache.required. If
 // cache knows podCIDRs, list requests only the metadata of the Nodes, because the rest of a Node is
-// several times as large. It then requests in full the Nodes whose podCIDRs are not known.
+// several times as large. After that it requests in full the Nodes whose podCIDRs are not known, or
+// all Nodes if that needs fewer requests: see manyRequests.
 func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*nodeCache, error) {
 	required := cache.required(s)
 	if cache.entries == nil {

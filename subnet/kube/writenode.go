@@ -19,8 +19,8 @@ import (
 )
 
 // wanted returns the annotations with which the Node s publishes c. Addresses in the annotations
-// public-ip-overwrite and public-ipv6-overwrite replace those of c. wrong says why such an
-// annotation cannot be used; the address of c is published then.
+// public-ip-overwrite and public-ipv6-overwrite replace those of c. If such an annotation cannot be
+// used, wrong says why, and n has the address of c.
 func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n annotation.Notes, wrong error) {
 	n = annotation.Encode(c)
 	for _, f := range families {
