@@ -417,8 +417,8 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 	keep.stillRuns(t)
 }
 
-// TestAnswerLost loses the answer to a write that the store has executed. The manager must
-// recognize the lease that it then finds in the store as its own.
+// TestAnswerLost loses the answer to a write that the store has executed. When the manager can
+// reach the store again, it must recognize the lease in the store as its own.
 func TestAnswerLost(t *testing.T) {
 	const before, lost, after = "192.0.2.1", "192.0.2.22", "192.0.2.3"
 	s := newServer(t)

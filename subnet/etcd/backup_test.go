@@ -30,8 +30,8 @@ func (s *server) backup(tb testing.TB) (dir string) {
 	return dir
 }
 
-// restore stops an etcd, replaces its data by those of a backup, and starts it again. The etcd has
-// a new cluster id then if its address for members has changed.
+// restore stops an etcd, replaces its data by those of a backup, and starts it again. If its
+// address for members has changed, the restored etcd has a new cluster id.
 func (s *server) restore(tb testing.TB, backup string) {
 	tb.Helper()
 	s.stop()

@@ -91,8 +91,9 @@ func newClient(cfg Config, t *timing) (*client, error) {
 				Backoff:           grpcbackoff.Config{BaseDelay: 200 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 5 * time.Second},
 				MinConnectTimeout: t.request,
 			}),
-			// A fixed window. Otherwise gRPC answers every message with a ping, to find out how
-			// large a window it needs: for one small event that is most of the work.
+			// A fixed window. With a variable one gRPC would answer every message with a ping, to
+			// find out how large the window has to be. For one small event the ping would be most
+			// of the work.
 			grpc.WithStaticStreamWindowSize(window),
 			grpc.WithStaticConnWindowSize(window),
 			// Without these interceptors the library would wait for a connection, and so hide the

@@ -108,7 +108,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 			return nil
 		}
 		is = same
-		if cache.count() != k.count { // the state lacks leases that could not be read
+		if cache.count() != k.count { // leases that could not be read are missing in the state
 			is = unknown
 		}
 		cache.store.Revision = resp.Header.Revision

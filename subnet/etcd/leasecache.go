@@ -102,10 +102,10 @@ func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
 	}
 }
 
-// retainFrom retains leases of old, the cache before an outage, if there is a grace period: those
-// that the store has deleted since, unless a new lease replaces them. It retains no lease if old is
-// of another store, because the ledger then holds the leases that are missing from the present
-// store.
+// retainFrom retains those leases of old, the cache before an outage, that the store has deleted
+// since. It does so only during a grace period, and not for a lease that a new lease replaces. If
+// old is of another store, it retains none, because the ledger holds the leases that are missing
+// from the present store.
 func (c *leaseCache) retainFrom(old leaseCache) {
 	if !c.follows(old) {
 		c.expiring = nil

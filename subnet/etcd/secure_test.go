@@ -339,7 +339,7 @@ func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
 }
 
 // enableAuth makes the etcd require logins. The user root may do everything, the user flannel may
-// read and write below the prefix, and the user nobody has no permissions. All passwords are
+// read and write below the prefix, and a further user has no permissions. All passwords are
 // "secret".
 func enableAuth(tb testing.TB, f *fixture) {
 	tb.Helper()

@@ -145,7 +145,7 @@ func (s *stream) send(r *pb.WatchRequest) error {
 }
 
 // probe requests the revision up to which the server has sent events. It ignores an error, because
-// the stream has failed then, and Recv returns the error too.
+// an error means that the stream has failed, and Recv also returns that.
 func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
@@ -228,13 +228,13 @@ func (s *stream) advance(revision int64) {
 }
 
 // verify reads the store's revision every few minutes until ctx ends. It returns an error if it
-// cannot read the revision, unless the login takes long, or if the stream does not reach that
-// revision in time: see awaitRevision. It returns nil when ctx ends. This detects a member whose
-// disk hangs. Such a member answers pings and sends progress notifications with its old revision.
-// It cannot answer a linearizable read, because it has not applied the revisions of the other
-// members. Behind a proxy the read may reach another member than the stream, so verify compares the
-// revisions. When the stream has reached the revision, verify lets the client come back to its
-// preferred endpoint.
+// cannot read the revision, or if the stream does not reach that revision in time: see
+// awaitRevision. If only a login takes long, verify tries again a few minutes later. It returns nil
+// when ctx ends. This detects a member whose disk hangs. Such a member answers pings and sends
+// progress notifications with its old revision. It cannot answer a linearizable read, because it
+// has not applied the revisions of the other members. Behind a proxy the read may reach another
+// member than the stream, so verify compares the revisions. When the stream has reached the
+// revision, verify lets the client come back to its preferred endpoint.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
