@@ -501,7 +501,8 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 }
 
 // TestConfigurationFollowedAfterACrash kills a daemon at various moments of a change. The next daemon
-// must use the new configuration, and remove all objects of the former one.
+// must use the new configuration, and remove all objects of the former one: the devices of both families,
+// and after a change of the Network the rules.
 //
 //stages:rest TestConfigurationFollowedInPlace follows the same keys without a crash
 func TestConfigurationFollowedAfterACrash(t *testing.T) {
@@ -531,7 +532,16 @@ func TestConfigurationFollowedAfterACrash(t *testing.T) {
 		}
 		expectPeersProgrammed(t, l)
 		for _, h := range l.Hosts() {
-			expectNothingOf(t, h, fmt.Sprintf("flannel.%d:", i+1))
+			expectNothingOf(t, h, fmt.Sprintf("flannel.%d:", i+1), fmt.Sprintf("flannel-v6.%d:", i+1))
+			eventually(t, h.Name()+" has no rules of the former Network", func() error {
+				rules, err := h.Exec(testContext(t), "sh", "-c", "iptables-save; ip6tables-save")
+				for _, former := range []string{fmt.Sprintf("10.%d.0.0/16", n-1), fmt.Sprintf("fd00:%d::/48", n-1)} {
+					if err == nil && strings.Contains(string(rules), former) {
+						err = fmt.Errorf("a rule has %s:\n%s", former, rules)
+					}
+				}
+				return err
+			})
 			own := statusOf(t, h).Lease.Subnets
 			expectInOutput(t, h, "cat "+h.Path(lab.SubnetFile), fmt.Sprintf("FLANNEL_NETWORK=10.%d.0.0/16", n), strings.TrimSuffix(own[0].Addr().String(), "0"))
 		}
