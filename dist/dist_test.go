@@ -4,6 +4,7 @@
 package dist_test
 
 import (
+	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -87,7 +88,8 @@ func dropIns(t *testing.T) []string {
 }
 
 // TestDropIns checks that systemd accepts each drop-in with the unit, and that each one allows
-// the device /dev/net/tun.
+// the device /dev/net/tun: systemd's own evaluation must say so, because a later line could
+// undo an earlier one.
 func TestDropIns(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -116,6 +118,30 @@ func TestDropIns(t *testing.T) {
 			}
 			if out, err := exec.CommandContext(t.Context(), "systemd-analyze", "verify", "--man=no", service).CombinedOutput(); err != nil || len(out) > 0 {
 				t.Errorf("systemd-analyze: %v: %s", err, out)
+			}
+			out, err := exec.CommandContext(t.Context(), "systemd-analyze", "security", "--offline=true", "--json=short", service).Output()
+			if err != nil {
+				t.Fatalf("systemd-analyze security: %v: %s", err, out)
+			}
+			var checks []struct {
+				Field string `json:"json_field"`
+				Text  string `json:"description"`
+				Set   bool
+			}
+			if err := json.Unmarshal(out, &checks); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			devices := ""
+			for _, c := range checks {
+				switch {
+				case c.Field == "DeviceAllow":
+					devices = c.Text
+				case c.Field == "PrivateDevices" && c.Set:
+					t.Error("the device is hidden: PrivateDevices is set")
+				}
+			}
+			if !strings.Contains(devices, " /dev/net/tun:rw") {
+				t.Errorf("the allowed devices are %q, want /dev/net/tun among them", devices)
 			}
 		})
 	}
