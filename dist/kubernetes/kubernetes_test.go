@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -73,6 +74,12 @@ func expectGolden(t *testing.T, path, got string) {
 type object struct {
 	Kind string
 	Data map[string]string
+	Spec struct {
+		Selector struct{ MatchLabels map[string]string }
+		Template struct {
+			Metadata struct{ Labels map[string]string }
+		}
+	}
 }
 
 func objects(t *testing.T, text string) []object {
@@ -226,14 +233,27 @@ func TestZeroAndFalse(t *testing.T) {
 	}
 }
 
-// TestSelectorIsInThePod checks that the pod has the labels of the selector, also a label
-// with an empty value.
+// TestSelectorIsInThePod checks that the selector has the labels of the values, also a label
+// with an empty value, and that the pod has the labels of the selector.
 //
 //stages:rest it needs helm, which takes minutes to build
 func TestSelectorIsInThePod(t *testing.T) {
 	got := render(t, "--set=flannel.selectorLabels.app=", "--set=flannel.selectorLabels.tier=network")
 	if n := strings.Count(got, "        app: \"\"\n        tier: network\n"); n != 1 {
 		t.Errorf("the pod has other labels than the selector:\n%s", got)
+	}
+	daemonSets := slices.DeleteFunc(objects(t, got), func(o object) bool { return o.Kind != "DaemonSet" })
+	if len(daemonSets) != 1 {
+		t.Fatalf("%d DaemonSets, want one", len(daemonSets))
+	}
+	selector, labels := daemonSets[0].Spec.Selector.MatchLabels, daemonSets[0].Spec.Template.Metadata.Labels
+	if diff := cmp.Diff(map[string]string{"app": "", "tier": "network"}, selector); diff != "" {
+		t.Errorf("labels of the selector (-want +got):\n%s", diff)
+	}
+	for key, value := range selector {
+		if has, ok := labels[key]; !ok || has != value {
+			t.Errorf("the pod has the labels %q, want %s %q as in the selector", labels, key, value)
+		}
 	}
 }
 
