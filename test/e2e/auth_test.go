@@ -4,6 +4,8 @@ package e2e
 
 import (
 	"encoding/pem"
+	"errors"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
@@ -34,6 +36,7 @@ func TestTLS(t *testing.T) {
 		}
 		expectMatrix(t, l)
 		expectRefused(t, l.Host(3), lab.FlanneldOptions{Args: []string{"--etcd-cafile=" + otherCA(t)}}, "signed by unknown authority")
+		expectReconnects(t, l.Host(3))
 	})
 	t.Run("client certificate", func(t *testing.T) {
 		t.Parallel()
@@ -46,6 +49,7 @@ func TestTLS(t *testing.T) {
 		}
 		expectMatrix(t, l)
 		expectRefused(t, l.Host(3), lab.FlanneldOptions{Args: []string{"--etcd-certfile=", "--etcd-keyfile="}}, "tls: certificate required")
+		expectReconnects(t, l.Host(3))
 	})
 }
 
@@ -60,10 +64,13 @@ func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string)
 	expectLog(t, d, why)
 	pause(t, 5*time.Second)
 	lines := linesWith(d, "etcd is not usable, retrying")
-	if len(lines) > 2 {
-		t.Errorf("%d lines say that etcd is not usable, want at most 2: %q", len(lines), lines)
+	if len(lines) > 2 || !strings.Contains(strings.Join(lines, "\n"), why) {
+		t.Errorf("%d lines say that etcd is not usable, want at most 2, one of them with %q: %q", len(lines), why, lines)
 	}
 	expectOnce(t, d, why)
+	if status, body, err := d.Get(testContext(t), "/readyz"); status != http.StatusServiceUnavailable {
+		t.Errorf("/readyz: %d %q, %v, want %d", status, body, err, http.StatusServiceUnavailable)
+	}
 	if n := strings.Count(d.Log(), "\n"); n > 5 {
 		t.Errorf("the log has %d lines, want at most 5", n)
 	}
@@ -71,6 +78,26 @@ func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string)
 		t.Error(err)
 	}
 	return d
+}
+
+// expectReconnects waits until programs on h have opened another TCP connection. A daemon that etcd
+// refuses by TLS opens one whenever it tries again.
+func expectReconnects(t *testing.T, h *lab.Host) {
+	t.Helper()
+	opened := func() string {
+		out, err := h.Exec(testContext(t), "nstat", "-asz", "TcpActiveOpens")
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		return string(out)
+	}
+	before := opened()
+	eventually(t, h.Name()+" connects again", func() error {
+		if opened() == before {
+			return errors.New(before)
+		}
+		return nil
+	})
 }
 
 // otherCA writes the certificate of an authority that has signed no certificate of the lab,
@@ -166,7 +193,7 @@ func TestUserAndPassword(t *testing.T) {
 }
 
 // TestNoRights checks that a daemon logs the reason once if its user may log in, but has no
-// right to read.
+// right to read, and recovers when the user gets the rights.
 func TestNoRights(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -174,7 +201,11 @@ func TestNoRights(t *testing.T) {
 	if _, err := root.UserAdd(testContext(t), "norights", "secret-without-rights"); err != nil {
 		t.Fatal(err)
 	}
-	expectRefused(t, l.Host(1), lab.FlanneldOptions{
+	refused := expectRefused(t, l.Host(1), lab.FlanneldOptions{
 		Args: []string{"--etcd-username=norights", "--etcd-password=secret-without-rights"},
 	}, "permission denied")
+	if _, err := root.UserGrantRole(testContext(t), "norights", "flannel"); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, refused)
 }
