@@ -80,26 +80,37 @@ type options struct {
 
 // run makes one run and reports it to out. It returns an error that lists the broken
 // promises, or that says why the run itself failed.
-func run(ctx context.Context, o options, out io.Writer) (err error) {
+func run(ctx context.Context, o options, out io.Writer) error {
 	if o.dir == "" {
-		if o.dir, err = os.MkdirTemp("", "torture"); err != nil {
+		temporary, err := os.MkdirTemp("", "torture")
+		if err != nil {
 			return err
 		}
+		o.dir = temporary
+		defer func() { _ = os.Remove(temporary) }() // fails if it contains logs
 	}
 	o.dir = filepath.Join(o.dir, fmt.Sprintf("seed-%d", o.seed))
 	if err := os.MkdirAll(o.dir, 0o755); err != nil {
 		return err
 	}
+	defer func() { _ = os.Remove(o.dir) }() // fails if it contains logs
 	fmt.Fprintf(out, "seed %d: %d hosts, %s, logs in %s\n", o.seed, o.hosts, o.duration, o.dir)
 	t, err := newTorture(ctx, o, out)
 	if err != nil {
 		return err
 	}
 	defer t.close()
-	found, err := t.run(ctx)
-	if err != nil || len(found) > 0 {
-		err = errors.Join(err, logs(o.dir, t.hosts))
-		return errors.Join(errors.New("broken promises:\n  "+strings.Join(found, "\n  ")), err)
+	if err := failure(t.run(ctx)); err != nil {
+		return errors.Join(err, logs(o.dir, t.hosts))
 	}
 	return os.RemoveAll(o.dir)
+}
+
+// failure returns an error that lists the broken promises, if there are any, and contains err. It returns
+// nil if the run has kept all promises and err is nil.
+func failure(broken []string, err error) error {
+	if len(broken) == 0 {
+		return err
+	}
+	return errors.Join(errors.New("broken promises:\n  "+strings.Join(broken, "\n  ")), err)
 }

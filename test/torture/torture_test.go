@@ -3,9 +3,13 @@
 package main
 
 import (
+	"errors"
 	"fmt"
+	"io"
+	"io/fs"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -32,5 +36,38 @@ func TestTorture(t *testing.T) {
 	t.Log(report.String())
 	if err != nil {
 		t.Errorf("%v\nThe same run: %s", err, fmt.Sprintf("make torture TORTUREFLAGS='-seed %d -runs 1 -hosts %d -duration %s'", o.seed, o.hosts, o.duration))
+	}
+}
+
+// TestFailure checks that only a run that has broken promises reports some.
+func TestFailure(t *testing.T) {
+	cause := errors.New("no lab")
+	for _, tt := range []struct {
+		broken []string
+		err    error
+		want   string
+	}{
+		{nil, nil, "<nil>"},
+		{nil, cause, "no lab"},
+		{[]string{"one", "two"}, nil, "broken promises:\n  one\n  two"},
+		{[]string{"one"}, cause, "broken promises:\n  one\nno lab"},
+	} {
+		if got := fmt.Sprint(failure(tt.broken, tt.err)); got != tt.want {
+			t.Errorf("failure(%q, %v) = %q, want %q", tt.broken, tt.err, got, tt.want)
+		}
+	}
+}
+
+// TestRunWithoutLogsLeavesNoFolder checks that a run that has written no logs leaves nothing in the folder
+// for temporary files. The run fails because etcd's program does not exist.
+func TestRunWithoutLogsLeavesNoFolder(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("TMPDIR", dir)
+	if err := run(t.Context(), options{hosts: 1, etcd: filepath.Join(dir, "missing")}, io.Discard); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("error %v, want ErrNotExist", err)
+	}
+	left, err := os.ReadDir(dir)
+	if err != nil || len(left) > 0 {
+		t.Errorf("the run has left %v, %v", left, err)
 	}
 }
