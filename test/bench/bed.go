@@ -323,8 +323,8 @@ func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (too
 	return took, cpu, b.verify(ctx, h, len(base)+len(peers))
 }
 
-// verify returns an error unless a host has all kernel objects that the first n peers need,
-// with the right values. It ignores further objects.
+// verify returns an error unless a host has exactly the kernel objects that the first n peers need.
+// It ignores objects that are not for peers, such as those for the subnets of daemons.
 func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 	kinds := objectsOf(b.backend)
 	return withRTNL(ctx, h, func(r *rtnl) error {
@@ -332,25 +332,66 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 		if err != nil {
 			return err
 		}
-		routes, neighs, fdb := map[netip.Prefix]netip.Addr{}, map[netip.Addr][6]byte{}, map[[6]byte]netip.Addr{}
-		err = r.dumpRoutes(link.Index, func(dst netip.Prefix, gateway netip.Addr) { routes[dst] = gateway })
+		have := newEntries()
+		err = r.dumpRoutes(link.Index, func(dst netip.Prefix, gateway netip.Addr) { have.routes[dst] = gateway })
 		if err == nil && kinds.vtep {
 			err = errors.Join(
-				r.dumpNeighs(unix.AF_INET, link.Index, func(dst netip.Addr, mac [6]byte) { neighs[dst] = mac }),
-				r.dumpNeighs(unix.AF_BRIDGE, link.Index, func(dst netip.Addr, mac [6]byte) { fdb[mac] = dst }),
+				r.dumpNeighs(unix.AF_INET, link.Index, func(dst netip.Addr, mac [6]byte) { have.neighs[dst] = mac }),
+				r.dumpNeighs(unix.AF_BRIDGE, link.Index, func(dst netip.Addr, mac [6]byte) { have.fdb[mac] = dst }),
 			)
 		}
-		if err != nil {
-			return err
+		if err == nil {
+			err = have.check(makePeers(n), kinds)
 		}
-		for _, p := range makePeers(n) {
-			if routes[p.subnet] != p.gateway(kinds) || kinds.vtep && (neighs[p.subnet.Addr()] != p.mac || fdb[p.mac] != p.ip) {
-				return fmt.Errorf("%s: peer %s has wrong entries: route via %s, neighbour %x, FDB entry to %s",
-					h.Name(), p.subnet, routes[p.subnet], neighs[p.subnet.Addr()], fdb[p.mac])
-			}
+		if err != nil {
+			return fmt.Errorf("%s: %w", h.Name(), err)
 		}
 		return nil
 	})
+}
+
+// entries contains the kernel objects on the device through which the routes to peers lead.
+type entries struct {
+	routes map[netip.Prefix]netip.Addr // gateways
+	neighs map[netip.Addr][6]byte
+	fdb    map[[6]byte]netip.Addr
+}
+
+func newEntries() entries {
+	return entries{map[netip.Prefix]netip.Addr{}, map[netip.Addr][6]byte{}, map[[6]byte]netip.Addr{}}
+}
+
+// check returns an error unless e has all objects that peers need, and none for another peer. kinds
+// selects the objects of each peer.
+func (e entries) check(peers []peer, kinds objects) error {
+	routes, neighs, fdb := 0, 0, 0 // numbers of objects for any peers
+	pods, own, hosts := netip.MustParsePrefix(podNetwork), netip.MustParseAddr(ownSubnets), netip.MustParsePrefix(peerNetwork)
+	ofPeer := func(a netip.Addr) bool { return pods.Contains(a) && a.Less(own) }
+	for dst := range e.routes {
+		if ofPeer(dst.Addr()) {
+			routes++
+		}
+	}
+	for ip := range e.neighs {
+		if ofPeer(ip) {
+			neighs++
+		}
+	}
+	for _, dst := range e.fdb {
+		if hosts.Contains(dst) {
+			fdb++
+		}
+	}
+	for _, p := range peers {
+		if e.routes[p.subnet] != p.gateway(kinds) || kinds.vtep && (e.neighs[p.subnet.Addr()] != p.mac || e.fdb[p.mac] != p.ip) {
+			return fmt.Errorf("peer %s has wrong entries: route via %s, neighbour %x, FDB entry to %s",
+				p.subnet, e.routes[p.subnet], e.neighs[p.subnet.Addr()], e.fdb[p.mac])
+		}
+	}
+	if n := len(peers); routes != n || kinds.vtep && (neighs != n || fdb != n) {
+		return fmt.Errorf("%d routes, %d neighbours and %d FDB entries for %d peers", routes, neighs, fdb, n)
+	}
+	return nil
 }
 
 // quiesce waits until the last measure no longer has effects: it collects the benchmark's

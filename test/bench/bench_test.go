@@ -121,6 +121,54 @@ func TestSave(t *testing.T) {
 	}
 }
 
+// TestEntries checks which kernel objects are those of two peers: none may be missing, wrong or for
+// another peer.
+func TestEntries(t *testing.T) {
+	vxlan, hostGW := objectsOf("vxlan"), objectsOf("host-gw")
+	of := func(peers []peer, kinds objects) entries {
+		e := newEntries()
+		for _, p := range peers {
+			e.routes[p.subnet] = p.gateway(kinds)
+			if kinds.vtep {
+				e.neighs[p.subnet.Addr()], e.fdb[p.mac] = p.mac, p.ip
+			}
+		}
+		return e
+	}
+	two, third := makePeers(2), makePeer(2)
+	for _, tt := range []struct {
+		name   string
+		kinds  objects
+		change func(entries)
+		want   string // part of the error; empty: no error
+	}{
+		{"vxlan", vxlan, func(entries) {}, ""},
+		{"host-gw", hostGW, func(entries) {}, ""},
+		{"a daemon", vxlan, func(e entries) {
+			a := netip.MustParseAddr(ownSubnets)
+			e.routes[netip.PrefixFrom(a, 24)], e.neighs[a], e.fdb[[6]byte{2}] = a, [6]byte{2}, netip.MustParseAddr("192.168.77.2")
+		}, ""},
+		{"network of the hosts", hostGW, func(e entries) { e.routes[netip.MustParsePrefix(peerNetwork)] = netip.Addr{} }, ""},
+		{"no route", vxlan, func(e entries) { delete(e.routes, two[1].subnet) }, "wrong entries"},
+		{"wrong gateway", hostGW, func(e entries) { e.routes[two[1].subnet] = two[0].ip }, "wrong entries"},
+		{"wrong neighbour", vxlan, func(e entries) { e.neighs[two[1].subnet.Addr()] = two[0].mac }, "wrong entries"},
+		{"wrong FDB entry", vxlan, func(e entries) { e.fdb[two[1].mac] = two[0].ip }, "wrong entries"},
+		{"surplus route", vxlan, func(e entries) { e.routes[third.subnet] = third.subnet.Addr() }, "3 routes, 2 neighbours and 2 FDB entries for 2 peers"},
+		{"surplus route of host-gw", hostGW, func(e entries) { e.routes[third.subnet] = third.ip }, "3 routes"},
+		{"surplus neighbour", vxlan, func(e entries) { e.neighs[third.subnet.Addr()] = third.mac }, "3 neighbours"},
+		{"surplus FDB entry", vxlan, func(e entries) { e.fdb[third.mac] = third.ip }, "3 FDB entries"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			e := of(two, tt.kinds)
+			tt.change(e)
+			err := e.check(two, tt.kinds)
+			if (err != nil) != (tt.want != "") || err != nil && !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("error %v, want one with %q", err, tt.want)
+			}
+		})
+	}
+}
+
 // TestPeers checks that no two peers have the same subnet, address, MAC, key or nexthop id, and that
 // all are in their ranges. It also checks the lease value and the gateway of one peer, with vxlan
 // and with host-gw.
