@@ -422,14 +422,20 @@ func (s *storm) churn(ctx context.Context) (*result, error) {
 	if err := s.replace(ctx, s.n, 0, tenth, 0); err != nil {
 		return r, err
 	}
+	return r, s.settle(ctx, "after churn")
+}
+
+// settle waits until all hosts are right, but no longer than the limit. It returns an error with the
+// moment when if some are not right then.
+func (s *storm) settle(ctx context.Context, when string) error {
 	var now State
 	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
-		return r, err
+		return err
 	}
 	if now.Right < s.n {
-		return r, fmt.Errorf("after churn %d of %d hosts are right: %s", now.Right, s.n, now.Example)
+		return fmt.Errorf("%s %d of %d hosts are right: %s", when, now.Right, s.n, now.Example)
 	}
-	return r, nil
+	return nil
 }
 
 // replace makes some hosts leave the cluster and as many others join. The parameter count is how many
@@ -516,8 +522,7 @@ func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 	if err := s.call(ctx, "Expect", Expect{Leases: []subnet.Lease{l}, Gone: true}, &struct{}{}); err != nil {
 		return err
 	}
-	var now State
-	return s.call(ctx, "Wait", Wait{Limit: s.limit}, &now)
+	return s.settle(ctx, "after the extra lease is gone")
 }
 
 // renewAll makes all hosts renew their leases. For that it starts the hosts again, with leases that they
@@ -543,14 +548,14 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 	if err := s.startAll(ctx, Start{To: s.n, Store: Store{TTL: ttl, Margin: ttl - s.renew}}); err != nil {
 		return nil, err
 	}
-	var now State
-	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
+	if err := s.settle(ctx, "before the leases are renewed"); err != nil {
 		return nil, err
 	}
 	m, err := s.measure(ctx)
 	if err != nil {
 		return nil, err
 	}
+	var now State
 	if err := s.call(ctx, "Wait", Wait{Limit: s.limit, Renewed: m.began}, &now); err != nil {
 		return nil, err
 	}

@@ -3,7 +3,9 @@
 package main
 
 import (
+	"net"
 	"net/netip"
+	"net/rpc"
 	"os"
 	"strings"
 	"testing"
@@ -96,6 +98,31 @@ func TestObservation(t *testing.T) {
 	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"a": &a}})
 	if _, again := s.right(r.expected()); again != since {
 		t.Error("an update without news counts as a change")
+	}
+}
+
+// TestSettle checks that settle returns an error as long as a host knows a lease that should not exist.
+func TestSettle(t *testing.T) {
+	all := newHosts()
+	known := &observation{registry: all.registry, own: -1}
+	known.acquired(lease("own", 0))
+	all.hosts[0] = &host{observation: known}
+	server := rpc.NewServer()
+	if err := server.RegisterName("Hosts", all); err != nil {
+		t.Fatal(err)
+	}
+	near, far := net.Pipe()
+	go server.ServeConn(far)
+	s := &storm{n: 1, hosts: rpc.NewClient(near)}
+	t.Cleanup(func() { _ = s.hosts.Close() })
+	gone := lease("gone", 1)
+	known.take(subnet.Update{Changed: map[string]*subnet.Lease{"gone": &gone}})
+	if err := s.settle(t.Context(), "now"); err == nil || !strings.Contains(err.Error(), "now 0 of 1 hosts are right: host 0 knows the lease gone") {
+		t.Errorf("error %v, want one about the lease", err)
+	}
+	known.take(subnet.Update{Changed: map[string]*subnet.Lease{"gone": nil}})
+	if err := s.settle(t.Context(), "now"); err != nil {
+		t.Error(err)
 	}
 }
 
