@@ -90,8 +90,8 @@ func filter6(fd int, types ...byte) error {
 // errNoAnswer means that the time for an answer is over.
 var errNoAnswer = errors.New("no answer")
 
-// lastRead limits how long Ping still reads after its timeout. It is short, because Ping then reads only
-// packets that have already arrived.
+// lastRead limits how long Ping and Pinger.Ping still read after the timeout. It is short, because they
+// then read only packets that have already arrived.
 const lastRead = 10 * time.Millisecond
 
 const icmpHeader = 8

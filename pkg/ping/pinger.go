@@ -61,8 +61,6 @@ func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout tim
 		defer p.mu.Unlock()
 		delete(p.waiting, id)
 	}()
-	timer := time.NewTimer(timeout)
-	defer timer.Stop()
 	sent := time.Now()
 	if err := p.send(ctx, s, to, path, id); err != nil {
 		if errors.Is(err, unix.EMSGSIZE) {
@@ -70,14 +68,25 @@ func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout tim
 		}
 		return 0, err
 	}
-	select {
-	case err := <-answer:
-		return time.Since(sent), err
-	case <-timer.C:
-		return 0, errNoAnswer
-	case <-ctx.Done():
-		return 0, ctx.Err()
+	if err := await(ctx, answer, timeout-time.Since(sent)); err != nil {
+		return 0, err
 	}
+	return time.Since(sent), nil
+}
+
+// await waits for an answer and returns it, or errNoAnswer after the timeout. It waits for lastRead more,
+// because the answer may have arrived while this process waited for a CPU.
+func await(ctx context.Context, answer <-chan error, timeout time.Duration) error {
+	for _, limit := range []time.Duration{timeout, lastRead} {
+		select {
+		case err := <-answer:
+			return err
+		case <-time.After(limit):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return errNoAnswer
 }
 
 func (p *Pinger) send(ctx context.Context, s *Socket, to netip.Addr, path Path, id uint32) error {

@@ -3,8 +3,12 @@
 package ping
 
 import (
+	"context"
+	"errors"
 	"net/netip"
 	"testing"
+	"testing/synctest"
+	"time"
 )
 
 // TestAnswerIsForItsRequest checks which answers reach the caller that waits for the answer to request 1.
@@ -37,4 +41,36 @@ func TestAnswerIsForItsRequest(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestAnswerThatIsReadLate checks that an answer counts until lastRead after the timeout, as with the
+// function Ping.
+func TestAnswerThatIsReadLate(t *testing.T) {
+	const timeout = time.Second
+	for _, tt := range []struct {
+		name  string
+		after time.Duration
+		want  error
+	}{
+		{"in time", timeout / 2, ErrTooBig},
+		{"a little late", timeout + lastRead/2, ErrTooBig},
+		{"too late", timeout + 2*lastRead, errNoAnswer},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				answer := make(chan error, 1)
+				time.AfterFunc(tt.after, func() { answer <- ErrTooBig })
+				if err := await(t.Context(), answer, timeout); !errors.Is(err, tt.want) {
+					t.Errorf("error %v, want %v", err, tt.want)
+				}
+			})
+		})
+	}
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), timeout/2)
+		defer cancel()
+		if err := await(ctx, nil, timeout); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("error %v after the context has ended, want %v", err, context.DeadlineExceeded)
+		}
+	})
 }
