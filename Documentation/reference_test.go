@@ -339,13 +339,17 @@ func TestFlags(t *testing.T) {
 }
 
 // TestPagesNameExistingMetrics checks that each name on a page that begins with flannel_
-// is a metric or the start of one. A name after a point does not count: it is a value of
-// the Helm chart.
+// is a metric. A name that ends with _ stands for all metrics that begin with it. A name after
+// a point does not count: it is a value of the Helm chart.
 func TestPagesNameExistingMetrics(t *testing.T) {
 	page := scrape(t)
 	for path, text := range pages(t) {
-		for _, name := range regexp.MustCompile(`(?:^|[^.\w])(flannel_[a-z_]+)`).FindAllStringSubmatch(text, -1) {
-			if !strings.Contains(page, "\n"+name[1]) {
+		for _, name := range regexp.MustCompile(`(?:^|[^.\w])(flannel_\w+)`).FindAllStringSubmatch(text, -1) {
+			metric := "\n# TYPE " + name[1]
+			if !strings.HasSuffix(name[1], "_") {
+				metric += " "
+			}
+			if !strings.Contains(page, metric) {
 				t.Errorf("%s: there is no metric %s", path, name[1])
 			}
 		}
