@@ -96,7 +96,15 @@ func decodeRelays(raw json.RawMessage) (relay bool, lists relayLists) {
 	return bool(d.Relay), relayLists{decodeKeys(d.Unreachable), decodeKeys(d.Relays)}
 }
 
-// relaysIn returns what lease l says about relays for the tunnel t: whether its host is a relay, and
+// IsRelay reports whether the lease says that its host is a relay.
+func IsRelay(l *subnet.Lease) bool {
+	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
+		relay, _ := decodeRelays(e.Data)
+		return relay
+	})
+}
+
+// relaysIn returns what lease l says about relays to hosts with t: whether its host is a relay, and
 // its lists. key is the public key of that host; it is zero if the lease says nothing about relays.
 // relaysIn reads the data of the first family of t that l has.
 func relaysIn(t tunnel, l subnet.Lease) (key wgtypes.Key, relay bool, lists relayLists) {
