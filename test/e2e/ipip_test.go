@@ -55,14 +55,15 @@ func TestVMIPIPForeignDevice(t *testing.T) {
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "tunl7 is a tunnel from 192.168.77.1 to anywhere already: remove it (ip link delete tunl7)")
 	run("link", "del", "tunl7")
 
+	startOne(t, h, lab.FlanneldOptions{})
+	created := kernelState(t, h)
 	// First a tunnel to a single address has the name, and then one as another flannel daemon
 	// creates it.
-	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "remote", "192.168.77.2")
-	startOne(t, h, lab.FlanneldOptions{})
-	adopted := kernelState(t, h)
-	expectStop(t, h.Daemon())
-	run("link", "del", "flannel.ipip")
-	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "ttl", "0", "nopmtudisc")
-	startOne(t, h, lab.FlanneldOptions{})
-	expectKernelState(t, h, adopted)
+	for _, tunnel := range [][]string{{"remote", "192.168.77.2"}, {"ttl", "0", "nopmtudisc"}} {
+		expectStop(t, h.Daemon())
+		run("link", "del", "flannel.ipip")
+		run(append([]string{"link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1"}, tunnel...)...)
+		startOne(t, h, lab.FlanneldOptions{})
+		expectKernelState(t, h, created)
+	}
 }
