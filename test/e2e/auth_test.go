@@ -55,9 +55,10 @@ func TestTLS(t *testing.T) {
 
 // expectRefused starts a daemon that etcd refuses, and returns the daemon. It waits until the
 // log contains the reason, which is the parameter why, and then five seconds more. After that
-// exactly one line of the log must contain the reason, the log must have at most five lines,
-// and the daemon must still run. Two lines may say that etcd is not usable, because etcd may
-// close a connection before the daemon has read the reason.
+// the daemon must still run and not be ready, and exactly one line of the log must contain the
+// reason, as the error of "etcd is not usable". The log must have at most five lines. Two lines
+// may say that etcd is not usable, because etcd may close a connection before the daemon has
+// read the reason.
 func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string) *lab.Daemon {
 	t.Helper()
 	d := start(t, h, o)

@@ -513,8 +513,8 @@ func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
 	return l, err
 }
 
-// dropExtra deletes what putExtra has written, and waits until hosts have seen that. It waits no longer
-// than the limit, and returns no error if the limit ends the wait.
+// dropExtra deletes what putExtra has written, and waits until all hosts have seen that. It returns
+// an error if some have not within the limit.
 func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 	if err := s.remove(ctx, []subnet.Lease{l}, extra, extra+1); err != nil {
 		return err
