@@ -2,16 +2,17 @@
 
 package dataplane
 
-// A start on new devices creates thousands of objects. This file creates them in one batch
-// before the ordinary passes. The Reconciler is correct without the call of bulkStart.run.
+// A start on new devices creates thousands of objects. This file creates the links, and then
+// all other objects in one batch, before the ordinary passes. The Reconciler is correct
+// without the call of bulkStart.run.
 //
 // Reason. An ordinary pass reads the routing table before it writes. The table may contain
 // many routes of other programs, and the first packet to a pod would wait for the read. An
 // ordinary pass also makes the kernel announce each of its writes to this process. On new
 // devices neither is necessary: no other program has used them yet, and the ordinary passes
 // read everything afterwards anyway. So bulkStart does not read the routing table, and
-// suspends announcements from muteFrom writes on. It creates the links before the first full
-// read, because the creation of a link invalidates what was read before.
+// suspends announcements if it makes at least muteFrom writes. It creates the links before
+// the first full read, because the creation of a link invalidates what was read before.
 //
 // Measurement. 5,000 vxlan peers, starts with the call alternating with starts without it,
 // 2 busy CPUs, medians. Beside 200,000 routes of another program (7 starts each) all objects
@@ -40,17 +41,18 @@ type bulkStart struct {
 	fresh  bool   // makeLinks has created all devices, and run has put nothing on them yet
 }
 
-// muteFrom is the number of writes from which suspending announcements saves more than it
-// costs: after a suspension a Monitor no longer knows the state of the links, and may report
-// a loss once more.
+// muteFrom is the least number of writes for which suspending announcements saves more than
+// it costs. The cost is that the kernel may be read once more, because after a suspension a
+// Monitor no longer knows the state of the links, and may report a loss again.
 const muteFrom = 1000
 
 // run creates the missing links in its first call. If this has created all devices of the
 // scope, run also creates the other wanted objects, in the first call that sweeps or in
-// which a route through a device is wanted. Until then it only reads the state, without the
-// routing table. After that it does nothing. If a read fails or the plan needs a delete, it
-// leaves the objects to the ordinary passes. puts is the number of objects that run has put.
-// refreshed is set if run has refreshed the cache, so that any object in it may have changed.
+// which a route through a device is wanted. Calls before that one put no objects except for
+// the links, and refresh the cache without the routing table if the cache is invalid. Calls
+// after that one do nothing. If a read fails or the plan needs a delete, run leaves the
+// objects to the ordinary passes. puts is the number of objects that run has put. refreshed
+// is set if run has refreshed the cache, so that any object in it may have changed.
 func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, refreshed bool) {
 	if !b.linked {
 		b.linked = true

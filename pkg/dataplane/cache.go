@@ -59,7 +59,7 @@ func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all boo
 
 // applyEvent updates the cache and reports whether another program has changed the object.
 // It returns false for the announcement of an own write, because applyWrites has updated
-// the cache before.
+// the cache before. For an event of a nexthop object see applyNexthopEvent.
 func (c *cache) applyEvent(e Event) bool {
 	if e.Nexthop != 0 {
 		return c.applyNexthopEvent(e.Nexthop)

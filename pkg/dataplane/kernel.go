@@ -16,27 +16,27 @@ type Kernel interface {
 	// the main table, on any device, for which Scope.Shows is true. A device that does not
 	// exist is no error. Read leaves out entries that are learned, not permanent, for a
 	// group, or link-local. For a scope without networks it reads only the links. For a
-	// scope with Connected it does not read the routing table, see there. If a dump is
-	// interrupted or incomplete, Read returns an error. The state is then partial, and the
-	// caller must not use it.
+	// scope with Connected it does not read the routing table, see Scope.Connected. If a
+	// dump is interrupted or incomplete, Read returns an error. The state is then partial,
+	// and the caller must not use it.
 	Read(ctx context.Context, s Scope) (State, error)
 	// Apply executes all of ops in order and returns the failures. A failure does not
 	// stop the operations after it. If ctx ends, the remaining operations fail. Deleting
-	// an object that does not exist succeeds. Apply writes the attributes that it added
-	// for the kernel, such as NexthopID, into the objects of ops, because a Monitor need
-	// not announce the caller's own writes.
+	// an object that does not exist succeeds. Apply writes the attributes that it has
+	// chosen, such as NexthopID, into the objects of ops. The caller needs them for its
+	// cache, because a Monitor need not announce the caller's own writes.
 	Apply(ctx context.Context, ops []Op) []OpError
 	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
 	Monitor(s Scope) (Monitor, error)
 	// OnLink returns the device whose directly connected network contains dst: the device
-	// of the route to dst, if that route has no gateway. It returns "" if dst is behind a
-	// gateway or unreachable, or if the device is unknown. It also returns "" if the route
-	// has no gateway but is a default route (see IsNetwork) or leads through a device that
-	// does not resolve addresses to neighbours, such as the device of a VPN.
+	// of the route to dst, if that route has no gateway. It returns "" if dst is unreachable,
+	// behind a gateway or an address of this host, or if the route has several next hops or
+	// its device is unknown. It also returns "" for a default route (see IsNetwork), and if
+	// the device does not resolve addresses to neighbours, such as the device of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 
-// write makes k apply ops, and logs them.
+// write logs ops at verbosity 4, makes k apply them and returns the failures.
 func write(ctx context.Context, k Kernel, ops []Op) []OpError {
 	if log := klog.FromContext(ctx).V(4); log.Enabled() {
 		for _, op := range ops {

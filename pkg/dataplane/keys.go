@@ -5,7 +5,8 @@ package dataplane
 import "net/netip"
 
 // Keys is a set of keys of objects. If State.Only selects by the same Keys from two states,
-// Plan compares only the objects with these keys. The zero Keys is empty.
+// Plan compares only the neighbours, FDB entries and routes with these keys, and all links
+// and addresses. The zero Keys is empty.
 type Keys struct {
 	links  map[string]struct{}
 	addrs  map[Addr]struct{}

@@ -43,7 +43,7 @@ type Link struct {
 	VXLAN  VXLAN  // zero unless Kind is KindVXLAN
 	Tunnel Tunnel // zero unless Kind is KindIPIP or KindIP6Tnl
 	// TxChecksum says whether the hardware computes the checksums of the packets that the
-	// device sends. Read does not fill it in unless Scope.TxChecksum is set.
+	// device sends. Read fills it in only if Scope.TxChecksum is set.
 	TxChecksum Offload
 }
 
@@ -254,7 +254,8 @@ func (r Route) AsPlain() Route {
 // even if it is newer.
 const lastResort = 1 << 30
 
-// NewBlackhole returns the route that drops packets to dst unless another route matches them.
+// NewBlackhole returns the route that drops a packet to dst, unless there is another route to
+// dst or to a part of dst that contains the destination of the packet.
 func NewBlackhole(dst netip.Prefix) Route {
 	return Route{RouteKey: RouteKey{Dst: dst, Type: Blackhole, Priority: lastResort}, Protocol: Protocol}
 }

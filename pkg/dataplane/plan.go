@@ -19,10 +19,11 @@ type Changes struct {
 
 // Plan returns the changes that lead from have to want.
 //
-// The order guarantees that no remaining object is ever without its parent. Unless a link
-// must be replaced, a wanted destination that has a route is never without one. Puts come
-// first, parents before children. Deletes follow, children before parents. A delete comes
-// earlier only if a put would fail without it.
+// The order guarantees that no remaining object is ever without its parent, which is an
+// object that it needs, such as the link of an address. Unless a link must be replaced, a
+// wanted destination that has a route is never without one. Puts come first, parents before
+// children. Deletes follow, children before parents. A delete comes earlier only if a put
+// would fail without it.
 //
 // If a link must be replaced, Plan deletes it first, and treats all objects on it as
 // absent. recorded contains routes in canonical form, and may be nil. They belong to

@@ -175,9 +175,9 @@ func TestMAC(t *testing.T) {
 	}
 }
 
-// TestPlanTunnel checks that a tunnel is changed in place if possible. If its UDP encapsulation
-// (FOU) differs, which the kernel cannot change, the tunnel is replaced, and its addresses are
-// put again.
+// TestPlanTunnel checks that a tunnel is changed in place if only its local address differs. If
+// its UDP encapsulation (FOU) differs or it has a foreign setting, the kernel cannot change it.
+// The tunnel must then be replaced, and its addresses must be put again.
 func TestPlanTunnel(t *testing.T) {
 	link := dataplane.Link{Name: "tun", Kind: dataplane.KindIPIP, Up: true, Tunnel: dataplane.Tunnel{
 		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},

@@ -15,7 +15,7 @@ import (
 )
 
 // Report is the result of Reconcile or Update. Puts and Deletes count the changes that they
-// have tried to make.
+// have tried to make. Of the puts of the bulk start, they count only those that succeeded.
 type Report struct {
 	Puts, Deletes int
 	// Repaired is the number of these changes that undo a change by another program.
@@ -47,10 +47,10 @@ func (r *Report) count(ops []Op, repair func(Object) bool) {
 	}
 }
 
-// passes limits how many passes one Reconcile makes. The last pass finds nothing to do.
-// Duplicates of a route take two passes, or four if a delete removes the route that should
-// stay. A link that lost its IPv6 addresses while it came up takes three, and new devices
-// take one more.
+// passes limits how many passes one Reconcile or Update makes. The last pass finds nothing
+// to do. Duplicates of a route take two passes, or four if a delete removes the route that
+// should stay. A link that lost its IPv6 addresses while it came up takes three, and new
+// devices take one more.
 const passes = 6
 
 // Config configures a Reconciler.
@@ -73,14 +73,14 @@ type Reconciler struct {
 
 	want  State
 	dirty Keys // where want and the kernel's state may differ
-	gone  Keys // where to sweep even if the next Reconcile does not
+	gone  Keys // where to sweep even if the next Reconcile or Update does not
 	all   bool // want and the kernel's state may differ everywhere
 	swept bool // the last Reconcile that succeeded swept, so nothing is left to delete
 
 	start bulkStart
 
-	refused     map[Route]Refusal // by wanted route, in canonical form
-	unreachable map[Route]Refusal
+	refused     map[Route]Refusal   // routes that Plan has refused, by wanted route in canonical form
+	unreachable map[Route]Refusal   // the same for routes that the kernel has refused because of their gateway
 	logged      map[taken]time.Time // time of the last log line
 }
 
@@ -130,7 +130,7 @@ func (r *Reconciler) Record(s State) {
 }
 
 // record is Record for one route. It ignores a route on one of the scope's own devices,
-// because the scope contains it anyway.
+// because the Reconciler may delete such a route anyway.
 func (r *Reconciler) record(route Route) {
 	if !r.cache.scope.device(route.Dev) {
 		r.recorded[route.canonical()] = struct{}{}
@@ -164,8 +164,10 @@ func (r *Reconciler) Counts() map[string]Count {
 }
 
 // Reconcile makes the kernel's state equal to want, and takes ownership of want. With sweep
-// it also deletes the objects in scope that are not wanted, except for links. Without sweep
-// it deletes only objects that conflict with want. It may be repeated with an equal want.
+// it also deletes the objects in scope that are not wanted, except for links, and for routes
+// of other programs on devices outside of Scope.Devices that were neither wanted nor
+// recorded before. Without sweep it deletes only objects that conflict with want, and
+// detours that were left behind. It may be repeated with an equal want.
 //
 // A route that must not or cannot be created because of its destination or gateway causes
 // no error: Report.Refused contains it. Reconcile returns an error if a read or another
@@ -208,7 +210,8 @@ func (r *Reconciler) SweepAt(objects ...Object) {
 	r.dirty.Add(objects...)
 }
 
-// converge repeats passes until one finds no change to make.
+// converge calls start.run, and then repeats passes until one finds no change to make. It
+// returns an error if a pass fails, or if the last of the allowed passes still finds a change.
 func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	var report Report
 	if sweep && !r.swept { // earlier passes without sweep may have left objects with any key
@@ -244,10 +247,10 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
 }
 
-// plan returns the changes of the next pass. It compares only the places where want and the
-// kernel's state may differ. drifted contains the keys that other programs have changed.
-// The result is the same as that of a full comparison, without the puts that reachable
-// omits.
+// plan returns the changes of the next pass, and updates r.dirty and r.refused. It compares
+// only the places where want and the kernel's state may differ. drifted contains the keys
+// that other programs have changed. The result is the same as that of a full comparison,
+// with the deletes that SweepAt has asked for, and without the puts that reachable omits.
 func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	r.dirty.merge(drifted)
 	have, want := r.cache.State, r.want

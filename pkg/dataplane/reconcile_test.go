@@ -109,8 +109,8 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// TestAdopted checks what happens to a route of another program that the Reconciler does not want, or no
-// longer wants. The Reconciler must delete the route only if it has adopted it before and remembers that.
+// TestAdopted checks that the Reconciler deletes an unwanted route of another program only with sweep, and
+// only if it has adopted the route before. After the delete, the route counts as one that was not adopted.
 func TestAdopted(t *testing.T) {
 	k := dataplanetest.New()
 	theirs := other

@@ -17,7 +17,7 @@ package dataplane
 // with 15 without, mean values. A start took 198 ms instead of 217 ms with vxlan, and 151 ms instead
 // of 162 ms with host-gw.
 //
-// Invariant. Reserving memory does not change the content of a map.
+// Invariant. Reserving memory does not change the content of a map or slice.
 
 import (
 	"iter"
@@ -65,8 +65,9 @@ func (n *numbers) add(o Object) {
 	}
 }
 
-// Reserve allocates memory for that many more objects of each kind. It may replace the maps of s:
-// an earlier copy of s then does not show later changes.
+// Reserve allocates memory for that many more neighbours, FDB entries and routes, if that more than
+// doubles the number of objects of the kind. It may replace the maps of s: an earlier copy of s then
+// does not show later changes.
 func (s *State) Reserve(neighs, fdb, routes int) {
 	s.Neighs, s.FDB, s.Routes = roomFor(s.Neighs, neighs), roomFor(s.FDB, fdb), roomFor(s.Routes, routes)
 }

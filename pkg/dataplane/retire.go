@@ -29,11 +29,12 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 }
 
 // Retire removes the objects that belong to former but not to present, such as those of an
-// earlier configuration. It also deletes the devices of former that are not in present,
-// with all objects on them, if they are of a kind that flanneld creates. So the caller
-// should have applied the state of present before. A failure does not stop the changes
-// after it. removed is the number of changes that succeeded. The error wraps the first few
-// causes.
+// earlier configuration. Of the routes that are not on the devices of former, it removes
+// only those with flanneld's protocol number. It also deletes the devices of former that
+// are not in present, with all objects on them, if they are of a kind that flanneld
+// creates. The caller should have applied the state of present before, so that
+// destinations in both scopes keep a route. A failure does not stop the changes after it.
+// removed is the number of changes that succeeded. The error wraps the first few causes.
 func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
 	ops, err := PlanRetire(ctx, k, former, present)
 	if err != nil {

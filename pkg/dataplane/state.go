@@ -2,8 +2,9 @@
 
 // Package dataplane makes the kernel's network state equal to a wanted state. A State
 // describes links, addresses, neighbours, FDB entries and routes. Plan computes the
-// changes between two states. A Reconciler applies them through a Kernel, and repeats
-// until no change is left. Apart from the Kernel interface the package is pure.
+// changes between two states. A Reconciler applies them, and repeats until no change is
+// left. Retire removes the objects of a former configuration. The package reads and changes
+// the kernel only through the interface Kernel.
 package dataplane
 
 import (
