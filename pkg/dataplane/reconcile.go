@@ -19,6 +19,8 @@ import (
 type Report struct {
 	Puts, Deletes int
 	// Repaired is the number of these changes that undo a change by another program.
+	// Reconcile counts only changes that the kernel has announced. Update may also count
+	// changes that a read has found.
 	Repaired int
 	// Refused contains the wanted routes that were not created, with the reasons. Unless
 	// there was an error, all other wanted objects exist. After an error Refused is empty.
