@@ -8,7 +8,7 @@ import "sync"
 // its buffer only while it receives. The zero Buffers is usable.
 type Buffers struct{ unused sync.Pool }
 
-const bufferLength = 64 << 10 // longer than any datagram of the kernel
+const bufferLength = 64 << 10 // in bytes, longer than any datagram of the kernel
 
 // get returns a buffer. The caller must give it back with put.
 func (b *Buffers) get() *[]byte {

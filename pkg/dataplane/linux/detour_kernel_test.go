@@ -146,7 +146,7 @@ func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunn
 		return err
 	}
 	// The kernel has no route for a packet if it deletes the route that it has found for the packet at the
-	// same moment. That is so for any IPv6 route, and a matter of a few packets in 50,000 deletions.
+	// same moment. That can happen with any IPv6 route, for a few packets in 50,000 deletions.
 	if err = send(); errors.Is(err, unix.ENETUNREACH) {
 		err = send()
 	}

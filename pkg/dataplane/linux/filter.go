@@ -29,7 +29,7 @@ const maxFiltered = 64
 // changes of neighbours on other devices than those with the indexes in devices: on a host with a thousand
 // pods they happen all the time. Some messages about own changes contain no port, and the filter delivers
 // them. filter replaces the filter of an earlier call. With more than maxFiltered devices it only removes
-// that filter, and the kernel delivers everything.
+// the filter of an earlier call, and the kernel delivers everything.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {

@@ -15,10 +15,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// TestKernelFilter checks that the monitor ignores own routes with their nexthop objects,
-// own neighbours, and neighbours on devices of other programs. It must receive routes and
-// neighbours of another program on the scope's devices, also on a device that was created
-// again.
+// TestKernelFilter checks that the monitor ignores own changes of routes and their nexthop
+// objects, neighbours that this process creates, and neighbours on devices of other programs.
+// The monitor must receive routes and neighbours of another program on the scope's devices,
+// also on a device that was created again.
 func TestKernelFilter(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)

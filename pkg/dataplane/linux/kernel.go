@@ -19,9 +19,9 @@ import (
 )
 
 // Kernel is the kernel of the network namespace in which it was opened. Its methods may be
-// called concurrently. Apply must create or change a link on a thread in that namespace,
-// because it then also writes a setting in /proc/sys, which shows each thread the settings
-// of its own namespace.
+// called concurrently. To create or change a link, the caller must call Apply on a thread in
+// that namespace, because Apply then also writes a setting in /proc/sys, which shows each
+// thread the settings of its own namespace.
 type Kernel struct {
 	sock         *socket
 	buffers      *Buffers
@@ -61,7 +61,7 @@ func Open(o Options) (*Kernel, error) {
 	return k, nil
 }
 
-// Close releases the kernel's sockets.
+// Close closes the sockets of k.
 func (k *Kernel) Close() error {
 	k.links.Close()
 	return k.sock.close()
@@ -106,7 +106,8 @@ const rtmFibMatch = 0x2000
 
 // routeDependencies contains the devices and addresses that known routes depend on: the
 // index of a route's device, and the source address that the route sets, which may be an
-// address of any device. If such a device goes down or disappears, or such an address
+// address of any device. It also contains the index of every device on which Apply has
+// changed an object. If such a device goes down or disappears, or such an address
 // disappears, the kernel may delete the routes without an announcement. A route to a single
 // address usually belongs to a pod and is ignored: pods come and go, and losing such a
 // route does no harm. Entries are never removed: a host has few devices and addresses, and

@@ -62,8 +62,8 @@ func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	dataplanetest.Walk(t, w, 1000, time.Hour)
 }
 
-// listen returns a function that calls each with the announcements to the multicast groups since its last
-// call, and waits up to 20 ms for more.
+// listen returns a function that calls its parameter each with every announcement to the multicast groups
+// since its last call. It returns when there was no announcement for 20 ms.
 func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []byte)) {
 	t.Helper()
 	s, err := openSocket(&Buffers{})

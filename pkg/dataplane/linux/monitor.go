@@ -47,7 +47,8 @@ type monitor struct {
 	own    uint32         // port of the socket that this process writes to
 	// links contains the last announced state of each device in names, and of other devices
 	// that routes use. It stays when the cache becomes invalid, because the next read of
-	// the kernel happens after these announcements.
+	// the kernel happens after these announcements. It is cleared if the monitor has missed
+	// announcements.
 	links map[int]linkDetails
 }
 
@@ -209,8 +210,9 @@ func (m *monitor) read(buf []byte) (n int, err error) {
 	return n, err
 }
 
-// resolveDevices looks up the indexes of the scope's devices again, and makes the kernel
-// filter announcements by them. It leaves out devices that do not exist.
+// resolveDevices looks up the indexes of the devices in Scope.Devices and Scope.Shared again,
+// and makes the kernel filter announcements by these indexes. It leaves out devices that do
+// not exist. It also forgets the names of other devices.
 func (m *monitor) resolveDevices() {
 	m.names = map[int]string{}
 	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
@@ -225,9 +227,9 @@ func (m *monitor) resolveDevices() {
 
 // decode appends the events in a datagram to events. lost reports whether the datagram
 // contained a change that no event can describe, or a malformed message. rerouted reports
-// whether it contained a message that is not about a neighbour, because such a change may
-// affect OnLink. Own changes of routes do not affect it, and the filter drops their
-// announcements.
+// whether the datagram contained a message that is not about a neighbour, or a malformed
+// message, because the change may affect OnLink. This process's own changes of routes do not
+// affect OnLink, and the filter drops their announcements.
 func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		n := int(binary.NativeEndian.Uint32(b))
@@ -345,10 +347,11 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 }
 
 // link reports whether the announcement of a link invalidates the cache. For devices in
-// Scope.Devices and Scope.Shared, it does if the device is new or deleted, or if an
-// attribute in linkDetails or an offload has changed. For other devices that routes use, it
-// does only if the flags have changed, because the kernel may then delete routes. For all
-// these devices, every announcement that shows no carrier also does, see lacksCarrier.
+// Scope.Devices and Scope.Shared, it does if the device is new or deleted, if an attribute
+// in linkDetails or an offload has changed, or if the previous attributes are not known. For
+// other devices that routes use, it does only if the flags have changed, because the kernel
+// may then delete routes. For all these devices, every announcement of a link that is up
+// without a carrier also invalidates the cache, see lacksCarrier.
 func (m *monitor) link(deleted bool, payload []byte) bool {
 	if len(payload) < unix.SizeofIfInfomsg {
 		return false
@@ -397,7 +400,8 @@ const upFlags = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
 // lacksCarrier reports whether a link is up and has no carrier. A worker of the kernel
 // handles the loss of the carrier up to a second later, and then announces the link again.
-// The announcements before and after that look the same, so each of them counts.
+// The announcements before and after that look the same, so each of them must invalidate the
+// cache.
 func (d linkDetails) lacksCarrier() bool { return d.flags&unix.IFF_UP != 0 && d.flags != upFlags }
 
 // newLinkDetails parses a link message. features reports whether offloads have changed. The

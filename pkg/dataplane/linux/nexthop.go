@@ -23,10 +23,11 @@ const (
 	nexthopRetries = 16
 )
 
-// readNexthops replaces what this process knows about nexthop objects by those that exist.
-// Read calls it before it reads the routes, and counts the users of each object while it
-// reads them. If Options.NexthopObjects is off or the kernel has no nexthop objects, none
-// are known.
+// readNexthops replaces what this process knows about nexthop objects by the existing objects
+// with flanneld's protocol number, and sets the numbers of their users and of plain routes to
+// 0. Read calls readNexthops before it reads the routes, and counts while it reads them. If
+// Options.NexthopObjects is off or the kernel does not support nexthop objects, this process
+// knows none afterwards.
 func (k *Kernel) readNexthops(ctx context.Context) error {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -140,7 +141,8 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 
 // createNexthops creates the missing objects, which byHop already contains, and sets their
 // ids. It returns the objects that need another id, because another program uses the id
-// that was tried. The id of an object that could not be created stays 0.
+// that was tried. The id of an object that could not be created stays 0. If the kernel does
+// not support nexthop objects, this process uses none from then on. The caller holds t.mu.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
 	ids := make([]uint32, len(missing))
@@ -175,9 +177,10 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 	return again
 }
 
-// releaseNexthops takes the routes that were deleted off the number of users or of plain
-// routes. done contains the operations that have succeeded. It then deletes the objects
-// that no route uses any more, and those in t.idle. Their routes must be gone already: the
+// releaseNexthops subtracts the deleted routes from the number of users of their nexthop
+// object, or from the number of plain routes of their device. done contains the operations
+// that have succeeded. releaseNexthops then deletes the objects that no route uses any more,
+// and those in t.idle that are still unused. The routes must be deleted before, because the
 // kernel would delete remaining routes together with the object, slowly and without an
 // announcement.
 func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {

@@ -125,7 +125,8 @@ func (t *nexthops) complete(r *routeReply) {
 }
 
 // markUsedByOthers marks the objects with these ids, because routes outside of the scope
-// use them, and counts each id as one user. Read must call it before addRoute.
+// use them, and counts each id as one user. Read must call it before addRoute, which lets
+// this process use only objects that are not marked.
 func (t *nexthops) markUsedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -160,8 +161,8 @@ func (t *nexthops) selectUnused() {
 }
 
 // viaNexthop returns the route of op, and whether op puts an IPv4 route with a gateway.
-// Only such a route can use a nexthop object. The route is zero if op changes another
-// object.
+// Only such a route can use a nexthop object. The route is zero if op changes an object
+// that is not a route.
 func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
 	r, ok := op.Object.(dataplane.Route)
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4

@@ -118,8 +118,8 @@ func (n underlayNetwork) apply(t *testing.T, ops ...dataplane.Op) {
 	}
 }
 
-// expect fails the test unless a daemon that starts now finds routes to as many peers as
-// given, all through nexthop objects.
+// expect fails the test unless a daemon that starts now finds routes to the number of peers
+// in the parameter peers, all through nexthop objects.
 func (n underlayNetwork) expect(t *testing.T, w *world, what string, peers int) {
 	t.Helper()
 	have, err := w.daemon(t).Read(silentContext(t), n.scope())

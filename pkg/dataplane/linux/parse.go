@@ -121,7 +121,7 @@ func parseAddress(payload []byte) netip.Prefix {
 	return netip.PrefixFrom(local, int(payload[1]))
 }
 
-// neighbour contains the attributes that neighbour and FDB messages share.
+// neighbour contains the attributes of a neighbour message or of an FDB message.
 type neighbour struct {
 	mac      dataplane.MAC
 	dst      netip.Addr

@@ -134,7 +134,8 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 const connectedMetric = 256
 
 // readConnected adds to state the routes that the kernel creates for the addresses of all
-// devices. It reads the addresses and not the routes.
+// devices, if their destinations lie in the networks of s. It reads the addresses and not
+// the routes.
 func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
 	found, err := k.dumpAddrs(ctx, family, 0)
 	if err != nil {
@@ -179,9 +180,10 @@ func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found 
 	return found, err
 }
 
-// dumpNeighs calls each for every permanent entry of dev in the neighbour table of family.
-// With unix.AF_BRIDGE it reads the FDB, and only the entries of the device itself and not
-// of a bridge. It calls reset before each attempt.
+// dumpNeighs calls the function each with every permanent entry of dev in the neighbour table
+// of family. With unix.AF_BRIDGE it reads the FDB, and only the entries of the device itself
+// and not of a bridge. It calls reset before every attempt, because an attempt that was
+// interrupted has already passed entries to the function each.
 func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {

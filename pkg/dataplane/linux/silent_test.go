@@ -16,9 +16,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
-// secondInterface returns a world with the device eth1, and a function for a reconciler
-// that wants these routes and reads the kernel only after announcements. disturb runs all
-// steps twice, and checks after each step that the reconciler restores the routes.
+// secondInterface returns a world with the device eth1, and the function disturb. disturb
+// runs all steps twice, and checks after each step that a Reconciler restores its wanted
+// state, which contains routes. That Reconciler reads the kernel again only if an
+// announcement requires it.
 func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, disturb func(what string, steps ...func() error)) {
 	t.Helper()
 	w = newWorld(t)

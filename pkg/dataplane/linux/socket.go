@@ -177,9 +177,9 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 	}
 }
 
-// dump sends the request that build appends, and calls each for every message of the
-// answer. It repeats a dump that was interrupted, and calls reset before each attempt.
-// After dumpTries attempts it returns errInterrupted.
+// dump sends the request that build appends, and calls the function each with every message
+// of the answer. It repeats a dump that was interrupted, and calls reset before every
+// attempt. It returns errInterrupted if all of dumpTries attempts were interrupted.
 func (s *socket) dump(ctx context.Context, build func(m *message), reset func(), each func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -284,8 +284,9 @@ type header struct {
 	Seq   uint32
 }
 
-// receive reads one datagram from the kernel and calls each for every message in it, until
-// each returns an error. receive returns that error.
+// receive reads one datagram from the kernel and calls the function each with every message
+// in it, until a call returns an error. receive returns that error. It also returns an error
+// if it cannot read a datagram, or if the length in a message is wrong.
 func (s *socket) receive(each func(h header, payload []byte) error) error {
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)

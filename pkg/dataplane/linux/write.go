@@ -83,11 +83,12 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	return failed
 }
 
-// detour repeats puts that the kernel has refused. It refuses an IPv6 route if another
-// route leads to the gateway of the IPv6 route through another device. Often this is the
-// route to be replaced. An onlink flag does not help. A detour helps: a temporary route to
-// the gateway alone, through the device of the wanted route. errs contains the errors by
-// index in ops. detour replaces the errors of these puts by their new result.
+// detour repeats puts that the kernel has refused. The kernel refuses an IPv6 route if
+// another route leads to the gateway of the IPv6 route through another device. Often that
+// other route is the one to be replaced. An onlink flag does not help. A detour helps: a
+// temporary route to the gateway alone, through the device of the wanted route. errs contains
+// the errors by index in ops. detour replaces the errors of the repeated puts by the new
+// results.
 //
 // Packets must not take the detour. So detour first copies the route that packets to the
 // gateway take, for the gateway alone. When the kernel creates the wanted route, it looks
