@@ -19,8 +19,8 @@ func retireCases() []contractCase {
 	}
 }
 
-// retire calls Retire twice. The first call must report want removed objects, the second
-// one none.
+// retire calls Retire twice. The first call must return the number in want, and the second
+// call 0.
 func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	f.Helper()
 	for _, want := range []int{want, 0} {

@@ -263,7 +263,8 @@ func connectedNetwork(f *fixture) {
 }
 
 // others returns objects that flanneld does not own: routes in its networks on another
-// device, and objects outside of its networks on its devices.
+// device, objects outside of its networks on its devices, and a blackhole route outside of
+// its networks.
 func others() []dataplane.Object {
 	var all []dataplane.Object
 	for _, r := range directRoutes(77, 7) {

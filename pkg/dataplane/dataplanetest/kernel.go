@@ -293,8 +293,8 @@ func (k *Kernel) usable(r dataplane.Route) error {
 
 // noOtherHost reports whether the kernel refuses the gateway of r because it is not another
 // host: it is the broadcast address of a network or an address of this host, on any device.
-// The kernel accepts an address of this host as an IPv4 gateway, unless r is onlink,
-// because it then does not look up the gateway.
+// The kernel refuses an address of this host as an IPv4 gateway only if r is onlink, because
+// the kernel then checks what the address is, and does not look up a route to it.
 func (k *Kernel) noOtherHost(r dataplane.Route) bool {
 	for _, d := range k.devices {
 		for _, a := range d.addrs {

@@ -91,7 +91,8 @@ func (t *table) replace(r dataplane.Route) {
 
 // remove removes the first route that matches r. For IPv6 the kernel compares metric and
 // next hop. It does not compare the next hop of an IPv6 route through a nexthop object. For
-// IPv4 it also compares TOS and type.
+// IPv4 it also compares TOS and type. If r is an IPv6 multipath route, remove removes all
+// of its next hops.
 func (t *table) remove(r dataplane.Route) {
 	match := func(have dataplane.Route) bool {
 		switch {

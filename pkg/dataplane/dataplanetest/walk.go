@@ -257,7 +257,8 @@ func (w *walk) disturb() {
 	}
 }
 
-// flap makes the second interface lose its routes or addresses, and restores it.
+// flap makes the second interface lose its routes. If n is even, it sets the link down and up.
+// If n is odd, it removes the addresses of the link. Finally it restores the addresses.
 func (w *walk) flap(n int) {
 	if n%2 == 0 {
 		w.must(w.SetUp(nic, false))
@@ -373,7 +374,8 @@ func (w *walk) inNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(Scope().Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
-// converge tests that an update with sweep and without failures reaches the wanted state.
+// converge tests that an update with sweep and without failures reaches the wanted state,
+// that packets then pass if the world implements Traffic, and that the routes in w.kept stay.
 func (w *walk) converge() {
 	w.Helper()
 	w.failing, w.sweep = false, true

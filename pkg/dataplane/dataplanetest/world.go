@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package dataplanetest contains an in-memory kernel that follows the rules of the real
-// one, and the tests that both must pass.
+// one, and the tests that both must pass. It also contains a Spy on a kernel, and states
+// such as Base and Peers for other tests.
 package dataplanetest
 
 import (
@@ -45,8 +46,8 @@ type World interface {
 type Disturber interface {
 	// Overflow makes all monitors lose announcements.
 	Overflow() error
-	// DeleteNexthop deletes the n-th nexthop object of flanneld, modulo their number,
-	// together with the routes that use it.
+	// DeleteNexthop deletes the n-th nexthop object of flanneld, from 0 and modulo their
+	// number, together with the routes that use it. It does nothing if there is none.
 	DeleteNexthop(n int) error
 	// ReplaceNexthop chooses an object like DeleteNexthop, and gives it another gateway.
 	ReplaceNexthop(n int) error
@@ -57,13 +58,15 @@ type Traffic interface {
 	// Remote returns the objects that are needed to reach that host. Peer(i, variant)
 	// returns none of them for the hosts of a walk.
 	Remote() []dataplane.Object
-	// Exchange sends packets to the host and waits for their return. It fails if none comes
-	// back. It uses the MACs of the devices in state.
+	// Exchange sends packets to the host through each tunnel and waits for their return. It
+	// returns an error if no packet comes back through one of the tunnels. The host sends
+	// its packets to the MACs of the devices in state.
 	Exchange(ctx context.Context, state dataplane.State) error
 }
 
-// Spy wraps a Kernel, records the operations and can make them fail. It is as safe for
-// concurrent use as its Kernel.
+// Spy wraps a Kernel. It records the operations, counts the reads, can make operations and
+// reads fail, and can make monitors lose announcements. It is as safe for concurrent use as
+// its Kernel.
 type Spy struct {
 	dataplane.Kernel
 	// Fail returns the error with which an operation must fail before it reaches the
@@ -119,7 +122,7 @@ func (s *Spy) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError
 		}
 	}
 	if len(failed) == 0 {
-		return s.Kernel.Apply(ctx, ops) // the kernel completes the objects
+		return s.Kernel.Apply(ctx, ops) // ops and not a copy of it, because Apply completes the objects in it
 	}
 	return append(failed, s.Kernel.Apply(ctx, rest)...)
 }
