@@ -13,7 +13,9 @@ import (
 )
 
 // Docker returns which rules of Docker keep the other hosts of the network from the
-// containers behind b. It reads the rules of all installed variants.
+// containers behind b. It reads the rules of the variants NFT and Legacy that are installed,
+// or of Default if neither is. If rules cannot be read it returns an error, and cut may be
+// incomplete.
 func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
 	f := prefix.FamilyOf(b.Subnet.Addr())
 	variants := slices.DeleteFunc([]Variant{NFT, Legacy}, func(v Variant) bool { return !installed(v.Program(f) + "-save") })

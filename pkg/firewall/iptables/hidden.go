@@ -48,9 +48,9 @@ func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden
 	return hidden, oneline.Join(errs...)
 }
 
-// readMissing reads the chains of the tables that d lacks, and adds these tables to d. It returns those
-// that have such a chain, which iptables-save hides. d contains nil for a table for which readMissing
-// returns an error.
+// readMissing reads flanneld's chains and their parents in the tables that are missing in d, and adds these
+// tables to d. hidden contains the names of the tables in which one of these chains exists: iptables-save
+// hides these tables. d contains nil for a table for which readMissing returns an error.
 func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
 	texts := map[string]string{}
 	for _, chain := range firewall.Chains() {
@@ -88,9 +88,9 @@ func likeOurs(r rule) bool {
 	return ok
 }
 
-// list returns the rules of flanneld's chain and its parent in the form of iptables-save,
-// or "" if neither exists. It reads one chain at a time, and ignores a parent that cannot
-// be read.
+// list returns flanneld's chain and its parent in the form of iptables -S, or "" if neither
+// exists. It reads one chain at a time. It ignores a parent that iptables cannot print, and
+// returns an error if iptables cannot print flanneld's chain.
 func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
 		_, exists, err := c.targets(f, p.table, chain)
@@ -109,8 +109,8 @@ func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text str
 	return text, nil
 }
 
-// refused adds the names of hidden, the tables that iptables-save hides, and a remedy to
-// err, if there are any.
+// refused adds to err the names in hidden, which are those of the tables that iptables-save
+// hides, and a remedy. If hidden is empty, it returns err unchanged.
 func (c corrector) refused(f prefix.Family, hidden []string, err error) error {
 	if len(hidden) == 0 {
 		return err

@@ -16,8 +16,8 @@ import (
 // noChains is a targetsFunc of a kernel without tables.
 func noChains(prefix.Family, string, string) ([]nftables.Target, bool, error) { return nil, false, nil }
 
-// TestResolve checks that plan follows the rules in the kernel if the output of
-// iptables-save differs from them.
+// TestResolve checks that plan gets the rules in the kernel from resolve if the output of
+// iptables-save differs from these rules.
 func TestResolve(t *testing.T) {
 	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	ours, conditional := nftables.Target{Name: "FLANNEL-FWD", Always: true}, nftables.Target{Name: "FLANNEL-FWD"}
@@ -142,7 +142,7 @@ const surplus = `for i in 1 2 3; do IPT -A FORWARD -m comment --comment "flannel
 
 // TestKernelHidden checks that flanneld's rules are written, repaired and removed in tables
 // that iptables-save does not print because of one rule. Beside some such rules, iptables
-// cannot remove a jump: Apply must then fail.
+// cannot remove a jump. Apply must then fail if it has to remove a jump.
 //
 //stages:rest TestKernelSaveFails has one such table, and TestKernelHiddenChain such a chain
 func TestKernelHidden(t *testing.T) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package iptables applies firewall rules with the programs iptables, iptables-save and
-// iptables-restore, in the variant that the host uses.
+// iptables-restore, in the variant that the caller selects. Choose finds the variant that
+// other software on the host uses. Docker returns what rules of Docker do to packets.
 package iptables
 
 import (
@@ -18,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// lockWait is the time in seconds that iptables-restore waits for the xtables lock. After
-// that Apply fails, and its caller repeats it later.
+// lockWait is the time in seconds that iptables-restore waits for the xtables lock, if it has
+// the option --wait. After that Apply fails, and its caller repeats it later.
 const lockWait = 10
 
 // Applier implements firewall.Applier. It is not safe for concurrent use.
@@ -38,7 +39,8 @@ func (p *Programs) Applier() *Applier {
 }
 
 // Apply implements firewall.Applier. If nothing has changed it usually runs one program for
-// each family that the policies concern, and none with the variant Legacy.
+// each family that the policies concern, and none if the programs implement the variant
+// Legacy.
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -121,8 +123,8 @@ func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump,
 }
 
 // save returns the parsed output of iptables-save. A single rule of nft can make
-// iptables-save fail for all tables. In that case save reads the tables one by one, and
-// leaves out those for which it fails. correct then reads these.
+// iptables-save fail for all tables. In that case save reads the tables in Tables one by one,
+// and leaves out those for which iptables-save fails. corrector.correct then reads these.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
 	program := a.programs.variant.Program(f) + "-save"
 	text, err := run(ctx, "", program)

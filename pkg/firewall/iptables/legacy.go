@@ -53,11 +53,11 @@ func newLegacy() legacy {
 	return legacy{seed: maphash.MakeSeed(), exact: map[prefix.Family]exact{}}
 }
 
-// unchanged reports whether the kernel still has the wanted rules of family f, as far as it
-// has read them (see large). If same is false, the caller reads the rules. If they are
-// right, it passes now to remember. now describes the rules before the caller reads them,
-// so that the next call notices a change in between. If the kernel does not answer, now is
-// zero and same is false.
+// unchanged reports whether the kernel still has the wanted rules of family f. Of large
+// tables it does not compare the rules in each call, see large. If same is false, the caller
+// must read the rules. If they are right, the caller must pass now to remember. now describes
+// the rules before the caller reads them, so that the next call notices a change in between.
+// If the kernel does not answer, now is zero and same is false.
 func (l *legacy) unchanged(f prefix.Family, wanted firewall.Table) (now exact, same bool) {
 	tables, err := openTables(l.seed, f)
 	if err != nil { // iptables-save returns the reason

@@ -96,7 +96,7 @@ func TestKernelLegacyAtRest(t *testing.T) {
 }
 
 // TestKernelLegacyLarge checks that, if there are thousands of rules, Apply notices a
-// change that keeps all sizes within rests+1 calls, and a change of a size at once.
+// replaced rule of the same size after at most rests+1 calls, and a change of a size at once.
 func TestKernelLegacyLarge(t *testing.T) {
 	firewalltest.Enter(t)
 	var rules strings.Builder

@@ -14,7 +14,8 @@ import (
 const kubeProxy = "KUBE-"
 
 // plan returns the input of iptables-restore --noflush that changes the existing rules to
-// the rules of t. It returns "" if no change is needed.
+// the rules of t. It leaves out tables that have contains as nil, because these could not be
+// read. It returns "" if no change is needed.
 func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {
@@ -46,9 +47,8 @@ func (p *planner) add(format string, args ...any) {
 }
 
 // ownChain rewrites all of flanneld's chain, unless it has the right content. If no daemon
-// needs the chain, ownChain empties and deletes it, but does not delete it while another
-// chain than the parent jumps to it. Declaring a chain flushes it, in the same commit as
-// the new rules.
+// needs the chain, ownChain empties it, and also deletes it if no chain other than the parent
+// jumps to it. Declaring a chain flushes it, in the same commit as the new rules.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]
 	rules := make([]*firewall.Rule, len(have))

@@ -135,8 +135,8 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 	return r, comment, ok && r.Action != 0
 }
 
-// protocolNames contains the names that iptables-save may use for protocols. render uses
-// the first name of a protocol.
+// protocolNames contains the names that iptables-save may use for the protocols of flanneld's
+// rules. render uses the first name of a protocol.
 var protocolNames = []struct {
 	name   string
 	number uint8
