@@ -29,10 +29,10 @@ type Kernel interface {
 	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
 	Monitor(s Scope) (Monitor, error)
 	// OnLink returns the device whose directly connected network contains dst: the device
-	// of the route to dst, if that route has no gateway. It returns "" if dst is unreachable,
-	// behind a gateway or an address of this host, or if the route has several next hops or
-	// its device is unknown. It also returns "" for a default route (see IsNetwork), and if
-	// the device does not resolve addresses to neighbours, such as the device of a VPN.
+	// of the route to dst, if that route has no gateway. It returns "" if dst is an address of
+	// this host, unreachable or behind a gateway, or if the route has several next hops or its
+	// device is unknown. It also returns "" if the route is a default route (see IsNetwork), or
+	// if the device does not resolve addresses to neighbours, such as the device of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 
