@@ -249,8 +249,8 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 }
 
 // message returns the event that a message describes. It returns the zero event if the
-// message is about an object outside of the scope, or about a link. lost reports whether
-// the message announces a change that no event can describe.
+// message is about an object outside of the scope, about a link or about a new nexthop
+// object. lost reports whether the message announces a change that no event can describe.
 func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
 	switch typ {
 	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:

@@ -132,7 +132,7 @@ func (c *countdown) Err() error {
 }
 
 // TestKernelDetourCutOff checks that neither a detour nor a copy of a route is left behind if the context
-// ends during Apply, at any of the points where Apply looks at it.
+// ends during Apply, at any of the points where Apply checks the context.
 func TestKernelDetourCutOff(t *testing.T) {
 	const peers = 150
 	w := newWorld(t)
