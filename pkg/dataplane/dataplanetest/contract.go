@@ -241,8 +241,8 @@ func refusedAgain(f *fixture) {
 	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
 }
 
-// applyHook is a kernel that calls after at the end of each Apply with more than 1,000
-// operations.
+// applyHook is a kernel that calls the function after at the end of each Apply with more than
+// 1,000 operations.
 type applyHook struct {
 	dataplane.Kernel
 	after func()

@@ -412,8 +412,8 @@ func sweep(f *fixture) {
 	f.expect(state(Base(), Peer(2, 0)...))
 }
 
-// sharedDevices checks that on a shared device a route belongs to the Reconciler only if it
-// has flanneld's protocol number or Record has named it.
+// sharedDevices checks that the Reconciler deletes an unwanted route on a shared device only
+// with sweep, and only if the route has flanneld's protocol number or Record has named it.
 func sharedDevices(f *fixture) {
 	ours, theirs, recorded := directRoutes(2, 9), directRoutes(3, 9), directRoutes(4, 9)
 	for i := range theirs {

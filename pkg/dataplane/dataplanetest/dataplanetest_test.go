@@ -11,7 +11,8 @@ func TestContract(t *testing.T) {
 	Contract(t, func(testing.TB) World { return New() })
 }
 
-// TestWalkOfTheFake is TestKernelRandomWalk with the kernel in memory.
+// TestWalkOfTheFake takes random steps with the kernel in memory, as TestKernelRandomWalk of
+// package linux does with the real kernel.
 //
 //stages:rest it takes seconds of CPU time, and TestKernelRandomWalk takes such steps with the kernel
 func TestWalkOfTheFake(t *testing.T) {

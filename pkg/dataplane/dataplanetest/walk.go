@@ -35,10 +35,10 @@ type walk struct {
 	traffic   Traffic                  // nil if the world does not implement it
 }
 
-// Walk leads a Reconciler through steps random steps in w. It logs the random seed.
-// resync is the interval of the Reconciler's full reads. If it is zero every pass reads
-// the kernel. If it is long the Reconciler depends on the announcements of changes by
-// other programs.
+// Walk leads a Reconciler through random steps in w, as many as the number in steps. It logs
+// the random seed. resync is the interval of the Reconciler's full reads. If it is zero
+// every pass reads the kernel. If it is long the Reconciler depends on the announcements of
+// changes by other programs.
 func Walk(t testing.TB, w World, steps int, resync time.Duration) {
 	t.Helper()
 	WalkFrom(t, w, steps, resync, uint64(time.Now().UnixNano()))
