@@ -53,8 +53,8 @@ func newLegacy() legacy {
 	return legacy{seed: maphash.MakeSeed(), exact: map[prefix.Family]exact{}}
 }
 
-// unchanged reports whether the kernel still has the wanted rules of family f. Of large
-// tables it does not compare the rules in each call, see large. If same is false, the caller
+// unchanged reports whether the kernel still has the wanted rules of family f. If there are
+// many rules, some calls compare only sizes, see large. If same is false, the caller
 // must read the rules. If they are right, the caller must pass now to remember. now describes
 // the rules before the caller reads them, so that the next call notices a change in between.
 // If the kernel does not answer, now is zero and same is false.

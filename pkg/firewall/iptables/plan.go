@@ -14,8 +14,8 @@ import (
 const kubeProxy = "KUBE-"
 
 // plan returns the input of iptables-restore --noflush that changes the existing rules to
-// the rules of t. It leaves out tables that have contains as nil, because these could not be
-// read. It returns "" if no change is needed.
+// the rules of t. It changes nothing in a table whose entry in have is nil, because that table
+// could not be read. It returns "" if no change is needed.
 func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {
