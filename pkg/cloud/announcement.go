@@ -15,9 +15,9 @@ import (
 // announcement is what the leader tells the other hosts about their routes. A destination is in order if
 // each table has the right route to it.
 type announcement struct {
-	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; nil if they are unknown or too many
+	Routed   []netip.Prefix `json:"routed"`             // destinations that are in order; empty if Rest is set, and nil if they are unknown or too many
 	Rest     bool           `json:"rest,omitempty"`     // all destinations that are not in Unrouted are in order, and Routed does not name them
-	Unrouted []unrouted     `json:"unrouted,omitempty"` // destinations that are not in order, grouped by the reason
+	Unrouted []unrouted     `json:"unrouted,omitempty"` // destinations that are not in order for a known reason, grouped by the reason; may be left out
 	Tables   []routerTable  `json:"tables,omitempty"`   // for hosts with a tunnel; nil if they are unknown or left out
 	Error    string         `json:"error,omitempty"`    // the error of the leader's last comparison
 }
@@ -216,8 +216,9 @@ func clean(text string) string {
 }
 
 // check returns nil if the routes to all of these subnets are in order. Otherwise it returns the reason for the
-// first subnet whose route is not: a announcedError if the leader has announced one, and a waitingError if the leader
-// has said nothing. leader is the name of the leader, for the error.
+// first subnet whose route is not: an announcedError if the leader has announced a reason for the subnet, else the
+// error of the leader's last comparison, or a waitingError if the leader has announced neither. leader is the name
+// of the leader, for the error.
 func (a announcement) check(subnets []netip.Prefix, leader string) error {
 	for _, dst := range subnets {
 		if a.routed(dst) {

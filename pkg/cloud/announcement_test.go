@@ -57,7 +57,7 @@ func hostOf(n int) []netip.Prefix {
 }
 
 // TestLargeAnnouncement announces so many hosts that the complete text comes near to the limit, or exceeds it. It
-// expects that the text fits, that omitted names the part that was left out, and that hosts learn the other part.
+// expects that the text fits, that omitted names the part that was left out, and that hosts learn the rest.
 func TestLargeAnnouncement(t *testing.T) {
 	const (
 		waits         = "has not put the route"
@@ -118,8 +118,8 @@ func TestAnnouncementIsOneLine(t *testing.T) {
 	}
 }
 
-// TestTablesInAnnouncement expects that hosts with a tunnel get the tables while these fit into the announcement, and
-// which of their routes the tables had when they were read.
+// TestTablesInAnnouncement expects that hosts with a tunnel learn the tables if these fit into the announcement, and
+// which of their routes the tables had when the leader read them.
 func TestTablesInAnnouncement(t *testing.T) {
 	for name, tt := range map[string]struct {
 		hosts   int
@@ -211,8 +211,8 @@ func TestTooManyTables(t *testing.T) {
 	}
 }
 
-// FuzzAnnouncement follows announcements that any program with access to the store may have written. It expects errors
-// and names in one short line, and only routes of this host.
+// FuzzAnnouncement lets a host read announcements that any program with access to the store may have written. It
+// expects that errors and names of tables are one short line, and that the host reports only routes to itself.
 func FuzzAnnouncement(f *testing.F) {
 	f.Add([]byte(`{"routed":["10.5.2.0/24"],"tables":[{"name":"a\nb","hosts":["10.5.2.0/24"],"less":["10.5.2.0/24"],"more":["fd00::/64"]}],"unrouted":[{"reason":"a\u0000","kind":"x","subnets":["10.5.2.0/24"]}],"error":"\n"}`))
 	f.Add([]byte(`{"routed":[],"rest":true,"tables":[{}]}`))

@@ -6,13 +6,13 @@
 //   - cloud.go is the contract: the Cloud interface, which each cloud implements. The suite in
 //     cloudtest checks the implementations. errors.go has the errors and their kinds.
 //   - changes.go compares the wanted routes with those of the tables. It is pure.
-//   - keeper.go is the loop that reads the tables, with its settings in config.go. peers.go is what it
-//     knows of the leases, and targets.go finds the targets of routes to other hosts. plan.go is what
-//     one comparison wants: put.go puts these routes, and sweep.go removes others. report.go is what the
-//     loop reports.
+//   - keeper.go has the Keeper, a loop that compares the wanted routes with the tables. config.go has its
+//     settings. peers.go is what it knows of the leases, and targets.go finds the targets of routes to other
+//     hosts. plan.go is what one comparison wants. put.go puts the wanted routes, and sweep.go removes the
+//     routes of hosts that are gone. report.go is what the Keeper reports.
 //   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
-//     what the leader tells the other hosts. writer.go names the two choices of an operator: a leader, or
-//     a keeper on each host.
+//     what the leader tells the other hosts. writer.go names the two choices of an operator: one leader
+//     writes all routes, or each host writes the routes to its own subnets.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
 //   - mark.go is the mark of a cluster in the descriptions of its routes.
 //   - rights.go collects the rights that are missing according to the calls of an implementation.
@@ -100,7 +100,7 @@ type Cloud interface {
 	// Put makes r the only route to its destination, except for routes that flanneld may not replace. If
 	// replace is set, Put replaces the existing route without a gap, so that packets always have a route. It
 	// also succeeds if there is no route to replace. If replace is not set, Put returns ErrExists if there is a
-	// route that it would have to replace, because this may lead to another host that runs.
+	// route that it would have to replace, because that route may lead to another host that runs.
 	Put(ctx context.Context, r Route, replace bool) error
 	// Remove removes r, but no other route to the same destination. It succeeds if r does not
 	// exist.
@@ -127,7 +127,7 @@ type Host struct {
 type Found struct {
 	Target string
 	// Table is the id of the table that packets of the host follow. It is empty if the cloud does not know
-	// the table, or was not asked for it: only hosts with a tunnel to others need it.
+	// the table. It may also be empty if hosts have no tunnel, because only hosts with a tunnel need it.
 	Table string
 	Err   error
 }
@@ -138,7 +138,8 @@ func NotFound(h Host) Found {
 }
 
 // SecretKeys returns a warning for each key of a Backend object that may contain a secret. Every
-// host, and every other client of the store, can read the configuration.
+// host, and every other client of the store, can read the configuration. The error means that raw is not a
+// JSON object.
 func SecretKeys(raw json.RawMessage) (warnings []string, err error) {
 	var keys map[string]json.RawMessage
 	if len(raw) > 0 {

@@ -31,8 +31,8 @@ type Election interface {
 // ErrLed means that another host is the leader.
 var ErrLed = errors.New("another host is the leader")
 
-// A host that may write tries to become the leader after each pause. The pause grows with the number of
-// hosts, because all of them may try.
+// A host that may write asks for the leader after each pause, and tries to become the leader if there is none. The
+// pause grows with the number of hosts, because all of them may try.
 const (
 	leastTry = 5 * time.Second
 	eachTry  = 25 * time.Millisecond // for each other host
@@ -209,8 +209,8 @@ func (e *Elected) lead(term context.Context, announce func(context.Context, json
 }
 
 // tell publishes the results of the comparisons of k until term ends. It leaves out a result that equals the last
-// one, and repeats a publication that has failed. It also returns if this host lacks rights or cannot join the
-// cloud, so that another host can become the leader.
+// one, and repeats a publication that has failed. It also returns if this host lacks rights, if the cloud refuses
+// its keys, or if it cannot join the cloud, so that another host can become the leader.
 func (e *Elected) tell(term context.Context, k *Keeper, compared wait.Signal, publish func(context.Context, json.RawMessage) error) {
 	name, _, _ := e.Election.Leader(term) // only for reports
 	e.mu.Lock()
@@ -376,12 +376,13 @@ func (e *Elected) read(leader string, announced json.RawMessage) (inOrder bool, 
 	return inOrder, err
 }
 
-// errNoTables means that this host has a tunnel but no leader has announced the tables to it: the leader has no
-// tunnel, or has too many hosts to announce them. In a message its text follows the name of the leader.
+// errNoTables means that this host has a tunnel but no leader has announced the tables to it. The reason is that
+// the leader has no tunnel, or has too many hosts to announce the tables. In a message the text of errNoTables
+// follows the name of the leader.
 var errNoTables = errors.New("has not announced which tables hosts follow")
 
-// stays returns the result of read while the leader does not know the routes yet. They are as they were, so the
-// last result still holds.
+// stays returns the result of read while the leader does not know the routes yet. The routes are as they were, so
+// stays returns the last result.
 func (e *Elected) stays() (inOrder bool, err error) {
 	if e.inOrder {
 		return true, nil
@@ -399,8 +400,8 @@ func (e *Elected) SetPeers(p Peers) {
 }
 
 // Result returns the reason why the routes to this host are not in order, or nil if they are or no reason is
-// known. repaired is the number of routes that this host has repaired since the last call. Result waits for
-// the first result, and returns an error if ctx ends before.
+// known. repaired is the number of routes that this host has repaired since the last call of Result or Last.
+// Result waits until there is something to return, and returns an error if ctx ends before.
 func (e *Elected) Result(ctx context.Context) (repaired int, err error) {
 	select {
 	case <-e.first:
@@ -411,7 +412,8 @@ func (e *Elected) Result(ctx context.Context) (repaired int, err error) {
 	return repaired, err
 }
 
-// Last is Result without waiting. It also sets the number of repaired routes back to zero. known is false before the first result.
+// Last is like Result, but does not wait. known is false while Result would wait. Otherwise Last also sets the
+// number of repaired routes back to zero.
 func (e *Elected) Last() (repaired int, known bool, err error) {
 	select {
 	case <-e.first:
@@ -425,7 +427,7 @@ func (e *Elected) Last() (repaired int, known bool, err error) {
 }
 
 // Report returns the state at the last comparison if this host is the leader. Otherwise it returns the state
-// that the leader has announced.
+// that the leader has announced, or that of this host's own last term if no leader has announced anything since.
 func (e *Elected) Report() Report {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -353,7 +353,8 @@ func TestSlowCheck(t *testing.T) {
 }
 
 // TestElectionWithoutTheStore expects that no host writes while the store is away, and that routes still count as in
-// order. A host that starts then must report the store. When the store is back, a missing route must be put.
+// order. A host that starts while the store is away must report that the store does not answer. When the store is
+// back, a missing route must be put.
 func TestElectionWithoutTheStore(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.start(1)
@@ -413,7 +414,7 @@ func TestLeaderWithoutLeases(t *testing.T) {
 }
 
 // TestLeaderTellsTheReason expects that only the host to which no route can lead reports the reason that the leader
-// has announced. In an outage of the cloud the leader must report that too.
+// has announced. In an outage of the cloud the leader must report the outage.
 func TestLeaderTellsTheReason(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.Unfit = map[string]error{target(2): errors.New("it forwards no packets")}
@@ -438,7 +439,7 @@ func TestHostWaitsForItsRoute(t *testing.T) {
 	runNetwork(t, func(n *network) {
 		n.views[2].lacks = true
 		n.setAway(true)
-		n.start() // nothing, but time passes
+		n.start() // starts no host, but lets time pass
 		n.setAway(false)
 		n.leader, n.announced = "host-9", json.RawMessage(`{"routed":["10.5.1.0/24"]}`)
 		n.start(2)

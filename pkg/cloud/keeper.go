@@ -35,7 +35,7 @@ type Keeper struct {
 	loop     *loop.Loop
 	first    chan struct{} // closed after the first comparison
 	confirm  wait.Backoff  // pauses after writes, before the tables are read again
-	lasting  wait.Backoff  // pauses after errors that are not transient
+	lasting  wait.Backoff  // pauses after errors that need an operator
 	leases   *leases
 	targets  targets // of other hosts
 	putter   putter
@@ -94,11 +94,12 @@ func (k *Keeper) next(err error, again time.Duration) error {
 }
 
 // Run compares until ctx ends: at once, after each resync period, and with growing pauses after writes and
-// failures.
+// failures. It also compares after SetPeers has set different hosts, and when the grace period of a route ends.
 func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 
 // SetPeers sets the other hosts that have a lease. If the keeper writes the routes to all hosts, a difference from
-// the earlier hosts causes a comparison. Most changes of leases make no difference to a Host.
+// the earlier Peers causes a comparison. Most changes of leases cause none, because a Host has only a part of the
+// data of a lease.
 func (k *Keeper) SetPeers(p Peers) {
 	if k.leases.set(p) {
 		k.loop.Wake()
@@ -106,8 +107,8 @@ func (k *Keeper) SetPeers(p Peers) {
 }
 
 // Result returns why the routes to this host were not in order after the last comparison, or nil.
-// repaired is the number of routes that were repaired since the last call. Result waits for the first
-// comparison, and returns an error if ctx ends before.
+// repaired is the number of routes that were repaired since the last call of Result or Last. Result waits
+// for the first comparison, and returns an error if ctx ends before.
 func (k *Keeper) Result(ctx context.Context) (repaired int, err error) {
 	select {
 	case <-k.first:
@@ -118,7 +119,8 @@ func (k *Keeper) Result(ctx context.Context) (repaired int, err error) {
 	return repaired, err
 }
 
-// Last is Result without waiting. It also sets the number of repaired routes back to zero. compared is false before the first comparison.
+// Last is like Result, but does not wait. compared is false before the first comparison. After it, Last also sets
+// the number of repaired routes back to zero.
 func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	select {
 	case <-k.first:
@@ -129,7 +131,8 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	return repaired, true, err
 }
 
-// Report returns the state at the last comparison that could read the tables. Only Dropped may be newer.
+// Report returns the state at the last comparison that could read the tables, or at the present one if it has
+// written many routes already. Dropped may be newer. Routed, Unrouted and some fields of Tables may be older.
 func (k *Keeper) Report() Report { return k.reporter.get() }
 
 // compare makes one comparison and the calls that it needs. again is the time after which the next
@@ -160,9 +163,9 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 	return earlier(k.confirm.Next(), after), own, all
 }
 
-// plan returns the wanted routes, in an order that is the same on all hosts: if a table has no place for all
-// routes, each leader puts the same ones. own is the target of this host. The plan has only the routes to this
-// host if All is not set, if the store has not answered, or if err is not nil.
+// plan returns the wanted routes. The order of the routes to all hosts is the same on each leader, so that each
+// leader puts the same routes into a table that has no place for all. own is the target of this host. The plan has
+// only the routes to this host if All is not set, if the store has not answered, or if err is not nil.
 func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan, err error) {
 	p = &plan{followers: map[string][]netip.Prefix{}}
 	for _, dst := range k.Own.Subnets {

@@ -345,7 +345,7 @@ func TestNothingIsRemovedWithoutTheStore(t *testing.T) {
 }
 
 // TestUnreadableLease expects that routes without a lease stay while the store has a lease that cannot
-// be read. The own route must be put all the same.
+// be read. The own route must be put nevertheless.
 func TestUnreadableLease(t *testing.T) {
 	run(t, func(b *bed) {
 		b.keeper.SetPeers(cloud.Peers{Complete: true, Unreadable: true})
@@ -428,7 +428,8 @@ func TestLooksAtRest(t *testing.T) {
 	}, slices.Clone(routes)...)
 }
 
-// TestSlowRemovals expects that the own route is put before all removals are done, if each takes long.
+// TestSlowRemovals deletes the own route by hand while the keeper removes routes, and each removal takes long. It
+// expects that the own route is put before all removals are done.
 func TestSlowRemovals(t *testing.T) {
 	routes := []cloud.Route{routeTo(1, 1)}
 	for n := 100; n < 119; n++ {
@@ -453,7 +454,7 @@ func TestSlowRemovals(t *testing.T) {
 }
 
 // TestRemovalIsDenied expects that a host that may not remove routes names the missing right for each
-// route, and tries it less and less often.
+// route, and tries to remove the routes less and less often.
 func TestRemovalIsDenied(t *testing.T) {
 	run(t, func(b *bed) {
 		b.answer()
@@ -519,8 +520,8 @@ func TestQuotaIsNamed(t *testing.T) {
 	}, routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
 }
 
-// TestQuotaOfOneFamilyIsKept expects that the known quota of IPv4 is not forgotten because the table has more routes
-// of IPv6.
+// TestQuotaOfOneFamilyIsKept has more routes of IPv6 in the table than the quota of IPv4 permits. It expects that the
+// report keeps the known quota of IPv4.
 func TestQuotaOfOneFamilyIsKept(t *testing.T) {
 	routes := []cloud.Route{routeTo(1, 1), routeTo(2, 2)}
 	for n := range 3 {

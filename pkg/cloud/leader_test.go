@@ -64,8 +64,8 @@ func TestLeaderWritesAllRoutes(t *testing.T) {
 }
 
 // TestLeaderFollowsLeases gives a subnet to another host, replaces the instance of a host, and removes the
-// lease of a host. It expects that the leader changes the first two routes, and removes the third one after
-// the grace period.
+// lease of that host. It expects that the leader changes the route after each of the first two steps, and
+// removes the route after the grace period in the last step.
 func TestLeaderFollowsLeases(t *testing.T) {
 	runAll(t, func(b *bed) {
 		b.keeper.SetPeers(cloud.Peers{Complete: true, Hosts: []cloud.Host{

@@ -41,7 +41,8 @@ type leases struct {
 	completeSince time.Time // since when peers has contained all leases of the store; zero if it does not
 }
 
-// set sets the other hosts that have a lease. compare is set if a comparison has used other hosts than these.
+// set sets the other hosts that have a lease. compare is set if a comparison is needed: p differs from the earlier
+// peers, and a comparison has used these. After that, set does not ask again until a comparison has used p.
 func (l *leases) set(p Peers) (compare bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -58,7 +59,7 @@ func (l *leases) set(p Peers) (compare bool) {
 	return compare
 }
 
-// answered reports whether the store has told its leases and is connected.
+// answered reports whether the store has told all its leases and is connected.
 func (l *leases) answered() bool {
 	connected := !l.connected().IsZero()
 	l.mu.Lock()

@@ -13,12 +13,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// progress is the number of written routes after which a leader renews its report during a comparison:
-// the calls for all hosts may take minutes.
+// progress is the number of written routes after which a leader renews its report during a comparison,
+// because the calls for all hosts may take minutes.
 const progress = 20
 
 // errUnanswered means that a route to a wanted destination leads to another host, and must stay until
-// the store answers: the store may have given the subnet to that host.
+// the store answers, because the store may have given the subnet to that host.
 var errUnanswered = errors.New("the store has not answered, and may have given the subnet to another host")
 
 // putter puts the wanted routes of a keeper.
@@ -30,7 +30,7 @@ type putter struct {
 }
 
 // puts makes the calls of one comparison for the wanted routes. Several calls may be in progress, but
-// only one goroutine uses the fields.
+// only the goroutine that runs put changes the fields.
 type puts struct {
 	*putter
 	tables  []Table
@@ -76,8 +76,8 @@ func (p *putter) put(ctx context.Context, tables []Table, planned *plan) (wrote 
 // place returns the table and the family of a route as a key. Each place has a quota of its own.
 func place(r Route) string { return r.Table + " " + prefix.FamilyOf(r.Dst.Addr()).String() }
 
-// begin begins the call for a change. If the change must wait for the store, or the quota is full, it
-// makes no call, and adds a problem.
+// begin begins the call for a change. It makes no call, and adds a problem, if the change must wait for
+// the store, or if the quota is full and the change replaces no route.
 func (s *puts) begin(ctx context.Context, c change) {
 	if c.replaces() && c.was.serves(c.Target) && !s.leases.answered() {
 		s.planned.problems.add(c.Dst, "leave route "+c.was.String(), errUnanswered)
@@ -91,7 +91,8 @@ func (s *puts) begin(ctx context.Context, c change) {
 	go func() { s.results <- putResult{c, s.call(ctx, c)} }()
 }
 
-// finish waits until one of the calls in progress has ended, and records its result.
+// finish waits until one of the calls in progress has ended, and records its result. After some calls, a
+// leader also renews its report.
 func (s *puts) finish(ctx context.Context) {
 	r := <-s.results
 	s.running--
@@ -126,7 +127,7 @@ func (s *puts) fail(c change, err error) {
 		return
 	}
 	s.stopped = true
-	if s.reason == nil && !slices.Contains(s.Own.Subnets, c.Dst) { // problems.of returns those of own subnets anyway
+	if s.reason == nil && !slices.Contains(s.Own.Subnets, c.Dst) { // problems.of returns an error of an own subnet anyway
 		s.reason = fmt.Errorf("put route %s: %w", c.Route, err)
 	}
 }

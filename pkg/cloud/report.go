@@ -28,8 +28,9 @@ type Report struct {
 	// Both are nil before such a comparison, and if this host is not the leader.
 	Routed   []netip.Prefix
 	Unrouted []Unrouted
-	// Dropped is set if a comparison has ended with a DroppedError since the tables were last read. It is also
-	// set if the last announcement has no tables and says that there is no route to this host.
+	// Dropped is set if a comparison has ended with a DroppedError since the tables were last read. On a host
+	// with a tunnel it is also set if the last announcement has no tables and gives a lasting reason why there
+	// is no route to this host.
 	Dropped bool
 }
 
@@ -40,7 +41,8 @@ type Unrouted struct {
 	Kind   string // kind of the reason: see Kind
 }
 
-// RouteReport is a wanted route to this host, and whether the table has it.
+// RouteReport is a wanted route to this host, and whether the table has it. A host without a tunnel learns from
+// the leader only whether each table has the route. Table and Target are then empty, and Seen is not set.
 type RouteReport struct {
 	Route
 	Present bool
@@ -49,7 +51,8 @@ type RouteReport struct {
 	Seen bool
 }
 
-// TableReport is the state of a table.
+// TableReport is the state of a table. If it comes from an announcement, it has only ID, Name and Own, and ID is
+// the name too.
 type TableReport struct {
 	ID    string
 	Name  string                // see Table.Name
@@ -127,7 +130,7 @@ func (r *reporter) get() Report {
 }
 
 // note stores the state of tables in the report, after a comparison and during a long one. err is the reason why
-// the own routes are not in order, or nil.
+// the routes to this host are not in order, or nil.
 func (r *reporter) note(tables []Table, p *plan, err error) {
 	now := Report{Writer: r.writer(), Leading: r.all}
 	right := present(tables, p.wanted)
@@ -195,8 +198,9 @@ func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unroute
 }
 
 // recall completes t from before, the tables of the earlier report. It sets the unknown quota of a
-// family to the earlier one, unless the table has more routes of that family: then the quota has been raised. If all is not set, the comparison
-// did not know all hosts, and recall also keeps the earlier Hosts and Seen.
+// family to the earlier one. It does not if the table has more routes of that family than the earlier quota
+// permits, because then the quota has been raised. If all is not set, the comparison did not know all hosts, and
+// recall also keeps the earlier Hosts and Seen.
 func (t *TableReport) recall(before []TableReport, all bool) {
 	i := slices.IndexFunc(before, func(b TableReport) bool { return b.ID == t.ID })
 	if i < 0 {

@@ -35,8 +35,8 @@ const (
 )
 
 // mostLook is the longest pause between two looks at the target of a route that has no lease, but must
-// stay because of its target. The pause begins with the resync period and doubles: a look may take a call
-// for each target, and such routes may stay for years.
+// stay because of its target. The pause begins with the resync period and doubles, because a look may take a
+// call for each target, and such routes may stay for years.
 const mostLook = 6 * time.Hour
 
 // sweeper removes the routes of hosts that are gone.
@@ -60,8 +60,8 @@ type idle struct {
 }
 
 // sweep removes the routes of hosts that are gone. It removes a route only if the route has had no lease for the
-// grace period, and the store has been connected for that time. again is the time until sweep has more to do,
-// because the grace period of a route ends or many routes are left; 0 if there is nothing.
+// grace period, and the store has been connected for that time. again is the time after which the next comparison
+// should begin, because the grace period of a route ends or many routes are left; 0 if there is no such reason.
 func (s *sweeper) sweep(ctx context.Context, tables []Table) (again time.Duration, err error) {
 	hosts, known := s.leases.hosts()
 	if known.IsZero() {
@@ -106,7 +106,7 @@ func (s *sweeper) grace(r Route) time.Duration {
 }
 
 // leaseless returns the routes that no lease of hosts needs. It returns only routes with the prefix length
-// of a subnet, to spare routes of an operator.
+// of this host's subnet of the same family, because others are probably routes of an operator.
 func (s *sweeper) leaseless(tables []Table, hosts []Host) []Route {
 	routes := unclaimed(tables, s.Networks, func(dst netip.Prefix) bool { return leased(hosts, dst) })
 	return slices.DeleteFunc(routes, func(r Route) bool {
@@ -122,8 +122,8 @@ func leased(hosts []Host, dst netip.Prefix) bool {
 }
 
 // remove removes those routes in due that are lost, or that lead to a host without a lease. Routes to unknown
-// targets stay. remove also removes the routes from tables. more is set if it has not looked at all routes in due,
-// and the keeper should soon go on.
+// targets stay. remove also removes the routes from tables. more is set if remove has not looked at all routes in
+// due, and the next comparison should begin soon. It is not set if a call has failed.
 func (s *sweeper) remove(ctx context.Context, tables []Table, due []Route) (more bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, removalTime)
 	defer cancel()
@@ -183,7 +183,7 @@ func (s *sweeper) addresses(ctx context.Context, routes []Route) (map[string][]n
 	return s.Cloud.Addresses(ctx, targets)
 }
 
-// earlier returns the shorter one of two times to wait. The value 0 means for ever.
+// earlier returns the shorter one of two times to wait. The value 0 means that there is nothing to wait for.
 func earlier(a, b time.Duration) time.Duration {
 	if a == 0 || b != 0 && b < a {
 		return b

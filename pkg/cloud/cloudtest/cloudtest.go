@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cloudtest is the suite that every implementation of cloud.Cloud passes, and an
-// implementation in memory.
+// Package cloudtest is the suite that every implementation of cloud.Cloud passes, an
+// implementation in memory, and helpers for the tests of other implementations.
 package cloudtest
 
 import (
@@ -44,7 +44,8 @@ type Fixture struct {
 	// cluster. Only RunMarked needs it.
 	AddOfOther func(netip.Prefix)
 	// Gaps returns how often the table was without a route to a destination that it had a route to
-	// before. Removals by Remove and DeleteByHand do not count.
+	// before. The suite calls Gaps only before Remove and DeleteByHand, so it does not matter whether
+	// these count.
 	Gaps func() int
 }
 

@@ -12,8 +12,8 @@ import (
 )
 
 // LoseAnswers returns a handler that passes requests to h, and the function lose. After a call of lose, the
-// handler drops one answer: it closes the connection instead of sending it. This is the next answer with
-// the status 200 to a request for which changes reports true.
+// handler drops one answer: it closes the connection instead of sending the answer. It drops the next answer
+// with the status 200 to a request for which changes reports true.
 func LoseAnswers(h http.Handler, changes func(r *http.Request, body string) bool) (handler http.Handler, lose func()) {
 	var next atomic.Bool
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

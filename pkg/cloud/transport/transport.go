@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package transport sends the calls of clouds over HTTP, and cleans the texts that come back.
+// Package transport sends the calls of clouds over HTTP. It also has what several clouds need to read the
+// answers: it cleans texts, turns pages and parses addresses.
 package transport
 
 import (

@@ -26,8 +26,8 @@ type Call struct {
 	Nonce           string // differs in each call
 }
 
-// Sign signs a request, and adds the headers of the call and the signature. The request must have its
-// parameters in the URL, and no body.
+// Sign signs a request, and adds the headers of the call and the signature. The request must have the path /,
+// its parameters in the URL, and no body.
 func Sign(req *http.Request, keys access.Keys, c Call) {
 	req.URL.RawQuery = query(req.URL.Query())
 	signed := map[string]string{

@@ -29,7 +29,7 @@ type Call struct {
 }
 
 // Sign signs a POST request, and adds the headers of the signature. The request must have a Content-Type
-// header, and no parameters in the URL.
+// header, the path /, and no parameters in the URL.
 func Sign(req *http.Request, keys access.Keys, c Call) {
 	date := c.Time.UTC().Format(time.DateOnly)
 	stamp := strconv.FormatInt(c.Time.Unix(), 10)

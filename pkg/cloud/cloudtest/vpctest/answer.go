@@ -129,7 +129,8 @@ func (v *View) PageSize(wanted int) int {
 }
 
 // Create adds a Custom route to the table with this id, and returns the route. The description may be empty.
-// Create returns an error if the cloud would refuse the call, such as ErrQuota. In a dry run it adds nothing.
+// Create returns an error if the cloud would refuse the call, such as ErrQuota. In a dry run it adds nothing, and
+// returns the zero Route.
 func (v *View) Create(id string, dst netip.Prefix, target, description string) (Route, error) {
 	t := v.s.tables[id]
 	if t == nil {
@@ -184,7 +185,8 @@ func (v *View) find(id string, is func(Route) bool) (*Route, error) {
 
 // Replace changes the target of the first Custom route r for which is(r) is true. It also changes the description,
 // unless description is empty. A disabled route stays disabled. Replace returns ErrUnchanged if r already leads
-// only to target. In a dry run it changes nothing.
+// only to target, ErrExists if another Custom route to the same destination leads to target, and other errors if
+// the table, r or target does not exist. In a dry run it changes nothing.
 func (v *View) Replace(id, target, description string, is func(Route) bool) error {
 	r, err := v.find(id, is)
 	if err != nil {

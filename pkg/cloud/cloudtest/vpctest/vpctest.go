@@ -82,7 +82,7 @@ const (
 type Call struct {
 	Name   string
 	DryRun bool
-	Failed bool
+	Failed bool // the call has returned an error, as each dry run does
 }
 
 // table is a route table.
@@ -101,7 +101,7 @@ type State struct {
 	mu        sync.Mutex
 	instances map[string]Instance
 	tables    map[string]*table
-	past      []snapshot // all states since New, oldest first
+	past      []snapshot // all states of the tables since New, oldest first
 	calls     []Call
 	denied    map[string]bool
 	throttled int
@@ -119,8 +119,8 @@ type snapshot struct {
 	tables map[string][]Route
 }
 
-// New returns a State with a main table, and a quota of 50 routes. targetOf and writing are the fields TargetOf
-// and Writing.
+// New returns a State with a main table, and a quota of 50 routes of each family in a table. targetOf and writing
+// are the fields TargetOf and Writing.
 func New(targetOf func(Instance) string, writing ...string) *State {
 	s := &State{
 		Writing: writing, TargetOf: targetOf, instances: map[string]Instance{}, tables: map[string]*table{},
@@ -146,7 +146,8 @@ func (s *State) remember() {
 	s.past = append(s.past, now)
 }
 
-// Gaps returns how often a change left a destination in a table without an enabled route, which it had before.
+// Gaps returns how often a change left a destination in a table without an enabled route, although the destination
+// had one before.
 func (s *State) Gaps() (n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -182,8 +183,8 @@ func (p snapshot) enabled() map[place]bool {
 	return all
 }
 
-// AddTable adds a table that a subnet uses. If subnet is empty, no subnet uses the table. MainTable is used by all
-// subnets without a table.
+// AddTable adds a table that a subnet uses. If subnet is empty, no subnet uses the table. All subnets for which no
+// table was added use MainTable.
 func (s *State) AddTable(id, subnet string) {
 	s.change(func() {
 		s.last++
