@@ -26,7 +26,7 @@ const (
 )
 
 // Diagnose tries the parts of a path, from the outside to the inside, and stops at the first one that
-// does not work. It needs CAP_NET_RAW. If ctx ends before, Broken is Unknown.
+// does not work. It needs CAP_NET_RAW. If ctx ends before Diagnose is done, Broken is Unknown.
 func Diagnose(ctx context.Context, p Path, n Network) Verdict {
 	return sender{ping: ping.Ping, knock: knock}.diagnose(ctx, p, n)
 }
@@ -51,7 +51,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	v := Verdict{Path: p}
 	inner := n.end(p.Subnet)
 	fail := func(part Part, err error, advice string) Verdict {
-		if ctx.Err() != nil { // perhaps only that has prevented the answer
+		if ctx.Err() != nil { // perhaps only the end of ctx has prevented the answer
 			part, advice, v.Largest = Unknown, "the check was interrupted", 0
 		}
 		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
@@ -92,8 +92,8 @@ func (s sender) try(ctx context.Context, dst netip.Addr, o ping.Options) (time.D
 	return s.ping(ctx, dst, o)
 }
 
-// twice is like try, but tries once more after an error: the first packet may have waited for neighbour
-// resolution.
+// twice is like try, but tries once more after an error, because the first packet may have waited for
+// neighbour resolution.
 func (s sender) twice(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
 	if rtt, err := s.try(ctx, dst, o); err == nil {
 		return rtt, nil

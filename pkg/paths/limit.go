@@ -10,7 +10,8 @@ import (
 )
 
 const (
-	// round is the time within which every pair of hosts is checked.
+	// round is the time within which the path between every pair of hosts should be checked once. With several
+	// thousand paths a round takes longer.
 	round = 5 * time.Minute
 	// leastRound is the time of a round if there are few peers.
 	leastRound = 10 * time.Second
@@ -59,9 +60,9 @@ func (m *member) set(d demand) {
 	m.own = d
 }
 
-// split reports whether a round would take too long if the prober had n paths and this host checked all of
-// them. If it returns true, only one host of each pair checks the path. The two hosts need not agree: if
-// only one of them splits, the other one checks all its paths.
+// split reports whether a round would take too long if the prober had n paths and this host checked all paths
+// of all probers. If it returns true, only one host of each pair checks the path. The two hosts need not get
+// the same result: if split is true on only one of them, the other one checks all its paths.
 func (m *member) split(n int) bool {
 	m.limit.mu.Lock()
 	defer m.limit.mu.Unlock()

@@ -44,7 +44,8 @@ func (o Outcome) Results() map[string]int {
 	return results
 }
 
-// outcome summarizes results, which it may reorder. Outcome.Worst gets at most worst paths.
+// outcome summarizes results, which it may reorder. The field Worst gets at most as many paths as the parameter
+// worst says.
 func outcome(results []Result, worst int) Outcome {
 	o := Outcome{Paths: len(results), Broken: map[Part]int{}}
 	for _, part := range append(Parts(), Unknown) {

@@ -32,8 +32,8 @@ type Network struct {
 	MTU         int   // of the network in bytes
 	Devices     bool  // the backend has devices, and so each peer has an address in the network
 	Ports       []int // UDP ports of the backend
-	// PathMTU returns the MTU in bytes of the path to a subnet, if that is known to be smaller, and
-	// otherwise 0. It may be nil.
+	// PathMTU returns the MTU in bytes of the path to a subnet, if that is known to be smaller than MTU, and
+	// otherwise 0. PathMTU may be nil.
 	PathMTU func(subnet netip.Prefix) int
 }
 
@@ -72,9 +72,9 @@ type Verdict struct {
 	Advice  string        // one line for operators
 }
 
-// end returns the address in the network at which the host of subnet s answers: the address of its
-// tunnel device, which is the first of the subnet, or, with a backend without a device, that of the
-// pods' bridge, which is the next one.
+// end returns the address in the network at which the host of subnet s answers. This is the address of the
+// host's tunnel device, which is the first address of the subnet. With a backend without a device it is the
+// address of the pods' bridge, which is the second one.
 func (n Network) end(s netip.Prefix) netip.Addr {
 	if !n.Devices {
 		return prefix.First(s)

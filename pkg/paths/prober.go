@@ -21,16 +21,16 @@ import (
 )
 
 const (
-	// burst is how much earlier than planned a check may begin. So several checks begin at once, because
-	// waking up for each of them costs more CPU time than the check. burst is shorter than one second, for
-	// which the limit saves up packets: probes over TCP and of broken paths use the rest.
+	// burst is how much earlier than planned a check may begin. It makes several checks begin at once,
+	// because waking up for each check costs more CPU time than the check. The limit saves up the packets of
+	// one second. burst is shorter, so that some of them are left for TCP and for broken paths.
 	burst = 500 * time.Millisecond
 
 	// again is the shortest pause between two checks of a broken path, and againMost the longest one.
 	// againPause is the pause between two checks of any broken paths.
 	again, againMost = 5 * time.Second, time.Minute
 	againPause       = 200 * time.Millisecond
-	// diagnosis is the number of packets that the limit must permit at once before a path that stays
+	// diagnosis is the number of packets that the limit must permit at once, so that a path that stays
 	// broken is diagnosed again.
 	diagnosis = 5
 	// atOnce limits the number of paths that are checked at the same time, and brokenAtOnce the number of
@@ -48,8 +48,8 @@ type Peer struct {
 type Config struct {
 	Own     []netip.Prefix // subnets of this host
 	Network Network
-	// Peers returns the peers to which packets are sent. It is called at the begin of each round. ok is
-	// false if the peers are not known at that moment: the round then checks the peers of the last round.
+	// Peers returns the peers to which packets are sent. It is called at the beginning of each round. ok is
+	// false if the peers are not known at that moment. The round then checks the peers of the last round.
 	Peers func(ctx context.Context) (peers []Peer, ok bool)
 	// Limit is shared by all probers of the host.
 	Limit *Limit
@@ -60,7 +60,8 @@ type Config struct {
 	Changed func(Result)
 }
 
-// Prober checks the paths to all peers, one after the other.
+// Prober checks the paths to all peers again and again. It begins one check after the other, and several may be
+// in progress. If a host has too many paths for one round, only one host of each pair checks the path.
 type Prober struct {
 	Config
 	member *member // of Limit
@@ -169,7 +170,7 @@ func (p *Prober) Run(ctx context.Context) {
 // refresh replaces the paths that p knows by those of peers, and returns the paths that this host checks:
 // first new ones in random order, and then the others, beginning with the one that was not checked for the
 // longest time. If there are so many that a round would take too long, only one host of each pair checks
-// the path.
+// the path. refresh also sets the demand of the prober.
 func (p *Prober) refresh(peers []Peer) []Path {
 	now := map[Path]string{}
 	for _, peer := range peers {
@@ -222,8 +223,8 @@ func (p *Prober) responsible(peer netip.Prefix) bool {
 }
 
 // start waits until the limit and the number of running checks permit one more check, and then checks a
-// path in the background. broken says which of the two loops calls it: checkBroken checks broken paths, and
-// Run all others.
+// path in the background. It does nothing if begin returns false. broken says which of the two loops calls
+// start: checkBroken checks broken paths, and Run all others.
 func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync.WaitGroup) {
 	if !p.begin(path, broken) {
 		return
@@ -249,9 +250,9 @@ func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync
 	})
 }
 
-// check probes a path, and diagnoses it if the probe fails. A diagnosis takes many packets. If many paths are
-// broken, so that the limit does not permit them at once, a path that stays broken keeps its last verdict.
-// The first diagnosis of a path waits for the limit instead.
+// check probes a path, and diagnoses it if the probe fails. A diagnosis takes many packets. If the limit does
+// not permit these at once, because many paths are broken, a path that stays broken keeps its last verdict.
+// The diagnosis of any other path waits for the limit.
 func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
 	v, err := p.probe(ctx, path, !broken)
 	switch {
@@ -274,7 +275,7 @@ func (p *Prober) last(path Path) Verdict {
 }
 
 // begin marks a path as being checked. It returns false if the path is already being checked, if it exists
-// no longer, or if the other loop has to check it, see start.
+// no longer, or if the other one of the two loops has to check it (see start).
 func (p *Prober) begin(path Path, broken bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -286,8 +287,9 @@ func (p *Prober) begin(path Path, broken bool) bool {
 	return true
 }
 
-// end records a verdict of which the check has ended at the time now, and reports the changes for which
-// Config.Changed is called. It ignores a path that is gone. If the path works, it also calls Answered.
+// end records the verdict of a check that has ended at the time now, and reports the changes for which
+// Config.Changed is called. It ignores the verdict if the path is gone. If the path works, end also calls
+// Answered, even if the path is gone.
 func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	if v.OK && p.Answered != nil {
 		p.Answered(v.RTT)
@@ -375,7 +377,8 @@ func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
 	return path, ok, len(p.broken) > 0
 }
 
-// Outcome returns what is known of all paths, with the worst paths, at most worst of them.
+// Outcome returns what is known of all paths. The field Worst of the result has at most as many paths as the
+// parameter worst says.
 func (p *Prober) Outcome(worst int) Outcome {
 	p.mu.Lock()
 	results := make([]Result, 0, len(p.paths))

@@ -40,7 +40,7 @@ func peers(n int) (all []Peer) {
 	return all
 }
 
-// prober returns a prober of the peers 1 to n, and runs it until the end of the test or of w.stop.
+// prober returns a prober of the peers 1 to n, and runs it until the end of the test or a call of w.stop.
 func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	w.checks, w.broken = map[Path][]time.Time{}, map[Path]Part{}
 	if c.Own == nil {
@@ -114,8 +114,8 @@ func expectRate(t *testing.T, packets int, took time.Duration) {
 	}
 }
 
-// TestRate checks that every pair of hosts is checked once in a round, and that a host stays below its
-// rate.
+// TestRate checks that this host checks each path once in a round, or, with too many paths, each path for which
+// it is responsible. It also checks that the host does not exceed its rate.
 func TestRate(t *testing.T) {
 	for _, n := range []int{1, 10, 500, 2500, 4999} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
@@ -265,7 +265,8 @@ func TestSplitWithSeveralNetworks(t *testing.T) {
 	})
 }
 
-// TestResponsible checks that exactly one host of each pair is responsible, each for about a half.
+// TestResponsible checks that exactly one host of each pair is responsible: in about half of the pairs the host
+// with the greater number.
 func TestResponsible(t *testing.T) {
 	const n = 200
 	mine := 0
