@@ -20,10 +20,10 @@ import (
 // dumpTimeout limits the wait for the next message of a dump.
 const dumpTimeout = 5 * time.Second
 
-// listDefaults returns the default routes of the main table, in the kernel's order. The
-// kernel lists IPv4 routes sorted by destination, so listDefaults stops reading after the
-// default routes: a router may have a million others. If a change interrupts the dump,
-// listDefaults returns netlink.ErrDumpInterrupted.
+// listDefaults returns the default routes of family f in the main table, in the kernel's
+// order. The kernel lists IPv4 routes sorted by destination. For IPv4, listDefaults stops
+// reading after the default routes, because a router may have a million others. If a change
+// interrupts the dump, listDefaults returns netlink.ErrDumpInterrupted.
 func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
 	if err != nil {
@@ -116,8 +116,8 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 	return f == prefix.IPv4 && !zero, nil
 }
 
-// add adds a link unless the route has it already: several gateways on one link still
-// leave by a single interface.
+// add adds a link unless the route has it already, because packets to several gateways on
+// one link leave by a single interface.
 func (r *DefaultRoute) add(link int) {
 	if link > 0 && !slices.Contains(r.Links, link) {
 		r.Links = append(r.Links, link)

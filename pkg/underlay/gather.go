@@ -45,7 +45,7 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 }
 
 // gather calls Gather. If o has a Reader, several callers may get the same Facts, so they must not change
-// them. The time between two reads with the same rest is then at least rest.
+// the Facts. The time between two reads with the same families and the same rest is then at least rest.
 func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 	read := func(ctx context.Context) gathered {
 		start := spent()
@@ -58,9 +58,9 @@ func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 	return o.Reader.batch(fmt.Sprint(o.Families, rest), rest).Do(ctx, read)
 }
 
-// spent returns the CPU time that the process has used. The difference of two calls is the cost
-// of the work between them, together with other work of this process. Elapsed time would also
-// contain the work of other programs on a busy host.
+// spent returns the CPU time that the process has used, or 0 if it cannot be read. The difference
+// of two calls is the cost of the work between them, together with other work of this process.
+// Elapsed time would also contain the work of other programs on a busy host.
 func spent() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {

@@ -28,14 +28,14 @@ type Options struct {
 	// Families are the enabled address families, IPv4 first; never empty.
 	Families []prefix.Family
 	// Pods are the pod subnets of this host, if known. An interface with an address in
-	// them leads to pods, not to peers. It is chosen only if Ifaces or a public address
-	// names it.
+	// them leads to pods, not to peers, so IfaceRegexes and CanReach do not choose it.
 	Pods []netip.Prefix
-	// InUse is the current choice, if there is one. Its addresses are kept even if the
-	// interface has others that would rank higher.
+	// InUse is the current choice, if there is one. It is preferred to other interfaces
+	// that are as good. Its usable addresses are kept even if the interface has others that
+	// would rank higher.
 	InUse Interface
-	// Reader is shared by all networks of a process, which then read together. If it is nil,
-	// this network reads alone.
+	// Reader is shared by all networks of a process, so that they share reads of the facts.
+	// If it is nil, this network reads alone.
 	Reader *Reader
 }
 

@@ -235,7 +235,8 @@ func (s selector) linkWithAll(wants []named) (Link, error) {
 
 // byRegex finds an interface by a regular expression. It prefers addresses over names: it
 // compares names only if no interface has a matching address in every enabled family. The
-// interface in use comes before all others, even if only its name matches.
+// interface in use comes before all others, even if only its name matches. byRegex leaves out
+// interfaces that lead to pods.
 func (s selector) byRegex(expr string) (found, error) {
 	re, err := regexp.Compile(expr)
 	if err != nil {
@@ -295,7 +296,7 @@ func (s selector) leadsToPods(l Link) bool {
 // leaves out the source address if keeps reports that the one in use must stay. For an
 // address of this host the kernel reports lo; byReach then returns the interface that has
 // the address. This case exists because all hosts may get the same option, and one of
-// them has the address.
+// them has the address. If the interface leads to pods, byReach returns an error.
 func (s selector) byReach(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {
@@ -333,7 +334,7 @@ func (s selector) keeps(l Link, f prefix.Family) bool {
 }
 
 // byDefault returns the interface that the default routes of all families share, or the
-// best one of several.
+// best one of several. It returns an error if they share none.
 func (s selector) byDefault() (Link, error) {
 	var common []Link
 	for i, f := range s.opts.Families {
@@ -397,8 +398,8 @@ func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
 }
 
 // best returns the first link that is up, has a carrier, and has global addresses in all
-// families. If there is none, link-local addresses are sufficient. If there is none with
-// these either, it returns the first link. Among equally good links it prefers the one in
+// families. If there is no such link, link-local addresses are sufficient. If no link has
+// these either, best returns the first link. Among equally good links it prefers the one in
 // use.
 func (s selector) best(links []Link) Link {
 	const global, linkLocal, nothing = 0, 1, 2

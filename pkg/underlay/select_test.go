@@ -324,7 +324,8 @@ func TestSelectVirtualAddress(t *testing.T) {
 }
 
 // TestSelectKeepsAddressInUse checks that the address in use stays although another one ranks
-// higher, unless an option names that other one.
+// higher. The other one must be taken if an option names it, or if the address in use is not
+// usable any more or is only link-local.
 func TestSelectKeepsAddressInUse(t *testing.T) {
 	for name, tt := range map[string]struct {
 		inUse string
@@ -386,8 +387,9 @@ func TestSelectStaysOnALink(t *testing.T) {
 	}
 }
 
-// TestSelectOfSeveralDefaults checks that Select takes the first link that has addresses of all
-// families.
+// TestSelectOfSeveralDefaults has default routes over two links. It checks that Select takes the
+// first link that has global addresses of all families, or else link-local ones, even if another
+// link is in use.
 func TestSelectOfSeveralDefaults(t *testing.T) {
 	for name, tt := range map[string]struct {
 		d1, d2   []string
@@ -413,7 +415,7 @@ func TestSelectOfSeveralDefaults(t *testing.T) {
 }
 
 // TestSelectSkipsPodInterfaces checks that Select does not take flanneld's device or the bridge of the
-// pods, which still exist after a restart and do not lead to peers.
+// pods, which still exist after a restart and do not lead to peers. It must take them if --iface names them.
 func TestSelectSkipsPodInterfaces(t *testing.T) {
 	facts := Facts{Links: []Link{
 		link(1, "br-pods", "10.244.3.1", "fe80::1"),

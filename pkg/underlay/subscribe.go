@@ -15,7 +15,8 @@ import (
 )
 
 // subscribe returns a channel that becomes readable after a change of anything that Gather
-// reads. No change after the return of subscribe is missed. stop ends the subscription.
+// reads. No change after the return of subscribe is missed. With a Reader, all its networks
+// share one subscription. stop ends the use of the channel.
 func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
 	changes := &wait.Shared{}
 	if o.Reader != nil {
@@ -29,8 +30,8 @@ func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
 }
 
 // subscribe calls wake after each change of anything that Gather reads. One socket receives all
-// groups of notifications. It is open on return, so no later change is missed. stop closes the
-// socket, and returns after the last call of wake.
+// groups of notifications. The socket is open when subscribe returns, so no later change is
+// missed. stop closes the socket, and returns after the last call of wake.
 func subscribe(o Options, wake func()) (stop func(), err error) {
 	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
 	if !o.asksForInterface() || o.CanReach != "" {
@@ -87,7 +88,7 @@ func asLoaded(typ uint16) uint32 {
 
 // relay calls wake after each message that receive returns. It also calls wake after an
 // overflow, which may have hidden a change, and after an interrupted call. Any other error
-// ends relay. This is how it notices a closed socket.
+// ends relay, such as the error of a closed socket.
 func relay(wake func(), receive func() error) {
 	for {
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package underlay chooses the external interface. Peers send to the address of this
-// interface.
+// Package underlay chooses the external interface, and watches whether the choice
+// changes. Peers send to the address of this interface.
 package underlay
 
 import (

@@ -18,7 +18,7 @@ const recheck = time.Second
 // for at most timeout; zero or less means that it does not wait. If there is still none
 // when the time is over, Wait returns an error with the reason. It accepts a link-local
 // address as a last resort only when the time is over, because after a boot that address
-// appears first. If ctx ends before, Wait returns an error with the cause.
+// appears first. If ctx ends while Wait waits, Wait returns an error with the cause.
 func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, error) {
 	if err := o.check(); err != nil {
 		return Interface{}, err

@@ -13,13 +13,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// Delays in following a change.
+// Times of Watch.
 const (
 	// stable is how long a different choice must last before it replaces the current one.
 	stable = 500 * time.Millisecond
-	// returning is the time after the chosen interface was down or absent in which no other
-	// interface or address replaces it: the IPv6 addresses disappear with the link, and a
-	// network manager needs a while to restore them.
+	// returning is the time in which no other interface or address replaces the chosen one
+	// after the chosen interface has gone down or disappeared, and again after it has come
+	// back. The IPv6 addresses disappear with the link, and a network manager needs a while
+	// to restore them.
 	returning = 5 * time.Second
 	// After each check Watch rests for restFactor times the CPU time of the check, because
 	// a router may have a million routes of which some change all the time.
@@ -35,8 +36,8 @@ const (
 // address in use as long as the address is usable, unless an option names another. While no
 // interface can be chosen, or a family has lost its address, it keeps the last choice.
 //
-// After each check that could read the links, Watch calls usable with the reason why packets
-// cannot leave by the current choice, or with nil if they can. It blocks until ctx ends, then
+// After each check that could read the facts, Watch calls usable with the reason why packets
+// cannot leave by the current choice, or with nil if they can. Watch blocks until ctx ends, then
 // returns nil. It returns an error only if it cannot subscribe to changes. changed and usable
 // must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
@@ -62,7 +63,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if moved {
 			changed(f.now)
 		}
-		if len(facts.Links) > 0 { // empty if the check failed
+		if len(facts.Links) > 0 { // there are no links if the facts could not be read
 			usable(facts.cannotSend(f.now))
 		}
 		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil || wait.ForOr(ctx, again, notified) != nil {
@@ -147,7 +148,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	}
 	due := f.since.Add(stable)
 	if f.next.Name != f.now.Name || !slices.Equal(f.next.Addrs, f.now.Addrs) {
-		from := f.lastDown // if the interface is back, perhaps not all of its addresses are
+		from := f.lastDown // if the interface is back, some of its addresses may still be missing
 		if s.down {
 			from = f.downSince
 		}

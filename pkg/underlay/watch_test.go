@@ -95,8 +95,8 @@ func TestFollower(t *testing.T) {
 	}
 }
 
-// TestFollowerWaitsForADownInterface checks that another interface replaces the chosen one exactly
-// after returning, the time in which the chosen one can come back.
+// TestFollowerWaitsForADownInterface lets the chosen interface be down at first. It checks that another
+// interface replaces the chosen one exactly when the time returning is over.
 func TestFollowerWaitsForADownInterface(t *testing.T) {
 	now, backup := onD1(1, 1500, "10.1.0.2"), Interface{Name: "d2", Index: 2, MTU: 1500, Addrs: []Address{{ip("10.2.0.2"), ip("10.2.0.2")}}}
 	start := time.Unix(0, 0)
@@ -309,7 +309,7 @@ func TestFactsCannotSend(t *testing.T) {
 }
 
 // TestKernelWatchReportsUsability removes the only address of the chosen interface and
-// adds it again. It expects that Watch calls usable each time, but never changed.
+// adds it again. It expects that Watch calls usable each time, and never calls changed.
 func TestKernelWatchReportsUsability(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
