@@ -7,18 +7,20 @@ import (
 	"slices"
 )
 
-// SourceCheck selects which source addresses a packet from a peer may have.
+// SourceCheck selects which source addresses a packet from a peer may have. With every
+// check, a packet from an unspecified, loopback, multicast or broadcast address is dropped.
 type SourceCheck string
 
 // The source checks.
 const (
 	// CheckStrict accepts a packet only if its datagram comes from the public address
-	// of a peer, and its source is in the subnet of a peer with that public address.
+	// and the port of a peer, and its source is in the subnet of a peer with that public
+	// address.
 	CheckStrict SourceCheck = "strict"
 	// CheckNetwork also accepts sources outside of the networks from any peer, because
 	// packets that enter the network at a peer may keep their source.
 	CheckNetwork SourceCheck = "network"
-	// CheckOff accepts any source from any sender.
+	// CheckOff accepts any other source from any sender.
 	CheckOff SourceCheck = "off"
 )
 

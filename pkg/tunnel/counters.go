@@ -17,7 +17,7 @@ const (
 	TooBig                         // outbound: larger than the path to the peer allows, and fragmentation is forbidden
 	SendFailed                     // outbound: the kernel did not accept the datagram
 	HopsExceeded                   // both directions: the hop limit is used up
-	OtherFamily                    // both directions: the network does not have this address family
+	OtherFamily                    // outbound: the tunnel has no socket of this family; inbound: the packet and its datagram have different families
 	Malformed                      // both directions: too short, or a header that contradicts itself
 	WrongChecksum                  // inbound: wrong checksum of the IPv4 header
 	UnknownPeer                    // inbound: the datagram's source is not the public address of a peer
@@ -48,7 +48,8 @@ type Counters struct {
 	dropped        [reasons]atomic.Uint64
 }
 
-// Sent returns the number of packets that were sent in datagrams.
+// Sent returns the number of packets that were sent in datagrams. A packet that was sent in
+// fragments counts once.
 func (c *Counters) Sent() uint64 { return c.sent.Load() }
 
 // Received returns the number of packets that were written to the device.

@@ -64,7 +64,7 @@ func attach(fd int, name string, flags uint16) error {
 }
 
 // AdoptDevice returns the device whose open descriptor is fd, which another process has
-// opened with OpenDevice. The Device owns fd.
+// opened with OpenDevice. The Device owns fd. If AdoptDevice returns an error, it closes fd.
 func AdoptDevice(fd int) (*Device, error) {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return nil, oneline.Join(fmt.Errorf("adopt TUN device: %w", err), unix.Close(fd))
@@ -74,8 +74,8 @@ func AdoptDevice(fd int) (*Device, error) {
 
 const maxPacket = 65535 // maximum size of an IP packet without jumbogram option
 
-// newDevice wraps fd, which must be attached to its device already: otherwise the runtime
-// could not wait for the descriptor.
+// newDevice wraps fd, which must be attached to its device already, because otherwise the
+// runtime could not wait for the descriptor. If newDevice returns an error, it closes fd.
 func newDevice(fd int) (*Device, error) {
 	d := &Device{file: os.NewFile(uintptr(fd), "/dev/net/tun")}
 	var err error

@@ -449,8 +449,8 @@ func TestKernelPathMTU(t *testing.T) {
 }
 
 // TestKernelPathMTUIPv6 tests a path with a small MTU. The sender of large packets or
-// fragments gets the MTU in an ICMP error. This includes a path with the minimum MTU of
-// IPv6, on which a datagram with a packet of that size does not fit.
+// fragments gets the MTU in an ICMP error. On a path with the minimum MTU of IPv6, a packet
+// of that size must arrive nevertheless, in a datagram that is fragmented.
 func TestKernelPathMTUIPv6(t *testing.T) {
 	for _, m := range modes() {
 		for _, mtu := range []int{1400, 1280} {
@@ -524,8 +524,8 @@ func TestKernelPathMTUBySource(t *testing.T) {
 	}
 }
 
-// expectFragmented sends an IPv4 packet of the device's MTU from a to b, which may be
-// fragmented. It fails the test unless want packets arrive at b.
+// expectFragmented sends an IPv4 packet of the device's MTU from a to b. The packet may be
+// fragmented. expectFragmented fails the test unless exactly want fragments arrive at b.
 func expectFragmented(t *testing.T, a, b *end, want uint64) {
 	t.Helper()
 	before := b.Counters.Received()

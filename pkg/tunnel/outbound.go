@@ -199,7 +199,7 @@ func (o *outbound) flush() {
 const singlePeriod = 10 * time.Second
 
 // errNoSegments means that the batch was not sent, because the kernel accepts only one
-// datagram at a time.
+// datagram at a time, in general or for this peer.
 var errNoSegments = errors.New("no segmentation")
 
 func (o *outbound) send() error {
@@ -306,9 +306,10 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 }
 
 // sendICMPError writes an ICMP error to the device for the sender of p, because p came
-// from the device. It limits the rate of errors, like a router. Errors about sizes have
-// their own limit. So a program that sends many packets to unused addresses cannot
-// suppress the errors that path MTU discovery needs.
+// from the device. Like a router, it limits the rate of errors, and writes nothing if no
+// error may be sent about p. Errors about sizes have their own limit. So a program that
+// sends many packets to unused addresses cannot suppress the errors that path MTU discovery
+// needs.
 func (o *outbound) sendICMPError(e packet.ICMPError, p []byte, h packet.Header, mtu int) {
 	limit := o.errorLimit
 	if e == packet.TooBig {

@@ -151,8 +151,8 @@ func TestOneByOne(t *testing.T) {
 	expect("some time later", 0, many)
 }
 
-// TestFlowFollowsItsPeer checks that a continuous flow to an address follows the peer
-// that has the address.
+// TestFlowFollowsItsPeer checks that packets to one address go to the peer that has the
+// address now, although outbound remembers the peer of the last packet.
 func TestFlowFollowsItsPeer(t *testing.T) {
 	table, peer := NewTable(), peerNumber(7)
 	device, _ := devicePair(t)
@@ -175,8 +175,8 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 	expect("gone", netip.Addr{})
 }
 
-// TestScanDoesNotSuppressSizeErrors checks that many packets to unused addresses do not
-// suppress ICMP errors about sizes.
+// TestScanDoesNotSuppressSizeErrors checks that ICMP errors about sizes are sent even if
+// many packets to unused addresses have reached the limit of other errors.
 func TestScanDoesNotSuppressSizeErrors(t *testing.T) {
 	here, there := devicePair(t)
 	own := []netip.Addr{netip.MustParseAddr("10.5.1.0")}

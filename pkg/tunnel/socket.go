@@ -128,7 +128,7 @@ func (s *socket) family() family {
 // prepare sets the options that make the socket fast, as far as the kernel supports them.
 // If plain is set, it does not use the kernel's offloads. It also forbids the fragmentation
 // of datagrams, so that a send of a packet that is too large returns an error, unless the
-// send allows fragmentation.
+// send allows fragmentation. It makes the kernel report how many datagrams it has dropped.
 func (s *socket) prepare(fd int, plain bool) error {
 	for _, o := range []struct{ force, ask, size int }{
 		{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, receiveBuffer}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sendBuffer},
@@ -151,7 +151,7 @@ func (s *socket) prepare(fd int, plain bool) error {
 }
 
 // hasRoom reports whether half of the send buffer is free. That is sufficient for several
-// sends. Only the goroutine that sends may call it.
+// sends. Only one goroutine at a time may call hasRoom.
 func (s *socket) hasRoom() bool {
 	s.room[0].Revents = 0
 	_ = s.raw.Control(s.pollRoom)
@@ -170,9 +170,9 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 }
 
 // nextLowerMTU returns the size in bytes of the largest packet that is smaller than size
-// and fills a datagram on a common kind of link. It returns 0 if there is none. It is for
-// a path whose MTU the kernel does not know: a caller that repeats the call finds a
-// suitable size in few steps.
+// and fills a datagram on a common kind of link. It returns 0 if there is no such packet.
+// It is for a path whose MTU the kernel does not know: a caller that repeats the call finds
+// a suitable size in few steps.
 func (s *socket) nextLowerMTU(size int) int {
 	// RFC 1191, 7.1, and the minimum of IPv6.
 	for _, mtu := range [...]int{32000, 17914, 8166, 4352, 2002, 1492, 1280, 1006, 508, 296, 68} {

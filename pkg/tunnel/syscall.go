@@ -9,10 +9,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The descriptors of a tunnel do not block. So this file makes system calls without
-// telling the runtime, which would otherwise start another thread to watch over each
-// call. That takes more CPU time than copying the packets. worker handles the
-// consequences for other goroutines.
+// The descriptors of a tunnel do not block. So read, and the calls that device.go and
+// socket.go pass to an fdWriter or make to receive, use RawSyscall, which does not tell the
+// runtime. Otherwise the runtime would start another thread to watch over each call, which
+// takes more CPU time than copying the packets. worker handles the consequences for other
+// goroutines.
 
 // read reads from fd to b. If there is nothing to read, it returns EAGAIN.
 func read(fd uintptr, b []byte) (int, error) {
@@ -47,8 +48,8 @@ func (w *fdWriter) write() error {
 	return w.err
 }
 
-// try makes the call and sets err to its result. It reports false, and leaves err, if
-// the descriptor has no room.
+// try makes the call and sets err to its result. If the descriptor has no room, try
+// reports false and does not change err.
 func (w *fdWriter) try(fd uintptr) bool {
 	errno := w.call(fd)
 	for errno == unix.EINTR {

@@ -50,8 +50,8 @@ func NewTable() *Table {
 const maxPersistentChanges = 64
 
 // Update removes peers and then adds others. Tunnels see all of the changes or none. A
-// removed peer must be in the table and an added one must not: otherwise the number of
-// peers by public address becomes wrong.
+// removed peer must be in the table. The subnet of an added peer must not be in the table
+// after the removals. Otherwise the number of peers by public address becomes wrong.
 func (t *Table) Update(removed, added []Peer) {
 	t.writing.Lock()
 	defer t.writing.Unlock()

@@ -46,8 +46,8 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// TestTableWithOneAddressForAll checks that a public address is known as long as one peer
-// has it.
+// TestTableWithOneAddressForAll checks that the table knows a public address as long as
+// at least one peer has the address.
 func TestTableWithOneAddressForAll(t *testing.T) {
 	for name, n := range map[string]int{"few": 10, "many": 1000} {
 		t.Run(name, func(t *testing.T) {

@@ -57,8 +57,8 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	return t, nil
 }
 
-// Start makes the tunnel move packets, until Close or an error: see Done and Err. After it
-// has succeeded, further calls have no effect.
+// Start makes the tunnel move packets, until Close or an error: see Done and Err. After
+// Start has succeeded, further calls have no effect.
 func (t *Tunnel) Start() error {
 	if t.started {
 		return nil
@@ -107,7 +107,8 @@ func (t *Tunnel) Err() error {
 }
 
 // Close ends the tunnel and waits for its end. Unread packets stay in the device for
-// the next tunnel. Close must be called exactly once, also after an error.
+// the next tunnel. Close must be called exactly once, also if Start or the tunnel has
+// failed.
 func (t *Tunnel) Close() error {
 	t.closing.Store(true)
 	err := t.Device.file.SetReadDeadline(time.Unix(1, 0))

@@ -36,8 +36,8 @@ const (
 // the message, with its IP header, to the start of dst, which must have MaxICMPError
 // bytes. src is the source of the message. mtu is the MTU that TooBig reports, but at
 // least the minimum MTU of the family; other kinds ignore it. Write returns nil if no
-// error may be sent about b, if src is of another family, or if the IPv4 header has the
-// maximum length.
+// error may be sent about b, if src is of another family, if the IPv4 header has the
+// maximum length, or if the error is Unreachable and b is an ICMP packet.
 func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byte {
 	if h.LaterFragment || h.Len >= maxHeader4 || h.Dst.IsMulticast() || !Forwardable(h.Src) || src.Is6() != h.IPv6 {
 		return nil
@@ -96,8 +96,8 @@ func icmpFormatOf(ipv6 bool) icmpFormat {
 	}
 }
 
-// isError reports whether typ is the ICMP type of an error or of a Redirect, because no
-// ICMP error may be sent about these (RFC 1122, 3.2.2; RFC 4443, 2.4).
+// isError reports whether typ is the ICMP type of an error or of a Redirect. No ICMP error
+// may be sent about such messages (RFC 1122, 3.2.2; RFC 4443, 2.4).
 func isError(typ byte, ipv6 bool) bool {
 	if ipv6 {
 		return typ < 128 || typ == 137 // 137 is Redirect

@@ -67,9 +67,9 @@ func (m *Merger) mergeable(t []byte) bool {
 
 // Add adds the packet buf[start:end], which must be behind the gathered ones in buf. It
 // does so if the packet fits, is the next one of the same stream, and has correct
-// checksums. The caller need not have checked the packet: all parts of the header that
-// decide whether and where it may go equal those of the earlier packets. Otherwise Add
-// reports false and changes nothing.
+// checksums. Otherwise Add reports false and changes nothing. The caller need not have
+// checked the packet, because all parts of the header that decide whether and where it may
+// go equal those of the earlier packets.
 func (m *Merger) Add(start, end int) bool {
 	a, b := m.buf[m.start:m.end], m.buf[start:end]
 	size := len(b) - m.headers
@@ -127,8 +127,8 @@ func (m *Merger) continues(a, b []byte) bool {
 }
 
 // verify reports whether the transport checksum of one packet is right. The receiver of
-// a super-packet cannot do that: Finish computes a new checksum, which would hide an
-// error.
+// a super-packet cannot verify the checksums of its packets, because Finish computes a new
+// one, which would hide an error.
 func (m *Merger) verify(b []byte) bool {
 	protocol := uint8(protoUDP)
 	if m.tcp {

@@ -54,7 +54,8 @@ func (o Offload) Encode(b []byte) {
 func (o Offload) Super() bool { return o.gso != gsoNone }
 
 // Complete writes the transport checksum if o says that packet b lacks it. It reports
-// false if the checksum would be outside of b.
+// false if the checksum would be outside of b, or if the bytes that it protects would
+// begin within the first header4 bytes, which belong to the IP header.
 func (o Offload) Complete(b []byte) bool {
 	if o.flags&needsChecksum == 0 {
 		return true
