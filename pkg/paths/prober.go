@@ -60,8 +60,8 @@ type Config struct {
 	Changed func(Result)
 }
 
-// Prober checks the paths to all peers again and again. It begins one check after the other, and several may be
-// in progress. If a host has too many paths for one round, only one host of each pair checks the path.
+// Prober checks the paths to all peers, once in each round, and broken paths more often. Several checks may be in
+// progress. If a host has too many paths for one round, only one host of each pair checks the path.
 type Prober struct {
 	Config
 	member *member // of Limit
@@ -128,8 +128,8 @@ func NewProber(c Config) *Prober {
 var errNoTCP = errors.New("TCP is not answered")
 
 // knocked records whether TCP was answered on a path. err is nil if it was. knocked returns err only if TCP
-// was answered there before, and otherwise nil: a firewall of the peer that drops packets to unused ports
-// must not look like a broken path.
+// was answered there before, and otherwise nil, because a firewall of the peer that drops packets to unused
+// ports must not look like a broken path.
 func (p *Prober) knocked(path Path, err error) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
