@@ -24,8 +24,8 @@ func (c change) replaces() bool { return c.was.Dst.IsValid() }
 type want struct {
 	Dst    netip.Prefix
 	Target string
-	// Other is set if the target is another host. A lost route to it then counts as right: the host does
-	// not run, and a new route would be lost too.
+	// Other is set if the target is another host. A lost route to this target then counts as right, because
+	// the host does not run, and a new route would be lost too.
 	Other bool
 }
 
@@ -43,8 +43,8 @@ func (r Route) fulfils(w want) bool {
 }
 
 // changes returns the calls after which each table has the wanted routes. There is no call for a route
-// that is right, or for a route to another destination. A wrong route beside the right one needs a call:
-// an interrupted call may have left it.
+// that is right, or for a route to another destination. A wrong route beside the right one needs a call,
+// which removes the wrong route. An interrupted call may have left both.
 func changes(tables []Table, wanted []want) []change {
 	var calls []change
 	for _, t := range tables {

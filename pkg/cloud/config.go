@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// leastConfirm is the first pause after a write before the tables are read again: a cloud may accept
+// leastConfirm is the first pause after a write before the tables are read again, because a cloud may accept
 // a call and show its result later. The pause grows while every comparison finds something to write.
 // Otherwise two programs that want different routes would use up the calls that the cloud allows for
 // all hosts together.

@@ -28,7 +28,7 @@ var ErrUnavailable = errors.New("the cloud does not answer")
 var ErrKeys = errors.New("refuses the keys")
 
 // DroppedError means that the cloud drops packets of pods from and to a host, even if there are routes to
-// it: the cloud lets the host send and receive only packets with the host's own addresses.
+// it, because the cloud lets the host send and receive only packets with the host's own addresses.
 type DroppedError struct{ Err error }
 
 // Error implements error.

@@ -59,7 +59,7 @@ func (l *leases) set(p Peers) (compare bool) {
 	return compare
 }
 
-// answered reports whether the store has told all its leases and is connected.
+// answered reports whether the store has told its leases and is connected.
 func (l *leases) answered() bool {
 	connected := !l.connected().IsZero()
 	l.mu.Lock()

@@ -19,7 +19,7 @@ type targets struct {
 }
 
 // outside is a host that the cloud does not have, or does not have yet. find looks for such a host after growing
-// pauses, because this may take calls that list all instances.
+// pauses, because looking for it may take calls that list all instances.
 type outside struct {
 	Found
 	again time.Time // when to look for the host again
@@ -30,8 +30,9 @@ type outside struct {
 func (h Host) name() string { return fmt.Sprint(h.Addresses) }
 
 // find returns one result for each of hosts, in the same order. It asks the cloud only for hosts whose targets it
-// does not remember. Once in a resync period it asks for all hosts again, except those outside of the cloud: it asks
-// for these after growing pauses. It also asks again for a host whose target is in lost.
+// does not remember. Once in a resync period it asks for all hosts again, except for those outside of the cloud. For
+// these it asks after growing pauses. It also asks again for a host whose target is in lost. The error is that of
+// the cloud.
 func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool) ([]Found, error) {
 	if time.Since(t.asked) >= resync {
 		t.known, t.asked = map[string]Found{}, time.Now()

@@ -77,8 +77,8 @@ func (m *Metadata) read(ctx context.Context, path string) (string, error) {
 }
 
 // open opens a session with the service, unless one is open. It does so because the service of an instance
-// may require one. If the service refuses to open a session, open returns nil: such a service works without
-// sessions.
+// may require one. If the service refuses to open a session, open returns nil, because such a service works
+// without sessions.
 func (m *Metadata) open(ctx context.Context) error {
 	if m.Session == "" || m.session != "" && time.Now().Before(m.ends) {
 		return nil

@@ -32,7 +32,7 @@ func NewClient() *http.Client {
 	return &http.Client{Timeout: Timeout, CheckRedirect: noRedirect}
 }
 
-// noRedirect makes the client return a redirect as the answer, instead of following it: clouds send no
+// noRedirect makes the client return a redirect as the answer, and not follow it, because clouds send no
 // redirects, and another server must not get calls.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
