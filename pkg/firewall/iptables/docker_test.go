@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
 )
 
 // docker29 contains the rules of Docker 29 for its bridge and one container with a
@@ -80,5 +81,20 @@ func TestDockerCut(t *testing.T) {
 		if got := dockerCut(parseSave(strings.NewReplacer(tt.change...).Replace(docker29)), b); got != tt.want {
 			t.Errorf("%s: %+v, want %+v", name, got, tt.want)
 		}
+	}
+}
+
+// TestKernelDockerSaveFails checks that Docker finds a rule in the table raw that drops packets to a
+// container, although a rule in the table filter makes iptables-save fail for all tables.
+func TestKernelDockerSaveFails(t *testing.T) {
+	firewalltest.Enter(t)
+	firewalltest.Shell(t, both(NFT, "IPT -P FORWARD ACCEPT\n"))
+	firewalltest.Shell(t, "iptables-nft -t raw -A PREROUTING -d 10.5.1.2/32 ! -i docker0 -j DROP")
+	native(t, "filter FORWARD meta priority 5 accept")
+	b := firewall.DockerBridge{
+		Network: netip.MustParsePrefix("10.5.0.0/16"), Subnet: netip.MustParsePrefix("10.5.1.0/24"), Name: "docker0", From: []string{"eth0"},
+	}
+	if cut, err := Docker(t.Context(), b); !cut.Direct || err != nil {
+		t.Errorf("got %+v, %v, want Direct", cut, err)
 	}
 }

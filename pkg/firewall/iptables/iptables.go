@@ -123,14 +123,15 @@ func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump,
 }
 
 // save returns the parsed output of iptables-save. A single rule of nft can make
-// iptables-save fail for all tables. In that case save reads the tables in Tables one by one,
-// and leaves out those for which iptables-save fails. corrector.correct then reads these.
+// iptables-save fail for all tables. In that case save reads the tables in Tables, and raw, one by
+// one, and leaves out those for which iptables-save fails. corrector.correct then reads these,
+// except raw.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
 	program := a.programs.variant.Program(f) + "-save"
 	text, err := run(ctx, "", program)
 	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
 		d := dump{}
-		for _, table := range Tables() {
+		for _, table := range append(Tables(), "raw") { // Docker has rules in raw
 			if text, err := run(ctx, "", program, "-t", table); err == nil {
 				maps.Copy(d, parseSave(text))
 			}
