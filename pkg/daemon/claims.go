@@ -28,7 +28,8 @@ type port struct {
 }
 
 // claimsOf returns the claims of a network with this configuration. During a migration they are
-// those of both backends. be is nil if this version does not know the backend.
+// those of both backends. be is nil if this version does not know the backend. The claims are then
+// only the prefixes.
 func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	c := claims{networks: cfg.Prefixes()}
 	if be == nil {

@@ -29,8 +29,8 @@ import (
 // ErrRuns means that a running daemon prevents the cleanup.
 var ErrRuns = errors.New("flanneld runs: stop it first, and make sure that nothing starts it again")
 
-// Cleanup removes the objects that daemons have left on this host. It removes only those
-// that their state files and the subnet file name.
+// Cleanup removes the objects that daemons have left on this host. It finds them by the
+// state files and the subnet files, and removes no others.
 type Cleanup struct {
 	// StateDir and SubnetFile are those of the daemon. Cleanup covers every daemon that
 	// has used StateDir, but only the subnet files in SubnetFile and SubnetDir.
@@ -41,13 +41,15 @@ type Cleanup struct {
 	Backends backend.Catalog
 	// Yes removes the objects. Otherwise Run only prints them.
 	Yes bool
-	// Out gets one line for each object.
+	// Out gets one line for each object, and one if devices and routes cannot be found.
 	Out io.Writer
 }
 
-// Run removes everything. Unless Yes is set, it only prints what it would remove. If it
-// cannot remove an object it continues, returns an error, and may be repeated. It returns
-// ErrRuns, wrapped, and removes nothing if a daemon uses one of the state files.
+// Run removes everything. If Yes is not set, it only prints what it would remove. If it
+// cannot remove an object from the kernel, it continues with the others, keeps the files and
+// returns an error, so that it can be repeated. It returns ErrRuns, wrapped, and removes
+// nothing if a daemon uses one of the state files. It returns another error, and removes
+// nothing either, if it cannot read one of them.
 func (c Cleanup) Run(ctx context.Context) error {
 	names, err := lastknown.Files(c.StateDir)
 	if err != nil {
@@ -70,7 +72,7 @@ func (c Cleanup) Run(ctx context.Context) error {
 		all = append(all, last)
 	}
 	traces := c.traces(all)
-	// Files go last, because the next attempt needs them.
+	// Files are removed last, because another attempt needs them.
 	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, traces.FormerNetworks(subnet.Config{}))); err != nil {
 		return err
 	}
@@ -93,8 +95,8 @@ func (c Cleanup) blind() error {
 	return nil
 }
 
-// traces returns one state with the configurations in all state files, as former ones, and the
-// networks whose traffic rules may exist.
+// traces returns one state for all state files. Its Former has the configurations of these files, and its
+// Rules have the networks in the subnet files and in Rules of the state files.
 func (c Cleanup) traces(all []lastknown.State) lastknown.State {
 	sum := lastknown.State{}
 	for _, file := range c.subnetFiles(all) {
@@ -185,8 +187,8 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	return rules.NewHost().Remove(ctx, networks)
 }
 
-// files removes the subnet files, private keys that were written elsewhere, and the files
-// in the state directory. It removes the directory if it is empty then.
+// files removes the subnet files, private keys that flanneld has written elsewhere, and the
+// files of flanneld in the state directory. It removes the directory if that is empty then.
 func (c Cleanup) files(all []lastknown.State) error {
 	entries, err := os.ReadDir(c.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -23,18 +23,18 @@ type Config struct {
 	Tuner *tune.Tuner
 }
 
-// ErrConfigChanged ends the daemon with --exit-on-config-change.
+// ErrConfigChanged is the error with which --exit-on-config-change ends the daemon.
 var ErrConfigChanged = network.ErrConfigChanged
 
-// BackendsFunc returns the backends for one network. Each network has options of its own.
+// BackendsFunc returns the backends for one network. The options are those of this network.
 type BackendsFunc func(options.Options) (backend.Catalog, error)
 
 // served is what a daemon serves: one network, or several.
 type served interface {
 	health.Source
-	// Run serves until ctx ends, and then returns nil.
+	// Run serves until ctx ends, and then returns nil. It returns an error earlier if it cannot go on.
 	Run(ctx context.Context) error
-	// Close releases what is left after Run. The kernel stays unchanged.
+	// Close releases what was opened before Run. The kernel stays unchanged.
 	Close()
 	// Shutdown lets the backends do what they must do on the host when the daemon stops.
 	Shutdown(ctx context.Context)
@@ -42,7 +42,7 @@ type served interface {
 	// state files are up to date.
 	Up() <-chan struct{}
 	StateIsWritten() bool
-	// all returns the metrics of all networks.
+	// all returns the metrics of all networks that are served.
 	all() []metrics.Source
 	// status is a status.Source.
 	status(ctx context.Context, q status.Query) (status.Report, error)

@@ -3,9 +3,9 @@
 // Package daemon is flanneld without its command line: the process, and what operators do without
 // a running daemon, such as validating a configuration. Programs that embed flanneld import it.
 //
-// Run serves one network (single.go), or several: fleet.go follows their configurations, member.go
-// serves one of them, and roster.go records what each claims on the host (claims.go). The package
-// network tells the life of a network.
+// Run serves one network (single.go) or several. With several networks, fleet.go follows the
+// configurations in the store, member.go serves one of the networks, and roster.go records what each
+// network claims on this host (claims.go). Package network serves one network from its start to its end.
 package daemon
 
 import (
@@ -20,17 +20,19 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// stopTimeout limits the time that the goroutines of Run may take to return. They have
-// shorter limits of their own. The next start completes the work that they leave
-// unfinished, and the data path is not affected.
+// stopTimeout limits the time for which Run waits until its goroutines have returned. They
+// have shorter limits of their own. If Run stops waiting, the next start completes the work
+// that they leave unfinished, and the data path is not affected.
 const stopTimeout = 1500 * time.Millisecond
 
-// Run runs the daemon until ctx ends, and then returns nil. The data path stays. It returns
-// ErrConfigChanged, wrapped, if --exit-on-config-change has ended the daemon.
+// Run runs the daemon until ctx ends. Then it calls the Shutdown functions of the backends, and
+// returns nil. The data path stays. Before the end of ctx, Run returns only with an error: the daemon
+// cannot start or go on. The error is ErrConfigChanged, wrapped, if --exit-on-config-change has ended
+// the daemon.
 func Run(ctx context.Context, cfg Config) error {
 	journal := status.NewJournal(journalSize)
 	ctx = klog.NewContext(ctx, journal.Logger(klog.FromContext(ctx)))
-	work, cancel := context.WithCancel(ctx) // ctx itself ends when the daemon should stop
+	work, cancel := context.WithCancel(ctx) // ends also if Run fails, while ctx ends only when the daemon should stop
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
@@ -47,11 +49,11 @@ func Run(ctx context.Context, cfg Config) error {
 	}
 	if err := listen(ctx, members, group, cfg.Options, s); err != nil {
 		cancel()
-		_ = group.Wait() // for listeners that are already open
+		_ = group.Wait() // group serves the listeners that are already open
 		s.Close()
 		return err
 	}
-	if !cfg.Options.Several() { // with a hundred networks the heap would grow meanwhile, and keep holes
+	if !cfg.Options.Several() { // the heap of a hundred networks would grow during their start, and keep holes
 		h.Tuner.Begin()
 	}
 	group.Go(func() error { return h.Tuner.Rest(members, s.Up(), s.StateIsWritten) })
@@ -68,7 +70,9 @@ func Run(ctx context.Context, cfg Config) error {
 	return err
 }
 
-// waitForGroup waits until the group has returned, or until stopTimeout after it was told to end.
+// waitForGroup waits until all goroutines of group have returned, or until stopTimeout after the end of
+// members, the context of group. It returns nil if ctx has ended, and otherwise the first error of group,
+// which has also ended members.
 func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 	notified := make(chan struct{})
 	context.AfterFunc(members, func() { // in the background, because systemd may not read the message
@@ -83,7 +87,7 @@ func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 		<-notified
 		done <- err
 	}()
-	<-members.Done() // ends at the latest when all members have returned
+	<-members.Done() // ends at the latest when all goroutines of group have returned
 	var err error
 	select {
 	case err = <-done:

@@ -109,8 +109,8 @@ func TestRunWithoutItsPort(t *testing.T) {
 	}
 }
 
-// TestRunWithoutItsFiles starts the daemon with files that it cannot use. Run must return the
-// reason.
+// TestRunWithoutItsFiles starts the daemon with files that it cannot use. Run must return an
+// error.
 func TestRunWithoutItsFiles(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	file := filepath.Join(t.TempDir(), "file")

@@ -30,11 +30,11 @@ import (
 // them to its members. Each network then starts, fails, changes and ends on its own: see member.
 type fleet struct {
 	*shared
-	up   chan struct{} // closed when the first networks are serving or refused
+	up   chan struct{} // closed after the store has answered, when each network is ready, was refused or has no configuration
 	once sync.Once
 
 	mu      sync.Mutex
-	members []*member // in the order in which they have joined; those that join together are sorted by name
+	members []*member // in the order in which they have joined; those that join at the same time are sorted by name
 	listed  bool      // the store has answered
 }
 
@@ -61,8 +61,8 @@ func openFleet(ctx context.Context, h *network.Host, cfg Config) (served, error)
 // parentPrefix returns the prefix of all networks as state files contain it.
 func parentPrefix(o options.Options) string { return strings.TrimRight(o.EtcdPrefix, "/") }
 
-// recall adds the networks that the last process has served. They are served from their last known
-// state until the store answers.
+// recall adds the networks that have a state file of an earlier process with the same etcd prefix. They
+// are served from their last known state until the store answers.
 func (f *fleet) recall() error {
 	names, err := lastknown.Files(f.cfg.Options.StateDir)
 	if err != nil {
@@ -162,12 +162,13 @@ func (f *fleet) known() map[string]subnet.Observation {
 	return known
 }
 
-// apply passes the configurations in the store to the members. If the store has no configuration of a
-// network and does not report its deletion, the network goes on with its last configuration: the store
-// was emptied or replaced.
+// apply passes the configurations in the store to the members, and adds members for new networks. A
+// network without a configuration ends only if left is true for it. Otherwise the network goes on with
+// its last configuration, because the store may have been emptied or replaced.
 //
-// The network may also have been deleted so long ago that the store does not report it any more. The host
-// goes on to serve it all the same, because the pods of a network that is needed must not be cut off.
+// The network may also have been deleted so long ago that the store does not report the deletion any
+// more. The host goes on to serve it all the same, because the pods of a network that is needed must not
+// be cut off.
 func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -185,15 +186,15 @@ func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	}
 }
 
-// left reports whether this host has to leave a network without a configuration: it was deleted, or
-// the flags of this process do not name it.
+// left reports whether this host has to remove what it has of a network without a configuration: the
+// store reports that the network was deleted, or the flags of this process name other networks.
 func (f *fleet) left(name string, now etcd.NetworkConfigs) bool {
 	listed := f.cfg.Options.Networks
 	return slices.Contains(now.Deleted, name) || len(listed) > 0 && !slices.Contains(listed, name)
 }
 
-// admit makes all networks decide about configurations that were not admitted yet, in the order in
-// which they have joined. It closes up once when the first networks are serving or refused.
+// admit makes all members decide about configurations that were not admitted yet, in the order in
+// which they have joined. It closes f.up once the store has answered and isUp is true for all members.
 func (f *fleet) admit(ctx context.Context) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -208,7 +209,8 @@ func (f *fleet) admit(ctx context.Context) {
 // Close implements served.
 func (f *fleet) Close() { _ = f.etcd.Close() }
 
-// Shutdown implements served. By then most networks are closed already.
+// Shutdown implements served. The members have closed their networks by then, unless Run of the daemon has
+// stopped waiting for them.
 func (f *fleet) Shutdown(ctx context.Context) {
 	for _, m := range f.list() {
 		if n := m.served(); n != nil {

@@ -32,9 +32,9 @@ type shared struct {
 	log    klog.Logger // for the phases of the networks
 }
 
-// member is one of several networks. It begins to serve the network when a configuration is admitted,
-// and passes every later configuration that is admitted to the network. When the configuration was
-// deleted, it removes everything. A refused configuration does not disturb a network that is served with
+// member is one of several networks. It begins to serve the network when a configuration is admitted, or
+// with the last known state, and passes every later configuration that is admitted to the network. When
+// the configuration was deleted, it removes everything. A refused configuration does not disturb a network that is served with
 // an earlier one. The methods of a member are safe for concurrent use.
 type member struct {
 	*shared
@@ -43,18 +43,18 @@ type member struct {
 	progress *network.Progress
 
 	mu         sync.Mutex
-	text       []byte // configuration in the store; nil if there is none
-	admitted   bool   // text was admitted; config is then its content
+	text       []byte // last configuration that the store had; nil before the first one, and after a deletion
+	admitted   bool   // text was admitted, and config is its content; or config is recalled
 	config     subnet.Config
 	generation int                // number of admitted configurations until config
 	used       subnet.Config      // the last one that the network has used; only if began is set
 	refused    error              // why text was not admitted
-	missing    error              // why m goes on although the store has no configuration; otherwise nil
+	missing    error              // why m goes on although the store has no configuration; nil if the store has one
 	seen       subnet.Observation // last recorded observation before net was opened; zero if there is none
 	recalled   chan struct{}      // closed when the start may go on after the store has answered; nil unless config is of the last process
-	began      bool               // this host may have something of the network
+	began      bool               // this host may have objects, files or a lease of the network
 	net        *network.Network   // while it is served
-	last       *network.Network   // the last one that was served, already closed; nil while net is set, and after a removal
+	last       *network.Network   // the last one that was served, when that has ended; nil while net is set, and since a removal began
 }
 
 func newMember(s *shared, name string) *member {
@@ -63,7 +63,8 @@ func newMember(s *shared, name string) *member {
 	return &member{shared: s, name: name, wake: wait.NewSignal(), progress: progress}
 }
 
-// recall makes m begin with the last known state, until the store answers.
+// recall makes m begin with the last known state, until the store answers. It also records in the roster
+// what that state claims on this host.
 func (m *member) recall(last lastknown.State) error {
 	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
 	if err != nil {
@@ -87,8 +88,8 @@ func (m *member) recall(last lastknown.State) error {
 	return nil
 }
 
-// offer records the text of the configuration in the store, which m must admit before it uses it. text is
-// nil if the configuration was deleted.
+// offer records the text of the configuration in the store. m must admit a new text before it uses that
+// text, but not the configuration that it has recalled. text is nil if the configuration was deleted.
 func (m *member) offer(text []byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -109,7 +110,7 @@ func (m *member) offer(text []byte) {
 	m.decided()
 }
 
-// decided makes m follow a change of its task. The caller holds m.mu.
+// decided updates the phase after a change of the task, and wakes run. The caller holds m.mu.
 func (m *member) decided() {
 	m.progress.Decided(m.refused != nil, m.task().retire)
 	m.wake.Send()
@@ -129,7 +130,8 @@ func (m *member) miss(ctx context.Context) {
 	m.confirmed()
 }
 
-// admit decides about a configuration that was offered and not admitted yet.
+// admit decides about a configuration that was offered and not admitted yet: it admits or refuses the
+// configuration. It logs a refusal if the reason is new.
 func (m *member) admit(ctx context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -151,7 +153,7 @@ func (m *member) admit(ctx context.Context) {
 	m.decided()
 }
 
-// validate parses a configuration of m.
+// validate parses a configuration of m, and returns the configuration and its claims.
 func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
 	if err != nil {
@@ -167,7 +169,7 @@ func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 	return cfg, claimsOf(cfg, be), nil
 }
 
-// confirm reports whether the store has the configuration of the last process, which m uses. If so, it
+// confirm reports whether text is the configuration that m has recalled from the last process. If so, it
 // calls confirmed. The caller holds m.mu.
 func (m *member) confirm() bool {
 	cfg, _, err := m.validate(m.text)
@@ -178,7 +180,7 @@ func (m *member) confirm() bool {
 	return true
 }
 
-// confirmed lets the start of a network from an earlier process continue. The caller holds m.mu.
+// confirmed lets the start of a network that m has recalled continue. The caller holds m.mu.
 func (m *member) confirmed() {
 	if m.recalled != nil {
 		close(m.recalled)
@@ -266,8 +268,9 @@ func (m *member) run(ctx context.Context) {
 	}
 }
 
-// serve serves the network, beginning with the configuration of t, until the configuration was deleted
-// or the network fails.
+// serve serves the network, beginning with the configuration of t, until ctx ends, the configuration was
+// deleted or the network fails. It returns an error only if the network fails. It returns nil at once if
+// the task has changed by the time at which the network is open.
 func (m *member) serve(ctx context.Context, t task) error {
 	n, err := m.open(ctx, t)
 	if err != nil {
@@ -427,8 +430,8 @@ func (m *member) served() *network.Network {
 	return cmp.Or(m.net, m.last)
 }
 
-// isUp reports whether m has no configuration, was refused, or has been ready with the present
-// configuration.
+// isUp reports whether m has no configuration, was refused, or has a network that has been ready since it
+// was opened.
 func (m *member) isUp() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -15,8 +15,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// TestMemberPhases leads one of several networks to the phases that its daemon decides about. Its summary
-// must have each phase, and it must go all ways of the diagram in design.md that these phases have.
+// TestMemberPhases refuses, uses and deletes configurations of one of several networks. Its summary must
+// have the phase after each step. The network must go all ways between InUse, Refused and Removing that the
+// diagram in design.md has, and no others.
 func TestMemberPhases(t *testing.T) {
 	dir := t.TempDir()
 	s := &shared{
@@ -79,7 +80,7 @@ func TestMemberPhases(t *testing.T) {
 	}
 	var drawn [][2]string
 	for _, m := range regexp.MustCompile(`(?m)^    (\w+) --> (\w+)$`).FindAllStringSubmatch(string(page), -1) {
-		if m[1] != m[2] { // TestKernelPhases of the package network walks that
+		if m[1] != m[2] { // TestKernelPhases of the package network goes this way
 			drawn = append(drawn, [2]string{m[1], m[2]})
 		}
 	}

@@ -33,8 +33,8 @@ func newRoster() *roster { return &roster{} }
 // join adds a network, unless it is there already.
 func (r *roster) join(name string) { r.change(name, func(*entry) {}) }
 
-// promise records what a network may begin to use. It returns an error, and promises nothing, if
-// another network claims a part of it.
+// promise records what a network may begin to use. The new promise replaces an earlier one. promise
+// returns an error, and changes nothing, if another network has claimed or was promised a part of it.
 func (r *roster) promise(name string, wanted claims) (err error) {
 	r.change(name, func(e *entry) {
 		if err = r.clash(name, wanted); err == nil {
@@ -64,8 +64,9 @@ func (r *roster) recall(name string, all ...claims) {
 }
 
 // claim replaces what a network has claimed. It returns an error, and changes nothing, if another network
-// claims a part of what this network neither has claimed nor was promised. The promise may have been
-// withdrawn after the network began to prepare the configuration.
+// has claimed or was promised a part of what is new to this network: neither claimed nor promised before.
+// Something can be new because the promise may have been withdrawn after the network began to prepare the
+// configuration.
 func (r *roster) claim(name string, all ...claims) (err error) {
 	r.change(name, func(e *entry) {
 		has := slices.Clone(e.claimed)
@@ -95,7 +96,8 @@ func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan stru
 	return prefix.Merge(prefixes), r.moved.Changed()
 }
 
-// change calls f with the entry of a network, and adds the entry if there is none.
+// change calls f with the entry of a network, and adds the entry if there is none. It sends moved if f
+// changes the prefixes of the entry.
 func (r *roster) change(name string, f func(*entry)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -110,8 +112,8 @@ func (r *roster) change(name string, f func(*entry)) {
 	}
 }
 
-// clash returns an error if another network claims a part of what the network wants. The caller
-// holds r.mu.
+// clash returns an error if another network has claimed or was promised a part of what the network
+// wants. The caller holds r.mu.
 func (r *roster) clash(name string, wanted claims) error {
 	for _, e := range r.entries {
 		if e.name == name {

@@ -55,8 +55,9 @@ func TestRoster(t *testing.T) {
 	}
 }
 
-// TestRosterClaim withdraws the promise to network red and promises a part of it to network green. red
-// must then not be able to claim what it was promised, but must keep what it has.
+// TestRosterClaim withdraws the promise to network red, and then network green asks for something. If green
+// gets a part of what was promised to red, red must not be able to claim that any more. In each case red
+// must keep what it has.
 func TestRosterClaim(t *testing.T) {
 	on := func(network string, number int) claims {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}}

@@ -22,6 +22,8 @@ const journalSize = 200
 // listen opens the local socket, the health port and the address of --statusz-address, as far
 // as they are configured. group serves them until members, its context, ends. If the socket
 // cannot be opened, listen logs that and continues, because the socket is only for inspection.
+// If another address cannot be opened, listen returns an error. The caller must then end members,
+// because group may already serve the others.
 func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
 	page, err := status.Handler(s.status)
 	if err != nil {
@@ -60,8 +62,9 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 }
 
 // onLoopback returns a handler that passes a request to local if it comes from a loopback
-// address and its host name is one too, and otherwise to others. With another host name, a
-// page of another site could read the status through a browser on this host.
+// address and its Host header is a loopback address too. It passes all other requests to others.
+// If the header could be any name, a web page of another site could read the status through a
+// browser on this host: the site gives its own name a loopback address.
 func onLoopback(local, others http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		from, err := netip.ParseAddrPort(r.RemoteAddr)
