@@ -29,7 +29,8 @@ type State struct {
 	Former    []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
 	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
-	// Prefix and Name are those of one of several networks. They are empty if it is the only one.
+	// Name is the name of one of several networks, and Prefix is the etcd prefix of all of them. Both are
+	// empty if there is only one network, which has no name.
 	Prefix string `json:"prefix,omitempty"`
 	Name   string `json:"name,omitempty"`
 	// Seen is the last recorded moment at which the store had the configuration of one of several
@@ -99,9 +100,9 @@ func (last *State) Attempt(next State) {
 }
 
 // Usable returns nil if the own lease has not run out at the time now, and ErrExpired if it has. It
-// returns another error if the clock is earlier than the time at which the state was written, as on
-// a host that has no real-time clock and has just booted: nothing then tells whether the lease has
-// run out.
+// returns another error if now is more than clockSlack earlier than the time at which the state was
+// written, because the clock is then wrong and cannot tell whether the lease has run out. Such a clock
+// is that of a host without a real-time clock that has just booted. A permanent lease is always usable.
 func (last *State) Usable(now time.Time) error {
 	switch {
 	case last.Own.Permanent:
@@ -143,7 +144,8 @@ func (last *State) FormerNetworks(cfg subnet.Config) []netip.Prefix {
 	return former
 }
 
-// Files returns the names of the state files in dir, without .json, as state.Open expects them.
+// Files returns the names of the files in dir with a State, without .json, as state.Open expects them. It
+// leaves out the state files of the extension backend.
 func Files(dir string) ([]string, error) {
 	found, err := filepath.Glob(filepath.Join(dir, "flanneld-*.json"))
 	if err != nil {

@@ -18,10 +18,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// The state file helps the next start; it is not a journal. After a write in the
-// background there is a pause, which is long enough that writing takes a small part of
-// the time for any size of the file. A disk that once hangs makes the pause at most a
-// minute.
+// The state file helps the next start; it is not a journal. So the store pauses after each
+// write in the background, for saveShare times the duration of the write, and at least
+// savePause. Then writing takes at most a five hundredth of the time for any size of the
+// file. savePauseMax limits the pause after a write for which the disk has hung.
 const (
 	savePause    = 2 * time.Second
 	savePauseMax = time.Minute
@@ -49,11 +49,11 @@ func NewStore(file *state.File[State]) *Store {
 	return s
 }
 
-// Set replaces the state and writes it before it returns, because other parts then depend on it.
+// Set replaces the state. It writes the state before it returns, like Change.
 func (s *Store) Set(now State) { s.Change(func(to *State) { *to = now }) }
 
-// Change changes the state and writes it before it returns, because other parts then depend on it. It
-// returns the changed state. If the write fails, the loop repeats it. Before the first Set or Change
+// Change changes the state. It writes the state before it returns, because the caller depends on the
+// file from then on. It returns the changed state. If the write fails, the loop repeats it. Before the first Set or Change
 // the state is zero. Unlike Set, Change loses nothing that Update records at the same time.
 func (s *Store) Change(change func(now *State)) State {
 	s.mu.Lock()
@@ -74,8 +74,9 @@ func (s *Store) Get() (now State, ok bool) {
 	return s.now, s.known
 }
 
-// Update changes the state, if it was set, and lets the loop write it soon. Data that the
-// state refers to must not change any more.
+// Update changes the state, if it was set, and lets the loop write it soon. change must replace
+// slices and other data to which the state points, and not modify them, because other
+// goroutines may read them.
 func (s *Store) Update(change func(now *State)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -166,9 +167,10 @@ func (s *Store) Close() {
 	}
 }
 
-// Open opens the state file of this daemon and returns its content, which is zero at the
-// first start. If the disk fails, the state is only kept in memory. Open returns an error if
-// another daemon uses the same state file.
+// Open opens the state file of the network with options o, and returns its content. The content
+// is zero at the first start, and if the file cannot be read. If the disk fails, the state is
+// only kept in memory. Open logs these failures. It returns state.ErrInUse, wrapped, if another
+// process still uses the state file after wait.InUseLimit.
 func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	log := klog.FromContext(ctx)
 	var file *state.File[State]
@@ -208,7 +210,7 @@ func (s *Store) Remove() error {
 	return s.file.Remove()
 }
 
-// LeaseEnd returns when the own lease ends. The time is zero if there is no lease yet, and for a lease
+// LeaseEnd returns the time at which the own lease ends. The time is zero if there is no lease yet, and for a lease
 // that never ends.
 func (s *Store) LeaseEnd() time.Time {
 	now, _ := s.Get()

@@ -71,8 +71,8 @@ func TestStateStoreWithoutFile(t *testing.T) {
 	}
 }
 
-// TestClockThatIsWrong expects that the last known state is not used while the clock is
-// earlier than the time at which the state was written.
+// TestClockThatIsWrong expects that Usable returns an error for a clock that is much earlier than
+// the time at which the state was written, except for a lease that never ends.
 func TestClockThatIsWrong(t *testing.T) {
 	saved := time.Date(2026, 7, 1, 12, 0, 0, 0, time.UTC)
 	last := State{Saved: saved, Own: subnet.Lease{Expires: saved.Add(23 * time.Hour)}}

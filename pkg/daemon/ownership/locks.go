@@ -12,11 +12,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/state"
 )
 
-// ErrInUse means that another daemon has the lock of a device.
+// ErrInUse means that another network or daemon has the lock of a device.
 var ErrInUse = state.ErrInUse
 
-// Locks prevents two daemons on a host from using the same device. The lock files
-// are in the state directory. Without a state directory there are no locks.
+// Locks are the device locks of one network. They prevent two networks on a host, of one
+// daemon or of two, from using the same device. The lock files are in the state directory,
+// which the daemons must share. Without a state directory there are no locks.
 type Locks struct {
 	dir string // state directory
 
@@ -27,8 +28,8 @@ type Locks struct {
 // NewLocks returns locks in the state directory dir, none of them taken.
 func NewLocks(dir string) *Locks { return &Locks{dir: dir} }
 
-// Take takes the lock of the named device, unless this daemon has it already. It returns
-// ErrInUse, wrapped, if another daemon has the lock. If the lock file cannot be
+// Take takes the lock of the named device, if l does not have it already. It returns
+// ErrInUse, wrapped, if another network or daemon has the lock. If the lock file cannot be
 // used, Take returns nil without a lock.
 func (l *Locks) Take(name string) error {
 	l.mu.Lock()
@@ -50,7 +51,7 @@ func (l *Locks) Take(name string) error {
 	return nil
 }
 
-// Release releases the lock of the named device, if this daemon has it.
+// Release releases the lock of the named device, if l has it.
 func (l *Locks) Release(name string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ownership tells which kernel objects belong to a configuration, and which of several
-// daemons on a host uses a device. It removes the objects of former configurations.
+// Package ownership tells which kernel objects belong to a configuration, and lets only one network on
+// a host use a device. It removes the objects of former configurations.
 package ownership
 
 import (
@@ -23,8 +23,8 @@ type Objects struct {
 // Of returns the objects of a backend.
 func Of(be backend.Backend) Objects { return Objects{be.Scope(), backend.Leftovers(be)} }
 
-// In returns the objects of the configuration in env. It is empty if this version does
-// not know the backend.
+// In returns the objects of the configuration in env. The result is empty if the backend cannot be
+// created, for example because this version does not know it.
 func In(env backend.Env, backends backend.Registry) Objects {
 	be, _, err := backends.New(env)
 	if err != nil {

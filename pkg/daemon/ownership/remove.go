@@ -12,17 +12,19 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// Remover removes the objects of former configurations, except for those of the present one.
+// Remover removes the objects of former configurations, except for those in Present, which the present
+// configuration needs.
 type Remover struct {
 	Present Objects
 	Devices *Locks
-	// CloseUnused closes tunnels that a former network has left in this process, which have carried
-	// packets until now. It may be nil.
+	// CloseUnused closes tunnels that a network which has ended has left in this process, so that they
+	// carried packets until now. It may be nil.
 	CloseUnused func() error
 }
 
-// Remove removes the objects of one configuration, except for devices that another daemon uses now,
-// and the objects on them. Before, it calls CloseUnused. It keeps the locks of the devices.
+// Remove first calls CloseUnused. Then it removes the objects of one former configuration, except for
+// devices that another network or daemon uses now, and the objects on them. If there is such a device,
+// all leftovers stay too. Remove keeps the locks of the other devices until Release.
 func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Objects) error {
 	if r.CloseUnused != nil {
 		if err := r.CloseUnused(); err != nil {
@@ -50,7 +52,7 @@ func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Obj
 	return nil
 }
 
-// Release releases the locks of the devices that only the former configuration has.
+// Release releases the locks of the devices of a former configuration that are not in Present.
 func (r Remover) Release(former Objects) {
 	for _, name := range former.Scope.Devices {
 		if !slices.Contains(r.Present.Scope.Devices, name) {

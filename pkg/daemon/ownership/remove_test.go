@@ -20,7 +20,7 @@ func (r *leftover) Present() (bool, error) { return !r.removed, nil }
 func (r *leftover) Remove() error          { r.removed = true; return nil }
 
 // TestRemoverLeavesOthersDevices checks that a device of the former configuration, and the
-// leftovers, stay while another daemon uses the device.
+// leftovers, stay while another daemon uses the device, and are removed after that.
 func TestRemoverLeavesOthersDevices(t *testing.T) {
 	const dev = "flannel.7"
 	dir, kernel, left := t.TempDir(), dataplanetest.New(), &leftover{}
