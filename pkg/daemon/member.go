@@ -34,8 +34,8 @@ type shared struct {
 
 // member is one of several networks. It begins to serve the network when a configuration is admitted, or
 // with the last known state, and passes every later configuration that is admitted to the network. When
-// the configuration was deleted, it removes everything. A refused configuration does not disturb a network that is served with
-// an earlier one. The methods of a member are safe for concurrent use.
+// the configuration was deleted, it removes everything. A refused configuration does not disturb a network
+// that is served with an earlier one. The methods of a member are safe for concurrent use.
 type member struct {
 	*shared
 	name     string
