@@ -19,28 +19,31 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// change is another network configuration, and everything that the network needs to use it.
+// change is another network configuration, or another claim with the same configuration, and everything
+// that the network needs to use it.
 type change struct {
 	config subnet.Config
 	same   bool // the configuration stays the present one, and only the claim changes
 	iface  underlay.Interface
 	be     backend.Backend // nil if the backend and the lease are not affected
 	warns  []string        // about the configuration of be
-	claim  subnet.Claim    // published by the host; only if it keeps its subnets
+	claim  subnet.Claim    // the data that the host then publishes; set only with be, and if the host keeps its subnets
 	own    *subnet.Lease   // the lease that the host has taken; nil if it keeps its subnets
 	taking bool            // the store may have given the host a lease, although own is nil
 }
 
-// refusedPause is the time after which a configuration that was refused is tried again. The
-// reason may be gone, such as an interface without an IPv6 address.
+// refusedPause is the mean time after which a configuration that was refused is tried again,
+// because the reason may be gone, such as an interface without an IPv6 address. It is also the
+// mean time after which the network repeats a failed republish.
 const refusedPause = 30 * time.Second
 
 // awaitChange waits until the network can change to another configuration, and sends that change to
 // prepared. Session s goes on meanwhile, and awaitChange publishes changes of the data in its lease. A
 // configuration that cannot be used is refused, and tried again later. published is closed when the store
-// has the lease of s.
+// has the lease of s. awaitChange returns nil when it has sent a change, or at once if s uses the last known
+// state. It returns ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the error of ctx.
 func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published <-chan struct{}, prepared chan<- *change) error {
-	if s.begin.Load().Recalled { // the start follows the configuration
+	if s.begin.Load().Recalled { // startup reads the configuration
 		return nil
 	}
 	var stored <-chan struct{} // set to published while changed data waits for it; nil never receives
@@ -63,7 +66,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			}
 			pause := wait.Vary(refusedPause, 0.5)
 			if errors.Is(err, subnet.ErrNoSubnets) {
-				pause = retryPause // the store knows when a subnet may be free
+				pause = retryPause // the next Acquire waits until a subnet may be free
 			}
 			if !errors.Is(err, errSuperseded) {
 				r.config.refuse(ctx, *cfg, err)
@@ -81,7 +84,9 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			}
 		case <-s.republish:
 			s.behind = true
-			if due == nil { // otherwise a store that does not answer would get a call for each change
+			// If due is set, its pause must pass first. Otherwise a store that does not answer would get a call
+			// for each change.
+			if due == nil {
 				stored = published // two goroutines must not write the own lease
 			}
 		case <-stored:
@@ -126,8 +131,9 @@ func (r *runner) prepareClaim(ctx context.Context, s *session) *change {
 // errSuperseded ends the preparation of a configuration because the store has another one.
 var errSuperseded = errors.New("the store has another configuration")
 
-// prepareUnless prepares the change to cfg. It returns errSuperseded, wrapped, when changed is
-// closed.
+// prepareUnless prepares the change to cfg. It returns errSuperseded, wrapped, if changed is closed before
+// the change is prepared. Before it returns an error, it releases the devices that only cfg needs, and takes
+// the lease of s again if the store may have replaced that lease.
 func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (*change, error) {
 	preparing, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
@@ -204,9 +210,9 @@ func sameFamilies(a, b subnet.Config) bool {
 	return slices.EqualFunc(a.Networks, b.Networks, func(a, b subnet.Network) bool { return a.Family() == b.Family() })
 }
 
-// sameForwarding reports whether packets between hosts travel alike with both configurations, so
-// that a backend need not know of the change: only traffic rules, or the subnets that are assigned
-// to new hosts, differ.
+// sameForwarding reports whether packets between hosts travel alike with both configurations, because
+// they differ only in traffic rules, or in the subnets that are assigned to new hosts. A backend then
+// need not know of the change.
 func sameForwarding(from, to subnet.Config) bool {
 	if !slices.Equal(from.Prefixes(), to.Prefixes()) {
 		return false

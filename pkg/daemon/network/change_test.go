@@ -121,7 +121,8 @@ func TestGoBack(t *testing.T) {
 // TestStateDuringAChange reads the state file while the backend of another configuration starts. The file
 // must then have the former configuration for the next process, the other configuration among those that
 // may have left objects, and the lease that the store has. When the backend has started, the file must
-// have the other configuration.
+// have the other configuration. If the backend does not start because the process is told to stop, the
+// file must keep the former one.
 func TestStateDuringAChange(t *testing.T) {
 	for name, fails := range map[string]bool{"it starts": false, "the process is told to stop": true} {
 		t.Run(name, func(t *testing.T) {

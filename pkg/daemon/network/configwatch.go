@@ -30,7 +30,7 @@ type configWatch struct {
 	mu      sync.Mutex
 	used    subnet.Config
 	running bool           // used is set
-	stored  *subnet.Config // the configuration in the store; nil if there is none, or it is invalid
+	stored  *subnet.Config // the configuration in the store; nil if there is none, or it is invalid or not known yet
 	missing bool           // the store has no configuration
 	failed  bool           // stored was tried and did not start
 	refused string         // why the configuration in the store cannot be used; "" if it can
@@ -50,8 +50,8 @@ func (w *configWatch) use(cfg subnet.Config) {
 	w.compare()
 }
 
-// next returns the configuration that the network should use instead of the present one, or nil, and
-// a channel that is closed when the result may have changed.
+// next returns the configuration that the network should use instead of the present one, and a channel
+// that is closed when the result may have changed. cfg is nil if there is no such configuration.
 func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -77,8 +77,8 @@ func (w *configWatch) compare() {
 }
 
 // restartNeeded returns how the configuration in the store differs from the one in use, or why it cannot
-// be used. It returns "" if the two are the same, or if the network follows changes without a restart.
-// In each case it reports that the store has no configuration.
+// be used. It returns "" if the two are the same, or if the network follows changes without a restart. If
+// the store has no configuration any more, restartNeeded returns that, even if the network follows changes.
 func (w *configWatch) restartNeeded() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -176,8 +176,9 @@ func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why er
 	w.logRefusal(ctx, why)
 }
 
-// giveUp is like refuse, and next does not return cfg any more: another attempt would disturb the
-// traffic again.
+// giveUp records and logs why the network cannot use cfg, whose backend has not started. After that next
+// does not return cfg, because another attempt would disturb the traffic again. giveUp has no effect if
+// the store has another configuration by now.
 func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -200,7 +201,8 @@ func (w *configWatch) recordRefusal(why error) {
 	w.compare()
 }
 
-// logRefusal records and logs a reason, unless it is the present one. The caller holds w.mu.
+// logRefusal records and logs a reason, and warns operators of it, unless the reason is the present one.
+// The caller holds w.mu.
 func (w *configWatch) logRefusal(ctx context.Context, why error) {
 	if w.refused == why.Error() {
 		return

@@ -79,8 +79,9 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	}
 }
 
-// TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. If the watch
-// has reported a newer configuration by then, next must return that one, and it is not refused.
+// TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. next must return
+// that configuration, because a later attempt may succeed. If the watch has reported a newer configuration
+// by then, next must return the newer one, and there must be no refusal.
 func TestConfigWatchRefusesTheFirst(t *testing.T) {
 	parse := func(text string) subnet.Config {
 		cfg, _, err := subnet.ParseConfig([]byte(text))

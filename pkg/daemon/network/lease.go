@@ -15,7 +15,8 @@ import (
 )
 
 // claimAndAcquire calls acquire with the claim of be, and returns the own lease. prev is the last claim
-// of this host.
+// of this host. If the lease has another subnet than the claim, and be has other data for that subnet,
+// claimAndAcquire calls acquire again with this data.
 func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim, acquire func(subnet.Claim) (subnet.Lease, error)) (own subnet.Lease, err error) {
 	claim, err := be.Claim(ctx, prev)
 	if err != nil {
@@ -39,7 +40,7 @@ func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim,
 	return own, nil
 }
 
-// lost reports whether a host no longer has one of its subnets.
+// lost reports whether now lacks a subnet of before.
 func lost(before, now []subnet.Endpoint) bool {
 	return slices.ContainsFunc(before, func(b subnet.Endpoint) bool {
 		return b.Subnet.IsValid() && !slices.ContainsFunc(now, func(n subnet.Endpoint) bool { return n.Subnet == b.Subnet })

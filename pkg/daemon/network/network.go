@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package network serves one flat network on this host. network.go tells its life: startup.go
-// obtains configuration, interface and lease, resume.go serves from the last known state
+// Package network serves one flat network on this host. network.go contains the sequence from the start to
+// the end: startup.go obtains configuration, interface and lease, resume.go serves from the last known state
 // meanwhile, move.go follows the store and the external interface, and change.go follows the network
-// configuration. All of them start sessions by runner.go, from the parts in parts.go. phase.go names the
-// phases of this life, and report.go describes it to operators. A file refers only to files below it in
+// configuration. runner.go starts the sessions for all of them, from the parts in parts.go. phase.go has the
+// phases of a network, and report.go describes the network to operators. A file refers only to files below it in
 // this order: network, startup, resume, move, change, runner, publish and what they use; nothing refers
 // back.
 package network
@@ -44,17 +44,18 @@ type Config struct {
 	// OpenStore opens the store of one of several networks, which share a connection to etcd. If
 	// it is nil, the options select the store.
 	OpenStore func(etcd.Config) (Store, error)
-	// Announce is called once, when the network is ready.
+	// Announce is called once, when the network is ready for the first time.
 	Announce func(context.Context)
 	// Others returns the prefixes of the daemon's other networks, and a channel that is closed when
 	// these prefixes change. Packets to them are not masqueraded. The field is nil if there are no
 	// other networks, or if their prefixes are not exempt from masquerading.
 	Others func() ([]netip.Prefix, <-chan struct{})
 	// Claims is called with everything that the network claims on this host from then on. The network
-	// calls it before it begins to use a configuration, and after it has removed objects of a former
-	// one. The first Claimed is the configuration in use. Claims returns an error if another network
-	// claims something that this network has not claimed yet. This network then does not use the
-	// configuration. Claims may be nil.
+	// calls it before it begins to use a configuration, and when it needs less than before, such as after
+	// it has removed objects of a former configuration. The first Claimed is the configuration that the
+	// network uses or is about to use. Claims returns an error if another network claims something that
+	// this network has not claimed yet. This network then does not use the configuration. Claims may be
+	// nil.
 	Claims func([]Claimed) error
 }
 
@@ -78,7 +79,8 @@ func (c closers) close() {
 	}
 }
 
-// Open opens the state file and creates the connection to the store. It starts nothing.
+// Open opens the kernel and the state file, and creates the backends and the connection to the store. It
+// starts nothing. The caller must call Close, unless Open returns an error.
 func Open(ctx context.Context, c Config) (n *Network, err error) {
 	opts := c.Options
 	var opened closers
@@ -105,7 +107,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 		return nil, err
 	}
 	if catalog.Close != nil {
-		opened.add(catalog.Close) // this runs before another daemon may take the devices
+		opened.add(catalog.Close) // Close calls it before devices.ReleaseAll, after which another daemon may take the devices
 	}
 	counters, ready := metrics.New(c.Name, opts.Probe), newReadiness(opts, state.LeaseEnd, c.Announce)
 	store, config, err := storeOpener{opts, catalog.Registry, past, state, ready, counters}.open(ctx, c.OpenStore)
@@ -137,8 +139,9 @@ func (n *Network) Shutdown(ctx context.Context) {
 }
 
 // Run starts the network and serves it until ctx ends. It then returns nil, even if the start was
-// not over, because the caller wanted that end. With --exit-on-config-change it returns ErrConfigChanged,
-// wrapped, when the configuration has changed.
+// not over, because the caller wanted that end. It returns an error earlier if the network cannot start or
+// go on. With --exit-on-config-change it returns ErrConfigChanged, wrapped, when the configuration has
+// changed.
 func (n *Network) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -288,8 +291,8 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	return n.reports.report(ctx, q)
 }
 
-// observe records the moment at which the store had the configuration of the network, if it has it. It
-// waits until the store answers.
+// observe records the moment at which the store had the configuration of the network. It waits until the
+// store answers, and records nothing if the store does not have the configuration.
 func (p *parts) observe(ctx context.Context, store subnet.Observer, own subnet.Lease) {
 	seen, err := store.Observe(ctx, own)
 	switch {

@@ -52,8 +52,7 @@ func NewHost(journal *status.Journal, tuner *tune.Tuner) *Host {
 	}
 }
 
-// parts are what one network has from its opening to its end. Start-up, sessions and reports use
-// them.
+// parts are what one network has from its opening to its end. The start and the sessions use them.
 type parts struct {
 	host     *Host
 	name     string // empty if it is the only network
@@ -62,7 +61,7 @@ type parts struct {
 	devices  *ownership.Locks
 	catalog  backend.Catalog
 	state    *lastknown.Store
-	past     lastknown.State // last known state of the last process, as Open has read it
+	past     lastknown.State // state file of the last process; Rules also has the networks of the subnet file
 	store    Store
 	config   *configWatch
 	ready    *readiness
@@ -74,7 +73,7 @@ type parts struct {
 	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
 }
 
-// env returns the environment of backends.
+// env returns the environment of the backend of cfg on the external interface iface.
 func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	last := p.past
 	if now, ok := p.state.Get(); ok {
@@ -266,9 +265,10 @@ func ended(ctx context.Context, err error) error {
 // yet or no free subnet.
 const retryPause = time.Second
 
-// retry repeats try until it succeeds or ctx ends. It logs each new error once. A success
-// counts even if ctx has ended. retry returns at once if the error is ErrUnfit or
-// ErrConfigChanged.
+// retry repeats try until it succeeds or ctx ends. It logs an error with the message what, if
+// the error differs from the one logged before. A success counts even if ctx has ended. retry
+// returns at once if the error is ErrUnfit or ErrConfigChanged. At the end of ctx it returns
+// the last error, joined with that of ctx.
 func retry(ctx context.Context, what string, try func() error) error {
 	logged := ""
 	for {

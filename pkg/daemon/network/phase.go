@@ -83,8 +83,8 @@ type Progress struct {
 	entered func(before, now Phase)
 
 	mu sync.Mutex
-	// waiting is one of the first three phases, for which the start waits. It is empty while no Network
-	// runs.
+	// waiting is the one of the first three phases in which the start is, or was last before a session
+	// began. It is empty while no Network runs.
 	waiting Phase
 	facts
 	refused  bool  // the daemon has refused the configuration
@@ -102,7 +102,8 @@ type facts struct {
 }
 
 // NewProgress returns the progress of a network that has not started yet. entered is called for each
-// change of the phase, and for the first phase, before which there is "". It must not block.
+// change of the phase. For the first phase, before is "". entered must not block or call the Progress,
+// which is locked meanwhile.
 func NewProgress(entered func(before, now Phase)) *Progress { return &Progress{entered: entered} }
 
 // LogPhases returns a function for NewProgress that logs each phase. If the drawing has no way to the

@@ -31,8 +31,9 @@ import (
 // inNamespace is set in a process that has a network namespace of its own.
 const inNamespace = "DAEMON_TEST_IN_NAMESPACE"
 
-// TestKernelPhases leads a network in use through all its phases, by all ways of the diagram in
-// design.md and by no others, in a network namespace with the real kernel. The store is in memory.
+// TestKernelPhases leads a network through all phases in which it is in use, by all ways of the diagram
+// in design.md between these phases and by no others. It runs in a network namespace with the real kernel.
+// The store is in memory.
 func TestKernelPhases(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)
@@ -77,7 +78,8 @@ func TestKernelPhases(t *testing.T) {
 	w.watch.set(false)
 	w.expect(PhaseServing)
 
-	// Only the traffic rules change. Then the network fails, and the daemon opens it again.
+	// Only the traffic rules change. Then the network ends, as after a failure, and the daemon opens it
+	// again.
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, "EnableNFTables": true}`)
 	stop()
 	w.progress.Stopped()
@@ -151,7 +153,7 @@ func TestKernelPhases(t *testing.T) {
 
 	for before, all := range following {
 		for _, now := range all {
-			// TestMemberPhases of the package daemon walks the arrows at other phases.
+			// TestMemberPhases of the package daemon goes the ways to and from other phases.
 			if outer(before) == inUse && outer(now) == inUse && !w.walked[[2]Phase{before, now}] {
 				t.Errorf("no network went from %q to %q", before, now)
 			}

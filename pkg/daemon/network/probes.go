@@ -34,7 +34,7 @@ func (p *parts) newProber(now lastknown.State, be backend.Backend, running backe
 	return paths.NewProber(c)
 }
 
-// reachable returns the peers that packets are sent to, with their paths. ok is false if the lease loop
+// reachable returns the peers that are not refused, with their paths. ok is false if the lease loop
 // does not answer within statusTimeout.
 func reachable(ctx context.Context, syncer *backend.Syncer) (peers []paths.Peer, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)

@@ -62,8 +62,9 @@ func (p *parts) storedNext() string {
 // does not notice a changed configuration.
 const republishTimeout = 30 * time.Second
 
-// republish writes the own lease with the data that the backend has by now, while s goes on. It returns
-// ErrLeaseLost, wrapped, like publish.
+// republish writes the own lease with the data that the backend has by now, while s goes on. If the data
+// has not changed, it writes nothing. In both cases it tells the backend what the store has. It returns
+// ErrLeaseLost, wrapped, like publish, and an error if the backend wants another next backend.
 func (p *parts) republish(ctx context.Context, m subnet.Manager, s *session) error {
 	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
 	defer cancel()

@@ -31,9 +31,9 @@ type readiness struct {
 	health   *health.Status
 	announce func(context.Context) // called once
 	grace    time.Duration         // --readyz-datastore-grace
-	leaseEnd func() time.Time      // of the own lease; zero if it does not end
+	leaseEnd func() time.Time      // of the own lease; zero if it does not end, or there is none yet
 	once     sync.Once
-	up       chan struct{} // closed when all components have become good
+	up       chan struct{} // closed when all components are good for the first time
 }
 
 func newReadiness(o options.Options, leaseEnd func() time.Time, announce func(context.Context)) *readiness {

@@ -90,8 +90,8 @@ func TestReasonsAreDocumented(t *testing.T) {
 }
 
 // TestPoolUse checks that the own lease counts as a used subnet, and that the lease of a held peer
-// does not, because the store has lost it. poolUse must return the family with the fewest free
-// subnets.
+// does not, because the store does not have that lease any more. poolUse must return the numbers of
+// the family with the fewest free subnets.
 func TestPoolUse(t *testing.T) {
 	const four, six = `"Network":"10.5.0.0/16","SubnetLen":24`, `"EnableIPv6":true,"IPv6Network":"fd00:5::/60","IPv6SubnetLen":64`
 	lease := func(n int, permanent bool) subnet.Lease {

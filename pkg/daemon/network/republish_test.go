@@ -65,7 +65,8 @@ func (r *recorder) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 }
 
 // TestRepublish changes the data of a backend while its session runs. The store must get the new data,
-// also after a failure, and the session must go on.
+// also after a failure, and the session must go on. If the store returns the key of another lease, work
+// must return ErrLeaseLost.
 func TestRepublish(t *testing.T) {
 	for name, tt := range map[string]struct {
 		store   recorder

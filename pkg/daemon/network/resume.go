@@ -99,7 +99,7 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 	return r.serve(ctx, be, 0, func(now *lastknown.State) { *now = last })
 }
 
-// carryOn runs s without the store, until ctx ends.
+// carryOn runs s without the store until ctx ends, and then stops the session that is present by then.
 func (r *runner) carryOn(ctx context.Context, s *session, choice underlay.Options) {
 	changed := make(chan underlay.Interface, 1)
 	defer r.stopServing()

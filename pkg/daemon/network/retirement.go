@@ -56,8 +56,8 @@ func (p *parts) remover(present ownership.Objects) ownership.Remover {
 	return ownership.Remover{Present: present, Devices: p.devices, CloseUnused: p.catalog.CloseUnused}
 }
 
-// newRetirement returns the retirement of fs. When everything is removed, the retirement sends rules,
-// because the traffic rules guard the tunnels of fs until then.
+// newRetirement returns the retirement of the former configurations fs. When everything is removed, the
+// retirement sends rules, because the traffic rules must guard the tunnels of fs only until then.
 func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, rules wait.Signal) *retirement {
 	var former []ownership.Objects
 	migrated := false
@@ -73,14 +73,15 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 		forget: func() { p.state.Update(func(now *lastknown.State) { now.Former = nil }) },
 		done: func() {
 			now, _ := p.state.Get()
-			_ = p.claim(p.claimed(now, present)) // less than before, which cannot be refused
+			_ = p.claim(p.claimed(now, present)) // cannot be refused, because it is less than before
 			p.progress.retired()
 			rules.Send()
 		},
 	}
 }
 
-// due is called after each complete pass without an error.
+// due is called after each complete pass without an error. It lets run begin to remove objects, unless
+// hosts still use the former backend of a migration.
 func (r *retirement) due(p backend.Pass) {
 	if !r.migrated || p.OneBackend {
 		r.begin()

@@ -83,8 +83,8 @@ func TestLeftBehind(t *testing.T) {
 	}
 }
 
-// TestSupersededChangeKeepsFormerDevices gives up a change that goes back to a former device. While the
-// retirement has not removed that device, no other daemon may get its lock.
+// TestSupersededChangeKeepsFormerDevices gives up a change that goes back to a former device. No other
+// daemon may get the lock of that device before the retirement has removed the device.
 func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 	catalog, err := builtin.New(options.Options{})
 	if err != nil {

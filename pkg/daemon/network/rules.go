@@ -72,8 +72,8 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	}
 }
 
-// rulePolicy returns the traffic rules of a session. They guard the tunnels of former backends as
-// long as these are there, because the host still receives packets from them.
+// rulePolicy returns the traffic rules of a session. They also guard the tunnels of the backends in
+// now.Former, because the host receives packets from these tunnels until they are removed.
 func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {
 	policy := firewall.Policy{
 		Masquerade: p.opts.IPMasq, Random: !p.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,

@@ -29,7 +29,7 @@ type runner struct {
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
 // subnet file, and the removal of what former configurations have left. serve calls change, perhaps
 // more than once, to turn the last known state into the state of the session. pause is the time to
-// wait before the own lease is published.
+// wait before the own lease is published. The session lasts until ctx ends or its stop is called.
 func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Duration, change func(now *lastknown.State)) (*session, error) {
 	now, running, err := r.startNetwork(ctx, be, change)
 	if err != nil {
@@ -120,7 +120,7 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	}
 	if replaces {
 		now = r.state.Change(change)
-		_ = r.claim(r.claimed(now, be)) // less than before, which cannot be refused
+		_ = r.claim(r.claimed(now, be)) // cannot be refused, because it is less than before
 	}
 	return now, running, nil
 }
@@ -187,8 +187,9 @@ func (r *runner) stopServing() {
 	}
 }
 
-// former returns the configuration of the session on the last known state. It returns nil if there
-// is no such session, or if the options do not let the network change its configuration while it runs.
+// former returns, during a start, the configuration of the session on the last known state, which may have
+// ended. It returns nil if there was no such session, if leaveLast has ended it, or if the options do not
+// let the network change its configuration while it runs.
 func (r *runner) former() *subnet.Config {
 	now := r.serving.Load()
 	if now == nil || !r.config.follow {

@@ -24,7 +24,7 @@ const lastLook = 200 * time.Millisecond
 // session is the part of a network that depends on configuration, interface and lease.
 type session struct {
 	begin  atomic.Pointer[lastknown.State] // state at the begin, or after a change that kept the session; its Peers are empty, see ledger
-	mtu    int                             // maximum packet size of every path in bytes
+	mtu    int                             // of backend.Network.MTU, in bytes; the path to a peer may be narrower
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
@@ -62,7 +62,7 @@ func (s *session) inspect(ctx context.Context, objects bool) (backend.Inspection
 	return in, err
 }
 
-// own returns the own lease with which the session began.
+// own returns the own lease in begin. republish changes its data, but a renewal does not change its end.
 func (s *session) own() subnet.Lease { return s.begin.Load().Own }
 
 // leave ends the session and stores its last state for inspect.
@@ -78,8 +78,8 @@ func (s *session) leave(ctx context.Context) {
 // writes after a change of the configuration, because etcd passes each write on to all hosts.
 const turnOfHost = 10 * time.Millisecond
 
-// turn returns the time to wait before a request that all hosts make after the same change. It is
-// random, and grows with the number of hosts.
+// turn returns the time to wait before a request that all hosts make after the same change. The time is
+// random, at most turnOfHost for each peer.
 func (s *session) turn() time.Duration {
 	return rand.N(time.Duration(len(s.syncer.Peers().Peers))*turnOfHost + 1)
 }

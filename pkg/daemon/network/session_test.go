@@ -165,9 +165,9 @@ func TestStopWhileMoving(t *testing.T) {
 	})
 }
 
-// TestMoveTwice changes the address of the interface while no session starts after an
-// earlier change. The network must try the latest interface and reconnect the store once,
-// for the new address.
+// TestMoveTwice changes the MTU of the interface, and then, while no session starts with that
+// MTU, the address and the MTU. The network must try the latest interface and reconnect the
+// store once, for the new address.
 func TestMoveTwice(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -219,7 +219,7 @@ func TestRenewalWhileMoving(t *testing.T) {
 	})
 }
 
-// late is a store that gives another lease, but not before the request was cancelled.
+// late is a store whose first Acquire returns another lease, but not before the request was cancelled.
 type late struct {
 	silent
 	asked  func()

@@ -46,9 +46,9 @@ type attempt struct {
 	waits  bool           // the attempt waits for a free subnet even if there is another configuration to try
 }
 
-// prepare obtains the configuration, the interface, a backend and the own lease, and waits for
-// each of them. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
-// waits for a subnet.
+// prepare obtains the configuration, the interface, a backend and the own lease. It waits for the
+// configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
+// the store changes while prepare waits for a subnet or for a cloud.
 //
 // If the configuration in the store cannot be used, and the network is served from the last known
 // state, prepare uses the configuration of that state. So the host follows its peers and keeps its
@@ -164,8 +164,8 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 
 // acquire takes the own lease. It waits for a free subnet like waitForSubnet, and for a cloud that
 // does not answer. If the configuration in the store changes meanwhile, acquire returns
-// ErrConfigChanged, wrapped. It does not wait for a cloud if the network can go on with the
-// configuration of the last known state.
+// ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
+// configuration, because the network can go on with that one.
 func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, a attempt) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
@@ -201,8 +201,9 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	}
 }
 
-// unchanged returns ErrConfigChanged, wrapped, if the store has another valid configuration than
-// stored. stored is nil if the earlier configuration could not be read.
+// unchanged returns ErrConfigChanged, wrapped, if the store has a valid configuration that differs from
+// stored. stored is nil if the earlier configuration could not be read. unchanged returns nil if the store
+// has no configuration that can be read.
 func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 	now, err := s.store.Config(ctx)
 	if err != nil {
@@ -217,9 +218,10 @@ func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 	return nil
 }
 
-// waitForSubnet acquires a lease for claim. If no subnet is free, it waits for one, unless the network
-// can go on with another configuration and a.waits is not set: it then returns ErrNoSubnets, wrapped. It
-// returns ErrConfigChanged, wrapped, if the configuration in the store changes while it waits.
+// waitForSubnet acquires a lease for claim. If no subnet is free, waitForSubnet calls leaveLast and waits
+// for a subnet. But if the network can go on with another configuration and a.waits is not set, it returns
+// ErrNoSubnets, wrapped, at once. It returns ErrConfigChanged, wrapped, if the configuration in the store
+// changes while it waits.
 func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Claim) (own subnet.Lease, err error) {
 	var left, none error
 	err = retry(ctx, "waiting for a subnet", func() (err error) {

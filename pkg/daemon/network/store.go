@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// Store is a manager with its connection.
+// Store is a manager whose connection can be replaced and closed.
 type Store interface {
 	subnet.Manager
 	// Reconnect replaces the connection, after the local address of the old one was removed.
@@ -36,8 +36,9 @@ type storeOpener struct {
 }
 
 // open opens the store of a network with the watch of its configuration. It opens them together, because
-// etcd passes the configuration to the watch, and the watch passes warnings to the Kubernetes API. one
-// opens the store of one of several networks. If one is nil, the options select the store.
+// etcd passes the configuration to the watch, and the watch passes warnings to the Kubernetes API. The
+// parameter one is a function that opens the store of one of several networks. If one is nil, there is only
+// one network, and the options select its store.
 func (o storeOpener) open(ctx context.Context, one func(etcd.Config) (Store, error)) (Store, *configWatch, error) {
 	if one == nil && o.opts.KubeSubnetMgr {
 		m, err := kube.New(o.kubeConfig(ctx))
