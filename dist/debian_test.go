@@ -194,7 +194,7 @@ func TestDebianPackage(t *testing.T) {
 // TestPackageNamesConflictingFiles checks what the scripts of the package print: the name of
 // an administrator's file that conflicts with the step, and nothing if there is none.
 //
-//stages:rest it builds packages
+//stages:rest only packages run these scripts
 func TestPackageNamesConflictingFiles(t *testing.T) {
 	const unit = "/etc/systemd/system/flanneld.service"
 	for _, tc := range []struct{ script, file, wants string }{
@@ -230,7 +230,7 @@ func TestPackageNamesConflictingFiles(t *testing.T) {
 // waiting until the daemon is ready. The store may be unavailable, and meanwhile the package
 // manager's lock would block all other installations on the host.
 //
-//stages:rest it builds packages
+//stages:rest only packages run this script
 func TestUpgradeDoesNotWait(t *testing.T) {
 	dir := t.TempDir()
 	stub := "#!/bin/sh\necho \"$@\" >> " + filepath.Join(dir, "calls") + "\n"

@@ -489,7 +489,7 @@ func TestNetworkDeletedMeanwhile(t *testing.T) {
 // TestNetworksRestart restarts a daemon with ten dual-stack networks, half of them with vxlan and half with
 // host-gw. Nothing may change in the kernel, and no packet may be lost.
 //
-//stages:rest TestNetworks has restarts of one network
+//stages:rest TestNetworksWithoutTheStore restarts a daemon with two networks
 func TestNetworksRestart(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, "")
@@ -547,7 +547,7 @@ func TestNetworksRestart(t *testing.T) {
 // TestNetworksOfOneBackend checks that one daemon serves two networks with udp and two with wireguard, each
 // with its own ports and both families.
 //
-//stages:rest TestNetworks has one network of each backend
+//stages:rest TestNetworks has several networks with vxlan
 func TestNetworksOfOneBackend(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, "")

@@ -315,7 +315,7 @@ func expectPathMTU(t *testing.T, h *lab.Host, want int) {
 // TestPathMTUOneWay narrows one direction of a path. The host that sends in this direction must find the MTU. The
 // other host must keep the full MTU.
 //
-//stages:rest the MTU is raised after half a minute
+//stages:rest it waits for some seconds to see that no MTU changes
 func TestPathMTUOneWay(t *testing.T) {
 	t.Parallel()
 	for _, f := range [][]prefix.Family{v4, v6} {
