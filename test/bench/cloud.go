@@ -292,7 +292,7 @@ func (k runningKeeper) expectRoutes(hosts int) error {
 // lead starts host 1 as the leader of a network, and counts the calls until a comparison has confirmed
 // the routes to all hosts. The caller must call k.end, unless lead returns an error.
 func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, calls int, err error) {
-	calls, err = b.count(func() error {
+	calls, err = b.count(func() (err error) {
 		be, end, err := b.host(ctx, 1, cloud.WriterLeader)
 		if err != nil {
 			return err
@@ -304,6 +304,11 @@ func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, call
 		k = b.keep(ctx, be.Cloud, 1, hosts, true)
 		stop := k.end
 		k.end = func() { stop(); end() }
+		defer func() {
+			if err != nil {
+				k.end()
+			}
+		}()
 		if _, err := k.Result(ctx); err != nil { // waits for the first comparison, which creates the routes
 			return err
 		}
