@@ -123,6 +123,7 @@ func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gon
 	}
 	tv := unix.NsecToTimeval(int64(patience))
 	if err := unix.SetsockoptTimeval(r.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
+		r.close()
 		return nil, nil, err
 	}
 	want := 1
