@@ -147,8 +147,8 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 }
 
 // refuse records why the network cannot change to cfg. It has no effect if the store has another
-// configuration by now. It logs the first reason only, because its text may contain addresses
-// that change all the time.
+// configuration by now. It logs only the first reason for cfg, because the text of a reason may
+// contain addresses that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

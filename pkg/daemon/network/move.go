@@ -17,7 +17,7 @@ import (
 // work keeps the network up to date with the store, beginning with session s, until attending ends
 // or the network can change to another configuration. It then returns the last session, which it
 // leaves running, and the change, which is nil if attending has ended. If the external interface
-// changes, work ends the session and starts another one from the state that it leaves. The new session
+// changes, work ends the session and starts another one, which goes on with the state of the ended one and
 // lasts until ctx ends.
 func (r *runner) work(ctx, attending context.Context, m Store, s *session, changed <-chan underlay.Interface) (*session, *change, error) {
 	for {

@@ -48,7 +48,7 @@ type retirement struct {
 	start    chan struct{}
 	begin    func() // closes start; may be called twice
 	forget   func() // called when everything is removed: clears the former configurations in the state
-	done     func() // called after that, when the locks of former devices are released too
+	done     func() // called after forget, when the locks of former devices are released too
 }
 
 // remover returns the Remover of former configurations on a host that needs the objects in present.

@@ -119,7 +119,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		last.Peers = subnet.LedgerState{}
 	}
 	s.progress.waitFor(PhaseNoLease)
-	if s.runner.differs(cfg) { // so that Renewed keeps the data of that lease, even if acquire publishes other data
+	if s.runner.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
 	own, err := s.acquire(ctx, be, env, last, a)
