@@ -40,7 +40,7 @@ func (s single) all() []metrics.Source { return []metrics.Source{s.Metrics()} }
 
 func (s single) status(ctx context.Context, q status.Query) (status.Report, error) {
 	if q.Network != "" {
-		return status.Report{}, fmt.Errorf("there is no network %s: this daemon has one network without a name", q.Network)
+		return status.Report{}, fmt.Errorf("%w: %s: this daemon has one network without a name", status.ErrNoNetwork, q.Network)
 	}
 	return s.Report(ctx, q)
 }
