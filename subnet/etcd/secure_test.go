@@ -340,7 +340,7 @@ func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
 
 // enableAuth makes the etcd require logins. The user root may do everything, the user flannel may
 // read and write below the prefix, and a further user has no permissions. All passwords are
-// "secret".
+// "secret". At the end of the test enableAuth disables authentication if the etcd is linked in.
 func enableAuth(tb testing.TB, f *fixture) {
 	tb.Helper()
 	ctx := tb.Context()
@@ -363,6 +363,18 @@ func enableAuth(tb testing.TB, f *fixture) {
 	if err != nil {
 		tb.Fatal(err)
 	}
+	if f.etcd == nil {
+		return
+	}
+	// The etcd that is linked in panics if it stops while it looks up the permission for a watch. See
+	// https://github.com/etcd-io/etcd/issues/14256.
+	tb.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		if _, err := f.root(tb).AuthDisable(ctx); err != nil {
+			tb.Errorf("disable authentication: %v", err)
+		}
+	})
 }
 
 func (f *fixture) root(tb testing.TB) *clientv3.Client {
