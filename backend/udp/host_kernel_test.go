@@ -62,7 +62,7 @@ func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 
 // TestKernelSystemdKeepsTheDevice checks that the device survives a restart under systemd. The
 // test plays systemd: it receives the device from a Host, keeps it when that Host closes, and
-// passes it to a new process.
+// passes it to a new process. That process must not pass the device to systemd again.
 func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
 	systemd := listenAsSystemd(t)
@@ -86,7 +86,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	before := index()
 	// systemd passes the process id in an environment variable.
 	cmd := exec.CommandContext(ctx, "sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=flannel0 exec "$0"`, os.Args[0])
-	cmd.Env = append(os.Environ(), childEnv+"=1", "NOTIFY_SOCKET=")
+	cmd.Env = append(os.Environ(), childEnv+"=1")
 	cmd.ExtraFiles = []*os.File{kept}
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
@@ -99,6 +99,22 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	}
 	if after := index(); after != before || after == "" {
 		t.Errorf("device %q, was %q", after, before)
+	}
+	last, err := net.Dial("unixgram", systemd.LocalAddr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer last.Close()
+	if _, err := last.Write([]byte("last")); err != nil {
+		t.Fatal(err)
+	}
+	message := make([]byte, 1000)
+	n, err := systemd.Read(message)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := string(message[:n]); got != "last" {
+		t.Errorf("the next start sent %q to systemd, want no message: systemd keeps the device already", got)
 	}
 }
 
