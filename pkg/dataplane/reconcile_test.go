@@ -221,6 +221,33 @@ func TestReport(t *testing.T) {
 	}
 }
 
+// TestDriftBeforeTheFirstRoute checks that the Reconciler compares everything after a failed
+// write, also if the bulk start, which waits for the first route, reads the kernel's state.
+func TestDriftBeforeTheFirstRoute(t *testing.T) {
+	kernel := dataplanetest.New()
+	spy := &dataplanetest.Spy{Kernel: kernel}
+	r := dataplanetest.NewReconciler(t, spy, time.Hour)
+	want, neigh := dataplanetest.Base(), dataplanetest.Peer(2, 0)[0]
+	want.Add(neigh)
+	if _, err := r.Reconcile(silentContext(t), want, false); err != nil {
+		t.Fatal(err)
+	}
+	spy.Fail = func(dataplane.Op) error { return syscall.EBUSY }
+	if _, err := r.Update(silentContext(t), nil, dataplanetest.Peer(3, 0)[:1], false); !errors.Is(err, syscall.EBUSY) {
+		t.Fatalf("error %v, want the error of the write", err)
+	}
+	spy.Fail = nil
+	if failed := kernel.Apply(silentContext(t), []dataplane.Op{{Object: neigh, Delete: true}}); len(failed) > 0 {
+		t.Fatal(failed)
+	}
+	if _, err := r.Update(silentContext(t), nil, nil, false); err != nil {
+		t.Fatal(err)
+	}
+	if !r.Has(neigh) {
+		t.Errorf("%s is missing after another program has deleted it", neigh)
+	}
+}
+
 func BenchmarkReconcile5000(b *testing.B) {
 	have, want := dataplanetest.Base(), dataplanetest.Peers(5000)
 	b.Run("plan all", func(b *testing.B) {
