@@ -20,7 +20,7 @@ var (
 	// ErrUnfit means that a retry cannot succeed, for example because the store gives this node a
 	// subnet that does not fit the configuration, and an operator has to change one of them.
 	ErrUnfit = errors.New("subnet does not fit the configuration")
-	// ErrInvalidConfig means that the store has a configuration that cannot be used.
+	// ErrInvalidConfig means that the network configuration in the store or in the file cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")
 	// ErrLed means that another node is the leader for a task.
 	ErrLed = errors.New("another node is the leader")

@@ -8,8 +8,9 @@ import (
 	"github.com/flanneld/flanneld/backend"
 )
 
-// Leftovers implements backend.Cleaner. Besides its device the kernel path has a port and
-// a filter.
+// Leftovers implements backend.Cleaner. It returns the FOU port and the nftables table of the
+// kernel path, unless the configuration or the options of this host exclude that path. The
+// device is not a leftover, because it belongs to the Scope.
 func (b *Backend) Leftovers() []backend.Leftover {
 	if b.config.Mode == modeUserspace || b.kernelSupported() != nil {
 		return nil

@@ -179,8 +179,8 @@ type hostMigration struct {
 	Moved   int               `json:"moved"`   // number of peers to which the host sends by the next backend
 	Waiting map[string]string `json:"waiting"` // by lease, why the host sends to the peer by the present backend
 	Refused map[string]string `json:"refused"` // by lease, why the host sends to the peer by neither backend
-	// ClearText is the number of peers at the location of this host to which it sends by the backend of
-	// SameLocation, which does not encrypt.
+	// ClearText is the number of peers to which this host sends by the backend of the key SameLocation,
+	// because they are at its location. That backend does not encrypt.
 	ClearText int `json:"clearText,omitempty"`
 }
 

@@ -114,7 +114,8 @@ func (r *reporter) end(own error) {
 	r.report.Dropped = r.report.Dropped || dropped(own)
 }
 
-// last returns the error of the last comparison, and the number of routes that were repaired since the last call.
+// last returns the number of routes that were repaired since its previous call, and sets the number back to zero.
+// err is the error of the routes to this host from the last comparison.
 func (r *reporter) last() (repaired int, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

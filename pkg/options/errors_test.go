@@ -210,7 +210,8 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 	case strings.ContainsAny(err.Error(), "\r\n"):
 		t.Errorf("%s with %q: %q is not one line", source, text, err)
 	case !strings.HasPrefix(err.Error(), source+" ") || !strings.Contains(err.Error(), fmt.Sprintf("%q", text)):
-		// The error about an incomplete pair of flags does not contain the text.
+		// If only one flag of a pair is set, such as --etcd-keyfile without --etcd-certfile, the error
+		// names both flags, but does not contain the value.
 		if !strings.HasSuffix(err.Error(), "expected both or neither") {
 			t.Errorf("%s with %q: %q, want the flag and the text", source, text, err)
 		}

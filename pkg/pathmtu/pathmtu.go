@@ -27,7 +27,8 @@ import (
 )
 
 const (
-	// Rate is the number of packets that a host may send in a second, with all its networks.
+	// Rate is the maximum number of echo requests per second that a host sends to find path MTUs, in all
+	// its networks together.
 	Rate = 10
 	// interval is the least time between two checks of a path. The time is longer if there are more paths
 	// than Rate allows.

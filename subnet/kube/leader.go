@@ -117,8 +117,8 @@ func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
 	return nil
 }
 
-// spec returns the spec of the Lease with this node as the leader. taken is true at the beginning
-// of a term, and makes the spec contain that time.
+// spec returns the spec of the Lease with this node as the leader. taken must be true at the
+// beginning of a term. Then the spec contains the present time as acquireTime.
 func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
 	now := time.Now().UTC().Format(microTime)
 	spec := map[string]any{

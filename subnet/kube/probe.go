@@ -88,5 +88,6 @@ func (c *client) stale(have, want int64) error {
 	}
 }
 
-// errStale means that a watch does not reach a change that the store has.
+// errStale means that a watch is behind the store: it has not reached the last change of the own Node
+// within timing.late.
 var errStale = errors.New("watch is stale")

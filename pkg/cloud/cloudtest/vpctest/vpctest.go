@@ -40,7 +40,8 @@ type Instance struct {
 	ID, Subnet string // the subnet is one of the cloud
 	Addresses  []netip.Addr
 	Stopped    bool
-	// Restricted is set if the cloud passes the instance only packets with its own addresses.
+	// Restricted is set if the cloud delivers to the instance only packets to the instance's own
+	// addresses. Then routes to the instance carry no packets. In EC2 the source/dest check does that.
 	Restricted bool
 }
 
