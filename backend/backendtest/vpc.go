@@ -55,8 +55,9 @@ func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
 	return Cloud(t, v.New, raw, v.Families...)
 }
 
-// Joined returns the Cloud of a new backend after a call of Cloud.Join. VPC.Open makes this process
-// the host i-1, so Join must return Self.
+// Joined returns the Cloud of a new backend, for which it has called Cloud.Join. The caller must call
+// Open first, which makes this process the host i-1. The test fails if Join does not return Self, the
+// target of routes to i-1.
 func (v VPC) Joined(t *testing.T) cloud.Cloud {
 	t.Helper()
 	c := v.Backend(t, `{}`).Cloud

@@ -20,8 +20,8 @@ type natHost struct {
 	clock  instant
 }
 
-// newNATHost returns a natHost whose daemon has just started. own is the lease that host 1 had
-// before the start. The network begins with the shared endpoints and relay lists in own.
+// newNATHost returns host 1 as it is when its daemon has just started. own is the lease of host 1
+// before the start. The network takes over the shared endpoints and the relay lists that own contains.
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)

@@ -197,8 +197,11 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 // h needs now. differs is false if h needs no change now. change leaves a difference to a later
 // pass if the change could disturb the session with the peer. It sets a new preshared key only at
 // the times that takesPSK allows. It sets the endpoint only if there is no session, or if the
-// endpoint of w has changed since the last pass. allowed returns the subnets of all wanted peers.
-// change calls allowed only if h has subnets that are not in w.
+// endpoint of w has changed since the last pass. If that endpoint has changed and h was not read from the
+// device, change returns all of w, because the device may not have the peer.
+//
+// allowed returns the subnets of all wanted peers. mustRemove needs it to decide whether h must lose
+// its surplus subnets. change calls allowed only if h has subnets that are not in w.
 func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {

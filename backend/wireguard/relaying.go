@@ -98,9 +98,9 @@ func (r *relaying) note(lease string, now relayNote) {
 	r.decisive = r.decisive || decides(before.peer) || decides(now.peer)
 }
 
-// agreed reports whether this host and at least one peer both publish that they do not reach each
-// other. Only then may a relay carry the packets between them. It is not sufficient that this host
-// publishes it, because the peer may be down.
+// agreed reports whether a relay may be needed: there is a peer such that this host and the peer both
+// publish that they do not reach each other. Only between two such hosts may a relay carry the
+// packets. If only this host publishes that, the peer may be down.
 func (r *relaying) agreed() bool {
 	if r.published.empty() {
 		return false

@@ -22,8 +22,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/version"
 )
 
-// readTimeout limits how long a scrape waits for Values. The daemon reads them only between two
-// passes of a network's Syncer.
+// readTimeout limits how long a scrape waits for Values. The daemon can read some of them, such as
+// the state of the peers, only between two passes of a network's Syncer. If it cannot read these in
+// time, the scrape still returns the others.
 const readTimeout = 2 * time.Second
 
 // Values contains the values that are read at each scrape. A zero time or a nil map means

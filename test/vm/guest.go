@@ -215,8 +215,9 @@ func addTool(ctx context.Context, root, name string) (libraries []string, err er
 	return libraries, nil
 }
 
-// addModules copies the folders in modules from the kernel k to the guest, and generates the list
-// of the dependencies between the modules in them.
+// addModules copies kernel modules of k to the guest, whose files are below root. The variable modules
+// lists the folders to copy. Then addModules runs depmod, which writes the dependencies between the
+// copied modules, because modprobe in the guest needs them.
 func addModules(ctx context.Context, root string, k kernel) error {
 	to := filepath.Join(root, "usr/lib/modules", k.version)
 	for _, dir := range modules {
