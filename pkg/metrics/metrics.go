@@ -44,8 +44,8 @@ type Values struct {
 	ConfigRejected bool
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
 	Paths          *paths.Outcome    // nil without --probe
-	NarrowPaths    int               // paths with an MTU smaller than that of the device
-	Relayed        int               // peers to which a relay carries the packets
+	NarrowPaths    int               // paths with an MTU smaller than that of the device; unknown if Peers is nil
+	Relayed        int               // peers to which a relay carries the packets; unknown if Peers is nil
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
 	CloudPeers     map[string]int    // peers by what carries the packets to them (cloud, tunnel), with Backend.Overflow
@@ -241,6 +241,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for state, n := range values.Peers {
 		set("peers", float64(n), state)
 	}
+	if values.Peers != nil {
+		set("narrow", float64(values.NarrowPaths))
+		set("relayed", float64(values.Relayed))
+	}
 	for kind, n := range values.Objects {
 		set("objects", float64(n.Present), kind)
 		set("wanted", float64(n.Wanted), kind)
@@ -254,8 +258,6 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		}
 		set("broken", float64(values.Paths.Unreachable()))
 	}
-	set("narrow", float64(values.NarrowPaths))
-	set("relayed", float64(values.Relayed))
 	for backend, n := range values.Carried {
 		set("carried", float64(n), backend)
 	}

@@ -100,7 +100,7 @@ func TestMetrics(t *testing.T) {
 // lease that does not expire would look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
 	page := scrape(t, metrics.New("", false).With(func(context.Context) metrics.Values { return metrics.Values{} }))
-	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_location", "flannel_path_round_trip"} {
+	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_location", "flannel_path_round_trip", "flannel_narrow", "flannel_relayed"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
 		}

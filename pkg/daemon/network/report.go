@@ -34,44 +34,55 @@ type reporter struct {
 }
 
 // inspect returns the state of the present session, or zero values if there is none. objects selects
-// whether it includes the kernel objects of each peer.
-func (o reporter) inspect(ctx context.Context, objects bool) (lastknown.State, backend.Inspection) {
+// whether it includes the kernel objects of each peer. known is false if the session does not answer in
+// time, for example during a long pass. The state of its peers is then unknown, and in contains only the
+// error.
+func (o reporter) inspect(ctx context.Context, objects bool) (now lastknown.State, in backend.Inspection, known bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	s := o.serving()
 	if s == nil {
-		return lastknown.State{}, backend.Inspection{}
+		return lastknown.State{}, backend.Inspection{}, true
 	}
-	now := *s.begin.Load()
+	now = *s.begin.Load()
 	last, _ := o.state.Get()
 	now.Own = last.Own // renewed in the meantime
 	in, err := s.inspect(ctx, objects)
+	known = err == nil
 	if s.left.Load() != nil { // s has ended: report why the next session does not start
 		_, err = o.ready.health.Part(partDatapath)
 	}
 	if err != nil {
 		in.Err = err
 	}
-	return now, in
+	return now, in, known
 }
 
 // values returns the values of the metrics.
 func (o reporter) values(ctx context.Context) metrics.Values {
-	now, in := o.inspect(ctx, false)
+	now, in, known := o.inspect(ctx, false)
 	ready, _ := o.ready.health.Ready()
 	since, away := o.ready.health.Part(partDatastore)
 	l := metrics.Values{
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
-		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
-		Mode:  in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.refusal() != "",
-	}
-	if use := o.poolUse(now, in); use != nil {
-		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
+		Mode: in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.refusal() != "",
 	}
 	if s := o.serving(); s != nil && s.prober != nil {
 		outcome := s.prober.Outcome(0)
 		l.Paths = &outcome
+	}
+	if known {
+		o.countPeers(&l, now, in)
+	}
+	return l
+}
+
+// countPeers sets those values that are counts of peers and of their subnets.
+func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.Inspection) {
+	l.Peers = map[string]int{"served": 0, "held": 0, "refused": 0}
+	if use := o.poolUse(now, in); use != nil {
+		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
 	if now.Config.Migrates() {
 		l.Carried = map[string]int{"present": 0, "next": 0}
@@ -103,7 +114,6 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 			l.Peers["served"]++
 		}
 	}
-	return l
 }
 
 // poolUse returns how much of the range of subnets is in use, for the family with the
@@ -130,7 +140,7 @@ func (o reporter) poolUse(now lastknown.State, in backend.Inspection) *subnet.Us
 
 // report returns the report for /statusz. If q.AllPaths is set, it has all paths, but no peers and events.
 func (o reporter) report(ctx context.Context, q status.Query) (status.Report, error) {
-	now, in := o.inspect(ctx, !q.AllPaths)
+	now, in, known := o.inspect(ctx, !q.AllPaths)
 	r := status.NewReport(o.host.Started, o.host.Journal, o.opts.StoreKind())
 	r.Network = status.Network{
 		Name: o.name, Phase: string(o.progress.Phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
@@ -142,7 +152,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	if s := o.serving(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
-	if use := o.poolUse(now, in); use != nil {
+	if use := o.poolUse(now, in); known && use != nil {
 		r.Network.Pool = (*status.Pool)(use)
 	}
 	for _, a := range now.Interface.Addrs {

@@ -281,6 +281,23 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 	})
 }
 
+// TestValuesOfABusySession reads the metrics of a session that does not answer. They must not say that
+// there are no peers.
+func TestValuesOfABusySession(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, s := runnerOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
+		reports := reporter{state: n.state, ready: n.ready, config: n.config, serving: func() *session { return s }}
+		synctest.Wait()
+		if v := reports.values(t.Context()); v.Peers == nil {
+			t.Errorf("got %+v, want a number of peers", v)
+		}
+		s.stop() // from now on no pass ends
+		if v := reports.values(t.Context()); v.Peers != nil || v.Pool != nil || v.Backend != "scripted" {
+			t.Errorf("got %+v, want the backend, and no number of peers or subnets", v)
+		}
+	})
+}
+
 // TestStatusWhileMoving reads the status of a network whose interface has changed to an
 // unusable one. The status must have the peers of the last session, whose objects are still
 // in the kernel, and the reason why no session starts.
@@ -304,7 +321,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		}()
 		synctest.Wait()
 		begin := time.Now()
-		_, in := (reporter{state: n.state, ready: n.ready, serving: n.serving.Load}).inspect(ctx, true)
+		_, in, _ := (reporter{state: n.state, ready: n.ready, serving: n.serving.Load}).inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
 			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
