@@ -124,6 +124,29 @@ func (v *vpc) note(ctx context.Context, id string, err error) {
 	}
 }
 
+// convert returns e as a route of v's table. It reports false if the destination of e is not a prefix, or
+// if e is being deleted. A route with several next hops is foreign, because an operator has made it. A
+// custom route with another origin or with a service is foreign, because a system of the cloud manages
+// it. A custom route with the mark of another cluster is foreign unless it leads to this host, because no
+// other host needs such a route.
+func (v *vpc) convert(e entry) (cloud.Route, bool) {
+	dst, err := netip.ParsePrefix(e.Dst)
+	if err != nil || e.Status == deleting {
+		return cloud.Route{}, false
+	}
+	r := cloud.Route{Table: v.table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target"}
+	managed := e.Service != "" || e.Origin != "" && e.Origin != byUser
+	switch {
+	case e.Type == system:
+		r.Target = localTarget
+	case len(e.Hops.All) > 0 && e.Hops.All[0].ID != "":
+		r.Target = e.Hops.All[0].ID
+	}
+	other := cloud.OfOther(e.Description, v.cluster) && r.Target != v.own
+	r.Foreign = len(e.Hops.All) > 1 || r.ByCall && (managed || other)
+	return r, true
+}
+
 // Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Alibaba Cloud
 // always get packets with foreign addresses.
 func (v *vpc) Join(ctx context.Context) (string, error) {

@@ -4,7 +4,8 @@
 // keys, variables and standard input of the commands are those of flannel's extension
 // backend (pkg/backend/extension), so that scripts written for it work unchanged.
 //
-//   - extension.go runs the commands of the start and of the stop.
+//   - start.go starts the network, and runs PostStartupCommand.
+//   - extension.go runs PreStartupCommand, and the commands of the stop.
 //   - network.go runs the commands for the subnets of peers.
 //   - command.go runs a single command, and config.go decides whether a shell runs it.
 //   - store.go contains the state file, which says which commands have run.
@@ -218,34 +219,6 @@ func (b *Backend) outdated(prev subnet.Claim) bool {
 	return false
 }
 
-// Start implements backend.Backend.
-func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if err := b.prepare(ctx); err != nil {
-		return nil, err
-	}
-	store := b.host.store
-	s := store.setup()
-	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)}
-	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
-		again := s
-		again.Key = "" // if the command fails, the next start begins with PreStartupCommand
-		store.setSetup(again)
-		store.flush(ctx)
-		if _, err := b.attempt(ctx, b.config.post, s.Input); err != nil {
-			return nil, err
-		}
-		s.Post = post
-	}
-	store.setSetup(s)
-	store.flush(ctx)
-	b.host.timeout.Store(int64(b.config.timeout))
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
-	if err != nil {
-		return nil, err
-	}
-	return newNetwork(ctx, b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
-}
-
 // prepare runs PreStartupCommand and records its output. If another setup has run since the boot,
 // prepare first undoes that. It does nothing if the recorded command is the same, and has run for
 // the same external interface and addresses. It returns an error if the command fails, or if its
@@ -304,36 +277,6 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 		log.Error(err, "command failed, trying again", "try", try, "of", setupTries)
 		_ = wait.For(ctx, time.Duration(try)*setupPause) // if ctx has ended, the next run starts no program
 	}
-}
-
-// Values of the IPv6 variables of PostStartupCommand and ShutdownCommand on a host without
-// IPv6. Scripts written for flannel expect them.
-const (
-	noSubnet  = "::/0"
-	noAddress = "<nil>"
-)
-
-// ownVariables returns the variables for PostStartupCommand and ShutdownCommand.
-func (b *Backend) ownVariables(own subnet.Lease) []string {
-	values := map[string]string{"IPV6SUBNET": noSubnet, "PUBLIC_IPV6": noAddress}
-	for _, e := range own.Endpoints {
-		names := namesOf(e.Family())
-		values[names.subnet] = e.Subnet.String()
-		if n, ok := b.env.Config.Network(e.Family()); ok {
-			values[names.network] = n.Prefix.String()
-		}
-		if a, ok := b.env.Underlay.Family(e.Family()); ok {
-			values[names.address] = a.Local.String()
-		}
-	}
-	var env []string
-	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		n := namesOf(f)
-		for _, name := range []string{n.network, n.subnet, n.address} {
-			env = append(env, name+"="+values[name])
-		}
-	}
-	return env
 }
 
 // peerVariables returns the variables for the commands of a peer's subnet. Their values are

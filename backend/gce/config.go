@@ -10,6 +10,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
+const page = "Documentation/backends/gce.md"
+
 // config is the Backend object of the network configuration.
 type config struct {
 	Writer   string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions

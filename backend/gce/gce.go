@@ -8,6 +8,7 @@
 //     belongs, and how it is named; it is pure.
 //   - rest.go makes the calls of the Compute API, and sorts their errors.
 //   - metadata.go asks the metadata service for the instance and for tokens.
+//   - connect.go finds the URLs of the APIs, the project, the instance and the zone.
 package gce
 
 import (

@@ -9,9 +9,6 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
-	"net/url"
-	"os"
-	"path"
 	"slices"
 	"strings"
 	"sync"
@@ -21,65 +18,12 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
-	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// endpoints are the URLs of the APIs.
-type endpoints struct {
-	compute string
-	manager string // of the Resource Manager API
-}
-
-// findEndpoints returns the URLs of the APIs. The environment variables that replace them are those
-// of gcloud. It returns an error if other hosts could read the token that is sent to such a URL.
-func findEndpoints() (endpoints, error) {
-	e := endpoints{"https://compute.googleapis.com/compute/v1/", "https://cloudresourcemanager.googleapis.com/"}
-	for _, variable := range []struct {
-		name string
-		to   *string
-	}{{"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", &e.compute}, {"CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER", &e.manager}} {
-		other := os.Getenv(variable.name)
-		if other == "" {
-			continue
-		}
-		if !confidential(other) {
-			return endpoints{}, fmt.Errorf("%s is invalid: expected an https URL, or an http URL of this host, because the token of the service account is sent there", variable.name)
-		}
-		*variable.to = other
-	}
-	return e, nil
-}
-
-// confidential reports whether other hosts cannot read what is sent to that URL.
-func confidential(text string) bool {
-	u, err := url.Parse(text)
-	if err != nil || u.Hostname() == "" {
-		return false
-	}
-	a, err := netip.ParseAddr(u.Hostname())
-	return u.Scheme == "https" || u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && a.IsLoopback())
-}
-
-// connect returns a client for the instance of this host. It reads the names of the project, the
-// instance and the zone from the metadata service.
-func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
-	c := &client{
-		identity: identity{service: newService()}, endpoints: at, http: transport.NewClient(), calls: calls,
-		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
-	}
-	for _, value := range []struct {
-		path string
-		to   *string
-	}{{"project/project-id", &c.project}, {"instance/name", &c.instance}, {"instance/zone", &c.zone}} {
-		var err error
-		if *value.to, err = c.identity.read(ctx, value.path); err != nil {
-			return nil, err
-		}
-	}
-	c.number = strings.Split(c.zone+"//", "/")[1] // projects/NUMBER/zones/ZONE
-	c.zone = path.Base(c.zone)
-	return c, nil
-}
+const (
+	metadataTimeout = 5 * time.Second
+	tokenReserve    = time.Minute
+)
 
 // identity asks the metadata service about this host, and keeps the token that it gets there. It is
 // safe for concurrent use.

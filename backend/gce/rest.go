@@ -22,12 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-const (
-	metadataTimeout  = 5 * time.Second
-	operationTimeout = 2 * time.Minute
-	tokenReserve     = time.Minute
-	page             = "Documentation/backends/gce.md"
-)
+const operationTimeout = 2 * time.Minute
 
 // leastPoll and mostPoll limit the pause between two calls that ask for the status of an operation.
 // Most operations of routes take some seconds, and all hosts of a project share its quota of these
@@ -36,6 +31,12 @@ const (
 	leastPoll = time.Second
 	mostPoll  = 3 * time.Second
 )
+
+// endpoints are the URLs of the APIs.
+type endpoints struct {
+	compute string
+	manager string // of the Resource Manager API
+}
 
 // client makes calls of the Compute API for the instance of this host.
 type client struct {

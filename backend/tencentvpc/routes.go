@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
@@ -76,26 +75,6 @@ func (r route) address() (a netip.Addr, ok bool) {
 
 // disabled reports whether r exists, but carries no packets.
 func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
-
-// convert returns r as a route of a table. A disabled route counts as lost, because it carries no
-// packets. convert reports false if the destination of r is not a prefix. A route with the mark of
-// another cluster is foreign unless it leads to this host, because no other host needs such a
-// route.
-func (v *vpc) convert(r route, table string) (cloud.Route, bool) {
-	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
-	c.Lost = r.disabled()
-	c.Foreign = c.ByCall && v.ofOther(r) && c.Target != v.own.address.String()
-	return c, c.Dst.IsValid()
-}
-
-// ofOther reports whether r has the mark of another cluster.
-func (v *vpc) ofOther(r route) bool { return cloud.OfOther(r.Description, v.cluster) }
-
-// write returns a route to an instance in the form of the API.
-func (v *vpc) write(r cloud.Route) route {
-	yes := true
-	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: cloud.Describe(v.cluster, v.networks, r.Dst), Enabled: &yes}
-}
 
 // id returns a route with only the fields that identify r in calls.
 func (r route) id() route { return route{ID: r.ID, Item: r.Item} }

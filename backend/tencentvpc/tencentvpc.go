@@ -5,7 +5,7 @@
 //
 //   - tencentvpc.go creates the backend.CloudBackend. config.go is the Backend object of the
 //     configuration.
-//   - vpc.go implements cloud.Cloud. routes.go converts the routes of the API; it is pure.
+//   - vpc.go implements cloud.Cloud. routes.go has the routes and the instances of the API; it is pure.
 //   - api.go makes the calls of the API, and sorts their errors.
 //   - connect.go finds the region, the instance and the keys.
 package tencentvpc

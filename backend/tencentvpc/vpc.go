@@ -3,6 +3,7 @@
 package tencentvpc
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
@@ -201,6 +202,26 @@ func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 // to returns the routes of t to dst that a call has made.
 func (t table) to(dst netip.Prefix) []route {
 	return slices.DeleteFunc(slices.Clone(t.Routes), func(r route) bool { return r.dst() != dst || r.Type != user })
+}
+
+// convert returns r as a route of a table. A disabled route counts as lost, because it carries no
+// packets. convert reports false if the destination of r is not a prefix. A route with the mark of
+// another cluster is foreign unless it leads to this host, because no other host needs such a
+// route.
+func (v *vpc) convert(r route, table string) (cloud.Route, bool) {
+	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
+	c.Lost = r.disabled()
+	c.Foreign = c.ByCall && v.ofOther(r) && c.Target != v.own.address.String()
+	return c, c.Dst.IsValid()
+}
+
+// ofOther reports whether r has the mark of another cluster.
+func (v *vpc) ofOther(r route) bool { return cloud.OfOther(r.Description, v.cluster) }
+
+// write returns a route to an instance in the form of the API.
+func (v *vpc) write(r cloud.Route) route {
+	yes := true
+	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: cloud.Describe(v.cluster, v.networks, r.Dst), Enabled: &yes}
 }
 
 // change makes a call that changes routes of a table.

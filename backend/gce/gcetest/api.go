@@ -19,16 +19,6 @@ import (
 
 const root = "https://www.googleapis.com/compute/v1/" // beginning of the URLs of all resources
 
-// failure is an error of a Google API.
-type failure struct {
-	status          int
-	reason, message string
-}
-
-func failed(status int, reason, format string, args ...any) *failure {
-	return &failure{status, reason, fmt.Sprintf(format, args...)}
-}
-
 // ServeHTTP implements http.Handler: the Compute API below /compute/v1/, and the call of the
 // Resource Manager API that asks for permissions.
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {

@@ -86,6 +86,16 @@ func (c Call) Writes() bool {
 	return c.Reason == "" && (c.Name == "routes.insert" || c.Name == "routes.delete")
 }
 
+// failure is an error of a Google API.
+type failure struct {
+	status          int
+	reason, message string
+}
+
+func failed(status int, reason, format string, args ...any) *failure {
+	return &failure{status, reason, fmt.Sprintf(format, args...)}
+}
+
 // Server is the cloud. It is an http.Handler for calls, and safe for concurrent use.
 type Server struct {
 	mu         sync.Mutex

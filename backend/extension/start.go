@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package extension
+
+import (
+	"context"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	if err := b.prepare(ctx); err != nil {
+		return nil, err
+	}
+	store := b.host.store
+	s := store.setup()
+	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)}
+	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
+		again := s
+		again.Key = "" // if the command fails, the next start begins with PreStartupCommand
+		store.setSetup(again)
+		store.flush(ctx)
+		if _, err := b.attempt(ctx, b.config.post, s.Input); err != nil {
+			return nil, err
+		}
+		s.Post = post
+	}
+	store.setSetup(s)
+	store.flush(ctx)
+	b.host.timeout.Store(int64(b.config.timeout))
+	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	if err != nil {
+		return nil, err
+	}
+	return newNetwork(ctx, b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
+}
+
+// Values of the IPv6 variables of PostStartupCommand and ShutdownCommand on a host without
+// IPv6. Scripts written for flannel expect them.
+const (
+	noSubnet  = "::/0"
+	noAddress = "<nil>"
+)
+
+// ownVariables returns the variables for PostStartupCommand and ShutdownCommand.
+func (b *Backend) ownVariables(own subnet.Lease) []string {
+	values := map[string]string{"IPV6SUBNET": noSubnet, "PUBLIC_IPV6": noAddress}
+	for _, e := range own.Endpoints {
+		names := namesOf(e.Family())
+		values[names.subnet] = e.Subnet.String()
+		if n, ok := b.env.Config.Network(e.Family()); ok {
+			values[names.network] = n.Prefix.String()
+		}
+		if a, ok := b.env.Underlay.Family(e.Family()); ok {
+			values[names.address] = a.Local.String()
+		}
+	}
+	var env []string
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		n := namesOf(f)
+		for _, name := range []string{n.network, n.subnet, n.address} {
+			env = append(env, name+"="+values[name])
+		}
+	}
+	return env
+}
