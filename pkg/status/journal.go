@@ -14,6 +14,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
+// Event is one entry of the log.
+type Event struct {
+	Time  time.Time `json:"time"`
+	Error bool      `json:"error,omitempty"`
+	Text  string    `json:"text"`
+}
+
 // Journal keeps the most recent log messages, except those with a verbosity above 0. It is
 // safe for concurrent use.
 type Journal struct {

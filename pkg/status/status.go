@@ -305,10 +305,3 @@ type Object struct {
 	Text    string `json:"text"`
 	Present bool   `json:"present"`
 }
-
-// Event is one entry of the log.
-type Event struct {
-	Time  time.Time `json:"time"`
-	Error bool      `json:"error,omitempty"`
-	Text  string    `json:"text"`
-}

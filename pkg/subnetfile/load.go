@@ -10,12 +10,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// The two variables of the file that do not belong to an address family.
-const (
-	keyMTU    = "FLANNEL_MTU"
-	keyIPMasq = "FLANNEL_IPMASQ"
-)
-
 const maxMTU = 1<<16 - 1 // bytes
 
 // Load returns the content of the file at path for a consumer that needs all of it: a

@@ -3,6 +3,7 @@
 package subnetfile
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -60,6 +61,13 @@ func Read(path string) (Previous, error) {
 		return Previous{}, fmt.Errorf("read subnet file %s: %w", path, err)
 	}
 	return parse(data), nil
+}
+
+// UpToDate reports whether the content of the file at path is exactly f. It returns false
+// if the file is missing or cannot be read.
+func UpToDate(path string, f File) bool {
+	have, err := readBounded(path)
+	return err == nil && bytes.Equal(have, f.Marshal())
 }
 
 // readBounded reads a regular file of at most maxSize bytes. O_NONBLOCK keeps it from

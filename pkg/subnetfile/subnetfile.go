@@ -35,6 +35,12 @@ type File struct {
 	IPMasq  bool    // whether flanneld masquerades
 }
 
+// The two variables of the file that do not belong to an address family.
+const (
+	keyMTU    = "FLANNEL_MTU"
+	keyIPMasq = "FLANNEL_IPMASQ"
+)
+
 // keys contains the names of the two variables of an address family.
 type keys struct{ network, subnet string }
 
@@ -74,11 +80,4 @@ func Write(path string, f File) error {
 		return fmt.Errorf("write subnet file %s: %w", path, err)
 	}
 	return nil
-}
-
-// UpToDate reports whether the content of the file at path is exactly f. It returns false
-// if the file is missing or cannot be read.
-func UpToDate(path string, f File) bool {
-	have, err := readBounded(path)
-	return err == nil && bytes.Equal(have, f.Marshal())
 }

@@ -16,11 +16,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-type contractCase struct {
-	name string
-	run  func(*fixture)
-}
-
 // Contract checks that the kernels that newWorld returns do what dataplane.Kernel
 // describes, and that a Reconciler on such a kernel does what dataplane.Reconciler
 // describes.

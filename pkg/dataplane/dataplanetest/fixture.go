@@ -100,6 +100,13 @@ func directRoutes(i, n int) []dataplane.Route {
 	}
 }
 
+// canonical returns r without the attributes that the Reconciler may ignore when it adopts
+// a route.
+func canonical(r dataplane.Route) dataplane.Route {
+	r.Protocol, r.OnLink, r.NexthopID, r.MTU = 0, false, 0, 0
+	return r
+}
+
 // NewReconciler returns a Reconciler for Scope. It is closed at the end of the test.
 func NewReconciler(t testing.TB, k dataplane.Kernel, resync time.Duration) *dataplane.Reconciler {
 	t.Helper()

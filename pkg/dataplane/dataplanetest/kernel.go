@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Kernel is an in-memory implementation of dataplane.Kernel. It is safe for concurrent
@@ -30,6 +31,20 @@ type Kernel struct {
 	// deletion. The deletion of the objects is announced. The deletion of the IPv4 routes
 	// through them is not.
 	nexthopsGone []uint32
+}
+
+// monitor announces the differences between the state at the last Drain and the present
+// state. The real kernel also announces every step in between, with the same effect on a
+// cache.
+type monitor struct {
+	kernel  *Kernel
+	scope   dataplane.Scope
+	ready   wait.Signal
+	seen    dataplane.State
+	foreign int // counters of the kernel at the last Drain
+	silent  int
+	gone    int // number of deleted nexthop objects
+	muted   bool
 }
 
 // device is a link, with the objects that the kernel deletes together with it. Its routes
@@ -157,6 +172,13 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 		return "", nil
 	}
 	return best.Dev, nil
+}
+
+// announce wakes the monitors. The caller holds k.mu.
+func (k *Kernel) announce() {
+	for _, m := range k.monitors {
+		m.ready.Send()
+	}
 }
 
 func (k *Kernel) put(o dataplane.Object) error {

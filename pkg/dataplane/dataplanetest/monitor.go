@@ -11,20 +11,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// monitor announces the differences between the state at the last Drain and the present
-// state. The real kernel also announces every step in between, with the same effect on a
-// cache.
-type monitor struct {
-	kernel  *Kernel
-	scope   dataplane.Scope
-	ready   wait.Signal
-	seen    dataplane.State
-	foreign int // counters of the kernel at the last Drain
-	silent  int
-	gone    int // number of deleted nexthop objects
-	muted   bool
-}
-
 // Monitor implements dataplane.Kernel.
 func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	m := &monitor{kernel: k, scope: s, ready: wait.NewSignal()}
@@ -40,13 +26,6 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 func (k *Kernel) disturbed() {
 	k.foreign++
 	k.announce()
-}
-
-// announce wakes the monitors. The caller holds k.mu.
-func (k *Kernel) announce() {
-	for _, m := range k.monitors {
-		m.ready.Send()
-	}
 }
 
 // Ready implements dataplane.Monitor.

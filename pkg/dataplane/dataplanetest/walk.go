@@ -132,13 +132,6 @@ func (w *walk) recordWanted() bool {
 	return w.sweep
 }
 
-// canonical returns r without the attributes that the Reconciler may ignore when it adopts
-// a route.
-func canonical(r dataplane.Route) dataplane.Route {
-	r.Protocol, r.OnLink, r.NexthopID, r.MTU = 0, false, 0, 0
-	return r
-}
-
 func (w *walk) changeWant() {
 	i, variant := 2+w.rnd.IntN(hosts), w.rnd.IntN(2)
 	for _, o := range objectsOf(w.want) { // remove the peer

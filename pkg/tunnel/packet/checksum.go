@@ -45,18 +45,6 @@ func sum(b []byte, partial uint64) uint64 {
 	return s + carry
 }
 
-// headerSum returns the sum of an IPv4 header. It is fast for a header without options.
-func headerSum(b []byte) uint64 {
-	w := (*[header4]byte)(b)
-	s := uint64(binary.LittleEndian.Uint32(w[0:])) + uint64(binary.LittleEndian.Uint32(w[4:])) +
-		uint64(binary.LittleEndian.Uint32(w[8:])) + uint64(binary.LittleEndian.Uint32(w[12:])) +
-		uint64(binary.LittleEndian.Uint32(w[16:]))
-	if len(b) == header4 {
-		return s
-	}
-	return sum(b[header4:], s)
-}
-
 // fold reduces a sum to 16 bits, and converts it from the byte order of sum. The checksum is
 // the complement of the result.
 func fold(s uint64) uint16 {
