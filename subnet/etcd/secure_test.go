@@ -371,7 +371,11 @@ func enableAuth(tb testing.TB, f *fixture) {
 	tb.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
-		if _, err := f.root(tb).AuthDisable(ctx); err != nil {
+		root := f.kv // the user root by its certificate, if etcd requires one
+		if f.tls.ClientTLSInfo.Empty() {
+			root = f.root(tb)
+		}
+		if _, err := root.AuthDisable(ctx); err != nil {
 			tb.Errorf("disable authentication: %v", err)
 		}
 	})
