@@ -55,9 +55,9 @@ func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
 	return Cloud(t, v.New, raw, v.Families...)
 }
 
-// Joined returns the Cloud of a new backend, for which it has called Cloud.Join. The caller must call
-// Open first, which makes this process the host i-1. The test fails if Join does not return Self, the
-// target of routes to i-1.
+// Joined creates a backend, calls Join on its Cloud, and returns that Cloud. The caller must call
+// v.Open first, which makes this process the host i-1. The test fails if Join does not return v.Self,
+// the target of routes to i-1.
 func (v VPC) Joined(t *testing.T) cloud.Cloud {
 	t.Helper()
 	c := v.Backend(t, `{}`).Cloud

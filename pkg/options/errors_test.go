@@ -211,7 +211,7 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 		t.Errorf("%s with %q: %q is not one line", source, text, err)
 	case !strings.HasPrefix(err.Error(), source+" ") || !strings.Contains(err.Error(), fmt.Sprintf("%q", text)):
 		// If only one flag of a pair is set, such as --etcd-keyfile without --etcd-certfile, the error
-		// names both flags, but does not contain the value.
+		// names the flag or the variable that sets it, and the missing flag. It does not contain the value.
 		if !strings.HasSuffix(err.Error(), "expected both or neither") {
 			t.Errorf("%s with %q: %q, want the flag and the text", source, text, err)
 		}

@@ -117,8 +117,9 @@ func (t *leaderTerm) begin(ctx context.Context, found leaderLease) (err error) {
 	return nil
 }
 
-// spec returns the spec of the Lease with this node as the leader. taken must be true at the
-// beginning of a term. Then the spec contains the present time as acquireTime.
+// spec returns the spec of the Lease with this node as the leader. transitions becomes its
+// leaseTransitions, the number of times that the Lease was taken after its creation. taken must be
+// true at the beginning of a term. Then the spec contains the present time as acquireTime.
 func (t *leaderTerm) spec(transitions int, taken bool) map[string]any {
 	now := time.Now().UTC().Format(microTime)
 	spec := map[string]any{

@@ -88,6 +88,7 @@ func (c *client) stale(have, want int64) error {
 	}
 }
 
-// errStale means that a watch is behind the store: it has not reached the last change of the own Node
-// within timing.late.
+// errStale means that a watch is behind the store. The probe has read the own Node from the store, and
+// within timing.late after that the watch has not reached the last change of that Node. kubelet makes
+// most of these changes.
 var errStale = errors.New("watch is stale")

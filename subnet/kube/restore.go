@@ -106,10 +106,10 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	return true, nil
 }
 
-// full reports whether the podCIDRs of all entries are known. It is for a cache that contains the
-// last known state, whose podCIDRs are the subnets of the leases. If a lease has no subnet of an
-// enabled family, its Node may have a podCIDR of that family by now. So the podCIDRs of that Node
-// are not known.
+// full reports whether the podCIDRs of all entries are known. restore calls it while the cache
+// contains only the last known state. newNodeCache has then taken the podCIDRs of each Node from the
+// subnets of its lease. If a lease has no subnet of an enabled family, the Node may have got a podCIDR
+// of that family since the state was saved. So the podCIDRs of that Node are not known.
 func (c *nodeCache) full() bool {
 	for _, e := range c.entries {
 		if e.cidrs == nil {
