@@ -47,9 +47,6 @@ type stage struct {
 	rest  bool   // whether the whole stage belongs to the rest
 	// background means that later stages do not wait for the end of this one.
 	background bool
-	// nice is the niceness of the programs of the stage. At 19 they leave the CPUs to those of
-	// all other stages.
-	nice int
 	// exclusive means that this stage waits for the end of all stages in the background.
 	exclusive bool
 	run       func(ctx context.Context, r *run, s selection) error
@@ -67,17 +64,15 @@ func stages(o options) []stage {
 		{name: "build", help: "make build", run: build},
 		{name: "unit", help: "all but the other stages, with the race detector", run: unit},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
+		{name: "fuzz", help: "every fuzz target for a while", rest: true,
+			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
+		{name: "release", help: "TestRelease... of dist, which build releases", rest: true,
+			run: func(ctx context.Context, r *run, s selection) error { return release(ctx, r, s, o.short) }},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
-		// The stage e2e leaves a third of the time of two CPUs unused, because it mostly waits
-		// for timers. The next three stages use that time in the background. They do not make
-		// e2e much slower: clusters mostly wait too, and compilers and fuzzers have a high
-		// niceness.
+		// Clusters mostly wait for their programs: alone, the stage would use a fifth of two
+		// CPUs. So it runs at the same time as the stage e2e.
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
-		{name: "fuzz", help: "every fuzz target for a while", rest: true, background: true, nice: 10,
-			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
-		{name: "release", help: "TestRelease... of dist, which build releases", rest: true, background: true, nice: 19,
-			run: func(ctx context.Context, r *run, s selection) error { return release(ctx, r, s, o.short) }},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		// The guest's CPUs are emulated and slow, so no other stage runs at the same time.
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", exclusive: true, run: vm},
@@ -171,7 +166,7 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 		if s.exclusive {
 			background.Wait()
 		}
-		r := &run{stage: s.name, part: sel.part, strict: strict, nice: s.nice, out: out}
+		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
 		results = append(results, r)
 		if s.rest && sel.part == short {
 			r.leftOut = true

@@ -46,7 +46,6 @@ type run struct {
 	part    part
 	strict  bool // skipped tests count as failures, and so does a stage without tests
 	noTests bool // the stage has no tests, as expected
-	nice    int  // niceness of the programs
 	took    time.Duration
 	cpu     time.Duration // CPU time of all processes; more than took if several CPUs were busy, less if tests waited
 	out     io.Writer

@@ -125,7 +125,7 @@ var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    con
 func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, error) {
 	for again := false; ; again = true {
 		var said bytes.Buffer
-		r := &run{stage: stage.stage, nice: stage.nice, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
+		r := &run{stage: stage.stage, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
 		err := goTest(ctx, r, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
 		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
@@ -139,12 +139,7 @@ func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, err
 // the tests, even if the user has set them.
 func goTest(ctx context.Context, r *run, args ...string) error {
 	args = append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
-	name := "go"
-	if r.nice > 0 {
-		args = append([]string{"-n", strconv.Itoa(r.nice), name}, args...)
-		name = "nice"
-	}
-	return events(command(ctx, name, args...), r)
+	return events(command(ctx, "go", args...), r)
 }
 
 // compilerEnv contains variables that make compilers and linkers collect garbage only when they
