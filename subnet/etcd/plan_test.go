@@ -53,7 +53,7 @@ func TestChoose(t *testing.T) {
 		{name: "the first of two", entries: []entry{a, b}, keep: a.key, twin: b.key},
 		{name: "of two the one we had", wanted: b.subnets, entries: []entry{a, b, other}, keep: b.key, twin: a.key},
 		{name: "what we had beats another lease of ours", wanted: b.subnets, entries: []entry{a, other}, take: b.subnets, stale: 1},
-		{name: "unless somebody has it", wanted: other.subnets, entries: []entry{a, other}, keep: a.key},
+		{name: "unless another host has it", wanted: other.subnets, entries: []entry{a, other}, keep: a.key},
 		{name: "or it is none of the pool's", wanted: prefixtest.Parse("10.7.1.0/24", "10.5.1.0/25"), entries: []entry{a}, keep: a.key},
 		{name: "what we had, nothing in the store", wanted: prefixtest.Parse("10.5.1.0/25", "10.5.9.0/24"), take: prefixtest.Parse("10.5.9.0/24")},
 		{name: "ours, but ruled out", entries: []entry{outside, other}, stale: 1},
