@@ -152,8 +152,8 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	if s := o.serving(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
-	if use := o.poolUse(now, in); known && use != nil {
-		r.Network.Pool = (*status.Pool)(use)
+	if known {
+		r.Network.Pool = (*status.Pool)(o.poolUse(now, in))
 	}
 	for _, a := range now.Interface.Addrs {
 		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})
