@@ -95,7 +95,7 @@ test-e2e: deps components bin/tools/stages ## run tests with real daemons, a rea
 test-alone: deps components bin/tools/stages ## run the TestAlone... tests, which need the whole machine
 	@$(STAGES) $(ONE) alone
 
-test-vm: deps bin/tools/stages ## run the TestVM... tests, on a Debian kernel in qemu
+test-vm: deps bin/tools/stages ## run the TestVM... tests, on Debian kernels in qemu
 	@$(STAGES) $(ONE) vm
 
 test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubernetes' conformance tests in clusters of real kubelets (SHORT=1: some, in minutes)

@@ -74,8 +74,8 @@ func stages(o options) []stage {
 		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
 			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
-		// The guest's CPUs are emulated and slow, so no other stage runs at the same time.
-		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", exclusive: true, run: vm},
+		// The CPUs of the guests are emulated and slow, so no other stage runs at the same time.
+		{name: "vm", help: "TestVM..., on Debian kernels in qemu", needs: "build", exclusive: true, run: vm},
 	}
 }
 

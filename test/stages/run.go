@@ -77,6 +77,14 @@ func (f failure) String() string {
 	return name
 }
 
+// merge adds the results and the CPU time of other, which ran a part of the stage.
+func (r *run) merge(other *run) {
+	r.add(other.counts)
+	r.cpu += other.cpu
+	r.failures = append(r.failures, other.failures...)
+	r.skips = append(r.skips, other.skips...)
+}
+
 // take returns the tests of the stage that run in this part, and stores those of the other part in left.
 func (r *run) take(s selection) []test {
 	var chosen []test

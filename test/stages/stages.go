@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// vmBudget limits how long the guest of the stage vm runs.
+// vmBudget limits how long each guest of the stage vm runs.
 const vmBudget = 30 * time.Minute
 
 func build(ctx context.Context, r *run, _ selection) error {
@@ -44,7 +44,9 @@ func kernel(ctx context.Context, r *run, s selection) error {
 // processes.
 func perCPU(n int) string { return strconv.Itoa(n * runtime.NumCPU()) }
 
-// vm runs the tests that need kernel features which this machine may lack.
+// vm runs the tests that need kernel features which this machine may lack, in several guests at
+// the same time. Each guest runs one test at a time. There is one guest more than there are CPUs,
+// because a test waits for timers about a quarter of the time.
 func vm(ctx context.Context, r *run, s selection) error {
 	tests := r.take(s)
 	if len(tests) == 0 {
@@ -59,8 +61,11 @@ func vm(ctx context.Context, r *run, s selection) error {
 	if err := show(command(ctx, "go", "build", "-o", program, "./test/vm"), r); err != nil {
 		return fmt.Errorf("build test/vm: %w", err)
 	}
-	args := []string{"-json", "-run", pattern(tests, s.sub), "-timeout", vmBudget.String()}
-	return events(command(ctx, program, append(args, packagesOf(tests)...)...), r)
+	guests := runtime.NumCPU() + 1
+	return parallel(r, guests, divide(tests, guests), func(one *run, tests []test) error {
+		args := []string{"-json", "-run", pattern(tests, s.sub), "-timeout", vmBudget.String()}
+		return events(command(ctx, program, append(args, packagesOf(tests)...)...), one)
+	})
 }
 
 // endToEnd runs one package after the other, so that packages do not share the machine.
@@ -95,22 +100,22 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 // are CPUs. Go saves an input that makes a target fail in testdata/fuzz of its package. From
 // then on, that input makes the stage unit fail too.
 func fuzz(ctx context.Context, r *run, s selection, each string) error {
-	targets := s.fuzzTargets()
+	return parallel(r, runtime.NumCPU(), s.fuzzTargets(), func(one *run, t test) error { return fuzzTarget(ctx, one, t, each) })
+}
+
+// parallel calls do for each element, for at most limit elements at the same time. Each call gets a
+// run of its own. Their results are added to r in the order of the elements.
+func parallel[T any](r *run, limit int, elements []T, do func(one *run, element T) error) error {
 	var group errgroup.Group
-	group.SetLimit(runtime.NumCPU())
-	results := make([]*run, len(targets))
-	for i, t := range targets {
-		group.Go(func() (err error) {
-			results[i], err = fuzzTarget(ctx, r, t, each)
-			return err
-		})
+	group.SetLimit(limit)
+	results := make([]*run, len(elements))
+	for i, element := range elements {
+		results[i] = &run{stage: r.stage, out: r.out, log: r.log}
+		group.Go(func() error { return do(results[i], element) })
 	}
 	err := group.Wait()
 	for _, one := range results {
-		r.cpu += one.cpu
-		r.add(one.counts)
-		r.failures = append(r.failures, one.failures...)
-		r.skips = append(r.skips, one.skips...)
+		r.merge(one)
 	}
 	return err
 }
@@ -120,17 +125,18 @@ func fuzz(ctx context.Context, r *run, s selection, each string) error {
 // further lines, or the log says that the input is being minimized.
 var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    context deadline exceeded\nFAIL$`)
 
-// fuzzTarget runs one target and returns the result. If it failed only because its time was
+// fuzzTarget runs one target and adds the result to r. If it failed only because its time was
 // over, fuzzTarget runs it once more.
-func fuzzTarget(ctx context.Context, stage *run, t test, each string) (*run, error) {
+func fuzzTarget(ctx context.Context, r *run, t test, each string) error {
 	for again := false; ; again = true {
 		var said bytes.Buffer
-		r := &run{stage: stage.stage, out: &lockedWriter{w: io.MultiWriter(stage.out, &said)}, log: stage.log}
-		err := goTest(ctx, r, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
+		one := &run{stage: r.stage, out: &lockedWriter{w: io.MultiWriter(r.out, &said)}, log: r.log}
+		err := goTest(ctx, one, "-vet=off", "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
 		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
-			return r, err
+			r.merge(one)
+			return err
 		}
-		fmt.Fprintf(stage.out, "      %s runs once more: the end of its time is not a failure, see go.dev/issue/75804\n", t.name)
+		fmt.Fprintf(r.out, "      %s runs once more: the end of its time is not a failure, see go.dev/issue/75804\n", t.name)
 	}
 }
 

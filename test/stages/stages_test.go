@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -435,6 +436,26 @@ func TestSelectionByName(t *testing.T) {
 	}
 	if _, err := newSelection(t.Context(), all, "TestC"); err == nil || !strings.Contains(err.Error(), `"TestC"`) {
 		t.Errorf("got error %v, want one that names TestC", err)
+	}
+}
+
+// TestDivide checks that each test is in one group, and tests of the same name are in the same one.
+func TestDivide(t *testing.T) {
+	tests := []test{{name: "TestB"}, {name: "TestA", pkg: "p"}, {name: "TestC"}, {name: "TestA", pkg: "q"}, {name: "TestD"}}
+	for n, want := range map[int][]string{
+		1: {"^(TestA|TestB|TestC|TestD)$"},
+		2: {"^(TestA|TestC)$", "^(TestB|TestD)$"},
+		9: {"^(TestA)$", "^(TestB)$", "^(TestC)$", "^(TestD)$"},
+	} {
+		var got []string
+		count := 0
+		for _, group := range divide(tests, n) {
+			got = append(got, pattern(group, ""))
+			count += len(group)
+		}
+		if !slices.Equal(got, want) || count != len(tests) {
+			t.Errorf("%d groups: got %q with %d tests, want %q with %d", n, got, count, want, len(tests))
+		}
 	}
 }
 

@@ -85,6 +85,20 @@ func pattern(tests []test, sub string) string {
 	return run
 }
 
+// divide returns the tests in at most n groups with about the same number of names. Tests that have the
+// same name are in the same group, because a pattern does not contain the package.
+func divide(tests []test, n int) [][]test {
+	byName := map[string][]test{}
+	for _, t := range tests {
+		byName[t.name] = append(byName[t.name], t)
+	}
+	groups := make([][]test, min(n, len(byName)))
+	for i, name := range slices.Sorted(maps.Keys(byName)) {
+		groups[i%len(groups)] = append(groups[i%len(groups)], byName[name]...)
+	}
+	return groups
+}
+
 // packagesOf returns the packages of the tests, each once. Packages with the most tests are first,
 // because they take longest. If one of them began last, it would run at the end while no other package
 // is left.

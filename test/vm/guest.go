@@ -63,9 +63,7 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 		}
 		j := job.Job{
 			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
-			// One more than there are CPUs, because parallel tests mostly wait for
-			// timers.
-			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus+1)},
+			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus)},
 			End:  testsEnd(o.timeout),
 		}
 		if err := addTest(ctx, root, dir, j); err != nil {

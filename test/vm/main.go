@@ -30,7 +30,7 @@ type options struct {
 	json     bool
 	timeout  time.Duration // how long the guest may run
 	memory   int           // memory of the guest in MB
-	cpus     int
+	cpus     int           // of the guest
 	packages []string
 }
 
@@ -50,7 +50,7 @@ func parse(args []string) (o options, err error) {
 	flags.BoolVar(&o.json, "json", false, "print events as go test -json does")
 	flags.DurationVar(&o.timeout, "timeout", 15*time.Minute, "how long the guest may run, of which its tests have nine tenths")
 	flags.IntVar(&o.memory, "memory", 2048, "of the guest, in MB")
-	flags.IntVar(&o.cpus, "cpus", 2, "of the guest")
+	flags.IntVar(&o.cpus, "cpus", 1, "of the guest, and how many parallel tests run at the same time")
 	if err := flags.Parse(args); err != nil {
 		return o, err
 	}
