@@ -268,24 +268,28 @@ func TestGuardVXLAN(t *testing.T) {
 }
 
 // TestVMGuardIPIP checks that a pod with CAP_NET_RAW cannot send packets into the network by
-// sending IPIP packets to a host. It uses nftables only, because the guest has no iptables.
+// sending IPIP packets to a host.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMGuardIPIP(t *testing.T) {
-	l, restart := newGuardLab(t, `{"Type":"ipip"}`, flavours()[0])
-	pods := firstPods(l)
-	arrived := listenInPod(t, pods[1], pods[0])
-	send := func() {
-		for i, h := range l.Hosts() {
-			sendProtocol(t, pods[0].Namespace, unix.IPPROTO_IPIP, h.Addr(prefix.IPv4), packetFromOutside(pods[1].Addr(prefix.IPv4), fmt.Sprintf("to host %d", i+1)))
-		}
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			l, restart := newGuardLab(t, `{"Type":"ipip"}`, f)
+			pods := firstPods(l)
+			arrived := listenInPod(t, pods[1], pods[0])
+			send := func() {
+				for i, h := range l.Hosts() {
+					sendProtocol(t, pods[0].Namespace, unix.IPPROTO_IPIP, h.Addr(prefix.IPv4), packetFromOutside(pods[1].Addr(prefix.IPv4), fmt.Sprintf("to host %d", i+1)))
+				}
+			}
+			send()
+			expectArrived(t, "with the guard", arrived(), nil)
+			restart("--guard-tunnel=false")
+			send()
+			// The packets to host 2 do not arrive. Masquerading would give them the same addresses as the
+			// hosts' own IPIP packets, which conntrack already knows. IPIP has no ports, so masquerading
+			// cannot make them differ, and drops the packets.
+			expectArrived(t, "without the guard", arrived(), []string{"to host 1"})
+		})
 	}
-	send()
-	expectArrived(t, "with the guard", arrived(), nil)
-	restart("--guard-tunnel=false")
-	send()
-	// The packets to host 2 do not arrive. Masquerading would give them the same addresses as the
-	// hosts' own IPIP packets, which conntrack already knows. IPIP has no ports, so masquerading
-	// cannot make them differ, and drops the packets.
-	expectArrived(t, "without the guard", arrived(), []string{"to host 1"})
 }

@@ -130,12 +130,15 @@ func static(ctx context.Context, args ...string) error {
 // addSystem copies everything that the guest needs, except the tests, below root: init,
 // tools, iptables and kernel modules.
 func addSystem(ctx context.Context, root string, k kernel) error {
-	for _, dir := range []string{"usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
+	for _, dir := range []string{"usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
 			return err
 		}
 	}
-	for dir, to := range map[string]string{"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64", "var/run": "../run"} {
+	// All programs are in one folder, which has the names that scripts expect, such as /bin and /usr/bin.
+	for dir, to := range map[string]string{
+		"bin": "usr/sbin", "sbin": "usr/sbin", "usr/bin": "sbin", "lib": "usr/lib", "lib64": "usr/lib64", "var/run": "../run",
+	} {
 		if err := os.Symlink(to, filepath.Join(root, dir)); err != nil {
 			return err
 		}
