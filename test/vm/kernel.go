@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+
+	"golang.org/x/sys/unix"
 )
 
 // metaPackage is a Debian package that depends on the package of the newest kernel.
@@ -24,7 +26,8 @@ type kernel struct {
 
 // findKernel returns the newest kernel that apt knows. If necessary it updates apt's
 // lists. The unpacked package stays in a folder of the user's cache, so each version
-// is downloaded only once.
+// is downloaded only once. Commands that start guests at the same time wait for each
+// other here, because apt does not update its lists twice at the same time.
 func findKernel(ctx context.Context) (kernel, error) {
 	if runtime.GOARCH != "amd64" {
 		return kernel{}, fmt.Errorf("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
@@ -34,6 +37,17 @@ func findKernel(ctx context.Context) (kernel, error) {
 		return kernel{}, err
 	}
 	cache = filepath.Join(cache, "flanneld", "vm")
+	if err := os.MkdirAll(cache, 0o755); err != nil {
+		return kernel{}, err
+	}
+	lock, err := os.Create(filepath.Join(cache, "lock"))
+	if err != nil {
+		return kernel{}, err
+	}
+	defer lock.Close() // which unlocks it
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return kernel{}, fmt.Errorf("lock %s: %w", lock.Name(), err)
+	}
 	k, err := fetchKernel(ctx, cache)
 	if err == nil {
 		return k, nil
@@ -65,9 +79,6 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 	if _, err := os.Stat(dir); err == nil {
 		return k, nil
 	}
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return kernel{}, err
-	}
 	tmp, err := os.MkdirTemp(cache, "new-")
 	if err != nil {
 		return kernel{}, err
@@ -89,8 +100,5 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 			return kernel{}, fmt.Errorf("unpack %s: %w", name, err)
 		}
 	}
-	if err := os.Rename(tree, dir); err != nil && !errors.Is(err, os.ErrExist) { // if dir exists, another run was faster
-		return kernel{}, err
-	}
-	return k, nil
+	return k, os.Rename(tree, dir)
 }
