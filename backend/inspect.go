@@ -64,7 +64,8 @@ type Overflower interface {
 	Overflow() OverflowReport
 }
 
-// OverflowReport tells how many peers are reached by the cloud, and how many by the tunnel.
+// OverflowReport contains the numbers of peers that this host reaches by the cloud and by the tunnel. It
+// also says what is wrong with the cloud's routes to this host.
 type OverflowReport struct {
 	Tunnel            string // type of the tunnel's backend
 	ByCloud, ByTunnel int    // numbers of peers

@@ -816,7 +816,9 @@ func TestConnections(t *testing.T) {
 	})
 }
 
-// TestEndpoints checks that tokens go only to https servers, or to this host.
+// TestEndpoints checks which URLs New accepts in the environment variables that replace the endpoints of the
+// API. New must accept https URLs, and http URLs of localhost or a loopback address. It must refuse others,
+// because flanneld sends its token to these URLs.
 func TestEndpoints(t *testing.T) {
 	for _, variable := range []string{"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER"} {
 		for url, ok := range map[string]bool{

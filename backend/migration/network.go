@@ -435,8 +435,9 @@ func (n *network) decide(changed []string, probed map[string][]target) {
 	}
 }
 
-// move decides about one peer. probed is set if probes through the next backend have come
-// back.
+// move chooses which of the two backends carries the packets to one peer, and sets the routes
+// to the peer's subnets accordingly. probed is true if a probe through the next backend has
+// reached all targets that the peer has now.
 func (n *network) move(key string, probed bool) {
 	p := n.peers[key]
 	if p == nil {

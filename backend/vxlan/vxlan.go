@@ -58,9 +58,10 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
-// Matches implements backend.Matcher. It compares the VNI, because during a migration from one
-// VNI to another, a lease may have data for both. Data without a VNI comes from an older daemon
-// and matches. Data that cannot be decoded matches too, and Check refuses it.
+// Matches implements backend.Matcher. It compares the VNI in the backend data of the lease with
+// the own VNI, because in a migration from one VNI to another both backends have the type vxlan.
+// A lease also matches if its data contains no VNI, as older daemons write it, or VNI 0. A lease
+// whose data cannot be decoded matches too: the method Check of the network refuses it later.
 func (b *Backend) Matches(l subnet.Lease) bool {
 	for _, e := range l.Endpoints {
 		if d, err := decodeData(e.Data); err == nil && d.VNI != 0 && d.VNI != b.config.VNI {

@@ -189,8 +189,9 @@ func (a announcement) routed(dst netip.Prefix) bool {
 	return !slices.ContainsFunc(a.Unrouted, func(u unrouted) bool { return slices.Contains(u.Subnets, dst) })
 }
 
-// add adds a destination that is not in order. If there are too many different reasons, it adds otherReason
-// instead of a new one.
+// add adds dst, a destination to which at least one table lacks the right route. reason says why it lacks
+// the route, and kind is the kind of this reason. If a has mostReasons pairs of reason and kind, and this
+// pair is new, add replaces the reason by otherReason.
 func (a *announcement) add(dst netip.Prefix, reason, kind string) {
 	find := func() int {
 		return slices.IndexFunc(a.Unrouted, func(u unrouted) bool { return u.Reason == reason && u.Kind == kind })

@@ -80,7 +80,10 @@ func (c claims) clash(other claims) string {
 	}
 	for _, p := range c.ports {
 		for _, o := range other.ports {
-			// The kernel shares a port between vxlan devices of different VNIs.
+			// The kernel lets vxlan devices of one family share a port if their VNIs differ. Devices with
+			// equal VNIs have equal names, which the comparison of devices above finds. Devices of different
+			// families have separate sockets anyway. The option GBP is not compared here: if only one of two
+			// devices has it, the kernel refuses to set the second one up.
 			shared := p.backend == "vxlan" && o.backend == "vxlan"
 			if p.number == o.number && !shared {
 				return fmt.Sprintf("both have UDP port %d", p.number)

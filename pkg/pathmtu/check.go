@@ -67,22 +67,21 @@ func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.D
 	return 0, false
 }
 
-// lower returns the new size of a path that did not carry a packet of the present size. It returns the
-// present size if the path had too many searches, if it carries no packets at all, if its size cannot be
-// smaller, if another packet of the present size passes, or if ctx ends before the search. During a search
-// the path gets the first size that passes, so that connections go on. If the path then breaks, it keeps
-// that size.
+// lower returns the new size of a path that did not carry a packet of the present size. It searches for
+// the largest size that passes. During the search it already sets a smaller size for the path, so that
+// connections go on. lower returns the present size if a search is not allowed now, or if tests show that
+// it cannot help or is not necessary.
 func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	path := s.path
 	if !p.maySearch(s) {
 		return present
 	}
 	rtt, ok := p.tries(ctx, path, small, firstPatience, 1)
-	if !ok || present <= path.Least {
+	if !ok || present <= path.Least { // no packet passes at all, or the path may have no smaller size
 		return present
 	}
 	patience := max(leastPatience, 3*rtt)
-	if _, ok := p.tries(ctx, path, present, patience, retries); ok {
+	if _, ok := p.tries(ctx, path, present, patience, retries); ok { // the first packet was lost by chance
 		return present
 	}
 	s.searches.Allow()

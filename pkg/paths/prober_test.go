@@ -248,8 +248,9 @@ func TestSeveralNetworks(t *testing.T) {
 	})
 }
 
-// TestSplitWithSeveralNetworks expects a host to check half of the paths of each network if a round with all
-// paths of all networks would take too long.
+// TestSplitWithSeveralNetworks runs two networks. A round has time for the paths of one network, but not for
+// those of both. So in each network a host must check only about half of the paths. The peers at the other
+// ends check the rest.
 func TestSplitWithSeveralNetworks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := NewLimit()

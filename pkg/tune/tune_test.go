@@ -62,8 +62,8 @@ func TestTuner(t *testing.T) {
 			t.Errorf("%s: the collector's percentage is %d after the start, want %d", tc.name, percent(), want)
 		}
 	}
-	// A network that needs several threads gets all CPUs, also if it follows, precedes or accompanies
-	// another one.
+	// The process uses all CPUs while at least one of its networks needs several threads, and one CPU
+	// otherwise. The steps change what one network needs, add two others, and end one of these.
 	fit := New(nil)
 	fit.Network("", true)
 	fit.applyRest()

@@ -318,8 +318,8 @@ func (h *host) load(s Store) (err error) {
 	return err
 }
 
-// start makes the host do what the daemon does with its store, in the background. The manager must be
-// loaded.
+// start starts run in the background: the host acquires a lease, renews it and watches the leases of
+// other hosts, like a daemon. The caller must have called load.
 func (h *host) start() {
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
 	h.cancel = cancel

@@ -93,8 +93,9 @@ var (
 	separator  = regexp.MustCompile(`^\|[-:| ]+\|$`)
 )
 
-// markdown returns the paragraphs, list items and table cells of a page. It omits code,
-// headings and the head of each table.
+// markdown returns the paragraphs, list items and table cells of a page, in the form that
+// plainText describes. It omits blocks of code, headings, the head of each table, and lines that
+// begin with an HTML comment.
 func markdown(text string) (all []paragraph) {
 	var block paragraph
 	end := func() {

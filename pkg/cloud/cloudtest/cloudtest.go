@@ -31,7 +31,7 @@ type Fixture struct {
 	EndPeer func()
 	// SetQuota limits the number of routes in the table.
 	SetQuota func(int)
-	// Deny takes away the right to put routes.
+	// Deny takes away one permission: the one that creating a route needs.
 	Deny func()
 	// Throttle makes the cloud refuse the next calls.
 	Throttle func(calls int)

@@ -49,8 +49,8 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 	return nil
 }
 
-// storedNext returns the next backend in the store's version of the own lease. It returns "" if the store
-// has the same version as this host.
+// storedNext returns the type of the next backend in the field Stored of the state, which is the own lease
+// as the store has it. It returns "" if Stored is nil or has no next backend.
 func (p *parts) storedNext() string {
 	if now, _ := p.state.Get(); now.Stored != nil {
 		return now.Stored.NextType

@@ -71,7 +71,9 @@ func (t *table) replace(r dataplane.Route) {
 	}
 	first := found[0]
 	if r.Dst.Addr().Is4() {
-		// The kernel returns EEXIST if an equal route exists that is not the first.
+		// If one of the routes with the same key is equal to r, the table does not change. If that route is
+		// not the first of them, a real kernel answers the request with EEXIST. Kernel of pkg/dataplane/linux
+		// ignores this error.
 		if !slices.ContainsFunc(found, func(i int) bool { return sameHop((*t)[i], r) }) {
 			(*t)[first] = r
 		}

@@ -92,7 +92,10 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	}
 }
 
-// provideFor is provideNexthops for the routes through one device. The caller holds t.mu.
+// provideFor changes the routes in ops that go through the device with this index: each gets the id of a
+// nexthop object. provideFor creates the objects that are missing. A route stays plain if its field Plain
+// or MTU is set, or if its object cannot be created. The caller has counted all these routes as plain.
+// provideFor counts those that get an object as users of the object instead. The caller holds t.mu.
 func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	type route struct {
