@@ -23,6 +23,9 @@ import (
 // vmBudget limits how long each guest of the stage vm runs.
 const vmBudget = 30 * time.Minute
 
+// mostGuests limits the number of guests, because each needs up to 2 GB of memory.
+const mostGuests = 4
+
 func build(ctx context.Context, r *run, _ selection) error {
 	r.noTests = true
 	return show(command(ctx, "make", "--no-print-directory", "build"), r)
@@ -46,7 +49,7 @@ func perCPU(n int) string { return strconv.Itoa(n * runtime.NumCPU()) }
 
 // vm runs the tests that need kernel features which this machine may lack, in several guests at
 // the same time. Each guest runs one test at a time. There is one guest more than there are CPUs,
-// because a test waits for timers about a quarter of the time.
+// because a test waits for timers about a quarter of the time, but no more than mostGuests.
 func vm(ctx context.Context, r *run, s selection) error {
 	tests := r.take(s)
 	if len(tests) == 0 {
@@ -61,7 +64,7 @@ func vm(ctx context.Context, r *run, s selection) error {
 	if err := show(command(ctx, "go", "build", "-o", program, "./test/vm"), r); err != nil {
 		return fmt.Errorf("build test/vm: %w", err)
 	}
-	guests := runtime.NumCPU() + 1
+	guests := min(runtime.NumCPU()+1, mostGuests)
 	return parallel(r, guests, divide(tests, guests), func(one *run, tests []test) error {
 		args := []string{"-json", "-run", pattern(tests, s.sub), "-timeout", vmBudget.String()}
 		return events(command(ctx, program, append(args, packagesOf(tests)...)...), one)

@@ -100,7 +100,8 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
-// TestSkippedTest checks that a skipped test makes a stage fail if CI is true, and only then.
+// TestSkippedTest checks that a skipped test makes a stage fail if CI is true, and only then. The skipped
+// test exists only in the module that it writes to a temporary folder.
 func TestSkippedTest(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":        "build:\n",
