@@ -5,8 +5,10 @@ package awsvpc
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"net/netip"
 	"net/url"
 	"os"
@@ -25,11 +27,18 @@ import (
 )
 
 // connect returns a client for the region of this host, and the id of its instance. It reads the
-// region, the domain of the region's endpoints, and the id from the metadata service.
-func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
+// region, the domain of the region's endpoints, and the id from the metadata service. addresses are
+// those of the external interface.
+func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*client, string, error) {
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
-	metadata := imds.New(imds.Options{EnableFallback: aws.FalseTernary}) // IMDSv2 only
+
+	only6 := len(addresses) > 0 && !slices.ContainsFunc(addresses, netip.Addr.Is4)
+	options := imds.Options{HTTPClient: transport.NewDirect(), EnableFallback: aws.FalseTernary} // IMDSv2 only
+	if only6 {
+		options.EndpointMode = imds.EndpointModeStateIPv6 // AWS_EC2_METADATA_SERVICE_ENDPOINT overrides it
+	}
+	metadata := imds.New(options)
 	values := map[string]string{"placement/region": "", "instance-id": "", "services/domain": ""}
 	for path := range values {
 		var err error
@@ -37,16 +46,31 @@ func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 			return nil, "", fmt.Errorf("%w: read %s from the metadata service of EC2: %s", cloud.ErrUnavailable, path, transport.Reason(err))
 		}
 	}
+
 	provider, err := credentialsProvider(metadata)
 	if err != nil {
 		return nil, "", err
 	}
 	region := values["placement/region"]
+	domain := values["services/domain"]
+	if dual := dualStack()[domain]; only6 && dual != "" {
+		domain = dual
+	}
 	return &client{
 		http: transport.NewClient(), signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
 		// All programs that use the SDK of AWS read these environment variables.
-		endpoint: cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+region+"."+values["services/domain"]),
+		endpoint: cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+region+"."+domain),
 	}, values["instance-id"], nil
+}
+
+// dualStack returns the domains whose names have IPv6 addresses too, by the domain in the metadata service. The names
+// in the latter have only IPv4 addresses. Source: partitions.json of botocore, dualStackDnsSuffix.
+func dualStack() map[string]string {
+	return map[string]string{
+		"amazonaws.com":    "api.aws",
+		"amazonaws.com.cn": "api.amazonwebservices.com.cn",
+		"amazonaws.eu":     "api.amazonwebservices.eu",
+	}
 }
 
 // read returns a value of the metadata service, or an error if the value is empty.
@@ -75,13 +99,30 @@ func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error)
 			return nil, fmt.Errorf("AWS_CONTAINER_CREDENTIALS_FULL_URI is invalid: expected an https URL, or an http URL of this host or of the agents of ECS and EKS")
 		}
 		return endpointcreds.New(agent, func(o *endpointcreds.Options) {
+			o.HTTPClient = transport.NewDirect()
 			o.AuthorizationToken = os.Getenv("AWS_CONTAINER_AUTHORIZATION_TOKEN")
 			if path := os.Getenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"); path != "" {
 				o.AuthorizationTokenProvider = tokenFile(path)
 			}
 		}), nil
 	}
-	return ec2rolecreds.New(func(o *ec2rolecreds.Options) { o.Client = metadata }), nil
+	return instanceRole{ec2rolecreds.New(func(o *ec2rolecreds.Options) { o.Client = metadata })}, nil
+}
+
+// errNoRole means that the instance has no role, which only an operator can change.
+var errNoRole = errors.New("the instance has no role: attach one with the policy in " + page)
+
+// instanceRole gives the credentials of the role of the instance.
+type instanceRole struct{ *ec2rolecreds.Provider }
+
+// Retrieve implements aws.CredentialsProvider. The metadata service answers 404 if the instance has no role.
+func (r instanceRole) Retrieve(ctx context.Context) (aws.Credentials, error) {
+	credentials, err := r.Provider.Retrieve(ctx)
+	var answer interface{ HTTPStatusCode() int }
+	if errors.As(err, &answer) && answer.HTTPStatusCode() == http.StatusNotFound {
+		return credentials, errNoRole
+	}
+	return credentials, err
 }
 
 // agents returns the addresses of the agents of ECS and EKS.

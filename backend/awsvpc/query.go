@@ -7,6 +7,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/xml"
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -55,6 +56,9 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
 	credentials, err := c.credentials.Retrieve(ctx)
+	if errors.Is(err, errNoRole) {
+		return errNoRole
+	}
 	if err != nil {
 		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, transport.Reason(err))
 	}

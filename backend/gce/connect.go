@@ -11,6 +11,8 @@ import (
 	"path"
 	"strings"
 
+	"cloud.google.com/go/compute/metadata"
+
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -50,7 +52,7 @@ func confidential(text string) bool {
 // instance and the zone from the metadata service.
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
 	c := &client{
-		identity: identity{service: newService()}, endpoints: at, http: transport.NewClient(), calls: calls,
+		identity: identity{service: metadata.NewClient(transport.NewDirect())}, endpoints: at, http: transport.NewClient(), calls: calls,
 		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
 	}
 	for _, value := range []struct {

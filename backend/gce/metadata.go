@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
 	"net/netip"
 	"slices"
 	"strings"
@@ -20,10 +19,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-const (
-	metadataTimeout = 5 * time.Second
-	tokenReserve    = time.Minute
-)
+const tokenReserve = time.Minute
 
 // identity asks the metadata service about this host, and keeps the token that it gets there. It is
 // safe for concurrent use.
@@ -33,12 +29,6 @@ type identity struct {
 	mu    sync.Mutex // protects token and until; locked while bearer reads a token
 	token string
 	until time.Time // when bearer reads a new token
-}
-
-// newService returns a client of the metadata service, without a proxy. It keeps no connections,
-// because a kept connection would be used only once in a resync period, and would outlive the client.
-func newService() *metadata.Client {
-	return metadata.NewClient(&http.Client{Timeout: metadataTimeout, Transport: &http.Transport{DisableKeepAlives: true}})
 }
 
 // read returns a value of the metadata service. The error is a metadata.NotDefinedError if there is

@@ -40,10 +40,16 @@ func Metadata(i vpctest.Instance) http.Handler {
 	serve("instance-id", []byte(i.ID))
 	serve("services/domain", []byte("amazonaws.com"))
 	serve("iam/security-credentials/{$}", []byte(role))
-	credentials, _ := json.Marshal(map[string]string{ //nolint:errchkjson // strings
+	serve("iam/security-credentials/"+role, Keys())
+	return mux
+}
+
+// Keys returns the keys of the role of every instance, in the form of the metadata service and of the agents that give
+// containers a role.
+func Keys() []byte {
+	text, _ := json.Marshal(map[string]string{ //nolint:errchkjson // strings
 		"Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": vpctest.KeyID, "SecretAccessKey": vpctest.Secret, "Token": vpctest.Token,
 		"Expiration": time.Now().Add(6 * time.Hour).UTC().Format(time.RFC3339),
 	})
-	serve("iam/security-credentials/"+role, credentials)
-	return mux
+	return text
 }

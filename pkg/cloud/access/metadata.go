@@ -19,9 +19,8 @@ import (
 )
 
 const (
-	metadataTimeout = 5 * time.Second
-	sessionTime     = 6 * time.Hour
-	reserve         = 5 * time.Minute // keys and sessions are replaced this long before they end; the next keys exist 30 minutes before
+	sessionTime = 6 * time.Hour
+	reserve     = 5 * time.Minute // keys and sessions are replaced this long before they end; the next keys exist 30 minutes before
 )
 
 // ErrUndefined means that the metadata service does not have a value.
@@ -96,16 +95,12 @@ func (m *Metadata) open(ctx context.Context) error {
 }
 
 func (m *Metadata) send(ctx context.Context, method, path string, header http.Header) (status int, text string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, metadataTimeout)
-	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(m.URL, "/")+"/latest/"+path, nil)
 	if err != nil {
 		return 0, "", errors.New("the address of the service is invalid")
 	}
 	req.Header = header
-	direct := transport.NewClient()
-	direct.Transport = &http.Transport{DisableKeepAlives: true} // without a proxy
-	status, body, err := transport.Send(direct, req)
+	status, body, err := transport.Send(transport.NewDirect(), req)
 	return status, strings.TrimSpace(string(body)), err
 }
 

@@ -32,6 +32,16 @@ func NewClient() *http.Client {
 	return &http.Client{Timeout: Timeout, CheckRedirect: noRedirect}
 }
 
+// directTimeout limits the time of one request of a client of NewDirect, whose servers are on this host or its link.
+const directTimeout = 5 * time.Second
+
+// NewDirect returns a client for services that give secrets to this host, such as the metadata service. It uses no
+// proxy, because a proxy would learn the keys and tokens in the answers. It keeps no connections, because a kept
+// connection would be used only once in a resync period, and would outlive the client.
+func NewDirect() *http.Client {
+	return &http.Client{Timeout: directTimeout, CheckRedirect: noRedirect, Transport: &http.Transport{DisableKeepAlives: true}}
+}
+
 // noRedirect makes the client return a redirect as the answer, and not follow it, because clouds send no
 // redirects, and another server must not get calls.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
