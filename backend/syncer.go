@@ -273,14 +273,31 @@ func (s *Syncer) validate(key string) bool {
 		if s.Migrated {
 			s.noteMoving(l)
 		}
-		l, ids, why := s.check(l)
+		used, ids, why := s.check(l)
 		if why != "" {
 			s.unusable[key] = why
 		} else {
-			c = subnet.Claimant{Lease: l, Identities: ids}
+			c = s.backdate(subnet.Claimant{Lease: used, Identities: ids})
 		}
 	}
 	return s.arbiter.Change(c)
+}
+
+// backdate returns c with the time at which its lease claimed its identities, if it has kept them in
+// this change. A host that moves writes its lease again. That must not cost it an identity that
+// another lease claimed in the meantime.
+func (s *Syncer) backdate(c subnet.Claimant) subnet.Claimant {
+	key := c.Lease.Key
+	claimed, held := s.arbiter.Held(key, c.Identities)
+	if !held || claimed >= c.Lease.Claimed {
+		return c
+	}
+
+	s.Ledger.Backdate(key, claimed) // so that it is stored too
+	lease := *c.Lease
+	lease.Claimed = claimed
+	c.Lease = &lease
+	return c
 }
 
 // validateAll validates all leases again, because leases may contradict each other.
@@ -304,7 +321,7 @@ func (s *Syncer) validateAll() {
 		if why[i] != "" {
 			s.unusable[c.Lease.Key] = why[i]
 		} else {
-			usable = append(usable, c)
+			usable = append(usable, s.backdate(c))
 		}
 	}
 	s.arbiter.Reset(usable)

@@ -345,6 +345,38 @@ func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	})
 }
 
+// TestAcceptedPeerKeepsItsIdentity lets an older host claim the identity of a peer. Then the peer moves:
+// its lease is written later than that of the other, and must keep the identity, also after a restart.
+func TestAcceptedPeerKeepsItsIdentity(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		write := func(revision uint64, l subnet.Lease) subnet.Lease {
+			l.Claimed = revision
+			return l
+		}
+		n := &network{}
+		s, log := run(t, n)
+		s.Publish(fullUpdate(snapshot(5, write(2, lease(2, "two")), write(3, lease(3, "three")))))
+		expectSyncs(t, n, "", "*host2 host3")
+
+		s.Publish(deltaUpdate(6, []subnet.Lease{write(6, lease(2, "three"))}))
+		expectSyncs(t, n, "", "*host2 host3", "*host3")
+
+		moved := write(7, lease(3, "three"))
+		moved.Endpoints[0].PublicIP = netip.MustParseAddr("192.168.78.3")
+		s.Publish(deltaUpdate(7, []subnet.Lease{moved}))
+		expectSyncs(t, n, "", "*host2 host3", "*host3", "*host3")
+
+		state := s.Ledger.State()
+		restarted := &network{}
+		after, _ := run(t, restarted)
+		after.Publish(fullUpdate(snapshot(7, state.Peers[0].Lease, state.Peers[1].Lease)))
+		expectSyncs(t, restarted, "", "*host3")
+		if want := "its MAC three is that of host3"; !strings.Contains(log(), want) {
+			t.Errorf("%q is not in the log:\n%s", want, log())
+		}
+	})
+}
+
 // TestRefusedLeasesArePassedOn checks that a network can find the leases that it does not serve:
 // one without an identity, and one that another lease contradicts. It also checks that the network
 // learns when the store has an unreadable lease, and when it no longer has one.

@@ -25,12 +25,21 @@ type Claimant struct {
 }
 
 // Arbiter decides which leases may be programmed into the kernel, and gives the reasons why it
-// refuses the rest. If two leases contradict each other, the own lease wins, otherwise the one
-// that came into the store first, otherwise the one with the lower key. So all nodes decide alike
-// between two leases of other nodes. The arbiter validates each family by itself: it may accept
-// one family of a lease and refuse the other. It silently drops endpoints of families that the
-// configuration does not enable. Several leases may have the same public address, because the
-// arbiter cannot know which host has it now. An Arbiter is not safe for concurrent use.
+// refuses the rest. The lease of this host wins against any other. Between the leases of two other
+// hosts, the store decides. So all hosts decide alike, and a host cannot harm another one by what it
+// writes into its own lease:
+//
+//   - Of two subnets that overlap, the one that came into the store first stays. A subnet is part of
+//     the key, so its host cannot change it afterwards.
+//   - A public address in the subnet of another lease is refused, because a host can write any
+//     address at any time. If hosts get no subnets from that part of the network, because it is
+//     outside of SubnetMin and SubnetMax, the subnet is refused instead.
+//   - An identity, such as a VTEP MAC, belongs to the lease that claimed it first.
+//
+// The arbiter validates each family by itself: it may accept one family of a lease and refuse the
+// other. It silently drops endpoints of families that the configuration does not enable. Several
+// leases may have the same public address, because the arbiter cannot know which host has it now.
+// An Arbiter is not safe for concurrent use.
 type Arbiter struct {
 	cfg Config
 	own Claimant
@@ -53,26 +62,31 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 
 // Reset replaces all claimants and decides about each of them.
 func (a *Arbiter) Reset(all []Claimant) {
-	a.admitAll(all)
-	if len(a.contested) == 0 { // no leases contradict each other, so their order does not matter
-		return
+	a.clear(all)
+
+	for _, c := range all {
+		if !a.admit(c) {
+			a.settle(all)
+			return
+		}
 	}
-	a.admitAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) }))
 }
 
-// admitAll discards all decisions and admits or refuses the claimants in their order.
-func (a *Arbiter) admitAll(all []Claimant) {
-	n, marked := len(all), 0
+// clear discards all decisions, and makes room for those about all.
+func (a *Arbiter) clear(all []Claimant) {
+	n := len(all)
+	marked := 0
 	for _, c := range all {
 		marked += len(c.Identities)
 	}
-	a.prefixes, a.identities = new(prefixTable), make(map[string]string, marked)
+
+	a.prefixes = new(prefixTable)
+	a.identities = make(map[string]string, marked)
 	a.shared.reset()
-	a.accepted, a.identitiesOf = make(map[string]*Lease, n), make(map[string][]string, min(n, marked))
-	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
-	for _, c := range all {
-		a.admit(c)
-	}
+	a.accepted = make(map[string]*Lease, n)
+	a.identitiesOf = make(map[string][]string, min(n, marked))
+	a.contested = map[string]Claimant{}
+	a.refused = map[string][]string{}
 }
 
 // Change decides again about the lease of c. If c has no endpoints, Change only removes the lease. The
@@ -81,23 +95,26 @@ func (a *Arbiter) admitAll(all []Claimant) {
 // c or the former version of its lease. The caller must then call Reset with all leases.
 func (a *Arbiter) Change(c Claimant) bool {
 	key := c.Lease.Key
-	lease, had := a.accepted[key]
-	old := Claimant{lease, a.identitiesOf[key]}
+
+	var old Claimant
+	l, had := a.accepted[key]
 	if had {
+		old = Claimant{l, a.identitiesOf[key]}
 		a.withdraw(old)
+	}
+	// An endpoint that is refused may still be the reason why another one is.
+	if c, contested := a.contested[key]; contested {
+		old, had = c, true
 	}
 	delete(a.contested, key)
 	delete(a.refused, key)
+
 	for _, other := range a.contested {
 		if had && conflicts(old, other) || conflicts(c, other) {
 			return false
 		}
 	}
-	if len(c.Lease.Endpoints) > 0 {
-		a.admit(c)
-	}
-	_, contested := a.contested[key]
-	return !contested
+	return len(c.Lease.Endpoints) == 0 || a.admit(c)
 }
 
 // conflicts reports whether x and y contradict each other: their subnets overlap, the subnet of one
@@ -117,6 +134,15 @@ func conflicts(x, y Claimant) bool {
 // be programmed. The map is read-only. Later calls of Change update it, and Reset replaces it. It
 // shares its leases with the claimants.
 func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
+
+// Held returns since when the lease with that key has the identities ids: the value of Claimed in the
+// accepted lease. ok is false if that lease has no identities or others.
+func (a *Arbiter) Held(key string, ids []string) (claimed uint64, ok bool) {
+	if l := a.accepted[key]; l != nil && len(ids) > 0 && slices.Equal(ids, a.identitiesOf[key]) {
+		return l.Claimed, true
+	}
+	return 0, false
+}
 
 // SharedChanges returns the public addresses that several accepted leases have begun to share, or
 // share no longer, since the last call. Its cost depends on the number of these addresses.
@@ -140,52 +166,188 @@ func (a *Arbiter) AllRefused() []Refusal {
 	return all
 }
 
-// admit accepts or refuses c, as a whole or in each family, given the leases that were accepted
-// before.
-func (a *Arbiter) admit(c Claimant) {
-	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
-		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
-		return
-	}
-	var room [2]Endpoint // one for each family
-	kept, enabled := room[:0], false
+// admit accepts or refuses c. If c contradicts an accepted lease, admit does neither and returns false.
+func (a *Arbiter) admit(c Claimant) bool {
+	c = a.checkAlone(c)
+
 	for _, e := range c.Lease.Endpoints {
-		n, ok := a.cfg.Network(e.Family())
-		if !ok {
+		if _, found := a.prefixes.find(e.Subnet); found {
+			return false
+		}
+		if o, found := a.prefixes.find(prefix.Host(e.PublicIP)); found && !o.public {
+			return false
+		}
+	}
+	for _, id := range c.Identities {
+		if _, taken := a.identities[id]; taken && len(c.Lease.Endpoints) > 0 {
+			return false
+		}
+	}
+
+	if len(c.Lease.Endpoints) > 0 {
+		a.accept(c)
+	}
+	return true
+}
+
+// settle decides about leases of which some contradict each other. Each step gets only what the step
+// before has not refused. So a lease that a step refuses takes nothing from others in a later one.
+func (a *Arbiter) settle(all []Claimant) {
+	a.clear(all)
+
+	all = slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
+	for i, c := range all {
+		all[i] = a.checkAlone(c)
+	}
+
+	all, subnets := a.settleSubnets(all)
+	all = a.settleAddresses(all, subnets)
+	for _, c := range a.settleIdentities(all) {
+		a.accept(c)
+	}
+}
+
+// settleSubnets refuses the subnets that overlap one of an older lease, and returns a table of the
+// others. The oldest lease comes first in all.
+func (a *Arbiter) settleSubnets(all []Claimant) (left []Claimant, subnets *prefixTable) {
+	subnets = new(prefixTable)
+	for _, c := range all {
+		c = a.keep(c, func(e Endpoint) (reason, by string) {
+			if o, found := subnets.find(e.Subnet); found {
+				return fmt.Sprintf("%s overlaps %s, which was there first", e.Subnet, o), o.lease.Key
+			}
+			return "", ""
+		})
+
+		for _, e := range c.Lease.Endpoints {
+			subnets.add(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
+		}
+		left = append(left, c)
+	}
+	return left, subnets
+}
+
+// settleAddresses refuses the public addresses that lie in one of the subnets, except where hosts get
+// no subnets. There it refuses the subnet.
+func (a *Arbiter) settleAddresses(all []Claimant, subnets *prefixTable) (left []Claimant) {
+	// swallows returns the owner of the subnet that contains the public address of e, and whether
+	// hosts may get that subnet.
+	swallows := func(e Endpoint) (o prefixOwner, regular, found bool) {
+		if o, found = subnets.find(prefix.Host(e.PublicIP)); !found {
+			return o, false, false
+		}
+		n, _ := a.cfg.Network(o.family)
+		return o, n.gives(o.subnet()), true
+	}
+
+	stray := map[netip.Prefix]prefixOwner{} // the oldest lease with an address in a subnet that no host may get, by that subnet
+	for _, c := range all {
+		for _, e := range c.Lease.Endpoints {
+			o, regular, found := swallows(e)
+			if _, known := stray[o.subnet()]; found && !regular && !known {
+				stray[o.subnet()] = prefixOwner{lease: c.Lease, family: e.Family()}
+			}
+		}
+	}
+
+	for _, c := range all {
+		left = append(left, a.keep(c, func(e Endpoint) (reason, by string) {
+			if o, found := stray[e.Subnet]; found {
+				return fmt.Sprintf("%s contains the public IP of %s", e.Subnet, o), o.lease.Key
+			}
+			if o, regular, found := swallows(e); found && regular {
+				return fmt.Sprintf("%s has public IP %s, which lies in %s", e.Subnet, e.PublicIP, o), o.lease.Key
+			}
+			return "", ""
+		}))
+	}
+	return left
+}
+
+// settleIdentities refuses the leases with an identity that another lease claimed first.
+func (a *Arbiter) settleIdentities(all []Claimant) (left []Claimant) {
+	holders := map[string]*Lease{}
+	for _, c := range all {
+		if len(c.Lease.Endpoints) == 0 {
 			continue
 		}
-		enabled = true
-		if reason, by := a.validate(n, e); reason != "" {
+		for _, id := range c.Identities {
+			if h := holders[id]; h == nil || compareClaims(c.Lease, h) < 0 {
+				holders[id] = c.Lease
+			}
+		}
+	}
+
+	for _, c := range all {
+		lost := slices.IndexFunc(c.Identities, func(id string) bool { return holders[id] != c.Lease })
+		switch {
+		case len(c.Lease.Endpoints) == 0:
+		case lost >= 0:
+			id := c.Identities[lost]
+			by := holders[id].Key
+			a.refuse(c, fmt.Sprintf("its %s is that of %s", id, by), by)
+		default:
+			left = append(left, c)
+		}
+	}
+	return left
+}
+
+// checkAlone returns c without the endpoints that are wrong even if there are no other leases, and records why.
+func (a *Arbiter) checkAlone(c Claimant) Claimant {
+	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
+		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
+		return a.without(c, func(Endpoint) bool { return true })
+	}
+
+	disabled := func(e Endpoint) bool {
+		_, enabled := a.cfg.Network(e.Family())
+		return !enabled
+	}
+	if !slices.ContainsFunc(c.Lease.Endpoints, func(e Endpoint) bool { return !disabled(e) }) {
+		a.refuse(c, "has no subnet of an enabled address family", "")
+	}
+	return a.keep(a.without(c, disabled), func(e Endpoint) (reason, by string) {
+		n, _ := a.cfg.Network(e.Family())
+		return a.validate(n, e), ""
+	})
+}
+
+// keep returns c without the endpoints for which check returns a reason, and records the reasons. If
+// another lease is the reason, check also returns the key of that lease.
+func (a *Arbiter) keep(c Claimant, check func(Endpoint) (reason, by string)) Claimant {
+	return a.without(c, func(e Endpoint) bool {
+		reason, by := check(e)
+		if reason != "" {
 			a.refuse(c, reason, by)
-		} else {
+		}
+		return reason != ""
+	})
+}
+
+// without returns c without some endpoints. It does not change the lease, which is read-only.
+func (*Arbiter) without(c Claimant, drop func(Endpoint) bool) Claimant {
+	var room [2]Endpoint // one for each family
+	kept := room[:0]
+	for _, e := range c.Lease.Endpoints {
+		if !drop(e) {
 			kept = append(kept, e)
 		}
 	}
-	if !enabled {
-		a.refuse(c, "has no subnet of an enabled address family", "")
-	}
-	if len(kept) == 0 {
-		return
-	}
-	for _, id := range c.Identities {
-		if by, taken := a.identities[id]; taken {
-			a.refuse(c, fmt.Sprintf("its %s is that of %s", id, by), by)
-			return
-		}
-	}
+
 	if len(kept) < len(c.Lease.Endpoints) {
 		less := *c.Lease
 		less.Endpoints = slices.Clone(kept)
 		c.Lease = &less
 	}
-	a.accept(c)
+	return c
 }
 
 // refuse records a reason. If another lease is the reason, by is its key, and the end of that lease
 // removes the reason. Otherwise by is empty.
 func (a *Arbiter) refuse(c Claimant, reason, by string) {
 	a.refused[c.Lease.Key] = append(a.refused[c.Lease.Key], reason)
-	if by != "" {
+	if _, known := a.contested[c.Lease.Key]; by != "" && !known {
 		a.contested[c.Lease.Key] = c
 	}
 }
@@ -227,34 +389,22 @@ func (a *Arbiter) withdraw(c Claimant) {
 	}
 }
 
-// validate returns the reason why e may not be programmed, or an empty string. n is the network of
-// e's family. If the reason is an accepted lease that e contradicts, by is the key of that lease.
-func (a *Arbiter) validate(n Network, e Endpoint) (reason, by string) {
-	s, public := e.Subnet, e.PublicIP
+// validate returns the reason why e may not be programmed even if there are no other leases, or
+// an empty string. n is the network of e's family.
+func (a *Arbiter) validate(n Network, e Endpoint) string {
+	s := e.Subnet
 	if !prefix.Contains(n.Prefix, s) {
-		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix), ""
+		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix)
 	}
 	for _, r := range reserved() {
 		if r.Overlaps(s) {
-			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r), ""
+			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r)
 		}
 	}
 	if why := unusable(e); why != "" {
-		return why, ""
+		return why
 	}
-	if why := a.conflictWithOwn(e); why != "" {
-		return why, ""
-	}
-	if h, found := a.prefixes.find(prefix.Host(public)); found && !h.public {
-		return fmt.Sprintf("%s has public IP %s, which lies in %s, which was there first", s, public, h), h.lease.Key
-	}
-	switch h, found := a.prefixes.find(s); {
-	case found && h.public:
-		return fmt.Sprintf("%s contains the public IP of %s, which was there first", s, h), h.lease.Key
-	case found:
-		return fmt.Sprintf("%s overlaps %s, which was there first", s, h), h.lease.Key
-	}
-	return "", ""
+	return a.conflictWithOwn(e)
 }
 
 // conflictWithOwn returns how e contradicts the own lease, or an empty string.

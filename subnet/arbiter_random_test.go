@@ -22,7 +22,8 @@ import (
 //
 //stages:rest it compares many random changes
 func TestChangeAndResetAgree(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","SubnetMin":"10.5.1.0","SubnetMax":"10.5.12.0",
+		"EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,7 +118,11 @@ func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
 	if rnd.IntN(3) == 0 {
 		ends = ends[:2]
 	}
+	if rnd.IntN(10) == 0 {
+		ends[1] = fmt.Sprintf("10.5.%d.9", rnd.IntN(18))
+	}
 	l := lease(key, uint64(rnd.IntN(10)), ends...)
+	l.Claimed = uint64(rnd.IntN(5))
 	return subnet.Claimant{
 		Lease:      &l,
 		Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))},

@@ -5,6 +5,7 @@ package subnet_test
 import (
 	gocmp "cmp"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -131,7 +132,7 @@ func TestArbitrate(t *testing.T) {
 			},
 		},
 		{
-			name: "a route must not swallow the address of a host", config: `{"Network":"10.0.0.0/8"}`,
+			name: "a route must not swallow the address of a host", config: `{"Network":"10.0.0.0/8","SubnetMin":"10.5.0.0","SubnetMax":"10.5.255.0"}`,
 			own: lease("own", 9, "10.5.1.0/24", "10.99.0.1"),
 			leases: []subnet.Lease{
 				lease("ours", 1, "10.99.0.0/24", "10.98.0.1"), lease("itself", 2, "10.97.0.0/24", "10.97.0.7"), lease("ok", 3, "10.5.2.0/24", "10.96.0.2"),
@@ -141,8 +142,8 @@ func TestArbitrate(t *testing.T) {
 			refused: []subnet.Refusal{
 				{"ours", "10.99.0.0/24 contains the public IP of our own 10.5.1.0/24"},
 				{"itself", "10.97.0.0/24 contains its own public IP 10.97.0.7"},
-				{"peer", "10.96.0.0/24 contains the public IP of 10.5.2.0/24 of ok, which was there first"},
-				{"inside", "10.5.3.0/24 has public IP 10.5.2.9, which lies in 10.5.2.0/24 of ok, which was there first"},
+				{"peer", "10.96.0.0/24 contains the public IP of 10.5.2.0/24 of ok"},
+				{"inside", "10.5.3.0/24 has public IP 10.5.2.9, which lies in 10.5.2.0/24 of ok"},
 				{"in ours", "10.5.4.0/24 has public IP 10.5.1.9, which lies in our own 10.5.1.0/24"},
 			},
 		},
@@ -174,12 +175,35 @@ func TestArbitrate(t *testing.T) {
 			want: []string{"good", "next", "third"},
 		},
 		{
-			name: "a public IP that several have must not be swallowed", config: `{"Network":"10.0.0.0/8"}`, own: own,
+			name: "a public IP that several have must not be swallowed", own: own,
+			config: `{"Network":"10.0.0.0/8","SubnetMin":"10.5.0.0","SubnetMax":"10.5.255.0"}`,
 			leases: []subnet.Lease{
 				lease("b", 5, "10.5.2.0/24", "10.96.0.2"), lease("a", 5, "10.5.3.0/24", "10.96.0.2"), lease("c", 6, "10.96.0.0/24", "192.0.2.9"),
 			},
 			want:    []string{"a", "b"},
-			refused: []subnet.Refusal{{"c", "10.96.0.0/24 contains the public IP of 10.5.3.0/24 of a, which was there first"}},
+			refused: []subnet.Refusal{{"c", "10.96.0.0/24 contains the public IP of 10.5.3.0/24 of a"}},
+		},
+		{
+			name: "an old lease that names an address in the subnet of a young one harms only itself", config: dual, own: own,
+			leases: []subnet.Lease{
+				lease("old", 1, "10.5.2.0/24", "10.5.9.7", "fd00:10:5:2::/64", "fd00:10:5:9::7"),
+				lease("young", 9, "10.5.9.0/24", "192.0.2.9", "fd00:10:5:9::/64", "2001:db8::9"),
+			},
+			want: []string{"young"},
+			refused: []subnet.Refusal{
+				{"old", "10.5.2.0/24 has public IP 10.5.9.7, which lies in 10.5.9.0/24 of young"},
+				{"old", "fd00:10:5:2::/64 has public IP fd00:10:5:9::7, which lies in fd00:10:5:9::/64 of young"},
+			},
+		},
+		{
+			name: "two leases that name addresses in each other's subnets", config: v4, own: own,
+			leases: []subnet.Lease{lease("a", 1, "10.5.2.0/24", "10.5.3.9"), lease("b", 2, "10.5.3.0/24", "10.5.2.9"), good},
+			want:   []string{},
+			refused: []subnet.Refusal{
+				{"a", "10.5.2.0/24 has public IP 10.5.3.9, which lies in 10.5.3.0/24 of b"},
+				{"b", "10.5.3.0/24 has public IP 10.5.2.9, which lies in 10.5.2.0/24 of a"},
+				{"good", "10.5.2.0/24 overlaps 10.5.2.0/24 of a, which was there first"},
+			},
 		},
 		{
 			name: "dual stack: each family for itself", config: dual,
@@ -241,6 +265,67 @@ func TestArbitrateKeepsTheGoodFamily(t *testing.T) {
 	if len(accepted) != 1 || len(refused) != 1 || !slices.EqualFunc(accepted[0].Endpoints, l.Endpoints[:1],
 		func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet }) {
 		t.Errorf("accepted %v, refused %v", accepted, refused)
+	}
+}
+
+// TestIdentityBelongsToTheFirstClaim lets leases have the same identity. The age of a lease must not
+// matter, because its host can write the identity of another one into it at any time.
+func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	claimant := func(key string, created, claimed uint64, n int, identities ...string) subnet.Claimant {
+		l := lease(key, created, fmt.Sprintf("10.5.%d.0/24", n), fmt.Sprintf("192.0.2.%d", n))
+		l.Claimed = claimed
+		return subnet.Claimant{Lease: &l, Identities: identities}
+	}
+	for _, tc := range []struct {
+		name    string
+		all     []subnet.Claimant
+		want    []string
+		refused []subnet.Refusal
+	}{
+		{
+			name: "an old lease that claims it later", want: []string{"young"},
+			all:     []subnet.Claimant{claimant("old", 1, 30, 2, "MAC 7"), claimant("young", 10, 10, 3, "MAC 7")},
+			refused: []subnet.Refusal{{"old", "its MAC 7 is that of young"}},
+		},
+		{
+			name: "unknown times: the older lease", want: []string{"old"},
+			all:     []subnet.Claimant{claimant("young", 10, 0, 3, "MAC 7"), claimant("old", 1, 0, 2, "MAC 7")},
+			refused: []subnet.Refusal{{"young", "its MAC 7 is that of old"}},
+		},
+		{
+			name: "one that is known to be later, with another of unknown time", want: []string{"young"},
+			all:     []subnet.Claimant{claimant("old", 1, 30, 2, "MAC 7"), claimant("young", 10, 0, 3, "MAC 7")},
+			refused: []subnet.Refusal{{"old", "its MAC 7 is that of young"}},
+		},
+		{
+			name: "of several identities one is another's", want: []string{"b", "c"},
+			all: []subnet.Claimant{
+				claimant("a", 1, 30, 2, "MAC 1", "MAC 2", "MAC 3"), claimant("b", 10, 10, 3, "MAC 2"), claimant("c", 11, 11, 4, "MAC 4"),
+			},
+			refused: []subnet.Refusal{{"a", "its MAC 2 is that of b"}},
+		},
+		{
+			name: "a lease whose subnet is refused has no identity", want: []string{"first", "other"},
+			all: []subnet.Claimant{
+				claimant("first", 1, 1, 2, "MAC 1"), claimant("twin", 2, 2, 2, "MAC 7"), claimant("other", 3, 3, 3, "MAC 7"),
+			},
+			refused: []subnet.Refusal{{"twin", "10.5.2.0/24 overlaps 10.5.2.0/24 of first, which was there first"}},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &subnet.Lease{}})
+			a.Reset(tc.all)
+			if got := slices.Sorted(maps.Keys(a.Accepted())); !slices.Equal(got, tc.want) {
+				t.Errorf("accepted %v, want %v", got, tc.want)
+			}
+			if diff := cmp.Diff(tc.refused, a.AllRefused()); diff != "" {
+				t.Errorf("refused differ (-want +got):\n%s", diff)
+			}
+		})
 	}
 }
 

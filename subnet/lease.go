@@ -30,8 +30,12 @@ func (e Endpoint) Family() prefix.Family { return prefix.FamilyOf(e.Subnet.Addr(
 
 // Lease is one node's right to its subnets.
 type Lease struct {
-	Key         string     // etcd key below subnets/, or name of the Node
-	Order       uint64     // time of its creation in the store: etcd's create revision, or the Node's creation time
+	Key   string // etcd key below subnets/, or name of the Node
+	Order uint64 // time of its creation in the store: etcd's create revision, or the Node's creation time
+	// Claimed is the revision of the store at which the lease got its identities, or zero if no
+	// write is known to be later than that of another lease. Order proves only when the subnet was
+	// taken: a host may write another host's identity into an old lease.
+	Claimed     uint64     `json:",omitempty"`
 	BackendType string     // as stored; empty for backends that store none
 	NextType    string     `json:",omitempty"` // type of the next backend in the configuration, during a migration; otherwise empty
 	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
@@ -114,4 +118,9 @@ func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 // compareAge orders leases by the time at which they came into the store, and then by key.
 func compareAge(x, y *Lease) int {
 	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
+}
+
+// compareClaims orders leases by the time at which they claimed their identities.
+func compareClaims(x, y *Lease) int {
+	return cmp.Or(cmp.Compare(x.Claimed, y.Claimed), compareAge(x, y))
 }

@@ -136,6 +136,13 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	return dropped, true
 }
 
+// Backdate sets the Claimed of a known lease.
+func (l *Ledger) Backdate(key string, claimed uint64) {
+	peer := l.peers[key].detached()
+	peer.Claimed = claimed
+	l.peers[key] = peer
+}
+
 // HasUnreadable reports whether the store has a lease about which nothing is known, because it
 // cannot be read and never could.
 func (l *Ledger) HasUnreadable() bool { return len(l.unreadable) > 0 }

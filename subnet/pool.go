@@ -53,6 +53,19 @@ func (n Network) Pool() (Pool, error) {
 	return Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}, nil
 }
 
+// gives reports whether s lies between SubnetMin and SubnetMax, from where hosts get their subnets. In
+// Kubernetes the control plane may assign any subnet of the network, and neither is configured.
+func (n Network) gives(s netip.Prefix) bool {
+	first, last := n.Prefix.Addr(), prefix.Last(n.Prefix)
+	if n.Min.IsValid() {
+		first = n.Min
+	}
+	if length, err := n.subnetLen(); n.Max.IsValid() && err == nil {
+		last = prefix.Last(netip.PrefixFrom(n.Max, length))
+	}
+	return !s.Addr().Less(first) && !last.Less(prefix.Last(s))
+}
+
 // subnetLen returns the configured prefix length or the default. The default is /24 for IPv4 and
 // /64 for IPv6 if at least four such subnets fit, otherwise the length of which exactly four fit.
 func (n Network) subnetLen() (int, error) {

@@ -35,7 +35,7 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	if e.subnets, e.err = codec.ParseKey(e.key); e.err != nil {
 		return e
 	}
-	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Permanent: kv.Lease == 0}
+	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Claimed: uint64(kv.ModRevision), Permanent: kv.Lease == 0}
 	var c subnet.Claim
 	c, e.err = codec.Decode(e.subnets, kv.Value)
 	e.lease.BackendType, e.lease.NextType, e.lease.Endpoints = c.BackendType, c.NextType, c.Endpoints

@@ -220,9 +220,17 @@ func (c *nodeCache) decode(e *entry) {
 	}
 	e.err, e.partialErr = nil, err
 	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints}
-	if e.lease == nil || !sameLease(*e.lease, *l) {
-		e.lease, e.fresh = l, true
+	if e.lease != nil && sameLease(*e.lease, *l) {
+		return
 	}
+
+	// The first list does not say when a lease was written: the version of a Node also changes when
+	// the kubelet reports. A lease that differs from the one known before was written later than that.
+	if e.lease != nil || c.revision > 0 {
+		l.Claimed = uint64(e.version)
+	}
+	e.lease = l
+	e.fresh = true
 }
 
 // sameLease reports whether two leases are equal. One of them may come from the state file, which
