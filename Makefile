@@ -56,7 +56,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-release test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
-	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
+	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture walk clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -119,6 +119,9 @@ bench: build deps components ## measure the daemon and the kernel's own limit (a
 torture: build deps components ## cause faults of a store of three members at random, five runs of ten minutes (TORTUREFLAGS='-seed 7 -runs 1')
 	go build -o bin/tools/torture ./test/torture
 	bin/tools/torture $(TORTUREFLAGS)
+
+walk: build deps components-short ## change a network at random, and compare its hosts with new ones at the end (WALKFLAGS='-seed 7 -for 1h')
+	go test -count=1 -timeout=0 -v -run '^TestWalks$$' ./test/e2e -args $(WALKFLAGS)
 
 comma := ,
 storm: deps components ## measure stores under thousands of hosts at once (half an hour, 12 GB of memory; with QUICK=1 some minutes)

@@ -112,7 +112,7 @@ func backendConfig(backend string) string {
 // newLab builds a lab, and writes a network configuration to the store: cfg.Network, or one with the
 // JSON object backend if there is none. If both are empty, the store stays empty. newLab starts no
 // daemons. When the test ends, it fails the test if a daemon has crashed. If the test has failed, it
-// also prints the log of the last daemon of each host.
+// also prints the logs of all daemons.
 func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	t.Helper()
 	if cfg.Families == nil {
@@ -146,8 +146,8 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 			return
 		}
 		for _, h := range l.Hosts() {
-			if d := h.Daemon(); d != nil {
-				t.Logf("log of %s:\n%s", h.Name(), d.Log())
+			for i, d := range h.Daemons() {
+				t.Logf("log of daemon %d of %s:\n%s", i+1, h.Name(), d.Log())
 			}
 		}
 	})

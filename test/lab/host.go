@@ -4,9 +4,11 @@ package lab
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -41,6 +43,72 @@ func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 		return h, err
 	}
 	return h, l.attach(ctx, h)
+}
+
+// Reinstall replaces the host by a new one with the same addresses, which has no daemon, pod or file. Nothing else may
+// use the host meanwhile.
+func (h *Host) Reinstall(ctx context.Context) error {
+	for _, d := range h.running() {
+		d.Kill()
+	}
+	for _, p := range h.pods {
+		p.close()
+	}
+	h.pods = nil
+	h.close()
+
+	// The kernel removes a namespace in the background. Until then the host's port has its name.
+	err := h.lab.underlay.Netlink(ctx, func(nl *netlink.Handle) error {
+		port, err := nl.LinkByName(h.Name())
+		if err == nil {
+			err = nl.LinkDel(port)
+		}
+		if errors.As(err, &netlink.LinkNotFoundError{}) || errors.Is(err, unix.ENODEV) {
+			return nil
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("remove the port of %s: %w", h.Name(), err)
+	}
+
+	n, err := newNamespace(h.Name(), enterHostNamespaces)
+	if err != nil {
+		return err
+	}
+	h.Namespace = n
+	if err := h.boot(ctx); err != nil {
+		return err
+	}
+	return h.lab.attach(ctx, h)
+}
+
+// podPort matches the names of the ports of pods.
+var podPort = regexp.MustCompile(`^pod\d+$`)
+
+// RemovePods removes all pods of the host and their bridges.
+func (h *Host) RemovePods(ctx context.Context) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, p := range h.pods {
+		p.close()
+	}
+	h.pods = nil
+	return h.Netlink(ctx, func(nl *netlink.Handle) error {
+		links, err := nl.LinkList()
+		for errors.Is(err, netlink.ErrDumpInterrupted) {
+			links, err = nl.LinkList()
+		}
+		for _, link := range links {
+			if name := link.Attrs().Name; err == nil && (h.lab.IsBridge(name) || podPort.MatchString(name)) {
+				err = nl.LinkDel(link)
+			}
+			if errors.Is(err, unix.ENODEV) { // the kernel has removed the port in the background, with the pod
+				err = nil
+			}
+		}
+		return err
+	})
 }
 
 // Addr returns the host's underlay address of family f. The host has this address only if

@@ -81,9 +81,10 @@ func bridgeName(segment int) string { return fmt.Sprintf("l2-%d", segment+1) }
 // pair is a port of the segment's bridge.
 func (l *Lab) attach(ctx context.Context, host *Host) error {
 	port := &netlink.Veth{
-		LinkAttrs:     attrs(host.Name(), l.cfg.MTU),
-		PeerName:      "eth0",
-		PeerNamespace: netlink.NsFd(host.net.Fd()),
+		LinkAttrs:        attrs(host.Name(), l.cfg.MTU),
+		PeerName:         "eth0",
+		PeerHardwareAddr: host.mac, // none, which makes the kernel choose one, until the host is reinstalled
+		PeerNamespace:    netlink.NsFd(host.net.Fd()),
 	}
 	err := l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := plug(h, port, bridgeName(host.segment)); err != nil {
