@@ -18,7 +18,7 @@ import (
 // for a client that has connected and sends no request.
 const (
 	requestTimeout  = 5 * time.Second
-	idleTimeout     = 2 * time.Minute
+	idleTimeout     = 10 * time.Second
 	maxHeader       = 8 << 10 // bytes
 	shutdownTimeout = time.Second
 )
@@ -73,7 +73,7 @@ func Listen(ctx context.Context, addr string) (net.Listener, error) {
 
 // Serve answers requests on ln with h until ctx ends. It then gives open requests a
 // limited time to finish and returns nil. If ln fails before, Serve returns that error.
-// It closes ln.
+// It closes ln. It closes connections beyond the limits of limited at once.
 func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 	srv := &http.Server{
 		Handler:           h,
@@ -94,7 +94,7 @@ func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 			srv.Close()
 		}
 	})
-	err := srv.Serve(ln)
+	err := srv.Serve(limit(ln))
 	if !stop() {
 		<-stopped
 	}

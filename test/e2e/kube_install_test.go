@@ -102,7 +102,7 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 				`--output=jsonpath={range .spec.template.spec['initContainers','containers'][*]}{.command}{.args}{"\n"}{end}`)
 			const want = `["/opt/bin/install-conf"]["/flannel","/opt/cni/bin/flannel"]
 ["/opt/bin/install-conf"]["/etc/kube-flannel/cni-conf.json","/etc/cni/net.d/10-flannel.conflist"]
-["/opt/bin/flanneld"]["--ip-masq","--kube-subnet-mgr","--probe","--healthz-port=8081"]
+["/opt/bin/flanneld"]["--healthz-ip=127.0.0.1","--ip-masq","--kube-subnet-mgr","--probe","--healthz-port=8081"]
 `
 			if diff := cmp.Diff(want, got); diff != "" {
 				t.Errorf("commands of the containers (-want +got):\n%s", diff)
