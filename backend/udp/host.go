@@ -30,14 +30,14 @@ type Settings struct {
 	Persist bool
 }
 
-// Host contains the device, the tunnel and the peers of this process. They outlive a network: when
-// the network is closed, the tunnel continues with its peers, and the next network takes the tunnel
+// Host contains the device and the tunnel of this process. They outlive a network: when the network
+// is closed, the tunnel continues with its table of peers, and the next network takes the tunnel
 // over, so that no packet is lost in between. If the tunnel has other ends than the next network
-// needs, only the device and the peers are taken over.
+// needs, only the device and the table are taken over. Like kernel objects, the table belongs to the
+// network that uses it now, which makes it match its own peers.
 type Host struct {
 	settings Settings
 	counters tunnel.Counters
-	peers    peers
 
 	mu              sync.Mutex
 	device          *tunnel.Device
@@ -58,7 +58,7 @@ const fewCPUs = 2
 func OneThread() bool { return runtime.NumCPU() <= fewCPUs }
 
 // NewHost returns a Host without a device. The caller closes it.
-func NewHost(s Settings) *Host { return &Host{settings: s, peers: newPeers()} }
+func NewHost(s Settings) *Host { return &Host{settings: s} }
 
 // Close closes the device. The kernel deletes the device with the routes to it, unless the
 // device is persistent or systemd keeps it for the next start. Close also removes the objects
@@ -115,8 +115,7 @@ func (h *Host) closeTunnel() error {
 }
 
 // openTunnel returns a tunnel between the device with that name and the peers, and marks it as
-// used. It sets the device, the source check, the table of peers and the counters in c. The
-// tunnel may run already, because an earlier network has left it. openTunnel replaces a tunnel
+// used. It sets the device, the source check, the table and the counters in c. The tunnel may run already, because an earlier network has left it. openTunnel replaces a tunnel
 // that has ended or has other ends.
 func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	h.mu.Lock()
@@ -124,7 +123,14 @@ func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*t
 	if err := h.openDevice(ctx, name); err != nil {
 		return nil, err
 	}
-	c.Device, c.Check, c.Table, c.Counters = h.device, h.settings.Check, h.peers.table, &h.counters
+
+	c.Device = h.device
+	c.Check = h.settings.Check
+	c.Counters = &h.counters
+	c.Table = tunnel.NewTable()
+	if h.tunnel != nil {
+		c.Table = h.tunnel.Table
+	}
 	if h.tunnel == nil || h.tunnel.Err() != nil || !sameEnds(h.tunnel.Config, c) {
 		if err := h.closeTunnel(); err != nil {
 			return nil, err

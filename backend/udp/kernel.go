@@ -86,6 +86,7 @@ type kernelNetwork struct {
 	*backend.Programmer
 	*backend.Notifier
 	receiver receiver
+	senders  senders
 
 	filter        *senderFilter // nil if the kernel has no nftables; then senders are not checked
 	unfilled      bool          // the filter does not contain the peers yet
@@ -114,7 +115,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		return nil, err
 	}
 	n := &kernelNetwork{
-		Backend: b, Notifier: backend.NewNotifier(ctx), receiver: b.receiver(), unfilled: true,
+		Backend: b, Notifier: backend.NewNotifier(ctx), receiver: b.receiver(), senders: senders{}, unfilled: true,
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
 	n.Forward(reconciler.Changed())
@@ -201,12 +202,12 @@ func (n *kernelNetwork) watchPort(ctx context.Context) {
 // prevent the later steps. The exception is the filter: if it fails, Sync ends, so that it does not
 // create the device without the filter. The next Sync then writes all routes.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	removed, added := n.host.peers.apply(peers)
+	removed, added := n.senders.apply(peers)
 	if n.unfilled {
-		removed, added = nil, n.host.peers.list()
+		removed, added = nil, n.senders.list()
 	}
 	missing, portErr := n.receiver.ensure()
-	repaired, filterErr := n.admit(publicAddrs(removed), publicAddrs(added), peers)
+	repaired, filterErr := n.admit(removed, added, peers)
 	if filterErr != nil {
 		n.routesStale = true
 		return backend.Outcome{}, oneline.Join(portErr, filterErr)

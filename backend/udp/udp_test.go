@@ -4,6 +4,7 @@ package udp
 
 import (
 	"encoding/json"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -152,42 +153,77 @@ func lease(key, s, public string) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr(public)}}}
 }
 
-func TestPeersApply(t *testing.T) {
-	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
-	set := func(all, complete bool, changed []string, leases ...subnet.Lease) backend.Set {
-		s := backend.Set{Leases: map[string]*subnet.Lease{}, All: all, Complete: complete, Changed: changed}
-		for _, l := range leases {
-			s.Leases[l.Key] = &l
-		}
-		return s
+func setOf(all, complete bool, changed []string, leases ...subnet.Lease) backend.Set {
+	s := backend.Set{Leases: map[string]*subnet.Lease{}, All: all, Complete: complete, Changed: changed}
+	for _, l := range leases {
+		s.Leases[l.Key] = &l
 	}
+	return s
+}
+
+func TestSendersApply(t *testing.T) {
+	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
 	moved := lease("b", "10.5.2.0/24", "192.168.77.22")
 	swapped := []subnet.Lease{lease("a", "10.5.1.0/24", "192.168.77.2"), lease("b", "10.5.2.0/24", "192.168.77.1")}
-	p := newPeers()
+	s := senders{}
 	for i, step := range []struct {
 		set  backend.Set
 		want []subnet.Lease
 	}{
-		{set(true, false, nil, a, b), []subnet.Lease{a, b}},
-		{set(true, false, nil, a), []subnet.Lease{a, b}}, // not complete, so no peer is removed
-		{set(true, true, nil, a), []subnet.Lease{a}},
-		{set(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
-		{set(false, true, []string{"b"}, a, moved), []subnet.Lease{a, moved}},
-		{set(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
-		{set(false, true, []string{"a", "b"}, swapped...), swapped},
-		{set(false, true, []string{"a"}, swapped[1]), swapped[1:]},
-		{set(true, true, nil), nil},
+		{setOf(true, false, nil, a, b), []subnet.Lease{a, b}},
+		{setOf(true, false, nil, a), []subnet.Lease{a, b}}, // not complete, so no peer is removed
+		{setOf(true, true, nil, a), []subnet.Lease{a}},
+		{setOf(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
+		{setOf(false, true, []string{"b"}, a, moved), []subnet.Lease{a, moved}},
+		{setOf(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
+		{setOf(false, true, []string{"a", "b"}, swapped...), swapped},
+		{setOf(false, true, []string{"a"}, swapped[1]), swapped[1:]},
+		{setOf(true, true, nil), nil},
 	} {
-		p.apply(step.set)
-		want := map[string][]tunnel.Peer{}
+		s.apply(step.set)
+		want := senders{}
 		for _, l := range step.want {
-			want[l.Key] = peersOf(&l)
+			want[l.Key] = []netip.Addr{l.Endpoints[0].PublicIP}
 		}
-		if diff := cmp.Diff(want, p.byLease, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
+		if diff := cmp.Diff(want, s, cmp.Comparer(func(x, y netip.Addr) bool { return x == y })); diff != "" {
 			t.Errorf("step %d: %s", i, diff)
 		}
-		if p.table.Size() != len(step.want) {
-			t.Errorf("step %d: %d peers in the table, want %d", i, p.table.Size(), len(step.want))
+	}
+}
+
+// TestEntries goes through the sets of several networks that use one table after another. The sets
+// name the same host by several lease keys.
+func TestEntries(t *testing.T) {
+	const four, six = "10.5.2.0/24", "fd00:10:5:2::/64"
+	v4 := lease("10.5.2.0-24", four, "192.168.77.2")
+	v6 := lease("fd00:10:5:2::-64", six, "fd00:77::2")
+	dual := subnet.Lease{Key: "10.5.2.0-24&fd00:10:5:2::-64", Endpoints: slices.Concat(v4.Endpoints, v6.Endpoints)}
+	other := lease("10.5.3.0-24", "10.5.3.0/24", "192.168.77.3")
+	table := map[netip.Prefix]netip.Addr{}
+	for _, step := range []struct {
+		name string
+		set  backend.Set
+		want []subnet.Lease
+	}{
+		{"IPv4", setOf(true, true, nil, v4, other), []subnet.Lease{v4, other}},
+		{"IPv4 and IPv6, not complete", setOf(true, false, nil, dual), []subnet.Lease{dual, other}},
+		{"IPv4 and IPv6", setOf(true, true, []string{v4.Key, other.Key}, dual), []subnet.Lease{dual}},
+		{"IPv6, not complete", setOf(true, false, nil, v6), []subnet.Lease{dual}},
+		{"IPv6", setOf(false, true, []string{dual.Key}, v6), []subnet.Lease{v6}},
+		{"IPv4 and IPv6 again, not complete", setOf(true, false, nil, v6, dual), []subnet.Lease{dual}},
+		{"IPv4 and IPv6 again", setOf(false, true, []string{v6.Key}, dual), []subnet.Lease{dual}},
+		{"IPv4 again, not complete", setOf(true, false, nil, v4), []subnet.Lease{dual}},
+		{"IPv4 again", setOf(false, true, []string{dual.Key}, v4), []subnet.Lease{v4}},
+	} {
+		table = entries(step.set, table)
+		want := map[netip.Prefix]netip.Addr{}
+		for _, l := range step.want {
+			for _, e := range l.Endpoints {
+				want[e.Subnet] = e.PublicIP
+			}
+		}
+		if !maps.Equal(table, want) {
+			t.Errorf("%s: %v, want %v", step.name, table, want)
 		}
 	}
 }

@@ -5,6 +5,7 @@ package udp
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 
 	"github.com/flanneld/flanneld/backend"
@@ -59,8 +60,9 @@ type network struct {
 	*backend.Programmer
 	*backend.Notifier
 	own     subnet.Lease
-	tunnel  *tunnel.Tunnel // belongs to the Host
-	started bool           // this network has started the tunnel, and is notified of its end
+	leases  map[string]*subnet.Lease // those of the last Sync, for Objects
+	tunnel  *tunnel.Tunnel           // belongs to the Host
+	started bool                     // this network has started the tunnel, and is notified of its end
 }
 
 // start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
@@ -112,15 +114,33 @@ func (n *network) startTunnel() error {
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	n.host.peers.apply(peers)
 	if err := n.reopen(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
+
+	n.leases = maps.Clone(peers.Leases)
+	n.tunnel.Table.Set(entries(peers, n.tunnel.Table.Peers()))
+
 	outcome, err := n.Programmer.Sync(ctx, peers)
 	if !n.started { // even after an error, which may concern one family only
 		err = oneline.Join(err, n.startTunnel())
 	}
 	return outcome, err
+}
+
+// entries returns the wanted entries of the tunnel's table. have are the present ones. As long as
+// set is not complete, those of them that set does not replace stay.
+func entries(set backend.Set, have map[netip.Prefix]netip.Addr) map[netip.Prefix]netip.Addr {
+	want := make(map[netip.Prefix]netip.Addr, len(set.Leases))
+	if !set.Complete {
+		maps.Copy(want, have)
+	}
+	for _, l := range set.Leases {
+		for _, e := range l.Endpoints {
+			want[e.Subnet] = e.PublicIP
+		}
+	}
+	return want
 }
 
 // reopen opens a new device or tunnel if another program has deleted the device, the tunnel has
@@ -134,7 +154,19 @@ func (n *network) reopen(ctx context.Context) error {
 
 // Objects implements backend.Inspector.
 func (n *network) Objects(key string) []backend.ObjectReport {
-	return n.host.peers.objects(key, n.config.Port)
+	l := n.leases[key]
+	if l == nil {
+		return nil
+	}
+
+	var all []backend.ObjectReport
+	for _, e := range l.Endpoints {
+		all = append(all, backend.ObjectReport{
+			Object:  fmt.Sprintf("%s in datagrams to %s port %d", e.Subnet, e.PublicIP, n.config.Port),
+			Present: n.tunnel != nil && n.tunnel.Table.Peers()[e.Subnet] == e.PublicIP,
+		})
+	}
+	return all
 }
 
 // Mode implements backend.DataPath.

@@ -235,7 +235,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 		}
 		return nil
 	})
-	e.table.Update(peersOf(l.Host(3), 3, l.Families()), nil)
+	e.table.update(peersOf(l.Host(3), 3, l.Families()), nil)
 	if check == CheckOff {
 		send(other, good, 0)
 	} else {
@@ -514,7 +514,7 @@ func TestKernelPathMTUBySource(t *testing.T) {
 				}
 				a := newEnd(t, l, 1, mode{}, func(c *Config) { c.Local = []netip.AddrPort{netip.AddrPortFrom(public, port)} })
 				b := newEnd(t, l, 2, mode{})
-				b.table.Update(peersOf(h, 1, l.Families()), []Peer{{Subnet: subnetOf(1, f), Public: public}})
+				b.table.update(peersOf(h, 1, l.Families()), []Peer{{Subnet: subnetOf(1, f), Public: public}})
 				if f == prefix.IPv4 {
 					expectFragmented(t, a, b, 2)
 				}

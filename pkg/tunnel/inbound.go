@@ -114,7 +114,7 @@ func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 	if i.anySender {
 		return 0, false
 	}
-	if _, known := i.routes.publics.Lookup(from.Addr()); !known {
+	if _, known := i.routes.publics[from.Addr()]; !known {
 		return UnknownPeer, true
 	}
 	return WrongPort, from.Port() != i.socket.local.Port()

@@ -144,7 +144,7 @@ var (
 func newTestInbound(t *testing.T) (i *inbound, there int) {
 	here, there := devicePair(t)
 	table := NewTable()
-	table.Update(nil, []Peer{streamPeer, otherPeer})
+	table.update(nil, []Peer{streamPeer, otherPeer})
 	return newInbound(
 		Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}},
 		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
@@ -212,7 +212,7 @@ func TestGatheringIPv6(t *testing.T) {
 	peer := Peer{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: netip.MustParseAddr("2001:db8::2")}
 	i, there := newTestInbound(t)
 	i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
-	i.Table.Update(nil, []Peer{peer})
+	i.Table.update(nil, []Peer{peer})
 	receive(i, peer.Public, packets)
 	i.flush()
 	expectFrame(t, there, packets)
@@ -257,7 +257,7 @@ func TestGatheringChecks(t *testing.T) {
 			i, _ := newTestInbound(t)
 			receive(i, streamPeer.Public, packets[:10])
 			if tc.peers != nil {
-				i.Table.Update([]Peer{streamPeer}, tc.peers)
+				i.Table.update([]Peer{streamPeer}, tc.peers)
 			}
 			receiveFrom(i, netip.AddrPortFrom(netip.MustParseAddr(tc.from), cmp.Or(tc.port, port)), packets[10:])
 			i.flush()
@@ -307,7 +307,7 @@ func TestAddressesOfNoHost(t *testing.T) {
 		i.anySender, i.foreignSources = check == CheckOff, check != CheckStrict
 		if netip.MustParseAddr(from).Is6() {
 			i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
-			i.Table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamPeer.Public}})
+			i.Table.update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamPeer.Public}})
 		}
 		receive(i, streamPeer.Public, packetsOf(t, tcpFrameOf(from, to, 1, 0, 0x10, make([]byte, 100), 100)))
 		i.flush()

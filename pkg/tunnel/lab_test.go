@@ -5,6 +5,7 @@ package tunnel
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"sync"
@@ -59,6 +60,27 @@ func subnetOf(i int, f prefix.Family) netip.Prefix {
 	return netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", i))
 }
 
+// Peer is a subnet of another host, and the public address of that host.
+type Peer struct {
+	Subnet netip.Prefix
+	Public netip.Addr
+}
+
+// update removes peers from the table, and then adds others.
+func (t *Table) update(removed, added []Peer) {
+	peers := maps.Clone(t.Peers())
+	if peers == nil {
+		peers = map[netip.Prefix]netip.Addr{}
+	}
+	for _, p := range removed {
+		delete(peers, p.Subnet)
+	}
+	for _, p := range added {
+		peers[p.Subnet] = p.Public
+	}
+	t.Set(peers)
+}
+
 // peersOf returns h, which is host i of the lab, as a peer, once per family.
 func peersOf(h *lab.Host, i int, families []prefix.Family) []Peer {
 	var peers []Peer
@@ -89,7 +111,7 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 	e := &end{Host: l.Host(i), table: NewTable()}
 	for j, h := range l.Hosts() {
 		if j+1 != i {
-			e.table.Update(nil, peersOf(h, j+1, families))
+			e.table.update(nil, peersOf(h, j+1, families))
 		}
 	}
 	c := Config{Networks: networks, Table: e.table, Counters: &Counters{}, NoSocketOffloads: m.noSocketOffloads}

@@ -81,7 +81,7 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 		public = public.Next()
 		peers = append(peers, open(netip.AddrPortFrom(public, port)))
 		port = peers[0].conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() // all peers have the same port
-		table.Update(nil, []Peer{{Subnet: subnet, Public: public}})
+		table.update(nil, []Peer{{Subnet: subnet, Public: public}})
 	}
 	out.local = netip.AddrPortFrom(out.local.Addr(), port)
 	device, _ := devicePair(t)
@@ -167,11 +167,11 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 	moved := peer
 	moved.Public = netip.MustParseAddr("192.0.2.1")
 	expect("before the peer exists", netip.Addr{})
-	table.Update(nil, []Peer{peer})
+	table.update(nil, []Peer{peer})
 	expect("after the peer was added", peer.Public)
-	table.Update([]Peer{peer}, []Peer{moved})
+	table.update([]Peer{peer}, []Peer{moved})
 	expect("moved", moved.Public)
-	table.Update([]Peer{moved}, nil)
+	table.update([]Peer{moved}, nil)
 	expect("gone", netip.Addr{})
 }
 

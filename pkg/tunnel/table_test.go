@@ -3,6 +3,7 @@
 package tunnel
 
 import (
+	"maps"
 	"net/netip"
 	"testing"
 )
@@ -15,80 +16,77 @@ func peerNumber(i int) Peer {
 }
 
 func TestTable(t *testing.T) {
-	for name, n := range map[string]int{"few": 10, "many": 1000} {
-		t.Run(name, func(t *testing.T) {
-			table := NewTable()
-			before := table.current.Load()
-			var all []Peer
-			for i := range n {
-				all = append(all, peerNumber(i))
-			}
-			table.Update(nil, all)
-			if table.Size() != n || before.subnets.Size() != 0 {
-				t.Errorf("%d peers, and %d in the earlier routes", table.Size(), before.subnets.Size())
-			}
-			moved := all[3]
-			moved.Public = netip.MustParseAddr("192.0.2.1")
-			table.Update([]Peer{all[3]}, []Peer{moved})
-			r := table.current.Load()
-			if got, ok := r.subnets.Lookup(all[3].Subnet.Addr().Next()); !ok || got != moved.Public {
-				t.Errorf("the peer is at %v", got)
-			}
-			if r.publics.Contains(all[3].Public) || !r.publics.Contains(moved.Public) {
-				t.Error("the public address has not changed")
-			}
-			all[3] = moved
-			table.Update(all, nil)
-			if table.Size() != 0 || table.current.Load().publics.Size() != 0 {
-				t.Errorf("%d peers remain", table.Size())
-			}
-		})
-	}
-}
-
-// TestTableWithOneAddressForAll checks that the table knows a public address as long as
-// at least one peer has the address.
-func TestTableWithOneAddressForAll(t *testing.T) {
-	for name, n := range map[string]int{"few": 10, "many": 1000} {
-		t.Run(name, func(t *testing.T) {
-			table := NewTable()
-			public := netip.MustParseAddr("192.0.2.1")
-			var all []Peer
-			for i := range n {
-				all = append(all, Peer{Subnet: peerNumber(i).Subnet, Public: public})
-			}
-			half := all[:n/2]
-			for _, step := range []struct {
-				name           string
-				removed, added []Peer
-				size           int
-			}{
-				{"add a half", nil, half, len(half)},
-				{"replace it by the other half", half, all[n/2:], n - len(half)},
-				{"all", nil, half, n},
-				{"one goes", all[:1], nil, n - 1},
-				{"remove all but one", all[1 : n-1], nil, 1},
-				{"remove the last", all[n-1:], nil, 0},
-			} {
-				table.Update(step.removed, step.added)
-				if r := table.current.Load(); table.Size() != step.size || r.publics.Contains(public) != (step.size > 0) {
-					t.Errorf("%s: %d peers, want %d; the address is known: %v", step.name, table.Size(), step.size, r.publics.Contains(public))
-				}
-			}
-		})
-	}
-}
-
-func BenchmarkTableUpdate(b *testing.B) {
 	table := NewTable()
-	var all []Peer
-	for i := range 5000 {
-		all = append(all, peerNumber(i))
+	lookup := func(p Peer) netip.Addr {
+		public, _ := table.current.Load().subnets.Lookup(p.Subnet.Addr().Next())
+		return public
 	}
-	table.Update(nil, all)
-	for i := 0; b.Loop(); i++ {
-		p := all[i%len(all)]
-		table.Update([]Peer{p}, []Peer{p})
+	set := func(peers ...Peer) map[netip.Prefix]netip.Addr {
+		all := map[netip.Prefix]netip.Addr{}
+		for _, p := range peers {
+			all[p.Subnet] = p.Public
+		}
+		return all
+	}
+	a, b, elsewhere := peerNumber(1), peerNumber(2), peerNumber(9)
+	moved := Peer{a.Subnet, elsewhere.Public}
+	sharing := Peer{b.Subnet, a.Public}
+	for _, tc := range []struct {
+		name         string
+		peers        []Peer
+		known, other []Peer // whose public addresses are those of peers, or are not
+	}{
+		{"nothing", nil, nil, []Peer{a, b}},
+		{"both", []Peer{a, b}, []Peer{a, b}, []Peer{elsewhere}},
+		{"one has moved", []Peer{moved, b}, []Peer{elsewhere, b}, []Peer{a}},
+		{"both share an address", []Peer{a, sharing}, []Peer{a}, []Peer{b, elsewhere}},
+		{"one of them goes", []Peer{sharing}, []Peer{a}, []Peer{b, elsewhere}},
+		{"none is left", nil, nil, []Peer{a, b}},
+	} {
+		before := table.current.Load()
+		peersBefore := maps.Clone(before.peers)
+		table.Set(set(tc.peers...))
+		if !maps.Equal(before.peers, peersBefore) || before.subnets.Size() != len(peersBefore) {
+			t.Errorf("%s: the routes that tunnels may still use have changed", tc.name)
+		}
+		if now := table.current.Load(); !maps.Equal(table.Peers(), set(tc.peers...)) || now.subnets.Size() != len(tc.peers) {
+			t.Errorf("%s: the table contains %v", tc.name, table.Peers())
+		}
+		for _, p := range tc.peers {
+			if got := lookup(p); got != p.Public {
+				t.Errorf("%s: %v is at %v, want %v", tc.name, p.Subnet, got, p.Public)
+			}
+		}
+		for _, p := range tc.known {
+			if _, known := table.current.Load().publics[p.Public]; !known {
+				t.Errorf("%s: %v is not the address of a peer", tc.name, p.Public)
+			}
+		}
+		for _, p := range tc.other {
+			if _, known := table.current.Load().publics[p.Public]; known {
+				t.Errorf("%s: %v is still the address of a peer", tc.name, p.Public)
+			}
+		}
+	}
+}
+
+func BenchmarkTableSet(b *testing.B) {
+	table := NewTable()
+	peers := map[netip.Prefix]netip.Addr{}
+	for i := range 5000 {
+		p := peerNumber(i)
+		peers[p.Subnet] = p.Public
+	}
+	for name, changed := range map[string]bool{"equal": false, "one changed": true} {
+		b.Run(name, func(b *testing.B) {
+			for i := 0; b.Loop(); i++ {
+				now := maps.Clone(peers)
+				if changed {
+					now[peerNumber(0).Subnet] = peerNumber(i % 5000).Public
+				}
+				table.Set(now)
+			}
+		})
 	}
 }
 

@@ -414,8 +414,14 @@ func expectPeersProgrammed(t *testing.T, l *lab.Lab) {
 func expectMatrix(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	expectConverged(t, l)
+	expectMatrixOf(t, l, l.Families()...)
+}
+
+// expectMatrixOf expects that all pods reach each other by the given families.
+func expectMatrixOf(t *testing.T, l *lab.Lab, families ...prefix.Family) {
+	t.Helper()
 	begin := time.Now()
-	for _, c := range l.Matrix(testContext(t), l.Families(), 0) {
+	for _, c := range l.Matrix(testContext(t), families, 0) {
 		if c.Err != nil {
 			t.Errorf("%s to %s by %s: %v%s%s", c.From.Name(), c.To.Name(), c.Family, c.Err, sessions(t, l), droppedBetween(begin, time.Now()))
 		}

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -187,4 +188,63 @@ func TestUDPRefuses(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--udp-source-check=maybe"}}), "expected strict or network or off")
+}
+
+// TestUDPFamilies uses udp, then another backend, and then udp with other address families: with live
+// changes, in migrations and after a restart. Each time the hosts have other lease keys, and the
+// same IPv4 subnets, on which the pods must reach each other.
+func TestUDPFamilies(t *testing.T) {
+	t.Parallel()
+	const ipv4 = `{"Network":"10.5.0.0/16","Backend":%s}`
+	config := func(families int, backend string) json.RawMessage {
+		if families == 1 {
+			return json.RawMessage(fmt.Sprintf(ipv4, backend))
+		}
+		return json.RawMessage(dualConfig("", backend))
+	}
+	const udp, former = `{"Type":"udp","Mode":"userspace"}`, `{"Type":"vxlan"}`
+	for _, first := range []int{1, 2} {
+		second := 3 - first
+		t.Run(fmt.Sprintf("%d to %d", first, second), func(t *testing.T) {
+			t.Parallel()
+			for _, tt := range []struct {
+				name  string
+				steps []json.RawMessage
+				check func(*testing.T, *lab.Lab) // after the last step
+			}{
+				{"live", []json.RawMessage{config(first, udp), config(first, former), config(second, udp)}, nil},
+				{"in place", []json.RawMessage{config(first, udp), config(second, udp)}, nil},
+				{
+					"migration",
+					[]json.RawMessage{
+						config(first, former+`,"NextBackend":`+udp), config(first, former), config(second, former+`,"NextBackend":`+udp),
+					},
+					func(t *testing.T, l *lab.Lab) { eventuallyMigrated(t, l, "udp") },
+				},
+			} {
+				t.Run(tt.name, func(t *testing.T) {
+					t.Parallel()
+					l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: tt.steps[0]}, "")
+					startAll(t, l, lab.FlanneldOptions{})
+					expectMatrixOf(t, l, prefix.IPv4)
+					e := newEdits(t, l)
+					for _, step := range tt.steps[1:] {
+						e.put(string(step))
+					}
+					if tt.check != nil {
+						tt.check(t, l)
+					}
+					expectMatrixOf(t, l, prefix.IPv4)
+
+					expectStop(t, l.Host(1).Daemon())
+					startOne(t, l.Host(1), lab.FlanneldOptions{})
+					expectPeersProgrammed(t, l)
+					if tt.check != nil {
+						tt.check(t, l)
+					}
+					expectMatrixOf(t, l, prefix.IPv4)
+				})
+			}
+		})
+	}
 }
