@@ -184,6 +184,30 @@ func runOnSync(t *testing.T, n *network, onSync func(backend.Pass), known ...sub
 	return s, logger.GetSink().(ktesting.Underlier).GetBuffer().String
 }
 
+// TestRefusedByABackendWithoutALeaseType checks that the reason names the type in the configuration,
+// because the leases of some backends have none.
+func TestRefusedByABackendWithoutALeaseType(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		own := lease(1, "one")
+		own.BackendType = ""
+		s := backend.NewSyncer(backend.SyncerConfig{
+			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "untyped"},
+			Own:    own, Network: &network{}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		running.Go(func() { _ = s.Run(ctx) })
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"))))
+		synctest.Wait()
+		in, err := s.Inspect(ctx, false)
+		if want := `its backend type is "test", ours "untyped"`; err != nil || len(in.Peers) != 1 || in.Peers[0].Refused != want {
+			t.Errorf("%+v, %v, want one peer that is refused because %s", in.Peers, err, want)
+		}
+		cancel()
+		running.Wait()
+	})
+}
+
 func expectSyncs(t *testing.T, n *network, want ...string) {
 	t.Helper()
 	synctest.Wait()
