@@ -46,7 +46,9 @@ func TestMTUProbe(t *testing.T) {
 		err             string
 	}{
 		{kind: "tunnel", raw: `{"Type":"tunnel","MTU":"probe"}`, want: `{"Type":"tunnel"}`, probes: true},
-		{kind: "tunnel", raw: `{"type":"tunnel","mtu":"PROBE","VNI":7}`, want: `{"VNI":7,"type":"tunnel"}`, probes: true},
+		{kind: "tunnel", raw: `{"type":"tunnel","mtu":"PROBE","VNI":7}`, want: `{"type":"tunnel","VNI":7}`, probes: true},
+		{kind: "tunnel", raw: `{"mtu":1400,"vni":7,"VNI":8,"MTU":"probe"}`, want: `{"vni":7,"VNI":8}`, probes: true},
+		{kind: "tunnel", raw: `{"MTU":"probe","mtu":1400}`, want: `{"MTU":"probe","mtu":1400}`},
 		{kind: "tunnel", raw: `{"Type":"tunnel","MTU":1400}`, want: `{"Type":"tunnel","MTU":1400}`},
 		{kind: "tunnel", raw: `{"Type":"tunnel","MTU":null}`, want: `{"Type":"tunnel","MTU":null}`},
 		{kind: "tunnel", raw: `{"Type":"tunnel","MTU":{}}`, want: `{"Type":"tunnel","MTU":{}}`},

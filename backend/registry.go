@@ -227,30 +227,20 @@ const probe = "probe"
 // raw. It returns an error in two cases: MTU is "probe" and backend e does not find MTUs, or MTU is
 // another text and backend e does find MTUs.
 func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
-	var keys map[string]json.RawMessage
-	if json.Unmarshal(raw, &keys) != nil { // the factory says what is wrong
-		return raw, false, nil
+	var keys struct{ MTU json.RawMessage }
+	var text string
+	if json.Unmarshal(raw, &keys) != nil || len(keys.MTU) == 0 || keys.MTU[0] != '"' || json.Unmarshal(keys.MTU, &text) != nil {
+		return raw, false, nil // the factory says what is wrong
 	}
-	for key, value := range keys {
-		var text string
-		if !strings.EqualFold(key, "MTU") || len(value) == 0 || value[0] != '"' || json.Unmarshal(value, &text) != nil {
-			continue
-		}
-		switch {
-		case strings.EqualFold(text, probe) && e.ProbesMTU:
-			delete(keys, key)
-			probes = true
-		case strings.EqualFold(text, probe):
-			return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, strings.Join(r.probing(), ", "))
-		case e.ProbesMTU:
-			return nil, false, fmt.Errorf("Backend.MTU is %q: want %q or a number of bytes", subnet.Shorten(text), probe)
-		}
+	switch known := strings.EqualFold(text, probe); {
+	case known && e.ProbesMTU:
+		return subnet.WithoutKey(raw, "MTU"), true, nil
+	case known:
+		return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, strings.Join(r.probing(), ", "))
+	case e.ProbesMTU:
+		return nil, false, fmt.Errorf("Backend.MTU is %q: want %q or a number of bytes", subnet.Shorten(text), probe)
 	}
-	if !probes {
-		return raw, false, nil
-	}
-	raw, err = json.Marshal(keys)
-	return raw, true, err
+	return raw, false, nil
 }
 
 // probing returns the types of the backends that find MTUs, in alphabetical order.

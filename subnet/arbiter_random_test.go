@@ -22,7 +22,7 @@ import (
 //
 //stages:rest it compares many random changes
 func TestChangeAndResetAgree(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","SubnetMin":"10.5.1.0","SubnetMax":"10.5.12.0",
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","SubnetMin":"10.5.1.0","SubnetMax":"10.5.12.0",
 		"EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
 	if err != nil {
 		t.Fatal(err)
@@ -132,7 +132,7 @@ func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
 // TestChangeCostsOneLease adds, changes and removes leases that contradict no other lease. The
 // arbiter must decide about each of these changes without the other leases.
 func TestChangeCostsOneLease(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
 	}

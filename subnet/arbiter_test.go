@@ -228,7 +228,7 @@ func TestArbitrate(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			cfg, _, err := subnet.ParseConfig([]byte(tc.config))
+			cfg, err := subnet.ParseConfig([]byte(tc.config))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -256,7 +256,7 @@ func TestArbitrate(t *testing.T) {
 }
 
 func TestArbitrateKeepsTheGoodFamily(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -271,7 +271,7 @@ func TestArbitrateKeepsTheGoodFamily(t *testing.T) {
 // TestIdentityBelongsToTheFirstClaim lets leases have the same identity. The age of a lease must not
 // matter, because its host can write the identity of another one into it at any time.
 func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -330,7 +330,7 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 }
 
 func TestArbitrateManyIsFast(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -355,7 +355,7 @@ func many(n int) []subnet.Lease {
 }
 
 func BenchmarkArbitrate(b *testing.B) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -97,14 +97,14 @@ type backendKey struct {
 // backendKeys returns the keys and values of a JSON object, by key in lower case, because keys
 // are compared without regard to case. A null value counts as an absent key.
 func backendKeys(raw json.RawMessage) map[string]backendKey {
-	var object map[string]any
-	d := json.NewDecoder(bytes.NewReader(raw))
-	d.UseNumber()
-	_ = d.Decode(&object) // fails only if raw is nil, because the configuration was decoded before
-	keys := make(map[string]backendKey, len(object))
-	for name, value := range object {
+	keys := map[string]backendKey{}
+	for _, m := range members(raw) {
+		var value any
+		d := json.NewDecoder(bytes.NewReader(m.value))
+		d.UseNumber()
+		_ = d.Decode(&value) // cannot fail, because members has decoded it
 		if value != nil {
-			keys[strings.ToLower(name)] = backendKey{name, value}
+			keys[strings.ToLower(m.key)] = backendKey{m.key, value}
 		}
 	}
 	return keys

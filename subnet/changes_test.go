@@ -20,6 +20,7 @@ func TestChanges(t *testing.T) {
 		{"defaults written out", `{"EnableIPv4":true,"SubnetLen":24,"Network":"10.5.0.0/16","EnableNFTables":false,"NonMasqueradeCIDRs":[],` +
 			`"Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`, ""},
 		{"an unknown key", `{"Comment":1,"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`, ""},
+		{"keys given several times", `{"Backend":{"Type":"udp"},"Network":"10.5.0.0/16","backend":{"Type":"wireguard","psk":"tuna","LISTENPORT":1,"PSK":"swordfish","ListenPort":51820}}`, ""},
 		{"network", strings.Replace(used, "10.5.", "10.6.", 1), "IPv4 network 10.5.0.0/16 -> 10.6.0.0/16"},
 		{"subnet length", strings.Replace(used, "{", `{"SubnetLen":25,`, 1), "IPv4 subnets 10.5.1.0/24 to 10.5.255.0/24 -> 10.5.0.128/25 to 10.5.255.128/25"},
 		{"secret", strings.Replace(used, "swordfish", "tuna", 1), "Backend.PSK"},
@@ -31,11 +32,11 @@ func TestChanges(t *testing.T) {
 		{"another family", `{"EnableIPv6":true,"IPv6Network":"fd00:5::/48",` + used[1:], "IPv6 network none -> fd00:5::/48"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			a, _, err := ParseConfig([]byte(used))
+			a, err := ParseConfig([]byte(used))
 			if err != nil {
 				t.Fatal(err)
 			}
-			b, _, err := ParseConfig([]byte(tc.to))
+			b, err := ParseConfig([]byte(tc.to))
 			if err != nil {
 				t.Fatal(err)
 			}

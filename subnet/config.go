@@ -22,6 +22,9 @@ type Config struct {
 	// zero unless the network migrates.
 	NextType    string          `json:",omitempty"`
 	NextBackend json.RawMessage `json:",omitempty"`
+	// Warnings are about keys at the top level that ParseConfig did not use, one line each. The backend
+	// checks the keys inside Backend.
+	Warnings []string `json:"-"`
 }
 
 // Network is the flat network of one address family.

@@ -17,8 +17,8 @@ import (
 // DecodeBackend decodes a backend's part of the configuration into the struct
 // that into points to. Keys are matched without regard to case, as everywhere
 // in the configuration. warnings has one line for each key that is neither a
-// field of the struct nor "Type" nor one of the names in also. If raw is nil or
-// null, the struct keeps its values.
+// field of the struct nor "Type" nor one of the names in also, and for each key
+// that is given more than once. If raw is nil or null, the struct keeps its values.
 func DecodeBackend(raw json.RawMessage, into any, also ...string) (warnings []string, err error) {
 	if len(raw) == 0 || isNull(raw) {
 		return nil, nil
@@ -27,24 +27,99 @@ func DecodeBackend(raw json.RawMessage, into any, also ...string) (warnings []st
 		return nil, fmt.Errorf("Backend: %w", err)
 	}
 	known := slices.Concat(fieldNames(into), []string{"Type"}, also)
-	return UnknownKeys(raw, known...), nil
+	return keyWarnings(raw, known...), nil
 }
 
-// UnknownKeys returns one warning for each key of the JSON object raw that is
-// not in known, in the order of the keys. It returns nil if raw is no object.
-func UnknownKeys(raw json.RawMessage, known ...string) []string {
-	var have map[string]json.RawMessage
-	if json.Unmarshal(raw, &have) != nil {
-		return nil
-	}
+// mostWarnings is the largest number of warnings about the keys of one object.
+const mostWarnings = 8
+
+// keyWarnings returns one warning for each key of the JSON object raw that is not in known, and for each
+// that was given before, in the order of the keys. Beyond mostWarnings it returns only their number. It
+// returns nil if raw is no object.
+func keyWarnings(raw json.RawMessage, known ...string) []string {
 	var warnings []string
-	for key := range have {
-		if !slices.ContainsFunc(known, func(k string) bool { return strings.EqualFold(k, key) }) {
+	more := 0
+	given := map[string]string{} // by key in lower case, because keys are compared without regard to case
+	for _, m := range members(raw) {
+		key := m.key
+		folded := strings.ToLower(key)
+		before, repeated := given[folded]
+		given[folded] = key
+		unknown := !slices.ContainsFunc(known, func(k string) bool { return strings.EqualFold(k, key) })
+		switch {
+		case !unknown && !repeated:
+		case len(warnings) == mostWarnings:
+			more++
+		case unknown:
 			warnings = append(warnings, unknownKey(key, known))
+		case key == before:
+			warnings = append(warnings, fmt.Sprintf("key %q is given more than once: the last one counts", key))
+		default:
+			warnings = append(warnings, fmt.Sprintf("keys %q and %q are the same: the last one, %q, counts", before, key, key))
 		}
 	}
-	slices.Sort(warnings)
+	if more > 0 {
+		warnings = append(warnings, fmt.Sprintf("%d more keys are ignored or given more than once", more))
+	}
 	return warnings
+}
+
+// WithoutKey returns the JSON object raw without the key name, which is not case-sensitive. It keeps the
+// order, and repeated keys. If raw is no object, the result is an empty one.
+func WithoutKey(raw json.RawMessage, name string) json.RawMessage {
+	var rest [][]byte
+	for _, m := range members(raw) {
+		if !strings.EqualFold(m.key, name) {
+			key, _ := json.Marshal(m.key) // cannot fail for a string
+			rest = append(rest, slices.Concat(key, []byte{':'}, m.value))
+		}
+	}
+	return slices.Concat([]byte{'{'}, bytes.Join(rest, []byte{','}), []byte{'}'})
+}
+
+// Keys returns the keys of the JSON object raw with their values. Of keys that differ only in case it
+// returns the last one, which is the one that counts.
+func Keys(raw json.RawMessage) (map[string]json.RawMessage, error) {
+	keys := map[string]json.RawMessage{}
+	if err := decodeObject(raw, &keys); err != nil {
+		return nil, err
+	}
+	clear(keys)
+	names := map[string]string{} // by name in lower case
+	for _, m := range members(raw) {
+		folded := strings.ToLower(m.key)
+		delete(keys, names[folded])
+		names[folded] = m.key
+		keys[m.key] = m.value
+	}
+	return keys, nil
+}
+
+type member struct {
+	key   string
+	value json.RawMessage
+}
+
+// members returns the members of the JSON object raw in their order, with each repeated key. It returns nil
+// if raw is no object.
+func members(raw json.RawMessage) (all []member) {
+	d := json.NewDecoder(bytes.NewReader(raw))
+	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
+		return nil
+	}
+	for d.More() {
+		key, err := d.Token()
+		if err != nil {
+			return nil
+		}
+		var m member
+		m.key, _ = key.(string) // the decoder accepts nothing else as a key
+		if d.Decode(&m.value) != nil {
+			return nil
+		}
+		all = append(all, m)
+	}
+	return all
 }
 
 func unknownKey(key string, known []string) string {
@@ -53,7 +128,7 @@ func unknownKey(key string, known []string) string {
 		return fmt.Sprintf("unknown key %q is ignored", key)
 	}
 	nearest, _ := spell.Nearest(key, known)
-	return fmt.Sprintf("unknown key %q is ignored; the nearest known key is %q", key, nearest)
+	return fmt.Sprintf("unknown key %q is ignored, the nearest known key is %q", key, nearest)
 }
 
 // fieldNames returns the JSON keys of the struct that v points to.

@@ -62,53 +62,65 @@ func (w wireConfig) networks() []wireNetwork {
 	}
 }
 
-// ParseConfig decodes the network configuration. warnings has one line for each unknown key at the
-// top level; the backend checks the keys inside Backend. An error is one line and wraps
-// ErrInvalidConfig. Network.Pool, not ParseConfig, checks whether a network can be divided into
-// subnets, because not every store needs that.
-func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
+// ParseConfig decodes the network configuration. An error is one line and wraps ErrInvalidConfig; the
+// Config then has only Warnings. Network.Pool, not ParseConfig, checks whether a network can be divided
+// into subnets, because not every store needs that.
+func ParseConfig(raw []byte) (Config, error) {
 	w := defaults()
 	if err := decodeObject(raw, &w); err != nil {
-		return Config{}, nil, invalid("%w", err)
+		return Config{}, invalid("%w", err)
 	}
+
+	warnings := keyWarnings(raw, fieldNames(&w)...)
+	cfg, err := w.config()
+	if err != nil {
+		return Config{Warnings: warnings}, invalid("%w", err)
+	}
+	cfg.Warnings = warnings
+	return cfg, nil
+}
+
+func (w wireConfig) config() (cfg Config, err error) {
 	cfg = Config{NFTables: w.EnableNFTables, BackendType: "udp", Backend: w.Backend}
 	for _, s := range w.NonMasqueradeCIDRs {
 		p, err := netip.ParsePrefix(s)
 		if err != nil || p.Addr().Is4In6() {
-			return Config{}, nil, invalid("NonMasqueradeCIDRs: %q is not a CIDR (want for example %q)", Shorten(s), example(prefix.IPv4))
+			return cfg, fmt.Errorf("NonMasqueradeCIDRs: %q is not a CIDR (want for example %q)", Shorten(s), example(prefix.IPv4))
 		}
 		cfg.NonMasquerade = append(cfg.NonMasquerade, p.Masked())
 	}
+
 	for _, n := range w.networks() {
 		network, err := n.parse()
 		if err != nil {
-			return Config{}, nil, invalid("%w", err)
+			return cfg, err
 		}
 		if n.enabled && !network.Prefix.IsValid() {
-			return Config{}, nil, invalid("%w", w.missing(n.family))
+			return cfg, w.missing(n.family)
 		}
 		if n.enabled {
 			cfg.Networks = append(cfg.Networks, network)
 		}
 	}
 	if len(cfg.Networks) == 0 {
-		return Config{}, nil, invalid("no address family is enabled: EnableIPv4 and EnableIPv6 are both false")
+		return cfg, errors.New("no address family is enabled: EnableIPv4 and EnableIPv6 are both false")
 	}
+
 	if w.Backend != nil {
 		if cfg.BackendType, err = backendType("Backend", w.Backend); err != nil {
-			return Config{}, nil, invalid("%w", err)
+			return cfg, err
 		}
 	}
 	if w.NextBackend != nil && !isNull(w.NextBackend) {
 		if cfg.NextType, err = backendType("NextBackend", w.NextBackend); err != nil {
-			return Config{}, nil, invalid("%w", err)
+			return cfg, err
 		}
 		if cfg.NextType == "" {
-			return Config{}, nil, invalid("NextBackend has no Type: want an object with the Type of the backend to migrate to")
+			return cfg, errors.New("NextBackend has no Type: want an object with the Type of the backend to migrate to")
 		}
 		cfg.NextBackend = w.NextBackend
 	}
-	return cfg, UnknownKeys(raw, fieldNames(&w)...), nil
+	return cfg, nil
 }
 
 func invalid(format string, args ...any) error {

@@ -5,6 +5,7 @@ package subnet_test
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -23,7 +24,6 @@ func TestParseConfig(t *testing.T) {
 	for _, tc := range []struct {
 		name, raw string
 		want      subnet.Config
-		warnings  []string
 	}{
 		{
 			name: "as recorded from a vxlan cluster",
@@ -65,11 +65,6 @@ func TestParseConfig(t *testing.T) {
 			},
 		},
 		{
-			name: "of duplicate keys the last wins",
-			raw:  `{"Network":"10.6.0.0/16","network":"10.5.0.0/16","Backend":{"Type":"udp"},"Backend":{"Type":"alloc"}}`,
-			want: subnet.Config{Networks: v4, BackendType: "alloc", Backend: json.RawMessage(`{"Type":"alloc"}`)},
-		},
-		{
 			name: "unspecified limits count as not given",
 			raw:  `{"Network":"10.5.0.0/16","SubnetMin":"0.0.0.0","SubnetMax":"0.0.0.0","EnableIPv4":null}`,
 			want: subnet.Config{Networks: v4, BackendType: "udp"},
@@ -82,10 +77,23 @@ func TestParseConfig(t *testing.T) {
 		{
 			name: "unknown keys are one warning each, those of the backend are left to it",
 			raw:  `{"Netwrok":"10.6.0.0/16","Network":"10.5.0.0/16","subnet_len":24,"Backend":{"Type":"vxlan","Prot":1}}`,
-			want: subnet.Config{Networks: v4, BackendType: "vxlan", Backend: json.RawMessage(`{"Type":"vxlan","Prot":1}`)},
-			warnings: []string{
-				`unknown key "Netwrok" is ignored; the nearest known key is "Network"`,
-				`unknown key "subnet_len" is ignored; the nearest known key is "SubnetLen"`,
+			want: subnet.Config{
+				Networks: v4, BackendType: "vxlan", Backend: json.RawMessage(`{"Type":"vxlan","Prot":1}`),
+				Warnings: []string{
+					`unknown key "Netwrok" is ignored, the nearest known key is "Network"`,
+					`unknown key "subnet_len" is ignored, the nearest known key is "SubnetLen"`,
+				},
+			},
+		},
+		{
+			name: "of a key that is given several times the last one counts",
+			raw:  `{"Network":"10.6.0.0/16","Backend":{"Type":"udp"},"Network":"10.5.0.0/16","backend":{"Type":"vxlan"}}`,
+			want: subnet.Config{
+				Networks: v4, BackendType: "vxlan", Backend: json.RawMessage(`{"Type":"vxlan"}`),
+				Warnings: []string{
+					`key "Network" is given more than once: the last one counts`,
+					`keys "Backend" and "backend" are the same: the last one, "backend", counts`,
+				},
 			},
 		},
 		{
@@ -98,17 +106,29 @@ func TestParseConfig(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			got, warnings, err := subnet.ParseConfig([]byte(tc.raw))
+			got, err := subnet.ParseConfig([]byte(tc.raw))
 			if err != nil {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(tc.want, got, netipComparer); diff != "" {
 				t.Errorf("config differs (-want +got):\n%s", diff)
 			}
-			if diff := cmp.Diff(tc.warnings, warnings); diff != "" {
-				t.Errorf("warnings differ (-want +got):\n%s", diff)
-			}
 		})
+	}
+}
+
+// TestWarningsAreLimited parses an object with thousands of unknown keys.
+func TestWarningsAreLimited(t *testing.T) {
+	var raw strings.Builder
+	for i := range 20_000 {
+		fmt.Fprintf(&raw, `"unknown%d":1,`, i)
+	}
+	cfg, err := subnet.ParseConfig([]byte("{" + raw.String() + `"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if last := cfg.Warnings[len(cfg.Warnings)-1]; len(cfg.Warnings) > 10 || last != "19992 more keys are ignored or given more than once" {
+		t.Errorf("%d warnings, the last one is %q", len(cfg.Warnings), last)
 	}
 }
 
@@ -147,7 +167,7 @@ func TestParseConfigRefuses(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":1}}`, "Backend: Type: want a string, have number"},
 		{`{"Network":"` + strings.Repeat("x", 1<<20) + `"}`, "Network: invalid IPv4 CIDR format"},
 	} {
-		_, _, err := subnet.ParseConfig([]byte(tc.raw))
+		_, err := subnet.ParseConfig([]byte(tc.raw))
 		checkInvalid(t, tc.raw, err, tc.want)
 	}
 }
@@ -180,9 +200,9 @@ func TestDecodeBackend(t *testing.T) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	want := []string{
-		`unknown key "Learn" is ignored; the nearest known key is "Learning"`,
-		`unknown key "Prot" is ignored; the nearest known key is "Port"`,
-		`unknown key "internal" is ignored; the nearest known key is "VNI"`,
+		`unknown key "Prot" is ignored, the nearest known key is "Port"`,
+		`unknown key "Learn" is ignored, the nearest known key is "Learning"`,
+		`unknown key "internal" is ignored, the nearest known key is "VNI"`,
 	}
 	if diff := cmp.Diff(want, warnings); diff != "" {
 		t.Errorf("warnings differ (-want +got):\n%s", diff)
@@ -208,7 +228,7 @@ func FuzzParseConfig(f *testing.F) {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
-		cfg, _, err := subnet.ParseConfig(raw)
+		cfg, err := subnet.ParseConfig(raw)
 		if err != nil {
 			if !errors.Is(err, subnet.ErrInvalidConfig) {
 				t.Errorf("error does not wrap ErrInvalidConfig: %v", err)

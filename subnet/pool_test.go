@@ -17,7 +17,7 @@ import (
 
 func network(t *testing.T, raw string) subnet.Network {
 	t.Helper()
-	cfg, _, err := subnet.ParseConfig([]byte(raw))
+	cfg, err := subnet.ParseConfig([]byte(raw))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -177,7 +177,7 @@ func TestPickFromVastPool(t *testing.T) {
 }
 
 func TestAllocate(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(
+	cfg, err := subnet.ParseConfig([]byte(
 		`{"Network":"10.5.0.0/28","EnableIPv6":true,"IPv6Network":"fd00::/48"}`))
 	if err != nil {
 		t.Fatal(err)

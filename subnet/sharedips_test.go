@@ -15,7 +15,7 @@ import (
 // TestSharedChanges lets leases share an address and stop sharing it. Each change must be reported
 // once, whether the arbiter decides about one lease or about all again.
 func TestSharedChanges(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -31,7 +31,7 @@ func TestPoolUsage(t *testing.T) {
 			[]Lease{lease("fd00:0:0:1::/120", false)}, Usage{math.MaxUint64, 1, 0}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			cfg, _, err := ParseConfig([]byte(tc.config))
+			cfg, err := ParseConfig([]byte(tc.config))
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -397,7 +397,7 @@ func TestConfig(t *testing.T) {
 		`{"RouteTableFilter":["cluster"]}`:                         {Err: `Backend.RouteTableFilter contains "cluster": want name=value`},
 		`{"RouteTableID":"r","RouteTableFilter":["a=b"]}`:          {Err: "exclude each other"},
 		`{"RouteTableId":"rtb-1"}`:                                 {},
-		`{"RouteTable":"rtb-1"}`:                                   {Warning: `unknown key "RouteTable" is ignored; the nearest known key is "RouteTableID"`},
+		`{"RouteTable":"rtb-1"}`:                                   {Warning: `unknown key "RouteTable" is ignored, the nearest known key is "RouteTableID"`},
 		`{"AccessKeySecret":"very-secret","RouteTableID":"rtb-1"}`: {Warning: `key "AccessKeySecret" may contain a secret`},
 	})
 }

@@ -169,7 +169,7 @@ func TestConfig(t *testing.T) {
 		{raw: `{"Type":"extension"}`},
 		{raw: `{"type":"extension","subnetaddcommand":"a","Shell":false,"CommandTimeout":3600}`},
 		{raw: `{"Type":"extension","PreStartupCommand":null}`},
-		{raw: `{"SubnetAddComand":"a"}`, warnings: []string{`unknown key "SubnetAddComand" is ignored; the nearest known key is "SubnetAddCommand"`}},
+		{raw: `{"SubnetAddComand":"a"}`, warnings: []string{`unknown key "SubnetAddComand" is ignored, the nearest known key is "SubnetAddCommand"`}},
 		{raw: `{"CommandTimeout":0}`, err: "Backend.CommandTimeout is 0: want 1 to 3600 seconds"},
 		{raw: `{"CommandTimeout":3601}`, err: "Backend.CommandTimeout is 3601: want 1 to 3600 seconds"},
 		{raw: `{"SubnetAddCommand":["a"]}`, err: "Backend: SubnetAddCommand: want a string, have array"},

@@ -944,7 +944,7 @@ func TestConfig(t *testing.T) {
 		`{"Cluster":"Blue"}`:            {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
 		`{"Cluster":"a b"}`:             {Err: `Backend.Cluster is "a b"`},
 		`{"Cluster":7}`:                 {Err: "Cluster"},
-		`{"Clutser":"a"}`:               {Warning: `unknown key "Clutser" is ignored; the nearest known key is "Cluster"`},
+		`{"Clutser":"a"}`:               {Warning: `unknown key "Clutser" is ignored, the nearest known key is "Cluster"`},
 		`{"AccessToken":"very-secret"}`: {Warning: `key "AccessToken" may contain a secret`},
 	})
 }

@@ -49,7 +49,7 @@ func TestConfigurations(t *testing.T) {
 		`{"SameLocation":"host-gw"}`: {[]string{"flannel-wg"}, []int{51820}, 1440, "", ""},
 		`{"MTU":"probe"}`:            {[]string{"flannel-wg"}, []int{51820}, 1440, "", ""},
 		`{"samelocation":{"Type":"vxlan","VNI":7,"Port":4789,"MTU":1400}}`: {[]string{"flannel-wg", "flannel.7"}, []int{51820, 4789}, 1350, "", ""},
-		`{"SameLocation":{"Type":"vxlan","VIN":7}}`:                        {[]string{"flannel-wg", "flannel.1"}, []int{51820, 8472}, 1440, `SameLocation: unknown key "VIN" is ignored; the nearest known key is "VNI"`, ""},
+		`{"SameLocation":{"Type":"vxlan","VIN":7}}`:                        {[]string{"flannel-wg", "flannel.1"}, []int{51820, 8472}, 1440, `SameLocation: unknown key "VIN" is ignored, the nearest known key is "VNI"`, ""},
 		`{"SameLocation":{"Type":"vxlan","VNI":-1}}`:                       {nil, nil, 0, "", "SameLocation: Backend.VNI is -1: want 0 to"},
 		`{"SameLocation":{"Type":"vxlan","Port":51820}}`:                   {nil, nil, 0, "", "SameLocation has UDP port 51820, which wireguard also has: want another one"},
 		`{"SameLocation":"ipip"}`:                                          {nil, nil, 0, "", `Backend.SameLocation is "ipip": want one of host-gw, vxlan, or an object with this Type and its keys`},

@@ -50,7 +50,7 @@ func TestConfigurations(t *testing.T) {
 			`{"Overflow":{"Type":"vxlan"}}`: {"flannel.1", 8472, 8951, "", ""},
 			`{"overflow":{"Type":"vxlan","VNI":7,"Port":4789,"MTU":1500}}`: {"flannel.7", 4789, 1450, "", ""},
 			`{"Overflow":{"Type":"vxlan","MTU":"probe"}}`:                  {"flannel.1", 8472, 8951, "", ""},
-			`{"Overflow":{"Type":"vxlan","VIN":7}}`:                        {"flannel.1", 8472, 8951, `Overflow: unknown key "VIN" is ignored; the nearest known key is "VNI"`, ""},
+			`{"Overflow":{"Type":"vxlan","VIN":7}}`:                        {"flannel.1", 8472, 8951, `Overflow: unknown key "VIN" is ignored, the nearest known key is "VNI"`, ""},
 			`{"Overflow":"vxlan","VNI":7}`:                                 {"flannel.1", 8472, 8951, `unknown key "VNI" is ignored`, ""},
 			`{"Overflow":{"Type":"vxlan","VNI":-1}}`:                       {"", 0, 0, "", "Overflow: Backend.VNI is -1: want 0 to"},
 			`{"Overflow":"host-gw"}`:                                       {"", 0, 0, "", `Backend.Overflow is "host-gw": want vxlan, or an object with this Type and its keys`},

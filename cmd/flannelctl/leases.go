@@ -250,7 +250,7 @@ func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	if err != nil || revision == 0 {
 		return err
 	}
-	cfg, _, err := subnet.ParseConfig(text)
+	cfg, err := subnet.ParseConfig(text)
 	if err == nil {
 		_, err = cfg.Pools()
 	}

@@ -191,7 +191,7 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 	if err != nil {
 		return m, err
 	}
-	cfg, _, err := subnet.ParseConfig(text)
+	cfg, err := subnet.ParseConfig(text)
 	if err != nil {
 		return m, err
 	}
@@ -493,8 +493,8 @@ func abortMigration(text []byte) ([]byte, error) {
 // withKeys applies change to the keys of the JSON object text, and returns the result. Keys such as
 // backend and NEXTBACKEND are renamed first, so that change finds them as Backend and NextBackend.
 func withKeys(text []byte, change func(map[string]json.RawMessage) error) ([]byte, error) {
-	var keys map[string]json.RawMessage
-	if err := json.Unmarshal(text, &keys); err != nil {
+	keys, err := subnet.Keys(text)
+	if err != nil {
 		return nil, fmt.Errorf("the configuration in the store: %w", err)
 	}
 	for name, value := range keys {

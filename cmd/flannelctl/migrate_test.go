@@ -33,6 +33,10 @@ func TestMigrationSteps(t *testing.T) {
 	if want := `{"Backend":{"Type":"vxlan"},"Network":"10.5.0.0/16"}`; err != nil || string(back) != want {
 		t.Errorf("abort gives %s, %v, want %s", back, err, want)
 	}
+	repeated, err := abortMigration([]byte(`{"backend":{"Type":"udp"},"NETWORK":"10.6.0.0/16","Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":null}`))
+	if want := `{"Backend":{"Type":"vxlan"},"Network":"10.5.0.0/16"}`; err != nil || string(repeated) != want {
+		t.Errorf("abort with repeated keys gives %s, %v, want %s", repeated, err, want)
+	}
 	for want, err := range map[string]error{
 		"a migration is in progress": second(startMigration(during, `{"Type":"udp"}`)),
 		"is not JSON":                second(startMigration([]byte(before), "wireguard")),
@@ -50,7 +54,7 @@ func second(_ []byte, err error) error { return err }
 // TestMigrationState checks the phases of hosts in a migration between two VNIs, and what the output
 // says about this host.
 func TestMigrationState(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"vxlan","VNI":7}}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"vxlan","VNI":7}}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -110,7 +114,7 @@ func TestMigrationNamesRelays(t *testing.T) {
 		{"from wireguard without relays", "wireguard", "vxlan", wg, needs, vxlan, nil, ""},
 		{"to wireguard with relays", "vxlan", "wireguard", vxlan, vxlan, relay, nil, ""},
 	} {
-		cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"` + tt.from + `"},"NextBackend":{"Type":"` + tt.to + `"}}`))
+		cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"` + tt.from + `"},"NextBackend":{"Type":"` + tt.to + `"}}`))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -182,7 +186,7 @@ func TestMigrationEnd(t *testing.T) {
 			true, 0, 1, 1, []string{"both still publishes data for host-gw"},
 		},
 	} {
-		cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":` + tt.backend + `}`))
+		cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":` + tt.backend + `}`))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -119,9 +119,9 @@ func expectConfig(t *testing.T, rendered string) {
 		if o.Kind != "ConfigMap" {
 			continue
 		}
-		_, warnings, err := subnet.ParseConfig([]byte(o.Data["net-conf.json"]))
-		if err != nil || len(warnings) > 0 {
-			t.Errorf("net-conf.json: %v, %q", err, warnings)
+		cfg, err := subnet.ParseConfig([]byte(o.Data["net-conf.json"]))
+		if err != nil || len(cfg.Warnings) > 0 {
+			t.Errorf("net-conf.json: %v, %q", err, cfg.Warnings)
 		}
 		if cni := o.Data["cni-conf.json"]; !json.Valid([]byte(cni)) {
 			t.Errorf("cni-conf.json is not JSON: %s", cni)

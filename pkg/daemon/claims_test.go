@@ -57,7 +57,7 @@ func TestClaimsOfAMigration(t *testing.T) {
 		t.Fatal(err)
 	}
 	of := func(text string) claims {
-		cfg, _, err := subnet.ParseConfig([]byte(text))
+		cfg, err := subnet.ParseConfig([]byte(text))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -176,6 +176,7 @@ func (m *member) confirm() bool {
 	if err != nil || len(subnet.Changes(m.config, cfg)) > 0 {
 		return false
 	}
+	m.config = cfg // equal, but with its warnings
 	m.confirmed()
 	return true
 }

@@ -143,7 +143,7 @@ func TestRosterOthers(t *testing.T) {
 // when the last process ended. Another network must get neither that device nor the present one.
 func TestRecalledClaims(t *testing.T) {
 	config := func(text string) subnet.Config {
-		cfg, _, err := subnet.ParseConfig([]byte(text))
+		cfg, err := subnet.ParseConfig([]byte(text))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -9,8 +9,8 @@ import (
 )
 
 // ValidateConfig reports whether a daemon would accept the network configuration. It
-// returns the parsed configuration, warnings of one line each, and the error that the daemon
-// would log. The result may be different on a host whose interface has an unusual MTU. pools is set if flanneld
+// returns the parsed configuration, warnings of one line each, even with an error, and the error that the
+// daemon would log. The result may be different on a host whose interface has an unusual MTU. pools is set if flanneld
 // assigns subnets from the networks, as with etcd; with Kubernetes the API assigns
 // them. backends are those that the daemon may use.
 func ValidateConfig(text []byte, pools bool, backends backend.Registry) (cfg subnet.Config, warnings []string, err error) {

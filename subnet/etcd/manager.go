@@ -39,8 +39,6 @@ type Manager struct {
 	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
 	slow                 atomic.Bool                   // the last request that the method call made took longer than timing.slow
 	late                 atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
-	// configSeen is the revision of the configuration whose warnings were logged.
-	configSeen atomic.Int64
 }
 
 var (

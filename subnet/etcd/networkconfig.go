@@ -10,7 +10,6 @@ import (
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -42,18 +41,13 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 		return subnet.Config{}, nil, fmt.Errorf("%w: etcd key %s does not exist (it must be put with the etcd v3 API)",
 			subnet.ErrNoConfig, m.configKey())
 	}
-	cfg, warnings, err := subnet.ParseConfig(resp.Kvs[0].Value)
+	cfg, err := subnet.ParseConfig(resp.Kvs[0].Value)
 	if err != nil {
 		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
 	}
 	pools, err := cfg.Pools()
 	if err != nil {
 		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
-	}
-	if m.configSeen.Swap(resp.Kvs[0].ModRevision) != resp.Kvs[0].ModRevision {
-		for _, w := range warnings {
-			klog.FromContext(ctx).Error(nil, "network configuration", "key", m.configKey(), "warning", w)
-		}
 	}
 	return cfg, pools, nil
 }

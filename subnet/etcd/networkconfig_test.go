@@ -7,8 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -35,23 +33,6 @@ func TestConfigErrors(t *testing.T) {
 		if !errors.Is(err, tc.is) || err.Error() != tc.want {
 			t.Errorf("%s: error is %v, want %q", tc.raw, err, tc.want)
 		}
-	}
-}
-
-func TestConfigWarnsOnce(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
-	f.put(t, "config", `{"Network":"10.5.0.0/16","Bakend":{"Type":"vxlan"}}`)
-	ctx, log := withLog(t.Context())
-	m := f.manager(t)
-	for range 3 {
-		if _, err := m.Config(ctx); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want := []string{`"msg"="network configuration" "error"=null "key"="` + f.prefix + `/config"` +
-		` "warning"="unknown key \"Bakend\" is ignored; the nearest known key is \"Backend\""`}
-	if diff := cmp.Diff(want, log.lines()); diff != "" {
-		t.Errorf("log differs (-want +got):\n%s", diff)
 	}
 }
 

@@ -13,7 +13,7 @@ import (
 )
 
 func TestChoose(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -391,7 +391,7 @@ func TestCancelWhileUnreachable(t *testing.T) {
 	p.stall()
 	m := f.manager(t, throughProxy(p))
 	l := subnet.Lease{Key: "10.5.1.0-24", Endpoints: claim("192.0.2.1").Endpoints}
-	cfg, _, err := subnet.ParseConfig([]byte(configV4))
+	cfg, err := subnet.ParseConfig([]byte(configV4))
 	if err != nil {
 		t.Fatal(err)
 	}

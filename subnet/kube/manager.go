@@ -39,7 +39,6 @@ type Manager struct {
 	policiesSeen atomic.Bool // warnPolicies has got an answer and does not ask again
 
 	own      atomic.Pointer[subnet.Claim]
-	warned   atomic.Pointer[string] // text of the configuration whose warnings were logged
 	ignores  atomic.Pointer[string] // the last message about ignored annotations of the own Node; empty if none was ignored
 	location atomic.Pointer[string] // value of the label Config.LocationLabel as Location has read it; nil before
 }

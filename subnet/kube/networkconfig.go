@@ -11,8 +11,6 @@ import (
 	"os"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -28,15 +26,9 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	if err != nil {
 		return subnet.Config{}, fmt.Errorf("%w: %w", subnet.ErrNoConfig, err)
 	}
-	cfg, warnings, err := subnet.ParseConfig(raw)
+	cfg, err := subnet.ParseConfig(raw)
 	if err != nil {
 		return subnet.Config{}, fmt.Errorf("file %s: %w", m.cfg.NetConfig, err)
-	}
-	text := string(raw)
-	if old := m.warned.Swap(&text); old == nil || *old != text {
-		for _, w := range warnings {
-			klog.FromContext(ctx).Error(nil, "network configuration", "file", m.cfg.NetConfig, "warning", w)
-		}
 	}
 	return cfg, nil
 }

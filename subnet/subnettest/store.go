@@ -135,7 +135,7 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	if m.store.config == "" {
 		return subnet.Config{}, fmt.Errorf("%w: the store is empty", subnet.ErrNoConfig)
 	}
-	cfg, _, err := subnet.ParseConfig([]byte(m.store.config))
+	cfg, err := subnet.ParseConfig([]byte(m.store.config))
 	return cfg, err
 }
 

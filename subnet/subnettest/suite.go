@@ -126,7 +126,7 @@ func testAcquireByOwnConfig(t *testing.T, b Backing) {
 
 func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
 	t.Helper()
-	cfg, _, err := subnet.ParseConfig([]byte(config))
+	cfg, err := subnet.ParseConfig([]byte(config))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -364,7 +364,7 @@ func testCancel(t *testing.T, b Backing) {
 			t.Error("a method goes on after its context has ended")
 		}
 	}
-	cfg, _, err := subnet.ParseConfig([]byte(configV4))
+	cfg, err := subnet.ParseConfig([]byte(configV4))
 	if err != nil {
 		t.Fatal(err)
 	}

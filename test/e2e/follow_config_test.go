@@ -422,6 +422,17 @@ func TestConfigurationRejected(t *testing.T) {
 	if got := metric(t, h, "flannel_config_rejected"); got != 0 {
 		t.Errorf("flannel_config_rejected is %v, want 0", got)
 	}
+
+	// A misspelt key changes nothing. It is reported once, and once more after a restart.
+	const misspelt = `warning="unknown key \"SubnetLength\" is ignored, the nearest known key is \"SubnetLen\"; unknown key \"Prot\"`
+	if err := l.PutNetwork(testContext(t), json.RawMessage(`{"Network":"10.5.0.0/16","SubnetLength":26,"Backend":{"Type":"vxlan","VNI":8,"Prot":1}}`)); err != nil {
+		t.Fatal(err)
+	}
+	expectOnce(t, h.Daemon(), misspelt)
+	expectStop(t, h.Daemon())
+	start(t, h, lab.FlanneldOptions{})
+	expectReady(t, h.Daemon())
+	expectOnce(t, h.Daemon(), misspelt)
 }
 
 // TestConfigurationRejectedAtAStart restarts a daemon while the store has a configuration that cannot be
@@ -677,4 +688,12 @@ func TestConfigurationFollowedByNetworks(t *testing.T) {
 	for _, h := range l.Hosts() {
 		expectInOutput(t, h, "ip link show flannel.1", "mtu 1250")
 	}
+
+	const repeated = `keys \"Backend\" and \"backend\" are the same: the last one, \"backend\", counts`
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"udp"},"backend":{"Type":"vxlan","MTU":1300}}`)
+	expectOnce(t, h.Daemon(), repeated)
+	expectStop(t, h.Daemon())
+	start(t, h, lab.FlanneldOptions{Args: []string{"--networks=red,green", "--ip-masq"}})
+	expectPhase(t, l, "red", "serving")
+	expectOnce(t, h.Daemon(), repeated)
 }

@@ -268,7 +268,7 @@ func (w *walk) put(config string) {
 // settle waits until all hosts serve with the present configuration and have all peers in the kernel.
 func (w *walk) settle() {
 	w.t.Helper()
-	want, _, err := subnet.ParseConfig([]byte(w.now.String()))
+	want, err := subnet.ParseConfig([]byte(w.now.String()))
 	if err != nil {
 		w.t.Fatal(err)
 	}

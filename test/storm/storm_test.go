@@ -129,7 +129,7 @@ func TestSettle(t *testing.T) {
 // TestExtraSubnetIsFree checks that the subnet of the extra lease is in the network, but not among
 // those that hosts take.
 func TestExtraSubnetIsFree(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(networkConfig))
+	cfg, err := subnet.ParseConfig([]byte(networkConfig))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -92,7 +92,9 @@ var ErrExpired = fmt.Errorf("%w: the lease of the last known state has run out",
 // which may have left objects. Stored becomes the lease of next that the store has.
 func (last *State) Attempt(next State) {
 	failed := Former{Config: next.Config, Interface: next.Interface}
-	if !slices.ContainsFunc(last.Former, func(f Former) bool { return reflect.DeepEqual(f, failed) }) {
+	if !slices.ContainsFunc(last.Former, func(f Former) bool {
+		return len(subnet.Changes(f.Config, failed.Config)) == 0 && reflect.DeepEqual(f.Interface, failed.Interface)
+	}) {
 		last.Former = append(slices.Clone(last.Former), failed)
 	}
 	last.Stored = cmp.Or(next.Stored, &next.Own)

@@ -26,7 +26,6 @@ type change struct {
 	same   bool // the configuration stays the present one, and only the claim changes
 	iface  underlay.Interface
 	be     backend.Backend // nil if the backend and the lease are not affected
-	warns  []string        // about the configuration of be
 	claim  subnet.Claim    // the data that the host then publishes; set only with be, and if the host keeps its subnets
 	own    *subnet.Lease   // the lease that the host has taken; nil if it keeps its subnets
 	taking bool            // the store may have given the host a lease, although own is nil
@@ -177,7 +176,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 			return nil, err
 		}
 	}
-	if c.be, c.warns, err = r.newBackend(r.env(c.iface, cfg)); err != nil {
+	if c.be, _, err = r.newBackend(r.env(c.iface, cfg)); err != nil {
 		return nil, err
 	}
 	if err := r.devices.TakeAll(c.be.Scope()); err != nil {
@@ -258,9 +257,6 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 func (r *runner) changed(ctx context.Context, c *change) {
 	r.config.use(c.config)
 	log := klog.FromContext(ctx)
-	for _, w := range c.warns {
-		log.Error(nil, "network configuration", "warning", w)
-	}
 	if c.same {
 		log.Info("the own lease gets more data", "backend", c.config.BackendType, "next", c.config.NextType)
 		return

@@ -19,7 +19,7 @@ import (
 
 func parseConfig(t *testing.T, text string) subnet.Config {
 	t.Helper()
-	cfg, _, err := subnet.ParseConfig([]byte(text))
+	cfg, err := subnet.ParseConfig([]byte(text))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -23,9 +23,9 @@ var ErrConfigChanged = errors.New("the network configuration has changed")
 // configWatch compares the network configuration in the store with the one that the network uses.
 // It knows which configuration the network should change to, and why it cannot.
 type configWatch struct {
-	follow   bool // the network changes to a valid configuration while it runs
-	validate func(text []byte) (subnet.Config, error)
-	warn     func(reason, message string) // tells operators of a refused configuration; nil if the store cannot
+	follow   bool                                     // the network changes to a valid configuration while it runs
+	validate func(text []byte) (subnet.Config, error) // the result has all warnings, including those of the backend
+	warn     func(reason, message string)             // tells operators of a refused configuration; nil if the store cannot
 
 	mu      sync.Mutex
 	used    subnet.Config
@@ -35,6 +35,7 @@ type configWatch struct {
 	failed  bool           // stored was tried and did not start
 	refused string         // why the configuration in the store cannot be used; "" if it can
 	differs []string       // changes from used to stored
+	warned  []string       // the warnings that were logged last
 	changed wait.Broadcast // sent when the result of next may change
 }
 
@@ -107,6 +108,9 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	var err error
 	if text != nil {
 		cfg, err = w.validate(text)
+	}
+	if err == nil && text != nil {
+		w.logWarnings(ctx, cfg.Warnings)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -212,6 +216,17 @@ func (w *configWatch) logRefusal(ctx context.Context, why error) {
 	if w.warn != nil {
 		w.warn("FlannelConfigRejected", w.refused)
 	}
+}
+
+// logWarnings logs the warnings about a configuration in one line, unless they are those that were logged
+// last.
+func (w *configWatch) logWarnings(ctx context.Context, warnings []string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(warnings) > 0 && !slices.Equal(warnings, w.warned) {
+		klog.FromContext(ctx).Error(nil, "network configuration", "warning", strings.Join(warnings, "; "))
+	}
+	w.warned = warnings
 }
 
 // exit waits for a changed configuration that is valid, and returns ErrConfigChanged, wrapped. It

@@ -7,6 +7,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/go-logr/logr/funcr"
+	"k8s.io/klog/v2"
+
 	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
@@ -22,7 +25,7 @@ func TestConfigWatch(t *testing.T) {
 		cfg, _, _, err := Validate("", text, true, all.Registry)
 		return cfg, err
 	}, nil)
-	cfg, _, err := subnet.ParseConfig([]byte(used))
+	cfg, err := subnet.ParseConfig([]byte(used))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,10 +60,10 @@ func TestConfigWatch(t *testing.T) {
 // the changes hides such values, so it stays the same. next must return the configuration again.
 func TestConfigWatchHiddenValue(t *testing.T) {
 	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) {
-		cfg, _, err := subnet.ParseConfig(text)
+		cfg, err := subnet.ParseConfig(text)
 		return cfg, err
 	}, nil)
-	used, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,7 +87,7 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 // by then, next must return the newer one, and there must be no refusal.
 func TestConfigWatchRefusesTheFirst(t *testing.T) {
 	parse := func(text string) subnet.Config {
-		cfg, _, err := subnet.ParseConfig([]byte(text))
+		cfg, err := subnet.ParseConfig([]byte(text))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -115,7 +118,7 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 // and that there is a refusal until the next usable configuration.
 func TestConfigWatchFollows(t *testing.T) {
 	parse := func(text []byte) (subnet.Config, error) {
-		cfg, _, err := subnet.ParseConfig(text)
+		cfg, err := subnet.ParseConfig(text)
 		return cfg, err
 	}
 	const used, other, third = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
@@ -166,5 +169,47 @@ func TestConfigWatchFollows(t *testing.T) {
 	expect("it is in use", "", "")
 	if len(warnings) != 3 {
 		t.Errorf("warnings %q, want one for each refusal", warnings)
+	}
+}
+
+// TestConfigWatchWarns checks that warnings about a configuration are logged in one line, even if nothing
+// else has changed, and not again until they differ.
+func TestConfigWatchWarns(t *testing.T) {
+	all, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lines []string
+	ctx := klog.NewContext(t.Context(), funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{}))
+	w := newConfigWatch(true, storeOpener{backends: all.Registry}.validate, nil)
+	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(used)
+	for _, step := range []struct {
+		text string
+		want []string // parts of the line; nil if there is none
+	}{
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, nil},
+		{`{"Network":"10.5.0.0/16","SubnetLength":26,"Backend":{"Type":"vxlan"}}`, []string{"SubnetLength", "SubnetLen"}},
+		{`{"SubnetLength":25,"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, nil},
+		{`{"Network":"10.5.0.0/16","EnableNFtable":true,"Backend":{"Type":"vxlan","Prot":1}}`, []string{"EnableNFTables", "Prot", "Port"}},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"udp"},"backend":{"Type":"vxlan"}}`, []string{"Backend", "backend", "counts"}},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, []string{"VNI", "more than once", "the network configuration has changed"}},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`, nil},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, []string{"more than once"}},
+	} {
+		lines = nil
+		w.apply(ctx, []byte(step.text))
+		text := strings.Join(lines, "\n")
+		for _, want := range step.want {
+			if !strings.Contains(text, want) {
+				t.Errorf("%s: no %q in the log:\n%s", step.text, want, text)
+			}
+		}
+		if got := strings.Count(text, "warning"); got != min(len(step.want), 1) {
+			t.Errorf("%s: %d lines with warnings:\n%s", step.text, got, text)
+		}
 	}
 }

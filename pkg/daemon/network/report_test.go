@@ -111,7 +111,7 @@ func TestPoolUse(t *testing.T) {
 		"dual, IPv6 is less": {`{` + four + `,` + six + `}`, 16, 10},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg, _, err := subnet.ParseConfig([]byte(tc.config))
+			cfg, err := subnet.ParseConfig([]byte(tc.config))
 			if err != nil {
 				t.Fatal(err)
 			}

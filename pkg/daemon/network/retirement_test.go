@@ -27,7 +27,7 @@ func TestLeftBehind(t *testing.T) {
 	own := netip.MustParseAddr("192.168.77.1")
 	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
 	config := func(raw string) lastknown.Former {
-		c, _, err := subnet.ParseConfig([]byte(raw))
+		c, err := subnet.ParseConfig([]byte(raw))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -91,7 +91,7 @@ func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 		t.Fatal(err)
 	}
 	config := func(raw string) subnet.Config {
-		c, _, err := subnet.ParseConfig([]byte(raw))
+		c, err := subnet.ParseConfig([]byte(raw))
 		if err != nil {
 			t.Fatal(err)
 		}

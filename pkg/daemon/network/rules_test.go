@@ -48,7 +48,7 @@ func TestGuardedTunnels(t *testing.T) {
 	}
 	p := &parts{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil), opts: options.Options{GuardTunnel: true}}
 	config := func(backend string) subnet.Config {
-		c, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16",` + backend + `}`))
+		c, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16",` + backend + `}`))
 		if err != nil {
 			t.Fatal(err)
 		}

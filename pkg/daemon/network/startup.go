@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 
 	"k8s.io/klog/v2"
@@ -106,9 +107,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	if err != nil {
 		return nil, last, err
 	}
-	for _, w := range warnings {
-		log.Error(nil, "network configuration", "warning", w)
-	}
+	s.config.logWarnings(ctx, slices.Concat(cfg.Warnings, warnings))
 	if now, ok := s.state.Get(); ok {
 		now.PublicIPs = last.PublicIPs
 		last = now // the session on the last known state may have changed the interface

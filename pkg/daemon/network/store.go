@@ -64,7 +64,8 @@ func (o storeOpener) open(ctx context.Context, one func(etcd.Config) (Store, err
 func (o storeOpener) follows() bool { return o.opts.FollowConfig && !o.opts.ExitOnConfigChange }
 
 func (o storeOpener) validate(text []byte) (subnet.Config, error) {
-	cfg, _, _, err := Validate("", text, !o.opts.KubeSubnetMgr, o.backends)
+	cfg, _, warnings, err := Validate("", text, !o.opts.KubeSubnetMgr, o.backends)
+	cfg.Warnings = warnings
 	return cfg, err
 }
 
