@@ -5,6 +5,7 @@ package subnet
 import (
 	"encoding/json"
 	"net/netip"
+	"slices"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -62,6 +63,29 @@ func (c Config) Network(f prefix.Family) (n Network, ok bool) {
 		}
 	}
 	return Network{}, false
+}
+
+// Spares returns an error if a host could be given a subnet of c that contains one of addrs, because routes
+// to that subnet would take the packets to the address. owner describes whose addresses they are. used is
+// the configuration in use, or zero: an address in its range too is no reason to refuse c.
+func (c Config) Spares(used Config, owner string, addrs ...netip.Addr) error {
+	now, _ := used.Pools() // without pools no address is in its range
+	pools, err := c.Pools()
+	if err != nil {
+		return err
+	}
+
+	for _, p := range pools {
+		f := prefix.FamilyOf(p.first.Addr())
+		for _, a := range addrs {
+			within := func(p Pool) bool { return p.overlaps(prefix.Host(a)) }
+			if within(p) && !slices.ContainsFunc(now, within) {
+				return invalid("%s: a host could get the subnet with %s, an address of %s: leave it out by %s and %s, or want another range",
+					keyName(f, "Network"), a, owner, keyName(f, "SubnetMin"), keyName(f, "SubnetMax"))
+			}
+		}
+	}
+	return nil
 }
 
 // Prefixes returns the networks of all families. The slice is never nil.

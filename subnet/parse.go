@@ -98,6 +98,12 @@ func (w wireConfig) config() (cfg Config, err error) {
 		if n.enabled && !network.Prefix.IsValid() {
 			return cfg, w.missing(n.family)
 		}
+		for _, r := range unroutable() {
+			if n.enabled && prefix.Contains(r.Prefix, network.Prefix) {
+				return cfg, fmt.Errorf("%s: %s is %s and reaches no other host: want another range, for example %q",
+					keyName(n.family, "Network"), network.Prefix, r.use, example(n.family))
+			}
+		}
 		if n.enabled {
 			cfg.Networks = append(cfg.Networks, network)
 		}
@@ -177,6 +183,25 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 		return netip.Prefix{}, nil
 	}
 	return p.Masked(), nil
+}
+
+// unroutable returns the ranges whose addresses mean no single host, or are valid on one host or one link
+// alone (RFC 6890).
+func unroutable() []rangeInUse {
+	return []rangeInUse{
+		{netip.MustParsePrefix("127.0.0.0/8"), "loopback"},
+		{netip.MustParsePrefix("169.254.0.0/16"), "link-local"},
+		{netip.MustParsePrefix("224.0.0.0/4"), "multicast"},
+		{netip.MustParsePrefix("::1/128"), "loopback"},
+		{netip.MustParsePrefix("fe80::/10"), "link-local"},
+		{netip.MustParsePrefix("ff00::/8"), "multicast"},
+	}
+}
+
+// rangeInUse is a range that hosts must not get subnets of.
+type rangeInUse struct {
+	netip.Prefix
+	use string
 }
 
 // decodeAddr decodes the address of family f that is the JSON value of key. The addresses 0.0.0.0

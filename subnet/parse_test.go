@@ -97,6 +97,16 @@ func TestParseConfig(t *testing.T) {
 			},
 		},
 		{
+			name: "a network of a family that is not enabled does not matter",
+			raw:  `{"EnableIPv4":false,"Network":"127.0.0.0/8","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`,
+			want: subnet.Config{Networks: v6, BackendType: "udp"},
+		},
+		{
+			name: "IPv6 alone in k3s",
+			raw:  `{"Network":"0.0.0.0/0","EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`,
+			want: subnet.Config{Networks: v6, BackendType: "udp"},
+		},
+		{
 			name: "what IPv6 looks like with the last four bytes alone",
 			raw:  `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"::10.5.0.0/112"}`,
 			want: subnet.Config{
@@ -163,6 +173,11 @@ func TestParseConfigRefuses(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","IPv6Network":"::ffff:10.6.0.0/112"}`, "IPv6Network: invalid IPv6 CIDR format"},
 		{`{"Network":"10.5.0.0/16","IPv6SubnetMin":"10.6.0.0"}`, `IPv6SubnetMin: "10.6.0.0" is not an IPv6 address`},
 		{`{"Network":"10.5.0.0/16","IPv6SubnetMax":"fe80::1%eth0"}`, "is not an IPv6 address"},
+		{`{"Network":"127.5.0.0/16"}`, `Network: 127.5.0.0/16 is loopback and reaches no other host: want another range, for example "10.5.0.0/16"`},
+		{`{"Network":"169.254.0.0/16"}`, "Network: 169.254.0.0/16 is link-local"},
+		{`{"Network":"239.1.0.0/16"}`, "Network: 239.1.0.0/16 is multicast"},
+		{`{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fe80:1::/48"}`, `IPv6Network: fe80:1::/48 is link-local and reaches no other host: want another range, for example "fd00:10:5::/48"`},
+		{`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"ff05::/48"}`, "IPv6Network: ff05::/48 is multicast"},
 		{`{"Network":"10.5.0.0/16","Backend":"vxlan"}`, "Backend: want a JSON object, have a JSON string"},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":1}}`, "Backend: Type: want a string, have number"},
 		{`{"Network":"` + strings.Repeat("x", 1<<20) + `"}`, "Network: invalid IPv4 CIDR format"},
@@ -215,6 +230,39 @@ func TestDecodeBackend(t *testing.T) {
 	_, err = subnet.DecodeBackend(json.RawMessage(`{"Port":65536}`), &got)
 	if want := "Backend: Port: want a whole number from 0 to 65535, have number 65536"; err == nil || err.Error() != want {
 		t.Errorf("error is %v, want %q", err, want)
+	}
+}
+
+// TestSpares checks which configurations hosts can be given a subnet of that contains the address of a host.
+func TestSpares(t *testing.T) {
+	for _, tc := range []struct{ config, used, addr, want string }{
+		{`{"Network":"10.0.0.0/8"}`, `{"Network":"10.5.0.0/16"}`, "10.99.0.11", "Network: a host could get the subnet with 10.99.0.11, an address of this host: leave it out by SubnetMin and SubnetMax"},
+		{`{"Network":"10.0.0.0/8","SubnetMin":"10.128.0.0"}`, `{"Network":"10.5.0.0/16"}`, "10.99.0.11", ""},
+		{`{"Network":"10.0.0.0/8"}`, `{"Network":"10.96.0.0/12"}`, "10.99.0.11", ""},
+		{`{"Network":"10.0.0.0/8"}`, "", "10.99.0.11", "10.99.0.11"},
+		{`{"Network":"10.5.0.0/16"}`, "", "10.99.0.11", ""},
+		{`{"Network":"10.0.0.0/8"}`, "", "10.0.0.11", ""}, // the first subnet is not used
+		{`{"Network":"10.5.0.0/16","SubnetLen":30}`, "", "10.5.255.255", "10.5.255.255"},
+		{`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"2001:db8::/32"}`, "", "2001:db8:1::1", "IPv6Network: a host could get the subnet with 2001:db8:1::1, an address of this host: leave it out by IPv6SubnetMin and IPv6SubnetMax"},
+		{`{"Network":"10.5.0.0/16"}`, "", "fd00::1", ""},
+	} {
+		var used subnet.Config
+		var err error
+		if tc.used != "" {
+			if used, err = subnet.ParseConfig([]byte(tc.used)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		cfg, err := subnet.ParseConfig([]byte(tc.config))
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = cfg.Spares(used, "this host", netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr(tc.addr))
+		if tc.want != "" {
+			checkInvalid(t, tc.config, err, tc.want)
+		} else if err != nil {
+			t.Errorf("%s after %s: %v", tc.config, tc.used, err)
+		}
 	}
 }
 

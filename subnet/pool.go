@@ -50,7 +50,15 @@ func (n Network) Pool() (Pool, error) {
 	if last.Less(first) {
 		return Pool{}, invalid("%s %s is above %s %s", keyName(f, "SubnetMin"), first, keyName(f, "SubnetMax"), last)
 	}
-	return Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}, nil
+
+	pool := Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}
+	for _, r := range unroutable() {
+		if pool.overlaps(r.Prefix) {
+			return Pool{}, invalid("%s: a host could get a subnet of %s, which is %s and reaches no other host: leave it out by %s and %s",
+				keyName(f, "Network"), r.Prefix, r.use, keyName(f, "SubnetMin"), keyName(f, "SubnetMax"))
+		}
+	}
+	return pool, nil
 }
 
 // gives reports whether s lies between SubnetMin and SubnetMax, from where hosts get their subnets. In
@@ -107,6 +115,12 @@ func (p Pool) Contains(s netip.Prefix) bool {
 	return s.IsValid() && s == s.Masked() &&
 		s.Bits() == p.first.Bits() && s.Addr().BitLen() == p.first.Addr().BitLen() &&
 		!s.Addr().Less(p.first.Addr()) && !p.last.Addr().Less(s.Addr())
+}
+
+// overlaps reports whether a subnet of the pool contains an address of o.
+func (p Pool) overlaps(o netip.Prefix) bool {
+	return o.Addr().BitLen() == p.first.Addr().BitLen() &&
+		!prefix.Last(o).Less(p.first.Addr()) && !prefix.Last(p.last).Less(o.Masked().Addr())
 }
 
 // guesses is the number of random subnets that Pick tries before it sorts the taken subnets. Unless

@@ -39,8 +39,11 @@ func TestPool(t *testing.T) {
 		{v6Config(`"IPv6Network":"fd00::/48"`), "fd00:0:0:1::/64 to fd00:0:0:ffff::/64"},
 		{v6Config(`"IPv6Network":"fd00::/63"`), "fd00::8000:0:0:0/65 to fd00:0:0:1:8000::/65"},
 		{v6Config(`"IPv6Network":"fd00::/124"`), "fd00::4/126 to fd00::c/126"},
-		{v6Config(`"IPv6Network":"ffff::/16","IPv6SubnetLen":126`),
-			"ffff::4/126 to ffff:ffff:ffff:ffff:ffff:ffff:ffff:fffc/126"},
+		{v6Config(`"IPv6Network":"fdff::/16","IPv6SubnetLen":126`),
+			"fdff::4/126 to fdff:ffff:ffff:ffff:ffff:ffff:ffff:fffc/126"},
+		{`{"Network":"120.0.0.0/5","SubnetMax":"126.255.255.0"}`, "120.0.1.0/24 to 126.255.255.0/24"},
+		{`{"Network":"168.0.0.0/6","SubnetMin":"169.255.0.0"}`, "169.255.0.0/24 to 171.255.255.0/24"},
+		{v6Config(`"IPv6Network":"::/48"`), "0:0:0:1::/64 to 0:0:0:ffff::/64"},
 	} {
 		pool, err := network(t, tc.raw).Pool()
 		if err != nil || pool.String() != tc.want {
@@ -60,6 +63,9 @@ func TestPoolRefuses(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","SubnetMax":"10.5.9.1"}`, "SubnetMax is not on a SubnetLen boundary: 10.5.9.1"},
 		{`{"Network":"10.5.0.0/16","SubnetMin":"10.5.9.0","SubnetMax":"10.5.8.0"}`, "SubnetMin 10.5.9.0 is above SubnetMax 10.5.8.0"},
 		{`{"Network":"10.5.0.0/16","SubnetMax":"10.5.0.0"}`, "SubnetMin 10.5.1.0 is above SubnetMax 10.5.0.0"},
+		{`{"Network":"120.0.0.0/5"}`, "Network: a host could get a subnet of 127.0.0.0/8, which is loopback"},
+		{`{"Network":"168.0.0.0/6"}`, "a subnet of 169.254.0.0/16, which is link-local"},
+		{v6Config(`"IPv6Network":"fc00::/6"`), "a subnet of fe80::/10, which is link-local"},
 		{v6Config(`"IPv6Network":"fd00::/48","IPv6SubnetLen":127`), "IPv6SubnetLen must be less than /127, is 127"},
 		{v6Config(`"IPv6Network":"fd00::/48","IPv6SubnetLen":49`), "network must be able to accommodate at least four subnets"},
 		{v6Config(`"IPv6Network":"fd00::/125"`), "IPv6Network is too small. Minimum useful network prefix is /124"},
@@ -162,7 +168,7 @@ func scan(pool subnet.Pool, first, last *netip.Prefix) error {
 }
 
 func TestPickFromVastPool(t *testing.T) {
-	pool, err := network(t, v6Config(`"IPv6Network":"f000::/4","IPv6SubnetLen":126`)).Pool()
+	pool, err := network(t, v6Config(`"IPv6Network":"2000::/3","IPv6SubnetLen":126`)).Pool()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,7 +19,10 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/daemon"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
@@ -57,8 +60,8 @@ ConfigMap of flannel's manifests.`,
 func newConfigValidateCommand(store *storeFlags) *cobra.Command {
 	return &cobra.Command{
 		Use: "validate [FILE]", Short: "Check a network configuration like flanneld", Args: cobra.MaximumNArgs(1),
-		Long: `Checks a network configuration like flanneld. It reads the file, standard input
-(-) or, without an argument, the store.`,
+		Long: `Checks a network configuration like flanneld on this host. It reads the file,
+standard input (-) or, without an argument, the store.`,
 		Example: "  flannelctl config validate net-conf.json\n  flannelctl config validate\n" +
 			"  flannelctl config validate --kubeconfig-file ~/.kube/config",
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
@@ -69,10 +72,18 @@ func newConfigValidateCommand(store *storeFlags) *cobra.Command {
 			} else {
 				text, kubernetes, err = currentConfig(cmd.Context(), store)
 			}
-			if err == nil {
-				_, err = checkConfig(cmd, text, !kubernetes)
+			if err != nil {
+				return err
 			}
-			return err
+			cfg, err := checkConfig(cmd, text, !kubernetes)
+			if err != nil || kubernetes {
+				return err
+			}
+			o, err := store.options()
+			if err != nil {
+				return err
+			}
+			return network.CheckRanges(cmd.Context(), cfg, subnet.Config{}, externalInterface(cmd.Context(), cfg), o.EtcdEndpoints)
 		},
 	}
 }
@@ -167,6 +178,18 @@ func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, er
 	return cfg, err
 }
 
+// externalInterface returns the addresses of the interface that flanneld uses on this host by default, as far
+// as there is one.
+func externalInterface(ctx context.Context, cfg subnet.Config) (all underlay.Interface) {
+	for _, n := range cfg.Networks {
+		one, err := underlay.Wait(ctx, underlay.Options{Families: []prefix.Family{n.Family()}}, 0)
+		if err == nil {
+			all.Addrs = append(all.Addrs, one.Addrs...)
+		}
+	}
+	return all
+}
+
 // change is a new configuration to write. If yes is set, the user is not asked. piped is
 // set if the configuration comes from standard input, which therefore cannot contain an
 // answer.
@@ -189,6 +212,9 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	}
 	for _, l := range lines {
 		fmt.Fprintln(out, l)
+	}
+	if err := spareHosts(cmd.Context(), a, c.cfg, old); err != nil {
+		return err
 	}
 	stranded, err := strandedBy(cmd.Context(), a, c.cfg)
 	if err != nil {
@@ -238,6 +264,24 @@ func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	case <-ctx.Done():
 		return nil, fmt.Errorf("read standard input: %w", ctx.Err())
 	}
+}
+
+// spareHosts returns an error if a host could be given a subnet of cfg that contains the address of another
+// host, and if that is not so with the configuration old.
+func spareHosts(ctx context.Context, a *etcd.Admin, cfg subnet.Config, old []byte) error {
+	entries, err := a.Entries(ctx, false)
+	if err != nil {
+		return err
+	}
+	used, _ := subnet.ParseConfig(old) // an invalid one is not in use
+	for _, e := range entries {
+		for _, own := range e.Lease.Endpoints {
+			if err := cfg.Spares(used, "the host with the lease "+e.Lease.Key, own.PublicIP); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // strandedBy returns a line for each readable lease that does not fit cfg.

@@ -367,6 +367,9 @@ func TestConfigurationRejected(t *testing.T) {
 	had := leases(t, l)
 	e := newEdits(t, l)
 	for i, step := range []struct{ config, want string }{
+		{`{"Network":"169.254.0.0/16","Backend":{"Type":"vxlan"}}`, "link-local"},
+		{`{"Network":"192.168.0.0/16","Backend":{"Type":"vxlan"}}`, "an address of this host"},
+		{`{"Network":"192.168.0.0/16","SubnetLen":25,"SubnetMin":"192.168.77.128","Backend":{"Type":"vxlan"}}`, "an address of etcd"},
 		{`{"Network":`, "invalid network configuration"},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlam"}}`, "unknown backend type"},
 		{`{"Network":"10.5.0.0/29","Backend":{"Type":"vxlan"}}`, "network is too small"},
@@ -376,9 +379,9 @@ func TestConfigurationRejected(t *testing.T) {
 		{`{"Network":"10.6.0.0/16","Backend":{"Type":"ipip"}}`, "flannel.ipip is of type bridge"},
 	} {
 		switch i {
-		case 4: // the only subnet belongs to another host
+		case 7: // the only subnet belongs to another host
 			putKey(t, etcdClient(t, l), subnets+"10.6.1.0-24", `{"PublicIP":"192.0.2.9","BackendType":"vxlan"}`)
-		case 6: // packets may be lost from here on: hosts publish leases in the other Network before its backend fails
+		case 9: // packets may be lost from here on: hosts publish leases in the other Network before its backend fails
 			pause(t, time.Second) // late effects of the former configurations would lose packets in this time
 			expectNothingLost(t, flows)
 		}
@@ -422,6 +425,9 @@ func TestConfigurationRejected(t *testing.T) {
 	if got := metric(t, h, "flannel_config_rejected"); got != 0 {
 		t.Errorf("flannel_config_rejected is %v, want 0", got)
 	}
+
+	e.put(`{"Network":"192.168.0.0/16","SubnetMin":"192.168.128.0","Backend":{"Type":"vxlan","VNI":8}}`)
+	e.put(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`)
 
 	// A misspelt key changes nothing. It is reported once, and once more after a restart.
 	const misspelt = `warning="unknown key \"SubnetLength\" is ignored, the nearest known key is \"SubnetLen\"; unknown key \"Prot\"`
@@ -470,6 +476,7 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"aws-vpc"}}`, "metadata"},
 		{`{"Network":`, "invalid network configuration"},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlam"}}`, "unknown backend type"},
+		{`{"Network":"192.168.0.0/16","Backend":{"Type":"vxlan"}}`, "an address of this host"},
 	} {
 		if i == 1 { // before this, packets may be lost: the store had a lease with the backend ipip for a moment
 			expectMatrix(t, l)
@@ -500,6 +507,8 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
 		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
 	}
+	start(t, late, o)
+	expectFailure(t, late.Daemon(), "an address of this host")
 	if err := l.PutNetwork(testContext(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`)); err != nil {
 		t.Fatal(err)
 	}

@@ -167,15 +167,20 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
 	now := *s.begin.Load()
 	c = &change{config: cfg, iface: now.Interface}
-	fits := r.fits(cfg, now.Own)
-	if fits && sameForwarding(now.Config, cfg) {
-		return c, nil
-	}
 	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = underlay.Wait(ctx, r.underlayOptions(cfg, now), 0); err != nil {
 			return nil, err
 		}
 	}
+	if err := r.checkRanges(ctx, cfg, now.Config, c.iface); err != nil {
+		return nil, err
+	}
+
+	fits := r.fits(cfg, now.Own)
+	if fits && sameForwarding(now.Config, cfg) {
+		return c, nil
+	}
+
 	if c.be, _, err = r.newBackend(r.env(c.iface, cfg)); err != nil {
 		return nil, err
 	}

@@ -179,6 +179,16 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	if len(prev.Endpoints) == 0 && lastknown.SameHost(last.Interface, env.Underlay) {
 		prev = last.Own.Claim()
 	}
+
+	// A host that already has a subnet in the range works, and so do its peers: flannel accepts such ranges.
+	used := last.Config
+	if len(last.Own.Endpoints) == 0 && s.fits(env.Config, subnet.Lease{Endpoints: prev.Endpoints}) {
+		used = env.Config
+	}
+	if err := s.checkRanges(ctx, env.Config, used, env.Underlay); err != nil {
+		return own, err
+	}
+
 	var backoff wait.Backoff
 	logged := ""
 	for {
