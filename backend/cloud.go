@@ -102,12 +102,13 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
 	keeper := cloud.KeeperConfig{
 		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, AtOnce: b.AtOnce,
+		Tunnel:    b.Overflow.Type != "",
 		Connected: b.Env.Connected, Compared: n.Notify,
 	}
 	r := &RouteKeeper{routes: cloud.NewKeeper(keeper), calls: b.Calls}
 	if b.Writer == cloud.WriterLeader {
 		r.routes = cloud.NewElected(cloud.ElectedConfig{
-			KeeperConfig: keeper, Election: election{b.Env.Elector, own}, Tunnel: b.Overflow.Type != "",
+			KeeperConfig: keeper, Election: election{b.Env.Elector, own},
 		})
 	}
 	n.Go(r.routes.Run)

@@ -29,7 +29,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	}
 	calls := &cloud.Calls{}
 	v := &vpc{
-		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(), tunnel: c.Overflow.Type != "",
+		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, c, calls) },
 	}
 	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil

@@ -8,15 +8,18 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/flanneld/flanneld/backend/alivpc/alitest"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -34,7 +37,7 @@ func bed() backendtest.VPC {
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: alitest.Metadata,
 		Open: func(t *testing.T) (*vpctest.State, http.Handler) { s := open(t); return s.State, s },
 		API:  "ALIBABA_CLOUD_VPC_ENDPOINT", MetadataAPI: "ALIBABA_CLOUD_METADATA_ENDPOINT",
-		Create: "CreateRouteEntry", Delete: "DeleteRouteEntry", Right: "vpc:CreateRouteEntry", Self: "i-1", Peer: "i-2",
+		Create: "CreateRouteEntry", Delete: "DeleteRouteEntry", Right: "vpc:CreateRouteEntry", Self: "i-1", Peer: "i-2", Gateway: "vpn-1",
 	}
 }
 
@@ -83,7 +86,7 @@ func TestRouteThatModifyDoesNotSee(t *testing.T) {
 	}
 }
 
-func TestLeader(t *testing.T) { bed().Leader(t, 11) }
+func TestLeader(t *testing.T) { bed().Leader(t, 12) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
 
@@ -108,11 +111,11 @@ func TestUnreadableVSwitch(t *testing.T) {
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if found, err := c.Find(t.Context(), hosts); err != nil || found[0].Table != "" || found[0].Target == "" || found[1].Table != vpctest.MainTable {
+	if found, err := c.Find(t.Context(), hosts, false); err != nil || found[0].Table != "" || found[0].Target == "" || found[1].Table != vpctest.MainTable {
 		t.Errorf("found %v, error %v, want no table for the first host, and %s for the second", found, err, vpctest.MainTable)
 	}
 	status, code = http.StatusInternalServerError, "InternalError"
-	if _, err := c.Find(t.Context(), hosts); !cloud.Transient(err) {
+	if _, err := c.Find(t.Context(), hosts, false); !cloud.Transient(err) {
 		t.Errorf("error %v, want one that may end by itself", err)
 	}
 }
@@ -128,13 +131,13 @@ func TestSeveralNextHops(t *testing.T) {
 	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "ri-1", More: []string{"ri-2"}, Kind: vpctest.Custom})
 	c := bed().Joined(t)
 	i := slices.IndexFunc(cloudtest.Routes(t, c), func(r cloud.Route) bool { return r.Dst == dst })
-	if i < 0 || !cloudtest.Routes(t, c)[i].Foreign {
+	if i < 0 || cloudtest.Routes(t, c)[i].Foreign == "" {
 		t.Errorf("routes %v, want a foreign one", cloudtest.Routes(t, c))
 	}
 	if err := c.Put(t.Context(), backendtest.RouteTo("i-1"), false); !errors.Is(err, cloud.ErrExists) {
 		t.Errorf("error %v, want ErrExists", err)
 	}
-	if err := c.Put(t.Context(), backendtest.RouteTo("i-1"), true); err == nil || !strings.Contains(err.Error(), "belongs to another program") {
+	if err := c.Put(t.Context(), backendtest.RouteTo("i-1"), true); !errors.Is(err, cloud.ErrExists) {
 		t.Errorf("error %v, want that the route is not replaced", err)
 	}
 	if err := c.Remove(t.Context(), backendtest.RouteTo("ri-1")); err != nil || s.Writes() > 0 {
@@ -148,33 +151,22 @@ func TestManagedRoute(t *testing.T) {
 	s := open(t)
 	s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: "i-2", Service: "TR", Kind: vpctest.Custom})
 	c := bed().Joined(t)
-	if got := cloudtest.Routes(t, c); !slices.ContainsFunc(got, func(r cloud.Route) bool { return r.Dst == dst && r.Foreign }) {
+	if got := cloudtest.Routes(t, c); !slices.ContainsFunc(got, func(r cloud.Route) bool { return r.Dst == dst && r.Foreign != "" }) {
 		t.Errorf("routes %v, want a foreign one", got)
 	}
-	if err := c.Put(t.Context(), backendtest.RouteTo("i-1"), true); err == nil || !strings.Contains(err.Error(), "belongs to another program") {
+	if err := c.Put(t.Context(), backendtest.RouteTo("i-1"), true); !errors.Is(err, cloud.ErrExists) {
 		t.Errorf("error %v, want that the route is not replaced", err)
 	}
 	if err := c.Remove(t.Context(), backendtest.RouteTo("i-2")); err != nil || s.Writes() > 0 {
 		t.Errorf("error %v, %d writes, want none", err, s.Writes())
 	}
 	for origin, foreign := range map[string]bool{"": false, "CustomCreate": false, "RoutePropagation": true} {
-		r, ok := (&vpc{}).convert(entry{Dst: dst.String(), Type: custom, Origin: origin})
-		if !ok || r.Foreign != foreign {
+		e := entry{Dst: dst.String(), Type: custom, Origin: origin}
+		e.Hops.All = []hop{{Kind: instanceHop, ID: "i-2"}}
+		r, ok := (&vpc{}).convert(e)
+		if !ok || (r.Foreign != "") != foreign {
 			t.Errorf("origin %q: route %+v, want foreign %v", origin, r, foreign)
 		}
-	}
-}
-
-// TestAddressesOfInstances checks that Addresses asks ECS only for ids of instances.
-func TestAddressesOfInstances(t *testing.T) {
-	open(t)
-	c := bed().Joined(t)
-	got, err := c.Addresses(t.Context(), []string{"ngw-1", "i-2", "an unknown target", "eni-1"})
-	if err != nil || len(got) != 1 || !slices.Contains(got["i-2"], peer4) {
-		t.Errorf("hosts %v, error %v, want only i-2", got, err)
-	}
-	if got, err := c.Addresses(t.Context(), []string{"ngw-1"}); err != nil || len(got) != 0 {
-		t.Errorf("hosts %v, error %v, want none", got, err)
 	}
 }
 
@@ -318,7 +310,7 @@ func FuzzAnswers(f *testing.F) {
 			if ok && (!r.Dst.IsValid() || r.Dst != r.Dst.Masked() || r.Target == "") {
 				t.Errorf("%s: route %+v", text, r)
 			}
-			if ok && r.ByCall && !r.Foreign && len(e.Hops.All) > 1 {
+			if ok && r.ByCall && r.Foreign == "" && len(e.Hops.All) > 1 {
 				t.Errorf("%s: route %+v may be replaced", text, r)
 			}
 		}
@@ -330,4 +322,72 @@ func FuzzAnswers(f *testing.F) {
 			t.Errorf("%s: error %q has several lines", text, err)
 		}
 	})
+}
+
+// TestPending checks that a route counts only when the API calls it available: Put waits for that, and the states of
+// all other statuses are those of a change in progress.
+func TestPending(t *testing.T) {
+	s := open(t)
+	s.SetPending(1500 * time.Millisecond)
+	c := bed().Joined(t)
+	begin := time.Now()
+	if err := c.Put(t.Context(), backendtest.RouteTo("i-1"), false); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(begin); took < 1500*time.Millisecond || len(s.Forwarding(vpctest.MainTable)) != 1 {
+		t.Errorf("Put has taken %v, and the VPC forwards to %v, want it after 1.5s", took, s.Forwarding(vpctest.MainTable))
+	}
+	if err := c.Put(t.Context(), backendtest.RouteTo("i-2"), true); err != nil {
+		t.Fatal(err)
+	}
+	s.SetPending(time.Hour)
+	got := cloudtest.Routes(t, c)
+	if i := slices.IndexFunc(got, func(r cloud.Route) bool { return r.Dst == dst }); i < 0 || got[i].State != cloud.Changing {
+		t.Errorf("routes %v, want one that the cloud is changing", got)
+	}
+	for status, want := range map[string]cloud.State{"Pending": cloud.Changing, "Available": cloud.Carrying, "Modifying": cloud.Changing, "Deleting": cloud.Changing} {
+		if got := state(status); got != want {
+			t.Errorf("%s: %v, want %v", status, got, want)
+		}
+	}
+}
+
+// TestIPv6ToPrimaryInterface checks that a host names this refusal before it takes a lease.
+func TestIPv6ToPrimaryInterface(t *testing.T) {
+	s := open(t)
+	t.Setenv("ALIBABA_CLOUD_VPC_ENDPOINT", cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasSuffix(r.Header.Get("X-Acs-Action"), "CreateRouteEntry") && strings.Contains(r.FormValue("DestinationCidrBlock"), ":") {
+			w.WriteHeader(http.StatusBadRequest)
+			fmt.Fprint(w, `{"Code":"OperationUnsupported.Ipv6EntryOnPrimaryNetworkInterface","Message":"You cannot create IPv6 route entries on a primary network interface."}`)
+			return
+		}
+		s.ServeHTTP(w, r)
+	})))
+	cloudtest.CheckFails(t, "dual stack", bed().Backend(t, `{}`).Cloud, "Alibaba Cloud allows no IPv6 routes to the primary network interface of i-1: remove IPv6Network", false)
+}
+
+func TestECSHost(t *testing.T) {
+	for region, want := range map[string]string{"cn-hangzhou": "ecs.cn-hangzhou.aliyuncs.com", "cn-hangzhou-finance": "ecs.aliyuncs.com"} {
+		if got := ecsHost(region); got != want {
+			t.Errorf("%s: %s, want %s", region, got, want)
+		}
+	}
+}
+
+// TestDescription holds the fields that are read, and the statuses of a route, against the description of the API.
+func TestDescription(t *testing.T) {
+	api, err := schema.Load("ali")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, answer := range map[string]any{"vpc.RouteEntry": entry{}, "ecs.Instance": instance{}, "vpc.DescribeVSwitchAttributesResponse": vSwitch{}} {
+		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, status := range api.Values("RouteEntryStatus") {
+		if got := state(status); got != cloud.Changing && status != "Available" || got != cloud.Carrying && status == "Available" {
+			t.Errorf("%s: %v", status, got)
+		}
+	}
 }

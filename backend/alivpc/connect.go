@@ -38,10 +38,19 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	if c.vpc.endpoint, err = access.Endpoint("ALIBABA_CLOUD_VPC_ENDPOINT", "https://vpc."+c.region+".aliyuncs.com"); err != nil {
 		return nil, err
 	}
-	if c.ecs.endpoint, err = access.Endpoint("ALIBABA_CLOUD_ECS_ENDPOINT", "https://ecs."+c.region+".aliyuncs.com"); err != nil {
+	if c.ecs.endpoint, err = access.Endpoint("ALIBABA_CLOUD_ECS_ENDPOINT", "https://"+ecsHost(c.region)); err != nil {
 		return nil, err
 	}
 	return c, nil
+}
+
+// ecsHost returns the name of the service ECS in a region. One region has no name of its own. Source: services/ecs of
+// alibaba-cloud-sdk-go.
+func ecsHost(region string) string {
+	if region == "cn-hangzhou-finance" {
+		return "ecs.aliyuncs.com"
+	}
+	return "ecs." + region + ".aliyuncs.com"
 }
 
 // provider returns the first one of these sources that has keys: the configuration, the

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
@@ -38,8 +39,19 @@ const (
 	custom      = "Custom"
 	byUser      = "CustomCreate"
 	system      = "System"
-	deleting    = "Deleting"
 )
+
+// state returns whether a route with a status of the API carries packets. The API documents Pending, Available,
+// Modifying and Deleting. Calls that make and change a route return before it is Available.
+func state(status string) cloud.State {
+	if status == "Available" {
+		return cloud.Carrying
+	}
+	return cloud.Changing
+}
+
+// toInstance reports whether a next hop of this type is an instance, or one of its network interfaces.
+func toInstance(kind string) bool { return kind == instanceHop || kind == "NetworkInterface" }
 
 // instance reports whether e leads to exactly one next hop, and this is an instance.
 func (e entry) instance() bool { return len(e.Hops.All) == 1 && e.Hops.All[0].Kind == instanceHop }

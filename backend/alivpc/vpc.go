@@ -3,6 +3,7 @@
 package alivpc
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -10,7 +11,7 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
-	"strings"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -18,6 +19,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 const (
@@ -32,7 +34,6 @@ type vpc struct {
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
-	tunnel    bool // there is a tunnel, so Find asks which tables hosts follow
 
 	api *client // nil before the first connection
 	// The last Join or Check has set these three.
@@ -120,30 +121,42 @@ func (v *vpc) note(ctx context.Context, id string, err error) {
 	}
 	if text := oneline.Text(err); v.unread[id] != text {
 		v.unread[id] = text
-		klog.FromContext(ctx).Error(err, "cannot read which route table hosts follow, so they use the tunnel", "vSwitch", id)
+		klog.FromContext(ctx).Error(err, "cannot read which route table hosts follow, so it is unknown whether packets reach them", "vSwitch", id)
 	}
 }
 
-// convert returns e as a route of v's table. It reports false if the destination of e is not a prefix, or
-// if e is being deleted. A route with several next hops is foreign, because an operator has made it. A
+// convert returns e as a route of v's table. It reports false if the destination of e is not a prefix. A route with
+// several next hops, or to something that is not an instance, is foreign, because an operator has made it. A
 // custom route with another origin or with a service is foreign, because a system of the cloud manages
 // it. A custom route with the mark of another cluster is foreign unless it leads to this host, because no
 // other host needs such a route.
 func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	dst, err := netip.ParsePrefix(e.Dst)
-	if err != nil || e.Status == deleting {
+	if err != nil {
 		return cloud.Route{}, false
 	}
-	r := cloud.Route{Table: v.table, Dst: dst.Masked(), ByCall: e.Type == custom, Target: "an unknown target"}
-	managed := e.Service != "" || e.Origin != "" && e.Origin != byUser
+	r := cloud.Route{Table: v.table, Dst: dst.Masked(), State: state(e.Status), ByCall: e.Type == custom, Target: "an unknown target"}
+	hop := hop{}
+	if len(e.Hops.All) > 0 {
+		hop = e.Hops.All[0]
+	}
 	switch {
 	case e.Type == system:
 		r.Target = localTarget
-	case len(e.Hops.All) > 0 && e.Hops.All[0].ID != "":
-		r.Target = e.Hops.All[0].ID
+	case hop.ID != "":
+		r.Target = hop.ID
 	}
-	other := cloud.OfOther(e.Description, v.cluster) && r.Target != v.own
-	r.Foreign = len(e.Hops.All) > 1 || r.ByCall && (managed || other)
+	switch {
+	case len(e.Hops.All) > 1:
+		r.Foreign = "which has several next hops"
+	case !r.ByCall:
+	case e.Service != "" || e.Origin != "" && e.Origin != byUser:
+		r.Foreign = "which the cloud manages"
+	case !toInstance(hop.Kind):
+		r.Foreign = "which leads to no instance"
+	case r.Target != v.own:
+		r.Foreign = cloud.ForeignMark(e.Description, v.cluster)
+	}
 	return r, true
 }
 
@@ -159,7 +172,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 
 // Find implements cloud.Cloud. Routes lead to the primary network interface of an instance, so Find
 // looks for hosts only by addresses of that interface and by public addresses.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
 	all := map[string]instance{}
 	if err := v.describe(ctx, url.Values{"VpcId": {v.id}}, all); err != nil {
 		return nil, err
@@ -180,10 +193,7 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 			}
 		}
 	}
-	if v.tunnel {
-		return found, v.followed(ctx, found, all)
-	}
-	return found, nil
+	return found, v.followed(ctx, found, all)
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say whether
@@ -217,7 +227,13 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	}
 	for i, r := range table.Routes {
 		target, known := instances[r.Target]
-		table.Routes[i].Lost = r.Target != v.api.instance && slices.Contains(ids, r.Target) && (!known || !target.runs())
+		switch {
+		case r.State != cloud.Carrying || r.Target == v.api.instance || !slices.Contains(ids, r.Target):
+		case !known:
+			table.Routes[i].State = cloud.Gone
+		case !target.runs():
+			table.Routes[i].State = cloud.Idle
+		}
 	}
 	return []cloud.Table{table}, nil
 }
@@ -295,18 +311,25 @@ func absent(err error) bool {
 // have decided to replace a route by an old list of routes.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if replace {
-		if err := v.checkForeign(ctx, r.Dst); err != nil {
-			return err
+		foreign, err := v.has(ctx, func(have cloud.Route) bool { return have.Dst == r.Dst && have.Foreign != "" })
+		if err != nil || foreign {
+			return cmp.Or(err, cloud.ErrExists)
 		}
-		err := v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", v.replaceParams(r), nil)
+		err = v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", v.replaceParams(r), nil)
 		if isCode(err, "OperationDenied.NextHopNotChanged") {
 			return nil
+		}
+		if err == nil {
+			return v.await(ctx, r)
 		}
 		if !absent(err) {
 			return err
 		}
 	}
 	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", v.createParams(r), nil)
+	if err == nil {
+		return v.await(ctx, r)
+	}
 	if !duplicate(err) {
 		return err
 	}
@@ -316,24 +339,37 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	return cloud.ErrExists
 }
 
-// checkForeign returns an error if a route to dst is foreign, so that flanneld never replaces it, or
-// if the routes cannot be read.
-func (v *vpc) checkForeign(ctx context.Context, dst netip.Prefix) error {
-	now, err := v.list(ctx)
-	if err != nil {
-		return err
-	}
-	for _, e := range now {
-		have, ok := v.convert(e)
-		switch {
-		case !ok || have.Dst != dst || !have.Foreign:
-		case cloud.OfOther(e.Description, v.cluster):
-			return fmt.Errorf("the route to %s by %s in table %s with the description %q belongs to another cluster: remove it, or choose another Network", dst, have.Target, v.table, transport.Clean(e.Description))
-		default:
-			return fmt.Errorf("the route to %s in table %s has several next hops or is managed by the cloud, so it belongs to another program: remove it, or choose another Network", dst, v.table)
+// A call that changes a route usually takes effect after some seconds.
+const (
+	leastPoll = time.Second
+	mostPoll  = 3 * time.Second
+	awaitTime = 30 * time.Second
+)
+
+// await waits until the list shows no change of r in progress. The list may be older than r, and not show it. After
+// awaitTime, it returns cloud.ErrUnavailable, wrapped.
+func (v *vpc) await(ctx context.Context, r cloud.Route) error {
+	ctx, cancel := context.WithTimeout(ctx, awaitTime)
+	defer cancel()
+	pauses := wait.Backoff{Least: leastPoll, Most: mostPoll}
+	for {
+		changing, err := v.has(ctx, func(have cloud.Route) bool { return have.Dst == r.Dst && have.State == cloud.Changing })
+		if err != nil || !changing {
+			return err
+		}
+		if pauses.Wait(ctx, 0) != nil {
+			return fmt.Errorf("%w with a route that is available: it still changes", cloud.ErrUnavailable)
 		}
 	}
-	return nil
+}
+
+// has reports whether the table now has a route for which is(r) is true.
+func (v *vpc) has(ctx context.Context, is func(r cloud.Route) bool) (bool, error) {
+	now, err := v.list(ctx)
+	return slices.ContainsFunc(now, func(e entry) bool {
+		r, ok := v.convert(e)
+		return ok && is(r)
+	}), err
 }
 
 func routeParams(r cloud.Route) url.Values {
@@ -377,7 +413,7 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	}
 	same := func(e entry) bool {
 		have, ok := v.convert(e)
-		return ok && have.Dst == r.Dst && have.Target == r.Target && have.ByCall && !have.Foreign && !cloud.OfOther(e.Description, v.cluster)
+		return ok && have.Dst == r.Dst && have.Target == r.Target && have.ByCall && have.Foreign == "" && !cloud.OfOther(e.Description, v.cluster)
 	}
 	if !slices.ContainsFunc(now, same) {
 		return nil
@@ -387,21 +423,6 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 		return nil
 	}
 	return err
-}
-
-// Addresses implements cloud.Cloud. A host is an instance. Other targets are left out of the call,
-// because ECS refuses a list with an id that is not an instance's.
-func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
-	ids := slices.DeleteFunc(slices.Clone(targets), func(t string) bool { return !strings.HasPrefix(t, "i-") })
-	instances, err := v.instances(ctx, ids)
-	if err != nil {
-		return nil, err
-	}
-	hosts := map[string][]netip.Addr{}
-	for id, i := range instances {
-		hosts[id] = i.addresses()
-	}
-	return hosts, nil
 }
 
 // Check implements cloud.Cloud.
@@ -417,15 +438,24 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err := v.checkRanges(tables); err != nil {
 		return err
 	}
-	// This range is for documentation, so the calls would do no harm even if they were not dry runs.
-	nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: api.instance}
+	// These ranges are for documentation, so the calls would do no harm even if they were not dry runs.
 	var rights cloud.Rights
-	for _, call := range []struct {
-		action string
-		params url.Values
-	}{{"CreateRouteEntry", v.createParams(nowhere)}, {"ModifyRouteEntry", v.replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
-		if err := rights.Note(api.try(ctx, call.action, call.params)); err != nil {
-			return err
+	for _, n := range v.networks {
+		nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: api.instance}
+		if prefix.FamilyOf(n.Addr()) == prefix.IPv6 {
+			nowhere.Dst = netip.MustParsePrefix("2001:db8::/64")
+		}
+		for _, call := range []struct {
+			action string
+			params url.Values
+		}{{"CreateRouteEntry", v.createParams(nowhere)}, {"ModifyRouteEntry", v.replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
+			err := api.try(ctx, call.action, call.params)
+			if isCode(err, "OperationUnsupported.Ipv6EntryOnPrimaryNetworkInterface") {
+				return fmt.Errorf("Alibaba Cloud allows no IPv6 routes to the primary network interface of %s: remove IPv6Network, or set EnableIPv6 to false: %w", api.instance, err)
+			}
+			if err := rights.Note(err); err != nil {
+				return err
+			}
 		}
 	}
 	return rights.Missing(page)

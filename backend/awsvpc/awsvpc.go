@@ -28,7 +28,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	}
 	calls := &cloud.Calls{}
 	v := &vpc{
-		config: c, networks: env.Config.Prefixes(), addresses: env.Locals(), tunnel: c.Overflow.Type != "",
+		config: c, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, string, error) { return connect(ctx, env.Locals(), calls) },
 	}
 	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil

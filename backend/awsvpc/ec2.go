@@ -29,12 +29,11 @@ type vpc struct {
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, string, error)
-	tunnel    bool // there is a tunnel, so Find asks which tables hosts follow
 
 	api      *client // nil before the first connection
 	instance string
 	own      networkInterface // of this host, as the last Join or Check has found it
-	main     string           // id of the main table of the VPC if the last Tables has returned that table, otherwise empty
+	main     string           // id of the main table of the VPC; empty if it is not known since the last Tables
 }
 
 // instanceAnswer is the answer of DescribeInstances.
@@ -95,8 +94,27 @@ type route struct {
 	NAT       string `xml:"natGatewayId"`
 	Transit   string `xml:"transitGatewayId"`
 	Peering   string `xml:"vpcPeeringConnectionId"`
+	Egress    string `xml:"egressOnlyInternetGatewayId"`
+	Local     string `xml:"localGatewayId"`
+	Carrier   string `xml:"carrierGatewayId"`
+	Core      string `xml:"coreNetworkArn"`
+	ODB       string `xml:"odbNetworkArn"`
+	Address   string `xml:"ipAddress"`
 	State     string `xml:"state"`
 	Origin    string `xml:"origin"`
+}
+
+// state returns whether a route in a state of EC2's RouteState carries packets. ok is false if it is not in the table:
+// a filtered route is one that a route server has learned and EC2 has not taken over.
+func state(text string) (s cloud.State, ok bool) {
+	switch text {
+	case "active":
+		return cloud.Carrying, true
+	case "filtered":
+		return 0, false
+	default: // blackhole, and what may come
+		return cloud.Idle, true
+	}
 }
 
 const localGateway = "local" // the target of routes within the VPC
@@ -160,11 +178,11 @@ func checkOff(n networkInterface) url.Values {
 	return url.Values{"NetworkInterfaceId": {n.ID}, "SourceDestCheck.Value": {"false"}}
 }
 
-// Find implements cloud.Cloud. It switches the source/dest check of the hosts' network interfaces
+// Find implements cloud.Cloud. To prepare hosts, it switches the source/dest check of their network interfaces
 // off, as Join does for this host. If EC2 refuses that for a host, the Err of its result is a
 // cloud.DroppedError. If the permission is missing, Find makes no such call for further hosts, and
 // their results have the same error.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, prepare bool) ([]cloud.Found, error) {
 	interfaces := map[netip.Addr]networkInterface{}
 	for _, by := range []struct {
 		filter string
@@ -209,7 +227,7 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 			continue
 		}
 		found[i].Table = tables[n.Subnet]
-		if !n.SourceDestCheck {
+		if !n.SourceDestCheck || !prepare {
 			continue
 		}
 		err := missing
@@ -230,16 +248,13 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, erro
 }
 
 // tablesOf returns the ids of the tables that packets of hosts follow, by the id of the host's
-// subnet. It returns no ids if there is no tunnel. For a subnet with the main table, the id is
-// empty if that table is not one of the chosen tables.
+// subnet. For a subnet with the main table of the VPC, the id is that of this table, also if it is not
+// one of the chosen tables.
 func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[netip.Addr]networkInterface) (map[string]string, error) {
 	tables := map[string]string{}
-	if !v.tunnel {
-		return tables, nil
-	}
 	for _, h := range hosts {
 		if n, known := interfaceOf(interfaces, h); known {
-			tables[n.Subnet] = v.main // unless the subnet has a table of its own
+			tables[n.Subnet] = ""
 		}
 	}
 	for some := range slices.Chunk(slices.Sorted(maps.Keys(tables)), maxTargets) {
@@ -254,6 +269,19 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 				}
 			}
 		}
+	}
+	if !slices.Contains(slices.Collect(maps.Values(tables)), "") {
+		return tables, nil
+	}
+	if v.main == "" { // a table of the VPC that is the main one stays so, unless an operator changes that
+		found, err := v.describeTables(ctx, filterParams(map[string][]string{"vpc-id": {v.own.VPC}, "association.main": {"true"}}))
+		if err != nil || len(found) == 0 {
+			return tables, err
+		}
+		v.main = found[0].ID
+	}
+	for subnet, id := range tables {
+		tables[subnet] = cmp.Or(id, v.main)
 	}
 	return tables, nil
 }
@@ -303,7 +331,44 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 		table.Own = t.ID == own
 		tables = append(tables, table)
 	}
-	return tables, nil
+	return tables, v.markGone(ctx, tables)
+}
+
+// markGone sets the State of the routes in the networks whose interface no instance has any more. EC2 calls a route a
+// blackhole both if its instance is stopped and if it is gone.
+func (v *vpc) markGone(ctx context.Context, tables []cloud.Table) error {
+	var lost []string
+	is := func(r cloud.Route) bool {
+		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
+		return inside && r.ByCall && r.Foreign == "" && r.State == cloud.Idle
+	}
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			if is(r) && !slices.Contains(lost, r.Target) {
+				lost = append(lost, r.Target)
+			}
+		}
+	}
+	exists := map[string]bool{}
+	for some := range slices.Chunk(lost, maxTargets) {
+		instances, err := describeInstances(ctx, v.api, filterParams(map[string][]string{"network-interface.network-interface-id": some}))
+		if err != nil {
+			return err
+		}
+		for _, i := range instances {
+			for _, n := range i.Interfaces {
+				exists[n.ID] = true
+			}
+		}
+	}
+	for _, t := range tables {
+		for i, r := range t.Routes {
+			if is(r) && !exists[r.Target] {
+				t.Routes[i].State = cloud.Gone
+			}
+		}
+	}
+	return nil
 }
 
 // main reports whether t is the main table of the VPC with this id.
@@ -410,13 +475,16 @@ func (t routeTable) table() cloud.Table {
 	table := cloud.Table{ID: t.ID}
 	for _, r := range t.Routes {
 		dst, err := netip.ParsePrefix(cmp.Or(r.IPv4, r.IPv6))
-		if err != nil {
+		state, ok := state(r.State)
+		if err != nil || !ok {
 			continue
 		}
-		table.Routes = append(table.Routes, cloud.Route{
-			Table: t.ID, Dst: dst.Masked(), Lost: r.State == "blackhole", ByCall: r.Origin == "CreateRoute",
-			Target: cmp.Or(r.Interface, r.Instance, r.Gateway, r.NAT, r.Transit, r.Peering, "an unknown target"),
-		})
+		c := cloud.Route{Table: t.ID, Dst: dst.Masked(), State: state, ByCall: r.Origin == "CreateRoute", Target: cmp.Or(r.Interface, r.Instance)}
+		if c.Target == "" {
+			c.Target = cmp.Or(r.Gateway, r.NAT, r.Transit, r.Peering, r.Egress, r.Local, r.Carrier, r.Core, r.ODB, r.Address, "an unknown target")
+			c.Foreign = "which leads to no instance"
+		}
+		table.Routes = append(table.Routes, c)
 	}
 	return table
 }
@@ -436,6 +504,10 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	params := routeParams(r.Table, r.Dst)
 	params.Set("NetworkInterfaceId", r.Target)
 	if replace {
+		same := func(have cloud.Route) bool { return have.Dst == r.Dst && have.ByCall && have.Foreign != "" }
+		if foreign, err := v.has(ctx, r.Table, same); err != nil || foreign {
+			return cmp.Or(err, cloud.ErrExists)
+		}
 		err := v.api.call(ctx, "ReplaceRoute", params, nil)
 		// EC2 also answers InvalidParameterValue if there is no route to the destination.
 		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
@@ -457,46 +529,23 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 // Remove implements cloud.Cloud. DeleteRoute takes no target. So Remove reads right before the call
 // where the route leads, and makes the call only if that is the target of r.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
-	now, err := v.describeTables(ctx, url.Values{"RouteTableId.1": {r.Table}})
-	if err != nil {
+	same := func(have cloud.Route) bool {
+		return have.Dst == r.Dst && have.Target == r.Target && have.ByCall && have.Foreign == ""
+	}
+	if found, err := v.has(ctx, r.Table, same); err != nil || !found {
 		return err
 	}
-	for _, t := range now {
-		same := func(have cloud.Route) bool { return have.Dst == r.Dst && have.Target == r.Target && have.ByCall }
-		if !slices.ContainsFunc(t.table().Routes, same) {
-			return nil
-		}
-	}
-	err = v.api.call(ctx, "DeleteRoute", routeParams(r.Table, r.Dst), nil)
+	err := v.api.call(ctx, "DeleteRoute", routeParams(r.Table, r.Dst), nil)
 	if isCode(err, "InvalidRoute.NotFound") {
 		return nil
 	}
 	return err
 }
 
-// Addresses implements cloud.Cloud. A host is an instance, with the addresses of all its
-// network interfaces.
-func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
-	hosts := map[string][]netip.Addr{}
-	for some := range slices.Chunk(targets, maxTargets) {
-		params := filterParams(map[string][]string{"network-interface.network-interface-id": some})
-		instances, err := describeInstances(ctx, v.api, params)
-		if err != nil {
-			return nil, err
-		}
-		for _, i := range instances {
-			var all []netip.Addr
-			for _, n := range i.Interfaces {
-				all = append(all, n.addresses()...)
-			}
-			for _, n := range i.Interfaces {
-				if slices.Contains(some, n.ID) {
-					hosts[n.ID] = all
-				}
-			}
-		}
-	}
-	return hosts, nil
+// has reports whether a table now has a route for which is(r) is true.
+func (v *vpc) has(ctx context.Context, table string, is func(r cloud.Route) bool) (bool, error) {
+	now, err := v.describeTables(ctx, url.Values{"RouteTableId.1": {table}})
+	return slices.ContainsFunc(now, func(t routeTable) bool { return slices.ContainsFunc(t.table().Routes, is) }), err
 }
 
 // Check implements cloud.Cloud.

@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -20,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -36,7 +38,7 @@ func bed() backendtest.VPC {
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4, prefix.IPv6}, Metadata: ec2test.Metadata,
 		Open: func(t *testing.T) (*vpctest.State, http.Handler) { s := open(t); return s.State, s },
 		API:  "AWS_ENDPOINT_URL_EC2", MetadataAPI: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
-		Create: "CreateRoute", Delete: "DeleteRoute", Right: "ec2:CreateRoute", Self: "eni-1", Peer: "eni-2", Unmarked: true,
+		Create: "CreateRoute", Delete: "DeleteRoute", Right: "ec2:CreateRoute", Self: "eni-1", Peer: "eni-2", Gateway: "tgw-1", Unmarked: true,
 	}
 }
 
@@ -135,9 +137,12 @@ func TestLeaderSwitchesTheCheckOff(t *testing.T) {
 	if _, err := b.Cloud.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := b.Cloud.Tables(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	find := func(some []cloud.Host) []cloud.Found {
 		t.Helper()
-		found, err := b.Cloud.Find(t.Context(), some)
+		found, err := b.Cloud.Find(t.Context(), some, true)
 		if err != nil || len(found) != len(some) {
 			t.Fatalf("found %v, error %v", found, err)
 		}
@@ -145,7 +150,7 @@ func TestLeaderSwitchesTheCheckOff(t *testing.T) {
 	}
 	writes := s.Writes()
 	for range 2 {
-		if f := find(hosts[:1]); f[0] != (cloud.Found{Target: "eni-3"}) {
+		if f := find(hosts[:1]); f[0] != (cloud.Found{Target: "eni-3", Table: vpctest.MainTable}) {
 			t.Errorf("found %v", f)
 		}
 	}
@@ -222,7 +227,7 @@ func TestChoiceOfTables(t *testing.T) {
 
 func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 
-func TestLeader(t *testing.T) { bed().Leader(t, 10) }
+func TestLeader(t *testing.T) { bed().Leader(t, 12) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "subnet-1") }
 
@@ -400,4 +405,27 @@ func TestConfig(t *testing.T) {
 		`{"RouteTable":"rtb-1"}`:                                   {Warning: `unknown key "RouteTable" is ignored, the nearest known key is "RouteTableID"`},
 		`{"AccessKeySecret":"very-secret","RouteTableID":"rtb-1"}`: {Warning: `key "AccessKeySecret" may contain a secret`},
 	})
+}
+
+// TestDescription holds the fields that are read, and the states of a route, against the description of EC2.
+func TestDescription(t *testing.T) {
+	api, err := schema.Load("ec2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, answer := range map[string]any{"DescribeInstancesResult": instanceAnswer{}, "DescribeRouteTablesResult": tableAnswer{}} {
+		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
+			t.Error(err)
+		}
+	}
+	states := map[string]cloud.State{"active": cloud.Carrying, "blackhole": cloud.Idle}
+	for _, text := range api.Values("RouteState") {
+		want, counts := states[text]
+		if got, ok := state(text); got != want || ok != counts || ok != (text != "filtered") {
+			t.Errorf("%s: %v, %v, want %v, %v", text, got, ok, want, counts)
+		}
+	}
+	if got := (routeTable{Routes: []route{{IPv4: "10.5.1.0/24", State: "filtered", Origin: "Advertisement", Instance: "i-1"}}}).table(); len(got.Routes) > 0 {
+		t.Errorf("routes %v, want none for one that EC2 has filtered out", got.Routes)
+	}
 }

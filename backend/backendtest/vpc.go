@@ -38,6 +38,7 @@ type VPC struct {
 	Create, Delete   string // calls that make and delete a route
 	Right            string // permission that Create needs
 	Self, Peer       string // targets of routes to i-1 and i-2
+	Gateway          string // target of a route to something that is not an instance
 	Unmarked         bool   // the routes of the cloud have no mark of their cluster
 }
 
@@ -78,17 +79,21 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 			AddOfOther: func(dst netip.Prefix) {
 				s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: v.Peer, Kind: vpctest.Custom, Description: ofOther})
 			},
-			Follows: true,
-			Cloud:   v.Backend(t, `{"Type":"`+v.Type+`","Overflow":"vxlan"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
+			Cloud: v.Backend(t, `{"Type":"`+v.Type+`","Overflow":"vxlan"}`).Cloud, Table: vpctest.MainTable, Peer: v.Peer, PeerAddress: s.Instance("i-2").IPv4(),
 			IPv4Only:     !slices.Contains(v.Families, prefix.IPv6),
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(vpctest.MainTable, dst) },
+			SelfAddress:  s.Instance("i-1").IPv4(),
 			EndPeer:      func() { s.Terminate("i-2") },
-			SetQuota:     s.SetQuota,
-			Deny:         func() { s.Deny(v.Create, true) },
-			Throttle:     s.Throttle,
-			SetAway:      s.SetAway,
-			LoseAnswer:   lose,
-			Gaps:         func() int { return s.Succeeded(v.Delete) },
+			StopPeer:     func() { s.Stop("i-2") },
+			AddGateway: func(dst netip.Prefix) {
+				s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: dst, Target: v.Gateway, Kind: vpctest.Custom})
+			},
+			SetQuota:   s.SetQuota,
+			Deny:       func() { s.Deny(v.Create, true) },
+			Throttle:   s.Throttle,
+			SetAway:    s.SetAway,
+			LoseAnswer: lose,
+			Gaps:       func() int { return s.Succeeded(v.Delete) },
 		}
 	}
 	cloudtest.Run(t, open)
@@ -178,7 +183,7 @@ func (v VPC) Clusters(t *testing.T) {
 	for _, test := range []struct {
 		cluster string
 		present *vpctest.Route // target and description before Put; nil if there is no route
-		err     string         // part of the error of Put; empty if there is none
+		foreign string         // part of Route.Foreign; then Put must return ErrExists
 		left    vpctest.Route  // the route after Put
 	}{
 		{"blue", nil, "", vpctest.Route{Target: v.Self, Description: blue}},
@@ -187,8 +192,8 @@ func (v VPC) Clusters(t *testing.T) {
 		{"blue", &vpctest.Route{Target: v.Peer, Description: "flanneld"}, "", vpctest.Route{Target: v.Self, Description: blue}},
 		{"blue", &vpctest.Route{Target: v.Peer, Description: unnamed}, "", vpctest.Route{Target: v.Self, Description: blue}},
 		{"blue", &vpctest.Route{Target: v.Peer, Description: blue}, "", vpctest.Route{Target: v.Self, Description: blue}},
-		{"blue", &vpctest.Route{Target: v.Peer, Description: ofOther}, `"` + ofOther + `" belongs to another cluster`, vpctest.Route{Target: v.Peer, Description: ofOther}},
-		{"", &vpctest.Route{Target: v.Peer, Description: ofOther}, `"` + ofOther + `" belongs to another cluster`, vpctest.Route{Target: v.Peer, Description: ofOther}},
+		{"blue", &vpctest.Route{Target: v.Peer, Description: ofOther}, `another cluster by its description "` + ofOther + `"`, vpctest.Route{Target: v.Peer, Description: ofOther}},
+		{"", &vpctest.Route{Target: v.Peer, Description: ofOther}, `another cluster by its description "` + ofOther + `"`, vpctest.Route{Target: v.Peer, Description: ofOther}},
 		{"blue", &vpctest.Route{Target: v.Self, Description: ofOther}, "", vpctest.Route{Target: v.Self, Description: ofOther}},
 	} {
 		s, _ := v.Open(t)
@@ -209,12 +214,12 @@ func (v VPC) Clusters(t *testing.T) {
 				t.Errorf("%s: routes %+v %s, want %+v", name, routes, when, test.left)
 			}
 		}
-		if err := c.Put(t.Context(), RouteTo(v.Self), true); test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
-			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		if err := c.Put(t.Context(), RouteTo(v.Self), true); test.foreign == "" && err != nil || test.foreign != "" && !errors.Is(err, cloud.ErrExists) {
+			t.Errorf("%s: error %v, want it refused: %q", name, err, test.foreign)
 		}
 		expect("after Put")
 		for _, r := range cloudtest.Routes(t, c) {
-			if r.Dst == Subnet() && r.Foreign != (test.err != "") {
+			if r.Dst == Subnet() && (test.foreign == "" && r.Foreign != "" || !strings.Contains(r.Foreign, test.foreign)) {
 				t.Errorf("%s: the route is %+v", name, r)
 			}
 		}
@@ -231,29 +236,29 @@ func (v VPC) Clusters(t *testing.T) {
 }
 
 // Pages checks that the backend reads all routes and instances if one answer does not contain
-// all of them, and that routes to instances that do not run count as lost. subnet is the subnet
+// all of them, and the states of routes to instances that do not run. subnet is the subnet
 // of the cloud that contains the instances.
 func (v VPC) Pages(t *testing.T, subnet string) {
 	t.Helper()
 	s, _ := v.Open(t)
 	s.SetQuota(1000)
 	s.SetPageSize(7)
-	lost := map[string]bool{}
+	lost := map[string]cloud.State{}
 	for n := range 230 {
 		i := s.AddInstance(100+n, subnet, netip.AddrFrom4([4]byte{192, 168, 78, byte(n)}))
 		s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(n), 0}), 24), Target: s.TargetOf(i), Kind: vpctest.Custom})
-		lost[s.TargetOf(i)] = i.ID == "i-120" || i.ID == "i-329"
+		lost[s.TargetOf(i)] = map[string]cloud.State{"i-120": cloud.Idle, "i-329": cloud.Gone}[i.ID]
 	}
 	s.Stop("i-120")
 	s.Terminate("i-329")
 	found := 0
 	got := cloudtest.Routes(t, v.Joined(t))
 	for _, r := range got {
-		if r.Lost {
+		if r.Lost() {
 			found++
 		}
-		if r.Lost != lost[r.Target] {
-			t.Errorf("%v: want lost %v", r, lost[r.Target])
+		if r.State != lost[r.Target] {
+			t.Errorf("%v: want the state %v", r, lost[r.Target])
 		}
 	}
 	if len(got) != 231 || found != 2 {
@@ -493,7 +498,7 @@ func (v VPC) Leader(t *testing.T, most int) {
 		t.Fatal(err)
 	}
 	before := len(s.Calls())
-	found, err := b.Cloud.Find(t.Context(), hosts)
+	found, err := b.Cloud.Find(t.Context(), hosts, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -509,8 +514,7 @@ func (v VPC) Leader(t *testing.T, most int) {
 
 // Followers checks the route tables that Find returns for three hosts. For two hosts in subnets of
 // the cloud with tables of their own, Find must return these tables. For a host in a subnet that
-// follows the main table, it must return neither of these. With a tunnel, a leader must know which
-// table the packets of each host follow. own is the subnet of the cloud that contains this host.
+// follows the main table, it must return that one. own is the subnet of the cloud that contains this host.
 func (v VPC) Followers(t *testing.T, own string) {
 	t.Helper()
 	s, _ := v.Open(t)
@@ -528,11 +532,12 @@ func (v VPC) Followers(t *testing.T, own string) {
 	if _, err := c.Tables(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	found, err := c.Find(t.Context(), hosts)
+	writes := s.Writes()
+	found, err := c.Find(t.Context(), hosts, false)
 	if err != nil || len(found) != 3 {
 		t.Fatalf("found %v, error %v", found, err)
 	}
-	if found[0].Table != "rtb-a" || found[2].Table != "rtb-z" || found[1].Table == "rtb-a" || found[1].Table == "rtb-z" {
-		t.Errorf("found %v, want rtb-a, not rtb-a for a host that follows the main table, and rtb-z", found)
+	if found[0].Table != "rtb-a" || found[2].Table != "rtb-z" || found[1].Table != vpctest.MainTable || s.Writes() > writes {
+		t.Errorf("found %v, want rtb-a, the main table, and rtb-z, without a change", found)
 	}
 }

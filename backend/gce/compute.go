@@ -141,7 +141,7 @@ func (i instance) checkForward(target string) error {
 
 // Find implements cloud.Cloud. It reads all instances of the project, because the API cannot filter
 // by several addresses.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
 	at := map[netip.Addr]instance{}
 	query := url.Values{"maxResults": {strconv.Itoa(pageSize)}}
 	for more := true; more; {
@@ -191,23 +191,45 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 
 // tableOf returns the table with the routes in all. Of several routes that are equal as a
 // cloud.Route, for example because they differ only in their names and priorities, the table has
-// one. tableOf leaves out a route of this cluster, or to this host, if a rival takes all or a part of
-// its packets.
+// one. A route of this cluster, or to this host, is idle if a rival takes all or a part of its packets.
+// Other foreign routes are idle: they do not keep a route of this cluster from getting its packets.
 func (v *vpc) tableOf(all []route) cloud.Table {
 	rivals := map[netip.Prefix]int{} // least priority number of the rivals to each destination
-	for _, r := range all {
-		if most, found := rivals[r.dst()]; v.rivals(r) && (!found || r.Priority < most) {
-			rivals[r.dst()] = r.Priority
+	own := map[netip.Prefix]int{}    // that of the routes of this cluster, or to this host
+	note := func(least map[netip.Prefix]int, r route) {
+		if known, found := least[r.dst()]; !found || r.Priority < known {
+			least[r.dst()] = r.Priority
 		}
 	}
-	table, seen := cloud.Table{ID: v.table, Global: v.network, Own: true}, map[cloud.Route]bool{}
+	for _, r := range all {
+		if v.rivals(r) {
+			note(rivals, r)
+		}
+		if c := v.convert(r); c.Foreign == "" && c.ByCall {
+			note(own, r)
+		}
+	}
+	table := cloud.Table{ID: v.table, Global: v.network, Own: true, Several: true}
+	seen := map[cloud.Route]bool{}
 	for _, r := range all {
 		c := v.convert(r)
-		if most, found := rivals[c.Dst]; seen[c] || !c.Foreign && found && most <= r.Priority {
-			continue
+		most, contested := rivals[c.Dst]
+		switch {
+		case c.Foreign == "" && c.State == cloud.Carrying && contested && most <= r.Priority:
+			c.State = cloud.Idle
+		case c.Foreign != "" && c.ByCall && c.State == cloud.Carrying:
+			best, found := own[c.Dst]
+			if !found {
+				best = defaultPriority
+			}
+			if !v.rivals(r) || r.Priority > best {
+				c.State = cloud.Idle
+			}
 		}
-		seen[c] = true
-		table.Routes = append(table.Routes, c)
+		if !seen[c] {
+			seen[c] = true
+			table.Routes = append(table.Routes, c)
+		}
 	}
 	return table
 }
@@ -221,7 +243,7 @@ func (v *vpc) convert(r route) cloud.Route { return r.convert(v.table, v.cluster
 // such a route. Neither is a route that counts only for some instances.
 func (v *vpc) rivals(r route) bool {
 	c := v.convert(r)
-	return c.Foreign && c.ByCall && !c.Lost && len(r.Tags) == 0
+	return c.Foreign != "" && c.ByCall && !c.Lost() && len(r.Tags) == 0
 }
 
 // list returns the routes of the VPC network from all pages, without those whose destination is not
@@ -260,7 +282,7 @@ func leadingTo(dst netip.Prefix, all []route) []route {
 
 // Put implements cloud.Cloud. A route cannot be changed, so Put inserts one that is preferred to
 // all routes of this cluster to the same destination, and then deletes those. If the quota has no
-// place for one more route, Put may delete a route first. It returns an error if a rival is at least
+// place for one more route, Put may delete a route first. It returns ErrExists if a rival is at least
 // as preferred as the new route.
 func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	all, err := v.list(ctx)
@@ -271,11 +293,11 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	right, wrong, priority := v.split(present, want)
 	for _, r := range present {
 		if v.rivals(r) && r.Priority <= priority {
-			return fmt.Errorf("route %s to %s with the description %q belongs to another program or cluster: remove it, or choose another Network", r.Name, r.target(), transport.Clean(r.Description))
+			return cloud.ErrExists
 		}
 	}
 	for _, r := range wrong {
-		if c := v.convert(r); !c.Lost && c.Target != want.Target && !replace {
+		if c := v.convert(r); !c.Lost() && c.Target != want.Target && !replace {
 			return cloud.ErrExists
 		}
 	}
@@ -302,7 +324,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 // them if right is not set. priority is the number that the wanted route has or, if right is not
 // set, the number that it needs to be preferred; it is negative if no number is low enough.
 func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route, priority int) {
-	own := slices.DeleteFunc(slices.Clone(present), func(r route) bool { return v.convert(r).Foreign })
+	own := slices.DeleteFunc(slices.Clone(present), func(r route) bool { return v.convert(r).Foreign != "" })
 	slices.SortStableFunc(own, func(a, b route) int { return a.Priority - b.Priority })
 	if len(own) == 0 {
 		return false, nil, defaultPriority
@@ -340,7 +362,7 @@ func (v *vpc) add(ctx context.Context, r route) error {
 // was useful. left contains the old routes without the deleted one, or all of them after an error.
 // full is the error about the quota, which exchange returns if it may delete no old route.
 func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (left []route, err error) {
-	i := slices.IndexFunc(old, func(o route) bool { return v.convert(o).Lost })
+	i := slices.IndexFunc(old, func(o route) bool { return v.convert(o).Lost() })
 	if i < 0 {
 		i = slices.IndexFunc(old, func(o route) bool { return o.target() != r.target() })
 	}
@@ -360,7 +382,7 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	if err == nil {
 		return slices.Delete(slices.Clone(old), i, i+1), nil
 	}
-	if !cloud.Transient(err) && deleted == nil && !v.convert(former).Lost {
+	if !cloud.Transient(err) && deleted == nil && !v.convert(former).Lost() {
 		if e := v.insert(ctx, former.written()); e != nil {
 			err = oneline.Join(err, fmt.Errorf("restore route %s: %w", former.Name, e))
 		}
@@ -412,25 +434,6 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 		return err
 	}
 	return v.delete(ctx, slices.DeleteFunc(leadingTo(r.Dst, all), func(have route) bool { return have.target() != r.Target || !have.belongsTo(v.cluster) }))
-}
-
-// Addresses implements cloud.Cloud. A host is an instance.
-func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
-	hosts := map[string][]netip.Addr{}
-	for _, t := range targets {
-		zone, name, ok := strings.Cut(t, "/")
-		if !ok {
-			continue
-		}
-		i, err := v.api.get(ctx, zone, name)
-		switch {
-		case err == nil:
-			hosts[t] = i.addresses("")
-		case !isStatus(err, http.StatusNotFound):
-			return nil, err
-		}
-	}
-	return hosts, nil
 }
 
 // Check implements cloud.Cloud.

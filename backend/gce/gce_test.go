@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -26,6 +27,7 @@ import (
 	"github.com/flanneld/flanneld/backend/gce/gcetest"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
@@ -144,17 +146,25 @@ func testSuite(t *testing.T, lateQuota bool) {
 		s.SetScopes("host-1", "cloud-platform") // without this scope the check cannot ask for permissions in the project
 		s.SetPageSize(1)
 		return cloudtest.Fixture{
-			Follows: true,
-			Cloud:   newBackend(t, `{"Type":"gce"}`).Cloud, Table: gcetest.Network, Peer: peer, PeerAddress: peer4,
+			SelfAddress: own4,
+			Cloud:       newBackend(t, `{"Type":"gce"}`).Cloud, Table: gcetest.Network, Peer: peer, PeerAddress: peer4,
 			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoutes(gcetest.Network, dst) },
 			EndPeer:      func() { s.Delete("host-2") },
-			SetQuota:     func(n int) { s.SetQuota(n, lateQuota) },
-			Deny:         func() { s.Deny("compute.routes.create", true) },
-			LoseAnswer:   lose,
-			Throttle:     s.Throttle,
-			SetAway:      s.SetAway,
-			Gaps:         s.Gaps,
-			AddOfOther:   func(netip.Prefix) { s.AddRoute(to("x", "flanneld cluster=other network=10.5.0.0/16", 2, 1000)) },
+			StopPeer: func() {
+				i := s.Instances()[1]
+				i.Stopped = true
+				s.SetInstance(i)
+			},
+			AddGateway: func(dst netip.Prefix) {
+				s.AddRoute(gcetest.Route{Name: "gateway", Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: 1000, VPN: "projects/project-a/regions/r/vpnTunnels/tunnel-1"})
+			},
+			SetQuota:   func(n int) { s.SetQuota(n, lateQuota) },
+			Deny:       func() { s.Deny("compute.routes.create", true) },
+			LoseAnswer: lose,
+			Throttle:   s.Throttle,
+			SetAway:    s.SetAway,
+			Gaps:       s.Gaps,
+			AddOfOther: func(netip.Prefix) { s.AddRoute(to("x", "flanneld cluster=other network=10.5.0.0/16", 2, 1000)) },
 		}
 	}
 	cloudtest.Run(t, open)
@@ -324,21 +334,21 @@ func TestForeignRoutes(t *testing.T) {
 	tagged := to("tagged", "flanneld cluster= network=10.5.0.0/16", 2, 900)
 	tagged.Tags = []string{"some"}
 	for name, test := range map[string]struct {
-		route gcetest.Route
-		err   string
+		route   gcetest.Route
+		foreign string // part of Route.Foreign; empty if the wanted route can exist beside that of the other program
 	}{
 		"another VPC network":      {other, ""},
 		"for some instances":       {tagged, ""},
-		"another cluster":          {to("x", "flanneld cluster=blue network=10.5.0.0/16", 2, 1000), `route x to zone-a/host-2 with the description "flanneld cluster=blue network=10.5.0.0/16" belongs to another program or cluster`},
-		"a blank description":      {to("x", " ", 2, 1000), "belongs to another program"},
-		"another program":          {to("kubernetes-1", "k8s-node-route", 2, 1000), `"k8s-node-route" belongs to another program`},
-		"a name like that of us":   {to("flannel-10-5-2-0-24", "", 2, 1000), "belongs to another program"},
+		"another cluster":          {to("x", "flanneld cluster=blue network=10.5.0.0/16", 2, 1000), `which belongs to another cluster by its description "flanneld cluster=blue network=10.5.0.0/16"`},
+		"a blank description":      {to("x", " ", 2, 1000), "is not of this cluster"},
+		"another program":          {to("kubernetes-1", "k8s-node-route", 2, 1000), `whose description "k8s-node-route" is not of this cluster`},
+		"a name like that of us":   {to("flannel-10-5-2-0-24", "", 2, 1000), "is not of this cluster"},
 		"one that leads nowhere":   {to("x", "k8s-node-route", 9, 1000), ""},
 		"nowhere with priority 0":  {to("x", "k8s-node-route", 9, 0), ""},
-		"preferred to one of ours": {to("x", "k8s-node-route", 2, 10), "belongs to another program"},
-		"equal to one of ours":     {to("x", "k8s-node-route", 2, 1000), "belongs to another program"},
+		"preferred to one of ours": {to("x", "k8s-node-route", 2, 10), "is not of this cluster"},
+		"equal to one of ours":     {to("x", "k8s-node-route", 2, 1000), "is not of this cluster"},
 		"less than one of ours":    {to("x", "k8s-node-route", 2, 1001), ""},
-		"a long description":       {to("x", strings.Repeat("x", 2000), 2, 1000), "xx…\" belongs"},
+		"a long description":       {to("x", strings.Repeat("x", 2000), 2, 1000), "xx…\" is not"},
 	} {
 		s := open(t)
 		c := joined(t, `{}`)
@@ -349,11 +359,17 @@ func TestForeignRoutes(t *testing.T) {
 		}
 		s.AddRoute(test.route)
 		err := c.Put(t.Context(), routeTo(self), true)
-		if test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
-			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		if test.foreign == "" && err != nil || test.foreign != "" && !errors.Is(err, cloud.ErrExists) {
+			t.Errorf("%s: error %v, want ErrExists %v", name, err, test.foreign != "")
 		}
-		if got := seen(t, c); test.err == "" != slices.Contains(got, routeTo(self)) {
+		got := seen(t, c)
+		if test.foreign == "" != slices.Contains(got, routeTo(self)) {
 			t.Errorf("%s: routes %v", name, got)
+		}
+		// Only a foreign route that takes packets may count as one that does.
+		blocks := func(r cloud.Route) bool { return r.Foreign != "" && r.State == cloud.Carrying && r.Dst == dst }
+		if at := slices.IndexFunc(got, blocks); at >= 0 != (test.foreign != "") || at >= 0 && !strings.Contains(got[at].Foreign, test.foreign) {
+			t.Errorf("%s: routes %v, want a foreign one: %q", name, got, test.foreign)
 		}
 		for _, target := range []string{self, peer} {
 			if err := c.Remove(t.Context(), routeTo(target)); err != nil {
@@ -485,7 +501,7 @@ func TestLeader(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := len(s.Calls())
-	found, err := b.Cloud.Find(t.Context(), hosts)
+	found, err := b.Cloud.Find(t.Context(), hosts, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -505,7 +521,7 @@ func TestLeader(t *testing.T) {
 		t.Errorf("a host that writes its own route needs another right: %v", err)
 	}
 	cloudtest.Lacks(t, "without the list", b.Cloud, "compute.instances.list")
-	_, err = b.Cloud.Find(t.Context(), hosts)
+	_, err = b.Cloud.Find(t.Context(), hosts, true)
 	if missing, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(missing.Permissions, []string{"compute.instances.list"}) {
 		t.Errorf("error %v, want the permission named", err)
 	}
@@ -958,5 +974,39 @@ func TestRefusedToken(t *testing.T) {
 	})
 	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); !cloud.Hopeless(err) {
 		t.Errorf("Check = %v, want an error because of the keys", err)
+	}
+}
+
+// TestAPIDescription holds the fields that are read and written, and the states of a route, against the description of the
+// Compute API.
+func TestAPIDescription(t *testing.T) {
+	api, err := schema.Load("gce")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, answer := range map[string]any{"Route": route{}, "Instance": instance{}, "Operation": operation{}} {
+		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, status := range api.Values("Route.routeStatus") {
+		if _, ok := statuses()[status]; !ok {
+			t.Errorf("the status %s has no state", status)
+		}
+	}
+	for _, code := range api.Values("Route.warnings.code") {
+		if _, ok := nextHops()[code]; ok != strings.HasPrefix(code, "NEXT_HOP_") {
+			t.Errorf("the warning %s has a state: %v", code, ok)
+		}
+	}
+	for want, r := range map[cloud.State]route{
+		cloud.Carrying: {Warnings: []warning{{"NEXT_HOP_CANNOT_IP_FORWARD"}, {"DEPRECATED_RESOURCE_USED"}}},
+		cloud.Changing: {Status: "PENDING"},
+		cloud.Idle:     {Warnings: []warning{{"NEXT_HOP_CANNOT_IP_FORWARD"}, {"NEXT_HOP_NOT_RUNNING"}}},
+		cloud.Gone:     {Status: "ACTIVE", Warnings: []warning{{"NEXT_HOP_INSTANCE_NOT_FOUND"}}},
+	} {
+		if got := r.state(); got != want {
+			t.Errorf("%+v: %v, want %v", r, got, want)
+		}
 	}
 }

@@ -6,13 +6,14 @@ import (
 	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
+	"fmt"
 	"net/netip"
 	"path"
-	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // defaultPriority is the priority of a route that replaces none. Lower numbers are preferred.
@@ -35,6 +36,7 @@ type route struct {
 	Balancer    string    `json:"nextHopIlb,omitempty"`
 	VPN         string    `json:"nextHopVpnTunnel,omitempty"`
 	Hub         string    `json:"nextHopHub,omitempty"`
+	Status      string    `json:"routeStatus,omitempty"`
 	Warnings    []warning `json:"warnings,omitempty"`
 }
 
@@ -65,12 +67,33 @@ func (r route) static() bool {
 	return r.Type == "STATIC" || r.Type == "" && r.LocalNet == "" && r.Peering == "" && r.Hub == ""
 }
 
-// lost reports whether the API warns that the next hop gets no packets. An instance that cannot
-// forward packets does not count as lost, because the flanneld on that instance reports the fault.
-func (r route) lost() bool {
-	return slices.ContainsFunc(r.Warnings, func(w warning) bool {
-		return strings.HasPrefix(w.Code, "NEXT_HOP_") && w.Code != "NEXT_HOP_CANNOT_IP_FORWARD"
-	})
+// statuses returns what the values of routeStatus mean. A static route has none.
+func statuses() map[string]cloud.State {
+	return map[string]cloud.State{
+		"": cloud.Carrying, "ACTIVE": cloud.Carrying, "PENDING": cloud.Changing, "INACTIVE": cloud.Idle, "DROPPED": cloud.Idle,
+	}
+}
+
+// nextHops returns what the warnings about the next hop of a route mean. An instance that cannot forward packets does
+// not count, because the flanneld on that instance reports the fault. Other warnings are not about packets.
+func nextHops() map[string]cloud.State {
+	return map[string]cloud.State{
+		"NEXT_HOP_INSTANCE_NOT_FOUND":             cloud.Gone,
+		"NEXT_HOP_INSTANCE_NOT_ON_NETWORK":        cloud.Idle,
+		"NEXT_HOP_INSTANCE_HAS_NO_IPV6_INTERFACE": cloud.Idle,
+		"NEXT_HOP_ADDRESS_NOT_ASSIGNED":           cloud.Idle,
+		"NEXT_HOP_NOT_RUNNING":                    cloud.Idle,
+		"NEXT_HOP_CANNOT_IP_FORWARD":              cloud.Carrying,
+	}
+}
+
+// state returns whether the route carries packets, as far as the API tells.
+func (r route) state() cloud.State {
+	s := statuses()[r.Status]
+	for _, w := range r.Warnings {
+		s = max(s, nextHops()[w.Code])
+	}
+	return s
 }
 
 // dst returns the destination, or an invalid prefix.
@@ -111,10 +134,20 @@ func (r route) written() route {
 
 // convert returns r as a route of table. A route that does not belong to the cluster is foreign,
 // unless it leads to this host, whose target is own. A route for some instances is always foreign.
-// A route to this host is never lost, because a new route would get the same warning.
+// A route to this host always carries packets, because a new route would get the same warning.
 func (r route) convert(table, cluster, own string) cloud.Route {
 	c := cloud.Route{Table: table, Dst: r.dst(), Target: r.target(), ByCall: r.static()}
-	c.Lost = r.lost() && c.Target != own
-	c.Foreign = len(r.Tags) > 0 || c.Target != own && !r.belongsTo(cluster)
+	if c.Target != own {
+		c.State = r.state()
+	}
+	switch {
+	case len(r.Tags) > 0:
+		c.Foreign = "which counts only for some instances"
+	case c.Target == own || r.belongsTo(cluster):
+	case r.Instance == "":
+		c.Foreign = "which leads to no instance"
+	default:
+		c.Foreign = cmp.Or(cloud.ForeignMark(r.Description, cluster), fmt.Sprintf("whose description %q is not of this cluster", transport.Clean(r.Description)))
+	}
 	return c
 }

@@ -102,6 +102,8 @@ func isCode(err error, codes ...string) bool {
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
+	case is("UnauthorizedOperation.NoRealNameAuthentication"): // no permission helps
+		return fmt.Errorf("the owner of the account must verify the account with Tencent Cloud: %w", e)
 	case is("UnauthorizedOperation", "AuthFailure.UnauthorizedOperation"):
 		return &cloud.MissingError{Permissions: []string{named(permission, e.Message)}, Page: page}
 	case is("AuthFailure"):
@@ -109,7 +111,7 @@ func classify(permission, table string, e *access.Error) error {
 	case is("LimitExceeded", "QuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
 	// The codes after the first one say that another change has not ended.
-	case is("RequestLimitExceeded", "MutexOperation", "UnsupportedOperation.MutexOperationTaskRunning") || e.Status == http.StatusTooManyRequests:
+	case is("RequestLimitExceeded", "MutexOperation", "UnsupportedOperation.MutexOperationTaskRunning", "OperationDenied.MutexTaskRunning") || e.Status == http.StatusTooManyRequests:
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
 	case is("InternalError", "InternalServerError", "ServiceUnavailable", "FailedOperation.InternalOperationFailure") || e.Status >= http.StatusInternalServerError:
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)

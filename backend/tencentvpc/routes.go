@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
@@ -75,6 +76,14 @@ func (r route) address() (a netip.Addr, ok bool) {
 
 // disabled reports whether r exists, but carries no packets.
 func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
+
+// state returns whether r carries packets. The API has no other states: calls take effect before they return.
+func (r route) state() cloud.State {
+	if r.disabled() {
+		return cloud.Idle
+	}
+	return cloud.Carrying
+}
 
 // id returns a route with only the fields that identify r in calls.
 func (r route) id() route { return route{ID: r.ID, Item: r.Item} }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -16,7 +17,9 @@ import (
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -35,7 +38,7 @@ func bed() backendtest.VPC {
 		New: New, Type: Type, Page: page, Families: []prefix.Family{prefix.IPv4}, Metadata: tencenttest.Metadata,
 		Open: func(t *testing.T) (*vpctest.State, http.Handler) { s := open(t); return s.State, s },
 		API:  "TENCENTCLOUD_VPC_ENDPOINT", MetadataAPI: "TENCENTCLOUD_METADATA_ENDPOINT",
-		Create: "CreateRoutes", Delete: "DeleteRoutes", Right: "vpc:CreateRoutes", Self: self, Peer: peer,
+		Create: "CreateRoutes", Delete: "DeleteRoutes", Right: "vpc:CreateRoutes", Self: self, Peer: peer, Gateway: "nat-1",
 	}
 }
 
@@ -110,7 +113,6 @@ func TestWrongRoutes(t *testing.T) {
 		"another and a disabled one": {[]vpctest.Route{{Target: peer}, {Target: self, Disabled: true}}, 0, 1},
 		"a good and a disabled one":  {[]vpctest.Route{{Target: self}, {Target: peer, Disabled: true}}, 0, 1},
 		"to another host":            {[]vpctest.Route{{Target: peer}}, 0, 0},
-		"to a gateway":               {[]vpctest.Route{{Target: "nat-1"}}, 0, 0},
 		"two, of which one is good":  {[]vpctest.Route{{Target: peer}, {Target: self}}, 0, 1},
 		"two wrong ones":             {[]vpctest.Route{{Target: peer}, {Target: "192.168.77.9"}}, 0, 1},
 	} {
@@ -149,7 +151,7 @@ func TestDuplicates(t *testing.T) {
 		s.Stop("i-2")
 		got := cloudtest.Routes(t, bed().Joined(t))
 		for _, r := range got {
-			if r.Lost != (r.Target == peer) {
+			if r.Lost() != (r.Target == peer) {
 				t.Errorf("%s: %v: want only those to %s lost", name, r, peer)
 			}
 		}
@@ -324,4 +326,39 @@ func FuzzAnswers(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestDescription holds the fields that are read and written against the description of the API.
+func TestDescription(t *testing.T) {
+	api, err := schema.Load("tencent")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, answer := range map[string]any{"vpc.RouteTable": table{}, "cvm.Instance": instance{}} {
+		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestStates checks which routes carry packets.
+func TestStates(t *testing.T) {
+	yes, no := true, false
+	for enabled, want := range map[*bool]cloud.State{nil: cloud.Carrying, &yes: cloud.Carrying, &no: cloud.Idle} {
+		if got := (route{Enabled: enabled}).state(); got != want {
+			t.Errorf("%v, want %v", got, want)
+		}
+	}
+}
+
+// TestCodes checks what codes of the API mean.
+func TestCodes(t *testing.T) {
+	for code, want := range map[string]string{
+		"RequestLimitExceeded": "throttled", "OperationDenied.MutexTaskRunning": "throttled", "UnsupportedOperation.MutexOperationTaskRunning": "throttled",
+		"OperationDenied": "failed", "UnauthorizedOperation": "denied", "UnauthorizedOperation.NoRealNameAuthentication": "failed", "LimitExceeded": "quota",
+	} {
+		if err := classify("vpc:X", "t", &access.Error{Status: 200, Code: code}); cloud.Kind(err) != want {
+			t.Errorf("%s: %v, want %s", code, err, want)
+		}
+	}
 }

@@ -51,7 +51,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 
 // Find implements cloud.Cloud. It reads all instances of the VPC, because the API cannot filter by
 // many addresses. It finds the table of each host in v.all, which Tables has read before.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
 	instances, err := v.instances(ctx)
 	if err != nil {
 		return nil, err
@@ -90,7 +90,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	table := cloud.Table{ID: t.ID, Own: true}
+	table := cloud.Table{ID: t.ID, Own: true, Several: true}
 	hosts := map[int]netip.Addr{} // by index of the route
 	for _, r := range t.Routes {
 		c, ok := v.convert(r, t.ID)
@@ -114,8 +114,12 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 		return nil, err
 	}
 	for i, a := range hosts {
-		if at, known := instances[a]; !known || !at.runs() {
-			table.Routes[i].Lost = true
+		at, known := instances[a]
+		switch {
+		case !known:
+			table.Routes[i].State = cloud.Gone
+		case !at.runs():
+			table.Routes[i].State = cloud.Idle
 		}
 	}
 	return []cloud.Table{table}, nil
@@ -204,14 +208,18 @@ func (t table) to(dst netip.Prefix) []route {
 	return slices.DeleteFunc(slices.Clone(t.Routes), func(r route) bool { return r.dst() != dst || r.Type != user })
 }
 
-// convert returns r as a route of a table. A disabled route counts as lost, because it carries no
-// packets. convert reports false if the destination of r is not a prefix. A route with the mark of
-// another cluster is foreign unless it leads to this host, because no other host needs such a
-// route.
+// convert returns r as a route of a table. convert reports false if the destination of r is not a prefix. A
+// route to something that is not an instance is foreign. A route with the mark of another cluster is
+// foreign unless it leads to this host, because no other host needs such a route.
 func (v *vpc) convert(r route, table string) (cloud.Route, bool) {
-	c := cloud.Route{Table: table, Dst: r.dst(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
-	c.Lost = r.disabled()
-	c.Foreign = c.ByCall && v.ofOther(r) && c.Target != v.own.address.String()
+	c := cloud.Route{Table: table, Dst: r.dst(), State: r.state(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
+	switch {
+	case !c.ByCall:
+	case r.Kind != instanceKind:
+		c.Foreign = "which leads to no instance"
+	case c.Target != v.own.address.String():
+		c.Foreign = cloud.ForeignMark(r.Description, v.cluster)
+	}
 	return c, c.Dst.IsValid()
 }
 
@@ -232,8 +240,8 @@ func (v *vpc) change(ctx context.Context, action, table string, routes ...route)
 // Put implements cloud.Cloud. It first reads the table, because two routes to one destination may
 // share the packets. It deletes the disabled routes of this cluster, because another route must not
 // become equal to one of them when it is replaced. Disabled routes carry no packets. If several enabled
-// routes are left, Put replaces one of them in place, and deletes the rest. An enabled route of another
-// cluster is an error, unless it leads to this host.
+// routes are left, Put replaces one of them in place, and deletes the rest. It returns ErrExists if
+// there is an enabled foreign route.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	t, err := v.table(ctx)
 	if err != nil {
@@ -243,11 +251,11 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	for _, have := range t.to(r.Dst) {
 		c, _ := v.convert(have, r.Table)
 		switch {
-		case v.ofOther(have) && have.disabled(): // it carries no packets, and may stay
-		case !c.Foreign:
+		case (c.Foreign != "" || v.ofOther(have)) && have.disabled(): // it carries no packets, and may stay
+		case c.Foreign == "":
 			present = append(present, have)
 		default:
-			return fmt.Errorf("the route to %s by %s in table %s with the description %q belongs to another cluster: remove it, or choose another Network", r.Dst, c.Target, r.Table, transport.Clean(have.Description))
+			return cloud.ErrExists
 		}
 	}
 	if len(present) > 0 && !replace {
@@ -314,30 +322,13 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 		return err
 	}
 	for _, have := range t.to(r.Dst) {
-		if c, _ := v.convert(have, r.Table); c.Target == r.Target && !v.ofOther(have) {
+		if c, _ := v.convert(have, r.Table); c.Target == r.Target && c.Foreign == "" && !v.ofOther(have) {
 			if err := v.delete(ctx, r.Table, have); err != nil {
 				return err
 			}
 		}
 	}
 	return nil
-}
-
-// Addresses implements cloud.Cloud. A host is an instance.
-func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
-	instances, err := v.instances(ctx)
-	if err != nil {
-		return nil, err
-	}
-	hosts := map[string][]netip.Addr{}
-	for _, t := range targets {
-		if a, err := netip.ParseAddr(t); err == nil {
-			if i, ok := instances[a]; ok {
-				hosts[t] = i.addresses()
-			}
-		}
-	}
-	return hosts, nil
 }
 
 // Check implements cloud.Cloud.

@@ -219,7 +219,7 @@ func FuzzAnnouncement(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		own := []netip.Prefix{subnetOf(2), netip.MustParsePrefix("fd00::/64")}
 		for _, tunnel := range []bool{false, true} {
-			e := NewElected(ElectedConfig{KeeperConfig: KeeperConfig{Own: Host{Subnets: own}, Compared: func() {}}, Tunnel: tunnel})
+			e := NewElected(ElectedConfig{KeeperConfig: KeeperConfig{Own: Host{Subnets: own}, Compared: func() {}, Tunnel: tunnel}})
 			e.follow("leader", text, nil)
 			r := e.Report()
 			for _, shown := range []string{errorText(e.err), r.followed()} {

@@ -5,11 +5,10 @@
 //
 //   - cloud.go is the contract: the Cloud interface, which each cloud implements. The suite in
 //     cloudtest checks the implementations. errors.go has the errors and their kinds.
-//   - changes.go compares the wanted routes with those of the tables. It is pure.
-//   - keeper.go has the Keeper, a loop that compares the wanted routes with the tables. config.go has its
-//     settings. peers.go is what it knows of the leases, and targets.go finds the targets of routes to other
-//     hosts. plan.go is what one comparison wants. put.go puts the wanted routes, and sweep.go removes the
-//     routes of hosts that are gone. report.go is what the Keeper reports.
+//   - life.go decides which routes are created, replaced, removed and left. It is pure, and the same for all clouds.
+//   - keeper.go has the Keeper, a loop that reads the tables, decides, and makes the calls. config.go has its
+//     settings. peers.go is what it knows of the leases, and targets.go finds other hosts in the cloud. plan.go
+//     is what one comparison wants. act.go makes the calls, and report.go is what the Keeper reports.
 //   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
 //     what the leader tells the other hosts. writer.go names the two choices of an operator: one leader
 //     writes all routes, or each host writes the routes to its own subnets.
@@ -38,25 +37,43 @@ type Route struct {
 	// Target is where the route leads, in the words of the cloud, such as the id of a
 	// network interface.
 	Target string
-	// Lost is set if the route carries no packets: its target does not exist any more or does not run, or an
-	// operator has disabled the route.
-	Lost bool
+	State  State
 	// ByCall is set if a call of the cloud's API has made the route. Other routes are
 	// those of the network itself, and those that a VPN gateway has learned.
 	ByCall bool
-	// Foreign is set if data of the cloud shows that the route belongs to another program or
-	// cluster. flanneld never replaces or removes such a route.
-	Foreign bool
+	// Foreign tells how data of the cloud shows that the route belongs to another program or cluster, such as "which
+	// leads to no host". It is empty if nothing shows that. flanneld never replaces or removes a foreign route.
+	Foreign string
 }
+
+// State tells whether a route carries packets.
+type State int
+
+// States of routes.
+const (
+	Carrying State = iota
+	Changing       // the cloud has not finished a call about the route, so it may carry no packets yet
+	Idle           // it carries no packets now: its target does not run, it is disabled, or another route is preferred
+	Gone           // it carries no packets, because its target does not exist any more
+)
+
+// Lost reports whether the route carries no packets, and no call in progress changes that.
+func (r Route) Lost() bool { return r.State == Idle || r.State == Gone }
 
 // String returns the route in one line.
 func (r Route) String() string {
 	s := fmt.Sprintf("%s to %s in table %s", r.Dst, r.Target, r.Table)
-	if r.Lost {
+	switch r.State {
+	case Carrying:
+	case Changing:
+		s += ", which the cloud is changing"
+	case Idle:
+		s += ", which carries no packets"
+	case Gone:
 		s += ", which leads to nowhere"
 	}
-	if r.Foreign {
-		s += ", which belongs to another program"
+	if r.Foreign != "" {
+		s += ", " + r.Foreign
 	}
 	return s
 }
@@ -66,7 +83,9 @@ type Table struct {
 	ID     string
 	Global string // name that no other table of the cloud has; empty if ID is unique
 	Own    bool   // packets of this host follow the table
-	Routes []Route
+	// Several is set if the table can have several routes to the same destination.
+	Several bool
+	Routes  []Route
 }
 
 // Name returns the name by which hosts of all regions and accounts know the table.
@@ -91,23 +110,20 @@ type Cloud interface {
 	// pods to this host, unless the cloud does that already. It returns the target of routes to this
 	// host, or a DroppedError if the cloud does not pass such packets.
 	Join(ctx context.Context) (target string, err error)
-	// Find finds other hosts by their addresses, and makes the cloud pass packets with addresses of
-	// pods to them, as Join does for this host. It returns one result for each of hosts, in the same
-	// order. It must be called after Join and Tables.
-	Find(ctx context.Context, hosts []Host) ([]Found, error)
+	// Find finds other hosts by their addresses. It returns one result for each of hosts, in the same order. If
+	// prepare is set, it also makes the cloud pass packets with addresses of pods to them, as Join does for this
+	// host. Otherwise it changes nothing. It must be called after Join and Tables.
+	Find(ctx context.Context, hosts []Host, prepare bool) ([]Found, error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
-	// Put makes r the only route to its destination, except for routes that flanneld may not replace. If
-	// replace is set, Put replaces the existing route without a gap, so that packets always have a route. It
-	// also succeeds if there is no route to replace. If replace is not set, Put returns ErrExists if there is a
-	// route that it would have to replace, because that route may lead to another host that runs.
+	// Put makes r the only route to its destination, except for foreign routes, and returns when r carries packets.
+	// If replace is set, Put replaces the existing route without a gap, so that packets always have a route. It
+	// also succeeds if there is no route to replace. Put returns ErrExists if there is a foreign route in the way
+	// or, if replace is not set, another route that it would have to replace.
 	Put(ctx context.Context, r Route, replace bool) error
 	// Remove removes r, but no other route to the same destination. It succeeds if r does not
 	// exist.
 	Remove(ctx context.Context, r Route) error
-	// Addresses returns the addresses of the hosts that the targets lead to, by target. A target
-	// that is not a host, or that the cloud does not know, is missing in the result.
-	Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error)
 	// Check returns an error if this host cannot use the cloud. This is a MissingError if rights
 	// are missing. Check changes nothing.
 	Check(ctx context.Context) error
@@ -126,8 +142,7 @@ type Host struct {
 // Err gives the reason.
 type Found struct {
 	Target string
-	// Table is the id of the table that packets of the host follow. It is empty if the cloud does not know
-	// the table. It may also be empty if hosts have no tunnel, because only hosts with a tunnel need it.
+	// Table is the id of the table that packets of the host follow. It is empty if the cloud does not know it.
 	Table string
 	Err   error
 }

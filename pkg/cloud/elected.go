@@ -61,13 +61,11 @@ const (
 // It is longer than the change to another leader takes.
 const mostVacancy = 2 * time.Minute
 
-// ElectedConfig configures an Elected. All fields are required except AtOnce, Tunnel and All. NewElected sets All.
+// ElectedConfig configures an Elected. All fields are required except AtOnce, Tunnel and All. NewElected sets All. With
+// a Tunnel the leader also announces the tables, because hosts choose the cloud or the tunnel by them.
 type ElectedConfig struct {
 	KeeperConfig
 	Election Election
-	// Tunnel is set if a tunnel carries the packets that the routers of the cloud do not carry. The leader
-	// then also announces the tables, because hosts choose the cloud or the tunnel by them.
-	Tunnel bool
 }
 
 // Elected makes one host of the network, the leader, write the routes to all hosts. Only the leader makes

@@ -176,7 +176,7 @@ func runLed(t *testing.T, others []int, test func(*network)) {
 // start starts hosts at the same time, each with the leases of hosts 1 to 3, and lets 20 seconds pass.
 func (n *network) start(hosts ...int) {
 	for _, i := range hosts {
-		n.hosts[i] = cloud.NewElected(cloud.ElectedConfig{Election: voter{n.store, target(i)}, Tunnel: n.tunnel, KeeperConfig: cloud.KeeperConfig{
+		n.hosts[i] = cloud.NewElected(cloud.ElectedConfig{Election: voter{n.store, target(i)}, KeeperConfig: cloud.KeeperConfig{Tunnel: n.tunnel,
 			Cloud: n.views[i], Own: lease(i), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() { n.passes[i].Add(1) },
 			Connected: func() time.Time { return time.Unix(1, 0) },
 		}})

@@ -12,7 +12,8 @@ import (
 // host follow the text of errOutside.
 var errOutside = errors.New("the cloud has no instance here with an address of")
 
-// ErrExists means that a route was not put because there is another one to the same destination.
+// ErrExists means that a route was not put because there is another one to the same destination that the tables did
+// not show. The next comparison sees it.
 var ErrExists = errors.New("there is another route to the same destination")
 
 // ErrThrottled means that the cloud refuses a call because there were too many. The call may
@@ -82,8 +83,8 @@ type announcedError struct{ text, kind string }
 // Error implements error.
 func (e *announcedError) Error() string { return e.text }
 
-// waitingError means that this host waits for the store, for a leader, or for the leader's announcement about its
-// routes.
+// waitingError means that this host waits for the store, for a leader, for the leader's announcement about its
+// routes, or for the end of a change in the cloud.
 type waitingError struct{ error }
 
 func (e *waitingError) Unwrap() error { return e.error }
@@ -94,9 +95,10 @@ func waiting(err error) bool {
 }
 
 // Transient reports whether err may disappear without an operator: the cloud does not answer, the cloud refuses
-// calls because there are too many, or this host waits for the store, a leader or its announcement.
+// calls because there are too many, there is a route that the tables did not show, or this host waits for the store, a
+// leader, its announcement, or the end of a change.
 func Transient(err error) bool {
-	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || waiting(err)
+	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || errors.Is(err, ErrExists) || waiting(err)
 }
 
 // Hopeless reports whether err means that the cloud does not permit this host to read or write the routes:

@@ -6,10 +6,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
+
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/oneline"
@@ -38,17 +43,21 @@ type Keeper struct {
 	lasting  wait.Backoff  // pauses after errors that need an operator
 	leases   *leases
 	targets  targets // of other hosts
-	putter   putter
-	sweeper  sweeper
+	actor    actor
 	reporter *reporter
+	factor   float64              // of the grace periods of routes
+	since    map[Route]time.Time  // see decide
+	apart    map[string]time.Time // since when no route leads to a host, by Host.name
+	overlaps string               // routes in the network that were logged last
 }
 
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
-	l, r := &leases{own: c.Own, connected: c.Connected}, newReporter(c.All)
+	l := &leases{own: c.Own, connected: c.Connected}
+	r := newReporter(c.All)
 	k := &Keeper{
 		KeeperConfig: c, first: make(chan struct{}), leases: l, reporter: r,
-		putter: putter{KeeperConfig: c, leases: l, reporter: r}, sweeper: newSweeper(c, l),
+		actor: actor{KeeperConfig: c, leases: l, reporter: r}, factor: 1 + 2*rand.Float64(),
 	}
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
 	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
@@ -149,18 +158,99 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 		err = fmt.Errorf("read the route tables: %w", err)
 		return 0, err, err
 	}
+	k.warn(ctx, tables)
+
 	p, unknown := k.plan(ctx, tables, target)
-	wrote, stopped := k.putter.put(ctx, tables, p)
-	after, swept := k.sweeper.sweep(ctx, tables)
-	general := oneline.Join(unknown, stopped, swept)
-	own = oneline.Join(p.problems.of(k.Own.Subnets), general)
+	hosts, known := k.leases.hosts()
+	done := k.actor.run(ctx, view{
+		tables: tables, wanted: p.wanted, networks: k.Networks, subnets: k.Own.Subnets, self: target,
+		hosts: hosts, known: known, answered: k.leases.answered(),
+		since: k.since, now: time.Now(), resync: k.Resync, factor: k.factor,
+	}, p)
+	k.since = done.since
+
+	later, separate := k.separate(ctx, tables, hosts)
+	general := oneline.Join(unknown, done.err)
+	own = oneline.Join(p.problems.of(k.Own.Subnets), general, separate)
 	k.reporter.note(tables, p, own)
-	all = oneline.Join(p.problems.of(nil), general)
-	if wrote == 0 {
+	all = oneline.Join(p.problems.of(nil), general, separate)
+	again = earlier(done.again, later)
+	if done.wrote == 0 {
 		k.confirm.Reset()
-		return after, own, all
+		return again, own, all
 	}
-	return earlier(k.confirm.Next(), after), own, all
+	return earlier(k.confirm.Next(), again), own, all
+}
+
+// warn logs the routes in the network that flanneld does not replace, at the start and when others have appeared. A
+// default route overlaps each network, and does no harm.
+func (k *Keeper) warn(ctx context.Context, tables []Table) {
+	var names []string
+	for _, r := range overlapping(tables, k.Networks, func(r Route) bool { return !r.ours() && r.Dst.Bits() > 0 }) {
+		names = append(names, r.String())
+	}
+	text := strings.Join(names, "; ")
+	if text != k.overlaps && text != "" {
+		klog.FromContext(ctx).Info("warning: routes of the cloud overlap the network, and may take packets of its pods", "network", fmt.Sprint(k.Networks), "routes", text)
+	}
+	k.overlaps = text
+}
+
+// apartTime is the time after which a host to which no route leads is looked for. A host that has just started has no
+// route yet.
+const apartTime = time.Minute
+
+// separate returns an error that names the hosts which follow other tables than those that packets of this host follow,
+// so that neither reaches the other. It looks only for hosts to which no route has led for apartTime. again is the time
+// after which the next host has to be looked for; 0 if there is none. With a tunnel the hosts reach each other, and a
+// leader looks for all hosts.
+func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (again time.Duration, err error) {
+	if k.All || k.Tunnel {
+		return 0, nil
+	}
+	all = slices.DeleteFunc(all, func(h Host) bool { return h.Refused || slices.Equal(h.Subnets, k.Own.Subnets) })
+	before := k.apart
+	k.apart = map[string]time.Time{}
+	var due []Host
+	for _, h := range unreached(tables, all) {
+		since, known := before[h.name()]
+		if !known {
+			since = time.Now()
+		}
+		k.apart[h.name()] = since
+		if rest := apartTime - time.Since(since); rest > 0 {
+			again = earlier(again, rest)
+		} else {
+			due = append(due, h)
+		}
+	}
+	if len(due) == 0 {
+		return again, nil
+	}
+	found, err := k.targets.find(ctx, k.Cloud, due, k.Resync, nil, false)
+	if err != nil {
+		return again, err
+	}
+	var subnets []string
+	others := map[string]bool{}
+	followed := func(id string) bool {
+		return slices.ContainsFunc(tables, func(t Table) bool { return t.Own && t.ID == id })
+	}
+	for i, f := range found {
+		if f.Table != "" && !followed(f.Table) {
+			subnets = append(subnets, due[i].Subnets[0].String())
+			others[f.Table] = true
+		}
+	}
+	if len(subnets) == 0 {
+		return again, nil
+	}
+	const most = 3
+	if rest := len(subnets) - most; rest > 0 {
+		subnets = append(subnets[:most], fmt.Sprintf("%d more", rest))
+	}
+	return again, fmt.Errorf("no packets reach %s: their hosts follow the route tables %s, and this host another one: let all hosts write all tables, or give their subnets one table, or set Backend.Overflow",
+		strings.Join(subnets, ", "), strings.Join(slices.Sorted(maps.Keys(others)), ", "))
 }
 
 // plan returns the wanted routes. The order of the routes to all hosts is the same on each leader, so that each
@@ -178,7 +268,7 @@ func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan,
 	if !k.leases.answered() {
 		return p, nil
 	}
-	found, err := k.targets.find(ctx, k.Cloud, hosts, k.Resync, lostTargets(tables))
+	found, err := k.targets.find(ctx, k.Cloud, hosts, k.Resync, lostTargets(tables), true)
 	if err != nil {
 		return p, err
 	}
@@ -195,8 +285,11 @@ func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan,
 		for _, dst := range h.Subnets {
 			if found[i].Err != nil {
 				p.problems.add(dst, "", found[i].Err)
-			} else {
-				p.wanted = append(p.wanted, want{Dst: dst, Target: found[i].Target, Other: true})
+				continue
+			}
+			p.wanted = append(p.wanted, want{Dst: dst, Target: found[i].Target, Other: true})
+			if f := found[i].Table; f != "" && !k.Tunnel && !slices.ContainsFunc(tables, func(t Table) bool { return t.ID == f }) {
+				p.problems.add(dst, "", fmt.Errorf("packets of the host follow the route table %s, which the leader does not write", f))
 			}
 		}
 	}

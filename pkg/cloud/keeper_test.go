@@ -13,6 +13,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -27,6 +30,7 @@ type bed struct {
 	keeper    *cloud.Keeper
 	connected time.Time // since when the store is connected; zero if it is not; used in Do
 	configure func(*cloud.KeeperConfig)
+	log       func() string // of the keeper
 }
 
 // The functions address, subnet, target and lease return the data of host n.
@@ -57,7 +61,7 @@ func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
 func runWith(t *testing.T, configure func(*cloud.KeeperConfig), test func(*bed), routes ...cloud.Route) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		m := &cloudtest.Memory{Self: target(1), Hosts: map[string][]netip.Addr{}, Tabs: []cloud.Table{{ID: "table-1", Routes: routes}}}
+		m := &cloudtest.Memory{Self: target(1), Hosts: map[string][]netip.Addr{}, Tabs: []cloud.Table{{ID: "table-1", Own: true, Routes: routes}}}
 		for n := 1; n <= 3; n++ {
 			m.Hosts[target(n)] = []netip.Addr{address(n)}
 		}
@@ -75,7 +79,9 @@ func (b *bed) restart() {
 	}
 	b.configure(&c)
 	b.keeper = cloud.NewKeeper(c)
-	ctx, cancel := context.WithCancel(b.Context())
+	logger := ktesting.NewLogger(b.T, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	b.log = logger.GetSink().(ktesting.Underlier).GetBuffer().String
+	ctx, cancel := context.WithCancel(klog.NewContext(b.Context(), logger))
 	done := make(chan struct{})
 	go func() { defer close(done); b.keeper.Run(ctx) }()
 	b.Cleanup(func() { cancel(); <-done })
@@ -267,8 +273,7 @@ func TestLostRouteIsPutBack(t *testing.T) {
 	}, routeTo(1, 1))
 }
 
-// TestOtherRoutesStay expects that a keeper leaves routes that are not its own, unless they are known to
-// belong to a host that is gone.
+// TestOtherRoutesStay expects that a keeper leaves routes that are not its own, unless no host has a lease of them.
 func TestOtherRoutesStay(t *testing.T) {
 	learned := routeTo(7, 9)
 	learned.ByCall = false
@@ -278,15 +283,126 @@ func TestOtherRoutesStay(t *testing.T) {
 	size.Dst = netip.MustParsePrefix("10.5.7.0/25")
 	gateway := routeTo(8, 9)
 	gateway.Target = "gateway-1"
-	others := []cloud.Route{routeTo(1, 1), learned, outside, size, gateway, routeTo(2, 3), routeTo(5, 2), routeTo(6, 1)}
+	gateway.Foreign = "which leads to no host"
+	others := []cloud.Route{routeTo(1, 1), learned, outside, size, gateway, routeTo(2, 3)}
 	run(t, func(b *bed) {
-		// The gateway exists, and is no host.
-		b.Do(func() { b.Hosts[target(9)], b.Hosts["gateway-1"] = []netip.Addr{address(9)}, nil })
+		b.Do(func() { b.Hosts[target(9)] = []netip.Addr{address(9)} })
 		b.answer(2, 3)
 		b.hour()
 		b.expectRoutes("others", others...)
 		b.expectWrites("others", 0)
 	}, others...)
+}
+
+// TestFormerSubnets expects that routes to former subnets of hosts go, although their targets run and have leases: an
+// instance may have been created again under the same name. A host removes those to itself also without the store.
+func TestFormerSubnets(t *testing.T) {
+	run(t, func(b *bed) {
+		b.answer(2)
+		b.after(14 * time.Minute)
+		b.expectRoutes("within the grace period", routeTo(1, 1), routeTo(2, 2), routeTo(5, 2), routeTo(6, 1))
+		b.hour()
+		b.expectRoutes("after it", routeTo(1, 1), routeTo(2, 2))
+	}, routeTo(1, 1), routeTo(2, 2), routeTo(5, 2), routeTo(6, 1))
+	run(t, func(b *bed) {
+		b.setConnected(false)
+		b.after(16 * time.Minute)
+		b.expectRoutes("without the store", routeTo(1, 1), routeTo(5, 2))
+	}, routeTo(1, 1), routeTo(5, 2), routeTo(6, 1))
+}
+
+// TestFullTableOfDeadHosts expects that a new host gets a place in a full table, at the cost of a host that is gone,
+// although the lease of that host lives. A host that is only stopped keeps its route.
+func TestFullTableOfDeadHosts(t *testing.T) {
+	full := func(c *cloud.KeeperConfig) {
+		m := c.Cloud.(*cloudtest.Memory)
+		m.Quota = 4
+		m.Stopped = map[string]bool{target(3): true}
+		m.Hosts = map[string][]netip.Addr{target(1): {address(1)}, target(3): {address(3)}, target(4): {address(4)}, target(5): {address(5)}}
+	}
+	runWith(t, full, func(b *bed) {
+		b.answer(2, 3, 4, 5)
+		b.after(30 * time.Second)
+		b.expectResult("at the start", "table table-1 has reached its limit of 4 routes", 0)
+		b.after(2 * time.Minute)
+		b.expectRoutes("later", routeTo(1, 1), routeTo(3, 3), routeTo(4, 4), routeTo(5, 5))
+		b.expectResult("later", "", 0)
+		b.expectWrites("later", 2)
+	}, routeTo(2, 2), routeTo(3, 3), routeTo(4, 4), routeTo(5, 5))
+}
+
+// TestForeignRoute expects that a host leaves the route of another program to its subnet, and names it.
+func TestForeignRoute(t *testing.T) {
+	gateway := routeTo(1, 9)
+	gateway.Target = "tgw-1"
+	gateway.Foreign = "which leads to no host"
+	run(t, func(b *bed) {
+		b.answer(2)
+		b.hour()
+		b.expectRoutes("the route of an operator", gateway)
+		b.expectResult("the route of an operator", "leave route 10.5.1.0/24 to tgw-1 in table table-1, which leads to no host: flanneld does not replace it", 0)
+		b.Do(func() { b.Tabs[0].Routes = nil })
+		b.comparison()
+		b.expectRoutes("without it", routeTo(1, 1))
+		b.expectResult("without it", "", 0)
+	}, gateway)
+}
+
+// TestRouteThatTheCloudChanges expects that a route counts only when the cloud has finished its change.
+func TestRouteThatTheCloudChanges(t *testing.T) {
+	run(t, func(b *bed) {
+		b.Do(func() { b.Changing = map[netip.Prefix]bool{subnet(1): true} })
+		b.comparison()
+		b.expectResult("while it changes", "which the cloud is changing: waiting until the cloud has finished", 0)
+		if r := b.keeper.Report().Routes[0]; r.Present || r.Seen {
+			b.Errorf("the report has %+v, want no route in place", r)
+		}
+		b.expectWrites("while it changes", 0)
+		b.Do(func() { b.Changing = nil })
+		b.after(time.Minute)
+		b.expectResult("after the change", "", 0)
+	}, routeTo(1, 1))
+}
+
+// TestSeparateTables has a host whose packets follow another table. It expects that this host is named after a short
+// time, and not a host without a route in the same table. A tunnel carries the packets in that case.
+func TestSeparateTables(t *testing.T) {
+	for _, tunnel := range []bool{false, true} {
+		runWith(t, func(c *cloud.KeeperConfig) { c.Tunnel = tunnel }, func(b *bed) {
+			b.Do(func() { b.Follow = map[string]string{target(3): "table-b"} })
+			b.answer(2, 3)
+			b.after(30 * time.Second)
+			b.expectResult("at the start", "", 0)
+			b.comparison()
+			if tunnel {
+				b.expectResult("with a tunnel", "", 0)
+				return
+			}
+			b.expectResult("later", "no packets reach 10.5.3.0/24: their hosts follow the route tables table-b, and this host another one: let all hosts write all tables", 0)
+			b.Do(func() { b.Sought = 0 })
+			b.hour()
+			b.Do(func() {
+				if b.Sought > 30 {
+					b.Errorf("the host has asked for %d hosts in an hour, want each once in a resync period", b.Sought)
+				}
+				b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(3, 3))
+			})
+			b.comparison()
+			b.expectResult("with a route in the own table", "", 0)
+		})
+	}
+}
+
+// TestOverlapIsLogged is about routes of others in the network.
+func TestOverlapIsLogged(t *testing.T) {
+	wide := cloud.Route{Table: "table-1", Dst: netip.MustParsePrefix("10.0.0.0/8"), Target: "vgw-1"}
+	everything := cloud.Route{Table: "table-1", Dst: netip.MustParsePrefix("0.0.0.0/0"), Target: "igw-1"}
+	run(t, func(b *bed) {
+		b.hour()
+		if text := b.log(); strings.Count(text, "overlap the network") != 1 || !strings.Contains(text, "10.0.0.0/8 to vgw-1 in table table-1") || strings.Contains(text, "igw-1") {
+			b.Errorf("the log is %q, want one warning about the route to vgw-1", text)
+		}
+	}, wide, everything)
 }
 
 func TestRoutesOfHostsThatAreGone(t *testing.T) {
@@ -378,54 +494,6 @@ func TestManyRemovals(t *testing.T) {
 			b.Errorf("%d comparisons in an hour, want few", n)
 		}
 	}, routes...)
-}
-
-// TestLooksAtRest has many routes without a lease that must stay: some lead to a host with a lease, and the others
-// to unknown targets. The test expects that the keeper asks for their targets seldom, and that it still removes the
-// routes to a host after this host is gone.
-func TestLooksAtRest(t *testing.T) {
-	routes := []cloud.Route{routeTo(1, 1)}
-	for n := 100; n < 200; n++ {
-		r := routeTo(n, 2)
-		if n%2 == 0 {
-			r.Target = fmt.Sprintf("gateway-%d", n)
-		}
-		routes = append(routes, r)
-	}
-	run(t, func(b *bed) {
-		b.Do(func() {
-			for _, r := range routes[1:] {
-				if r.Target != target(2) {
-					b.Hosts[r.Target] = nil
-				}
-			}
-		})
-		b.answer(2)
-		b.after(time.Hour) // longer than any grace period
-		looks, before := 0, b.compared()
-		b.Do(func() { looks = b.Looks })
-		if before > 30 {
-			b.Errorf("%d comparisons in an hour, want few", before)
-		}
-		b.after(7 * 24 * time.Hour)
-		b.Do(func() { looks = b.Looks - looks })
-		if most := 60 * 7 * 24 / 3; looks > most || looks < 51 {
-			b.Errorf("%d targets were looked at in a week, want at most %d, and all of them sometimes", looks, most)
-		}
-		if n := b.compared() - before; n > 7*24*20 {
-			b.Errorf("%d comparisons in a week", n)
-		}
-		// A host that goes is noticed all the same.
-		b.answer()
-		b.after(8 * time.Hour)
-		for _, r := range routes[1:] {
-			b.Do(func() {
-				if there := slices.Contains(b.Tabs[0].Routes, r); there != (r.Target != target(2)) {
-					b.Errorf("route %s is there: %v", r, there)
-				}
-			})
-		}
-	}, slices.Clone(routes)...)
 }
 
 // TestSlowRemovals deletes the own route by hand while the keeper removes routes, and each removal takes long. It

@@ -3,9 +3,11 @@
 package cloud
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -41,6 +43,14 @@ func MarkedBy(description string) (cluster string, ok bool) {
 		}
 	}
 	return "", false
+}
+
+// ForeignMark returns the value of Route.Foreign for a route with a description. It is empty if OfOther is false.
+func ForeignMark(description, cluster string) string {
+	if !OfOther(description, cluster) {
+		return ""
+	}
+	return fmt.Sprintf("which belongs to another cluster by its description %q", oneline.Collapse(description))
 }
 
 // OfOther reports whether a description is the mark of another cluster. The mark of a cluster without a name does

@@ -190,7 +190,7 @@ func (p *plan) routed(tables []Table) (routed []netip.Prefix, unrouted []Unroute
 		if !slices.ContainsFunc(tables, func(t Table) bool { return !right[w.in(t.ID)] }) {
 			routed = append(routed, w.Dst)
 		} else if !named[w.Dst] && slices.ContainsFunc(tables, func(t Table) bool {
-			return slices.ContainsFunc(t.Routes, func(r Route) bool { return r.Lost && r.fulfils(w) })
+			return slices.ContainsFunc(t.Routes, func(r Route) bool { return r.Lost() && r.fulfils(w) })
 		}) {
 			unrouted = append(unrouted, Unrouted{w.Dst, fmt.Sprintf("%s does not run, says the cloud", w.Target), "failed"})
 		}

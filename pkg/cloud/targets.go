@@ -31,9 +31,9 @@ func (h Host) name() string { return fmt.Sprint(h.Addresses) }
 
 // find returns one result for each of hosts, in the same order. It asks the cloud only for hosts whose targets it
 // does not remember. Once in a resync period it asks for all hosts again, except for those outside of the cloud. For
-// these it asks after growing pauses. It also asks again for a host whose target is in lost. The error is that of
-// the cloud.
-func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool) ([]Found, error) {
+// these it asks after growing pauses. It also asks again for a host whose target is in lost. prepare is
+// that of Cloud.Find. The error is that of the cloud.
+func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.Duration, lost map[string]bool, prepare bool) ([]Found, error) {
 	if time.Since(t.asked) >= resync {
 		t.known, t.asked = map[string]Found{}, time.Now()
 	}
@@ -53,7 +53,7 @@ func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.D
 	if len(ask) == 0 {
 		return found, nil
 	}
-	answers, err := c.Find(ctx, ask)
+	answers, err := c.Find(ctx, ask, prepare)
 	if err != nil {
 		return nil, fmt.Errorf("find the hosts of leases in the cloud: %w", err)
 	}
@@ -86,7 +86,7 @@ func lostTargets(tables []Table) map[string]bool {
 	lost := map[string]bool{}
 	for _, t := range tables {
 		for _, r := range t.Routes {
-			if r.Lost {
+			if r.Lost() {
 				lost[r.Target] = true
 			}
 		}

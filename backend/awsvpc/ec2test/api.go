@@ -21,6 +21,7 @@ import (
 	"github.com/aws/aws-sdk-go-v2/aws"
 	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
 
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
@@ -72,6 +73,11 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	call := vpctest.Call{Name: form.Get("Action"), DryRun: form.Get("DryRun") == "true"}
 	answer, err := s.Answer(call, signed(r, body), func(v *vpctest.View) (any, error) { return s.answer(v, call, form) })
 	w.Header().Set("Content-Type", "text/xml;charset=UTF-8")
+	if problem := check(call.Name, form, answer, err); problem != nil {
+		err = nil
+		w.WriteHeader(http.StatusBadRequest)
+		answer = errorAnswer{Errors: []errorItem{{"NotInTheDescription", problem.Error()}}, RequestID: "test"}
+	}
 	if err != nil {
 		f, message := failures()[err], err.Error()
 		if err == vpctest.ErrDenied { //nolint:errorlint // not wrapped
@@ -81,6 +87,23 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer = errorAnswer{Errors: []errorItem{{f.code, message}}, RequestID: "test"}
 	}
 	_ = xml.NewEncoder(w).Encode(answer)
+}
+
+// check holds a call and its answer against the description of the API. An answer with an error is not checked.
+func check(name string, form url.Values, answer any, failed error) error {
+	api, err := schema.Load("ec2")
+	if err != nil {
+		return err
+	}
+	var tree any
+	if failed == nil {
+		text, err := xml.Marshal(answer)
+		if err != nil {
+			return err
+		}
+		tree = schema.XML(text)
+	}
+	return api.Check(name, schema.Form(form, "Action", "Version"), tree)
 }
 
 type errorAnswer struct {
@@ -274,7 +297,11 @@ type routeItem struct {
 	IPv6      string `xml:"destinationIpv6CidrBlock,omitempty"`
 	List      string `xml:"destinationPrefixListId,omitempty"`
 	Interface string `xml:"networkInterfaceId,omitempty"`
+	Instance  string `xml:"instanceId,omitempty"`
 	Gateway   string `xml:"gatewayId,omitempty"`
+	NAT       string `xml:"natGatewayId,omitempty"`
+	Transit   string `xml:"transitGatewayId,omitempty"`
+	Peering   string `xml:"vpcPeeringConnectionId,omitempty"`
 	State     string `xml:"state"`
 	Origin    string `xml:"origin"`
 }
@@ -341,22 +368,37 @@ func describe(v *vpctest.View, id string, routes []vpctest.Route) tableItem {
 		} else {
 			one.IPv6 = r.Dst.String()
 		}
-		if strings.HasPrefix(r.Target, "eni-") {
+		kind, _, _ := strings.Cut(r.Target, "-")
+		switch kind {
+		case "eni":
 			one.Interface = r.Target
-		} else {
+		case "nat":
+			one.NAT = r.Target
+		case "tgw":
+			one.Transit = r.Target
+		case "pcx":
+			one.Peering = r.Target
+		default:
 			one.Gateway = r.Target
 		}
-		if one.Interface != "" && !runs(v, one.Interface) {
+		if i, ok := owner(v, one.Interface); one.Interface != "" && (!ok || i.Stopped) {
 			one.State = "blackhole"
+		} else if ok {
+			one.Instance = i.ID
 		}
 		table.Routes = append(table.Routes, one)
 	}
 	return table
 }
 
-// runs reports whether an instance with that network interface runs.
-func runs(v *vpctest.View, networkInterface string) bool {
-	return slices.ContainsFunc(v.Instances(), func(i vpctest.Instance) bool { return Interface(i) == networkInterface && !i.Stopped })
+// owner returns the instance with that network interface.
+func owner(v *vpctest.View, networkInterface string) (i vpctest.Instance, ok bool) {
+	for _, i := range v.Instances() {
+		if Interface(i) == networkInterface {
+			return i, true
+		}
+	}
+	return vpctest.Instance{}, false
 }
 
 func changeRoute(v *vpctest.View, action string, form url.Values) error {

@@ -3,9 +3,11 @@
 package gcetest
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"io"
 	"maps"
 	"net/http"
 	"net/netip"
@@ -15,6 +17,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 )
 
 const root = "https://www.googleapis.com/compute/v1/" // beginning of the URLs of all resources
@@ -26,7 +30,15 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer s.mu.Unlock()
 	s.applyDue()
 	name, parts := nameOf(r)
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return
+	}
+	r.Body = io.NopCloser(bytes.NewReader(body))
 	answer, f := s.answer(r, name, parts)
+	if problem := check(r, name, body, answer, f); problem != nil {
+		f = failed(http.StatusBadRequest, "notInTheDescription", "%v", problem)
+	}
 	call := Call{Name: name}
 	w.Header().Set("Content-Type", "application/json; charset=UTF-8")
 	if f != nil {
@@ -38,6 +50,30 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.calls = append(s.calls, call)
 	_ = json.NewEncoder(w).Encode(answer)
+}
+
+// check holds a call and its answer against the description of the API. An answer with an error is not checked, and
+// neither are calls that the description of the Compute API at hand does not have.
+func check(r *http.Request, name string, body []byte, answer any, f *failure) error {
+	api, err := schema.Load("gce")
+	if err != nil || slices.Contains([]string{"", "projects.testIamPermissions", "instances.aggregatedList"}, name) {
+		return err
+	}
+	if err := api.CheckQuery(name, r.URL.Query()); err != nil {
+		return err
+	}
+	var request, tree any
+	if len(body) > 0 {
+		request = schema.JSON(body)
+	}
+	if f == nil {
+		text, err := json.Marshal(answer)
+		if err != nil {
+			return err
+		}
+		tree = schema.JSON(text)
+	}
+	return api.Check(name, request, tree)
 }
 
 // nameOf returns the name of a call in the words of the API, or "" if it is unknown, and the parts

@@ -65,6 +65,7 @@ type Route struct {
 	Instance    string    `json:"nextHopInstance,omitempty"`
 	Gateway     string    `json:"nextHopGateway,omitempty"`
 	LocalNet    string    `json:"nextHopNetwork,omitempty"`
+	VPN         string    `json:"nextHopVpnTunnel,omitempty"`
 	Tags        []string  `json:"tags,omitempty"`
 	Type        string    `json:"routeType,omitempty"`
 	Warnings    []Warning `json:"warnings,omitempty"`

@@ -24,11 +24,14 @@ type Fixture struct {
 	Peer        string // target of the other host
 	PeerAddress netip.Addr
 	IPv4Only    bool // the cloud has no routes for IPv6
-	Follows     bool // the cloud tells which table packets of other hosts follow
 	// DeleteByHand deletes the route to a destination, as an operator does.
 	DeleteByHand func(netip.Prefix)
-	// EndPeer terminates the other host.
-	EndPeer func()
+	SelfAddress  netip.Addr
+	// EndPeer terminates the other host. StopPeer only stops it.
+	EndPeer, StopPeer func()
+	// AddGateway adds a route of an operator to a destination. It leads to a gateway, and not to a host. It is nil if
+	// the cloud permits no such route.
+	AddGateway func(netip.Prefix)
 	// SetQuota limits the number of routes in the table.
 	SetQuota func(int)
 	// Deny takes away one permission: the one that creating a route needs.
@@ -84,7 +87,8 @@ func cases() []testCase {
 		{"put works although it is out of date", testStale},
 		{"only the route that was meant is removed", testRemoveOther},
 		{"a route to a host that has ended is lost", testLost},
-		{"only hosts have addresses", testAddresses},
+		{"a stopped host keeps its place", testStopped},
+		{"a route to a gateway stays", testGateway},
 		{"other hosts are found by their addresses", testFind},
 		{"the quota is named", testQuota},
 		{"a missing right is named before it is needed", testDenied},
@@ -225,19 +229,40 @@ func testRemoveOther(t *testing.T, f Fixture) {
 }
 
 func testOfOther(t *testing.T, f Fixture) {
-	self := join(t, f)
+	join(t, f)
 	dst, _ := subnets()
 	f.AddOfOther(dst)
+	expectStays(t, f, dst, f.Peer)
+}
+
+func testGateway(t *testing.T, f Fixture) {
+	if f.AddGateway == nil {
+		return
+	}
+	join(t, f)
+	dst, _ := subnets()
+	f.AddGateway(dst)
+	r, _ := find(t, f, dst)
+	if r.Target == "" || r.Target == "an unknown target" {
+		t.Errorf("found %v, want the name of the gateway", r)
+	}
+	expectStays(t, f, dst, r.Target)
+}
+
+// expectStays expects that the cloud has a foreign route to dst that leads to target, and that no call changes it.
+func expectStays(t *testing.T, f Fixture, dst netip.Prefix, target string) {
+	t.Helper()
+	self := join(t, f)
 	for _, replace := range []bool{false, true} {
-		if err := f.Cloud.Put(t.Context(), route(f, dst, self), replace); err == nil || replace && (cloud.Transient(err) || errors.Is(err, cloud.ErrExists)) {
-			t.Errorf("error %v, want one that needs an operator", err)
+		if err := f.Cloud.Put(t.Context(), route(f, dst, self), replace); !errors.Is(err, cloud.ErrExists) {
+			t.Errorf("replace %v: error %v, want ErrExists", replace, err)
 		}
 	}
-	if err := f.Cloud.Remove(t.Context(), route(f, dst, f.Peer)); err != nil {
+	if err := f.Cloud.Remove(t.Context(), route(f, dst, target)); err != nil {
 		t.Error(err)
 	}
-	if r, ok := find(t, f, dst); !ok || !r.Foreign || r.Target != f.Peer {
-		t.Errorf("found %v (%v), want the route of the other cluster", r, ok)
+	if r, ok := find(t, f, dst); !ok || r.Foreign == "" || r.Target != target {
+		t.Errorf("found %v (%v), want a foreign route to %s", r, ok, target)
 	}
 }
 
@@ -246,19 +271,18 @@ func testLost(t *testing.T, f Fixture) {
 	dst, _ := subnets()
 	put(t, f, dst, f.Peer, false)
 	f.EndPeer()
-	if r, ok := find(t, f, dst); !ok || !r.Lost {
-		t.Errorf("found %v (%v), want a route to nowhere", r, ok)
+	if r, ok := find(t, f, dst); !ok || r.State != cloud.Gone {
+		t.Errorf("found %v (%v), want a route to a host that is gone", r, ok)
 	}
 }
 
-func testAddresses(t *testing.T, f Fixture) {
-	self := join(t, f)
-	known, err := f.Cloud.Addresses(t.Context(), []string{f.Peer, self, "gateway-1"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !slices.Contains(known[f.Peer], f.PeerAddress) || slices.Contains(known[self], f.PeerAddress) || len(known[self]) == 0 || known["gateway-1"] != nil {
-		t.Errorf("addresses are %v, want those of the two hosts", known)
+func testStopped(t *testing.T, f Fixture) {
+	join(t, f)
+	dst, _ := subnets()
+	put(t, f, dst, f.Peer, false)
+	f.StopPeer()
+	if r, ok := find(t, f, dst); !ok || r.State != cloud.Idle {
+		t.Errorf("found %v (%v), want a route to a host that does not run", r, ok)
 	}
 }
 
@@ -266,28 +290,24 @@ func testAddresses(t *testing.T, f Fixture) {
 // the first, and that a route to the peer can be put.
 func testFind(t *testing.T, f Fixture) {
 	self := join(t, f)
-	known, err := f.Cloud.Addresses(t.Context(), []string{self})
-	if err != nil || len(known[self]) == 0 {
-		t.Fatalf("addresses %v, error %v", known, err)
-	}
 	if _, err := f.Cloud.Tables(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	found, err := f.Cloud.Find(t.Context(), []cloud.Host{
-		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.250"), netip.MustParseAddr("fd00:77::fa")}}, {Addresses: []netip.Addr{f.PeerAddress}}, {Addresses: known[self]},
-	})
+		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.250"), netip.MustParseAddr("fd00:77::fa")}}, {Addresses: []netip.Addr{f.PeerAddress}}, {Addresses: []netip.Addr{f.SelfAddress}},
+	}, true)
 	if err != nil || len(found) != 3 {
 		t.Fatalf("found %v, error %v", found, err)
 	}
 	if found[0].Err == nil || !strings.Contains(found[0].Err.Error(), "192.168.77.250") || found[1].Target != f.Peer || found[1].Err != nil || found[2].Target != self || found[2].Err != nil {
 		t.Errorf("found %v, want an error that names the address, and the two hosts", found)
 	}
-	if found[0].Table != "" || f.Follows && (found[1].Table != f.Table || found[2].Table != f.Table) {
+	if found[0].Table != "" || found[1].Table != f.Table || found[2].Table != f.Table {
 		t.Errorf("found %v, want the table that packets of the two hosts follow", found)
 	}
 	dst, _ := subnets()
 	put(t, f, dst, found[1].Target, false)
-	none, err := f.Cloud.Find(t.Context(), nil)
+	none, err := f.Cloud.Find(t.Context(), nil, true)
 	if err != nil || len(none) > 0 {
 		t.Errorf("found %v, error %v without hosts", none, err)
 	}

@@ -30,9 +30,9 @@ type Memory struct {
 	Denied    map[string]bool         // rights that are missing: join, read, put or remove
 	Writes    []string                // calls of Put and Remove that were not refused
 	Compared  int                     // number of calls of Tables
-	Looks     int                     // number of targets in all calls of Addresses
 	Sought    int                     // number of hosts in all calls of Find
 	Stopped   map[string]bool         // targets of hosts that do not run
+	Changing  map[netip.Prefix]bool   // destinations of routes that the cloud is still changing
 	Refused   int                     // number of calls of Put that the quota has refused
 	Denials   int                     // number of calls that were refused because of Denied
 	Unfit     map[string]error        // errors with which Find returns hosts, by target
@@ -92,8 +92,17 @@ func (m *Memory) Tables(context.Context) ([]cloud.Table, error) {
 	for _, t := range m.Tabs {
 		t.Routes = slices.Clone(t.Routes)
 		for i := range t.Routes {
-			_, exists := m.Hosts[t.Routes[i].Target]
-			t.Routes[i].Lost = t.Routes[i].ByCall && (!exists || m.Stopped[t.Routes[i].Target])
+			r := &t.Routes[i]
+			_, exists := m.Hosts[r.Target]
+			switch {
+			case !r.ByCall || r.Foreign != "":
+			case m.Changing[r.Dst]:
+				r.State = cloud.Changing
+			case !exists:
+				r.State = cloud.Gone
+			case m.Stopped[r.Target]:
+				r.State = cloud.Idle
+			}
 		}
 		tables = append(tables, t)
 	}
@@ -111,8 +120,10 @@ func (m *Memory) Put(_ context.Context, r cloud.Route, replace bool) error {
 	if m.Appears != nil {
 		m.Appears()
 	}
-	exists := slices.ContainsFunc(t.Routes, func(have cloud.Route) bool { return have.Dst == r.Dst && have.ByCall })
-	if exists && !replace {
+	same := func(have cloud.Route) bool { return have.Dst == r.Dst && have.ByCall }
+	exists := slices.ContainsFunc(t.Routes, same)
+	foreign := slices.ContainsFunc(t.Routes, func(have cloud.Route) bool { return same(have) && have.Foreign != "" })
+	if exists && !replace || foreign {
 		return cloud.ErrExists
 	}
 	if !exists && m.Quota > 0 && t.Count(prefix.FamilyOf(r.Dst.Addr())) >= m.Quota {
@@ -137,7 +148,7 @@ func (m *Memory) Remove(ctx context.Context, r cloud.Route) error {
 	}
 	t := m.table(r.Table)
 	t.Routes = slices.DeleteFunc(t.Routes, func(have cloud.Route) bool {
-		return have.Dst == r.Dst && have.Target == r.Target && have.ByCall
+		return have.Dst == r.Dst && have.Target == r.Target && have.ByCall && have.Foreign == ""
 	})
 	m.Writes = append(m.Writes, "remove "+r.String())
 	if m.Removed != nil {
@@ -146,25 +157,8 @@ func (m *Memory) Remove(ctx context.Context, r cloud.Route) error {
 	return m.answer()
 }
 
-// Addresses implements cloud.Cloud.
-func (m *Memory) Addresses(_ context.Context, targets []string) (map[string][]netip.Addr, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if err := m.fail("read"); err != nil {
-		return nil, err
-	}
-	known := map[string][]netip.Addr{}
-	m.Looks += len(targets)
-	for _, t := range targets {
-		if addresses := m.Hosts[t]; len(addresses) > 0 {
-			known[t] = addresses
-		}
-	}
-	return known, nil
-}
-
 // Find implements cloud.Cloud.
-func (m *Memory) Find(_ context.Context, hosts []cloud.Host) ([]cloud.Found, error) {
+func (m *Memory) Find(_ context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.Sought += len(hosts)

@@ -18,14 +18,18 @@ func TestMemory(t *testing.T) {
 			Hosts: map[string][]netip.Addr{"host-1": {netip.MustParseAddr("192.168.77.1")}, "host-2": {peer}},
 		}
 		return cloudtest.Fixture{
-			Follows: true,
-			Cloud:   m, Table: "table-1", Peer: "host-2", PeerAddress: peer,
+			SelfAddress: netip.MustParseAddr("192.168.77.1"),
+			Cloud:       m, Table: "table-1", Peer: "host-2", PeerAddress: peer,
 			DeleteByHand: func(dst netip.Prefix) { m.Do(func() { m.DeleteByHand("table-1", dst) }) },
 			EndPeer:      func() { delete(m.Hosts, "host-2") },
-			SetQuota:     func(n int) { m.Quota = n },
-			Deny:         func() { m.Denied = map[string]bool{"put": true} },
-			LoseAnswer:   func() { m.Lost = 1 },
-			Throttle:     func(n int) { m.Throttled = n },
+			StopPeer:     func() { m.Stopped = map[string]bool{"host-2": true} },
+			AddGateway: func(dst netip.Prefix) {
+				m.Tabs[0].Routes = append(m.Tabs[0].Routes, cloud.Route{Table: "table-1", Dst: dst, Target: "gateway-1", ByCall: true, Foreign: "which leads to no host"})
+			},
+			SetQuota:   func(n int) { m.Quota = n },
+			Deny:       func() { m.Denied = map[string]bool{"put": true} },
+			LoseAnswer: func() { m.Lost = 1 },
+			Throttle:   func(n int) { m.Throttled = n },
 			SetAway: func(away bool) {
 				if m.Fails = nil; away {
 					m.Fails = cloud.ErrUnavailable

@@ -120,6 +120,9 @@ func (v *View) Visible(id string) ([]Route, error) {
 	return seen.tables[id], nil
 }
 
+// Pending reports whether r carries no packets yet, because the last call about it was a short time ago.
+func (v *View) Pending(r Route) bool { return v.s.isPending(r) }
+
 // PageSize returns the number of items in one answer. wanted is the number that the call asks for, or 0.
 func (v *View) PageSize(wanted int) int {
 	if wanted <= 0 {
@@ -157,7 +160,7 @@ func (v *View) Create(id string, dst netip.Prefix, target, description string) (
 	if v.dry {
 		return Route{}, nil
 	}
-	v.s.add(t, Route{Dst: dst, Target: target, Kind: Custom, Description: description})
+	v.s.add(t, Route{Dst: dst, Target: target, Kind: Custom, Description: description, Changed: time.Now()})
 	v.s.remember()
 	return t.routes[len(t.routes)-1], nil
 }
@@ -205,6 +208,7 @@ func (v *View) Replace(id, target, description string, is func(Route) bool) erro
 	}
 	if !v.dry {
 		r.Target, r.More, r.Description = target, nil, cmp.Or(description, r.Description)
+		r.Changed = time.Now()
 		v.s.remember()
 	}
 	return nil

@@ -65,6 +65,7 @@ type Route struct {
 	More        []string
 	Disabled    bool // an operator has disabled the route, so it carries no packets
 	Description string
+	Changed     time.Time // the last call that made or changed the route; zero if none did
 	// Service is the service of the cloud that manages the route; empty if none does.
 	Service string
 }
@@ -109,6 +110,7 @@ type State struct {
 	away      bool
 	quota     int
 	lag       time.Duration
+	pending   time.Duration
 	pageSize  int
 	last      int             // number of the last route
 	nonces    map[string]bool // nonces of earlier calls
@@ -275,6 +277,12 @@ func (s *State) SetQuota(n int) { s.change(func() { s.quota = n }) }
 // SetLag makes View.Visible show the tables as they were lag ago.
 func (s *State) SetLag(lag time.Duration) { s.change(func() { s.lag = lag }) }
 
+// SetPending makes routes carry packets only some time after the call that makes or changes them.
+func (s *State) SetPending(pending time.Duration) { s.change(func() { s.pending = pending }) }
+
+// isPending reports whether r carries no packets yet.
+func (s *State) isPending(r Route) bool { return time.Since(r.Changed) < s.pending }
+
 // SetPageSize limits the items in one answer.
 func (s *State) SetPageSize(n int) { s.change(func() { s.pageSize = n }) }
 
@@ -323,7 +331,7 @@ func (s *State) Forwarding(id string) map[netip.Prefix]Instance {
 	to := map[netip.Prefix]Instance{}
 	for _, r := range s.tables[id].routes {
 		for _, i := range s.instances {
-			if r.Target == s.TargetOf(i) && !i.Stopped && !i.Restricted && !r.Disabled {
+			if r.Target == s.TargetOf(i) && !i.Stopped && !i.Restricted && !r.Disabled && !s.isPending(r) {
 				to[r.Dst] = i
 			}
 		}
