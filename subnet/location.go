@@ -7,15 +7,15 @@ import (
 	"strings"
 )
 
-// maxLocation is the greatest length of the name of a location, in bytes.
-const maxLocation = 63
+// maxName is the greatest length of the name of a location or a backend type, in bytes.
+const maxName = 63
 
 // CheckLocation returns an error if name cannot be the name of a location. A name has the form of a
 // label's value in Kubernetes, because it can come from a label of the Node. Unlike that value, it
 // must not be empty.
 func CheckLocation(name string) error {
 	alphanumeric := func(c byte) bool { return '0' <= c && c <= '9' || 'A' <= c && c <= 'Z' || 'a' <= c && c <= 'z' }
-	ok := len(name) > 0 && len(name) <= maxLocation && alphanumeric(name[0]) && alphanumeric(name[len(name)-1])
+	ok := len(name) > 0 && len(name) <= maxName && alphanumeric(name[0]) && alphanumeric(name[len(name)-1])
 	for i := 0; ok && i < len(name); i++ {
 		ok = alphanumeric(name[i]) || strings.IndexByte("-_.", name[i]) >= 0
 	}
@@ -23,4 +23,13 @@ func CheckLocation(name string) error {
 		return errors.New("expected a name of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends")
 	}
 	return nil
+}
+
+// CheckType returns an error if name cannot be the backend type of a lease. Other hosts write it, and it
+// reaches logs and terminals. It may be empty, as in leases of the backend udp.
+func CheckType(name string) error {
+	if name == "" {
+		return nil
+	}
+	return CheckLocation(name)
 }

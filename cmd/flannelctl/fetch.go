@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
@@ -23,6 +25,9 @@ const networkFlag = "network"
 
 // statusTimeout limits the time that a daemon may take to answer.
 const statusTimeout = 10 * time.Second
+
+// maxReport limits the size of an answer, in bytes. A report about 10,000 peers has some 20 MB.
+const maxReport = 128 << 20
 
 // errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
@@ -62,10 +67,51 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	if resp.StatusCode != http.StatusOK {
 		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))
 	}
-	if err := json.NewDecoder(resp.Body).Decode(&r); err != nil {
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReport+1))
+	if err != nil {
+		return fail(err)
+	}
+	if len(text) > maxReport {
+		return fail(fmt.Errorf("GET %s: the answer is larger than %d MiB", address, maxReport>>20))
+	}
+	if text, err = printable(text); err == nil {
+		err = json.Unmarshal(text, &r)
+	}
+	if err != nil {
 		return fail(err)
 	}
 	return r, nil
+}
+
+// printable returns a JSON document with all strings on one line and without characters that control a
+// terminal. Reports contain texts that other hosts have written.
+func printable(document []byte) ([]byte, error) {
+	var v any
+	d := json.NewDecoder(bytes.NewReader(document))
+	d.UseNumber()
+	if err := d.Decode(&v); err != nil {
+		return nil, err
+	}
+
+	var clean func(any) any
+	clean = func(v any) any {
+		switch v := v.(type) {
+		case string:
+			return oneline.Collapse(v)
+		case []any:
+			for i := range v {
+				v[i] = clean(v[i])
+			}
+		case map[string]any:
+			cleaned := make(map[string]any, len(v))
+			for key, value := range v {
+				cleaned[oneline.Collapse(key)] = clean(value)
+			}
+			return cleaned
+		}
+		return v
+	}
+	return json.Marshal(clean(v))
 }
 
 // fetchOne asks a daemon for the report about one network. If network is empty and the

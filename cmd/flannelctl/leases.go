@@ -18,6 +18,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
@@ -43,12 +44,13 @@ func newLease(e etcd.Entry) lease {
 
 // printed returns the output form of a lease, without the fields that only etcd has.
 func printed(from subnet.Lease, err error) lease {
-	l := lease{Key: from.Key, Type: from.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}}
+	// Other hosts have written the key, and it need not be that of a subnet.
+	l := lease{Key: oneline.Collapse(from.Key), Type: from.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}}
 	for _, ep := range from.Endpoints {
 		l.Subnets, l.PublicIPs = append(l.Subnets, ep.Subnet), append(l.PublicIPs, ep.PublicIP)
 	}
 	if err != nil {
-		l.Error = err.Error()
+		l.Error = oneline.Collapse(err.Error())
 	}
 	return l
 }
@@ -162,11 +164,12 @@ type watched struct {
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
 	known := map[string]watched{}
 	line := func(sign string, l watched) {
-		what := dash(list(printed(*l.Lease, nil).PublicIPs)) + " " + dash(l.BackendType)
+		p := printed(*l.Lease, nil)
+		what := dash(list(p.PublicIPs)) + " " + dash(p.Type)
 		if sign == "!" {
 			what = "cannot be read"
 		}
-		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), sign, l.Key, what)
+		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), sign, p.Key, what)
 	}
 	err := watch(ctx, func(u subnet.Update) {
 		s, now := u.Snapshot(), map[string]watched{}

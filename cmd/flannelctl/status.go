@@ -37,7 +37,9 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 				if u, err := url.Parse(where); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
 					return fmt.Errorf("--url %q is invalid: expected a URL such as http://host:port", where)
 				}
-				client, base = http.DefaultClient, where
+				// Another host must not make this one send requests to arbitrary addresses.
+				client = &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+				base = where
 			}
 			r, err := fetch(cmd.Context(), client, base, *network)
 			if err != nil {

@@ -128,6 +128,11 @@ func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 			return subnet.Claim{}, err
 		}
 	}
+	for _, word := range []string{w.BackendType, w.NextBackendType} {
+		if err := subnet.CheckType(word); err != nil {
+			return subnet.Claim{}, fmt.Errorf("backend type %q: %w", subnet.Shorten(word), err)
+		}
+	}
 	c = subnet.Claim{BackendType: w.BackendType, NextType: w.NextBackendType, Endpoints: make([]subnet.Endpoint, 0, len(subnets))}
 	for _, s := range subnets {
 		e := subnet.Endpoint{Subnet: s, Data: w.BackendData, NextData: w.NextBackendData}

@@ -147,11 +147,13 @@ func TestDecode(t *testing.T) {
 		`{"PublicIP":""}`:            `PublicIP "" is not an IPv4 address`,
 		`{"PublicIP":7}`:             "PublicIP is 7",
 		`{"PublicIP":"2001:db8::1"}`: "is not an IPv4 address",
-		`{"PublicIP":"192.0.2.1","PublicIPv6":"192.0.2.1"}`:        `PublicIPv6 "192.0.2.1" is not an IPv6 address`,
-		`{"PublicIP":"192.0.2.1","PublicIPv6":"::ffff:192.0.2.1"}`: "is not an IPv6 address",
-		`{"PublicIP":"192.0.2.1"} x`:                               "after top-level value",
-		`{"PublicIP":"` + strings.Repeat("1", 1000) + `"}`:         "is not an IPv4 address",
-		strings.Repeat("x", 1<<20):                                 "value has 1048576 bytes",
+		`{"PublicIP":"192.0.2.1","PublicIPv6":"192.0.2.1"}`:           `PublicIPv6 "192.0.2.1" is not an IPv6 address`,
+		`{"PublicIP":"192.0.2.1","PublicIPv6":"::ffff:192.0.2.1"}`:    "is not an IPv6 address",
+		`{"PublicIP":"192.0.2.1"} x`:                                  "after top-level value",
+		`{"PublicIP":"` + strings.Repeat("1", 1000) + `"}`:            "is not an IPv4 address",
+		strings.Repeat("x", 1<<20):                                    "value has 1048576 bytes",
+		`{"PublicIP":"192.0.2.1","BackendType":"vxlan\n10.5.9.0/24"}`: `backend type "vxlan\n10.5.9.0/24": expected a name`,
+		`{"PublicIP":"192.0.2.1","NextBackendType":"\u001b[2J"}`:      `backend type "\x1b[2J": expected a name`,
 	} {
 		_, err := Decode(dual, []byte(value))
 		if err == nil || !strings.Contains(err.Error(), want) || len(err.Error()) > 250 || strings.Contains(err.Error(), "\n") {

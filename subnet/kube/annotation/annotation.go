@@ -161,15 +161,15 @@ var ErrNotManaged = errors.New("it has no annotation kube-subnet-manager")
 // If one family can be read and the other cannot, Decode returns both the claim and the reason as
 // err. The endpoint of the unreadable family is then that of last, the previous lease. The family
 // has no endpoint if last is nil or has another backend or subnet. If no family can be read, or a
-// backend type is too long, the claim is empty.
+// backend type is no name, the claim is empty.
 func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subnet.Claim, err error) {
 	if n[Managed].Text != "true" {
 		return subnet.Claim{}, ErrNotManaged
 	}
-	if c.BackendType, err = k.text(n, BackendType); err != nil {
+	if c.BackendType, err = k.backendType(n, BackendType); err != nil {
 		return subnet.Claim{}, err
 	}
-	if c.NextType, err = k.text(n, NextBackendType); err != nil {
+	if c.NextType, err = k.backendType(n, NextBackendType); err != nil {
 		return subnet.Claim{}, err
 	}
 	readable := false
@@ -230,6 +230,17 @@ func (k *Keys) text(n Notes, a ID) (string, error) {
 		return "", fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k[a], have, maxAnnotation)
 	}
 	return n[a].Text, nil
+}
+
+func (k *Keys) backendType(n Notes, a ID) (string, error) {
+	text, err := k.text(n, a)
+	if err != nil {
+		return "", err
+	}
+	if err := subnet.CheckType(text); err != nil {
+		return "", fmt.Errorf("annotation %s %q: %w", k[a], subnet.Shorten(text), err)
+	}
+	return text, nil
 }
 
 // lastGood returns the endpoint of last that replaces an endpoint that cannot be read. It returns false

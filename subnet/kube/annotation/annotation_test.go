@@ -206,6 +206,7 @@ func TestDecodeInPart(t *testing.T) {
 		{"another subnet's", map[ID]string{PublicIPv6: "nonsense"},
 			&subnet.Lease{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("fd00:6::/64", "2001:db8::1", "{}")}}, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
 		{"both", map[ID]string{PublicIP: "rubbish", PublicIPv6: "nonsense"}, last, nil, `"rubbish" is not an IPv4 address; annotation a.b/public-ipv6: "nonsense"`},
+		{"backend type is no name", map[ID]string{BackendType: "vxlan\x1b[2J"}, last, nil, `a.b/backend-type "vxlan\x1b[2J": expected a name`},
 		{"backend type is huge", map[ID]string{BackendType: strings.Repeat(" ", maxAnnotation+1)}, last, nil, "a.b/backend-type has"},
 	}
 	k := NewKeys("a.b/")

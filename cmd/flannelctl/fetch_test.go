@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+const escape = "vxlan\x1b[2J\nPEER\tforged\u202e"
+
+// TestForeignTextIsPrintable checks that no text of another host reaches the terminal with line breaks
+// or escape sequences.
+func TestForeignTextIsPrintable(t *testing.T) {
+	const want = "vxlan [2J PEER forged"
+	if got := printed(subnet.Lease{Key: escape}, nil).Key; got != want {
+		t.Errorf("key of a lease: %q, want %q", got, want)
+	}
+	if got := printed(subnet.Lease{}, errors.New(escape)).Error; got != want {
+		t.Errorf("error of an entry: %q, want %q", got, want)
+	}
+
+	report := `{"peers":[{"type":"vxlan\u001b[2J\nPEER\tforged\u202e","pathMTU":{"a\nb":1400}}],"n":12345678901234567890}`
+	cleaned := `{"n":12345678901234567890,"peers":[{"pathMTU":{"a b":1400},"type":"vxlan [2J PEER forged"}]}`
+	if got, err := printable([]byte(report)); err != nil || string(got) != cleaned {
+		t.Errorf("report: %s, %v, want %s", got, err, cleaned)
+	}
+}
+
+func TestFetchFollowsNoRedirect(t *testing.T) {
+	asked := false
+	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { asked = true }))
+	defer other.Close()
+	redirect := httptest.NewServer(http.RedirectHandler(other.URL, http.StatusFound))
+	defer redirect.Close()
+	cmd := newStatusCommand()
+	cmd.SetArgs([]string{"--url", redirect.URL})
+	cmd.SilenceErrors, cmd.SilenceUsage = true, true
+	if err := cmd.ExecuteContext(t.Context()); err == nil || !strings.Contains(err.Error(), "302 Found") || asked {
+		t.Errorf("error %v, asked the other server: %v, want the status 302 as an error", err, asked)
+	}
+}
+
+func TestFetchIsBounded(t *testing.T) {
+	chunk := []byte(strings.Repeat(" ", 1<<20))
+	endless := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		for {
+			if _, err := w.Write(chunk); err != nil {
+				return
+			}
+		}
+	}))
+	defer endless.Close()
+	_, err := fetch(t.Context(), endless.Client(), endless.URL, "")
+	if err == nil || !strings.Contains(err.Error(), "larger than 128 MiB") {
+		t.Errorf("error %v, want one that names the limit", err)
+	}
+}
