@@ -30,7 +30,7 @@ const helm = "../../bin/tools/helm"
 // which helm names the source of each object.
 func render(t *testing.T, options ...string) string {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", "chart", "--namespace=kube-flannel"}, options...)...)
+	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", "chart", "--namespace=kube-flannel", "--kube-version=1.30"}, options...)...)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
@@ -160,6 +160,26 @@ func TestChartRefusesMistakes(t *testing.T) {
 			out, err := exec.CommandContext(t.Context(), helm, "template", "chart", "--set="+tc.set).CombinedOutput()
 			if err == nil || !strings.Contains(string(out), tc.want) {
 				t.Errorf("%v: %s; want an error with %q", err, out, tc.want)
+			}
+		})
+	}
+}
+
+// TestAdmissionPolicy checks when the chart contains the policy, and for which annotations.
+//
+//stages:rest it needs helm, which takes minutes to build
+func TestAdmissionPolicy(t *testing.T) {
+	for name, tc := range map[string]struct{ option, want string }{
+		"default":              {"", "map(name, 'flannel.alpha.coreos.com/' + name)"},
+		"another prefix":       {"--set=flannel.args={--kube-subnet-mgr,--kube-annotation-prefix=example.org}", "map(name, 'example.org/' + name)"},
+		"a prefix with a name": {"--set=flannel.args={--kube-annotation-prefix=example.org/net}", "map(name, 'example.org/net-' + name)"},
+		"off":                  {"--set=flannel.admissionPolicy=false", ""},
+		"an older Kubernetes":  {"--kube-version=1.29", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := render(t, slices.DeleteFunc([]string{tc.option}, func(o string) bool { return o == "" })...)
+			if has := strings.Contains(got, "ValidatingAdmissionPolicy"); has != (tc.want != "") || !strings.Contains(got, tc.want) {
+				t.Errorf("a policy: %v, want %q in it:\n%s", has, tc.want, got)
 			}
 		})
 	}

@@ -54,6 +54,22 @@ tier: node
 {{- toPrettyJson $conf }}
 {{- end }}
 
+{{/* The beginning of the keys of annotations, as the flag --kube-annotation-prefix sets it. */}}
+{{- define "flannel.annotationPrefix" -}}
+{{- $prefix := "flannel.alpha.coreos.com" }}
+{{- range .Values.flannel.args }}
+{{- if hasPrefix "--kube-annotation-prefix=" . }}
+{{- $prefix = trimPrefix "--kube-annotation-prefix=" . }}
+{{- end }}
+{{- end }}
+{{- if not (contains "/" $prefix) }}
+{{- $prefix = print $prefix "/" }}
+{{- else if not (regexMatch "[/-]$" $prefix) }}
+{{- $prefix = print $prefix "-" }}
+{{- end }}
+{{- $prefix }}
+{{- end }}
+
 {{/* What no container of ours may do. */}}
 {{- define "flannel.confined" -}}
 allowPrivilegeEscalation: false
