@@ -369,6 +369,34 @@ func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	})
 }
 
+// TestRefusalsAreLimited lets a host make its lease wrong and right again many times.
+func TestRefusalsAreLimited(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n)
+		s.Publish(fullUpdate(snapshot(1)))
+		for i := range int64(1000) {
+			l := lease(2, "two")
+			if i%2 == 0 {
+				l.Endpoints[0].Subnet = netip.MustParsePrefix("10.6.0.0/24")
+			}
+			s.Publish(deltaUpdate(2+i, []subnet.Lease{l}))
+			synctest.Wait()
+		}
+		if got := strings.Count(log(), "lease refused") + strings.Count(log(), "lease no longer refused"); got != 100 {
+			t.Errorf("%d lines, want 100", got)
+		}
+		time.Sleep(time.Minute)
+		wrong := lease(2, "two")
+		wrong.Endpoints[0].Subnet = netip.MustParsePrefix("10.6.0.0/24")
+		s.Publish(deltaUpdate(2000, []subnet.Lease{wrong}))
+		synctest.Wait()
+		if want := "changesNotLogged="; !strings.Contains(log(), want) {
+			t.Errorf("the next line does not have the number of the others, %q", want)
+		}
+	})
+}
+
 // TestAcceptedPeerKeepsItsIdentity lets an older host claim the identity of a peer. Then the peer moves:
 // its lease is written later than that of the other, and must keep the identity, also after a restart.
 func TestAcceptedPeerKeepsItsIdentity(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -22,20 +23,28 @@ const (
 	errorBurst = 5
 )
 
+// refusalBurst is the number of refusals that begin or end before their log lines are limited. It is
+// more than an operator reads, but a host can make its lease wrong and right again 300 times a second.
+const refusalBurst = 100
+
 // syncLog is the log of a Syncer. It logs when a refusal, a failure, or the sharing of a public address
 // begins and when it ends, and not at every pass. It logs the number of held peers when that grows. It
 // is not safe for concurrent use.
 type syncLog struct {
 	onRefused func(key, reason string) // may be nil
-	refused   map[string]string        // logged reasons of the present refusals, by lease key
-	failing   bool                     // the last pass has failed
-	logged    string                   // last logged error
-	limit     *rate.Limiter            // limit of logged errors without a success between them
-	numHeld   int                      // at the last pass
+	refused   map[string]string        // reasons of the present refusals, by lease key
+	refusal   *changes.Limit
+	failing   bool          // the last pass has failed
+	logged    string        // last logged error
+	limit     *rate.Limiter // limit of logged errors without a success between them
+	numHeld   int           // at the last pass
 }
 
 func newSyncLog(onRefused func(key, reason string)) syncLog {
-	return syncLog{onRefused: onRefused, refused: map[string]string{}, limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst)}
+	return syncLog{
+		onRefused: onRefused, refused: map[string]string{}, refusal: changes.NewLimit(refusalBurst),
+		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
+	}
 }
 
 // held logs when there are more held peers than before, and when there are none any more. n is their
@@ -55,15 +64,23 @@ func (l *syncLog) held(ctx context.Context, n int, keys func() []string) {
 // refusals logs new refusals, refusals with a new reason, and the end of refusals, for the leases with
 // these keys. reason returns why a lease is refused, or "" if it is not.
 func (l *syncLog) refusals(ctx context.Context, keys map[string]struct{}, reason func(key string) string) {
-	log := klog.FromContext(ctx)
 	for _, key := range slices.Sorted(maps.Keys(keys)) {
-		switch why := reason(key); why {
-		case l.refused[key]:
-		case "":
+		why := reason(key)
+		if why == l.refused[key] {
+			continue
+		}
+		if why == "" {
 			delete(l.refused, key)
+		} else {
+			l.refused[key] = why
+		}
+
+		log, ok := l.refusal.Next(klog.FromContext(ctx))
+		switch {
+		case !ok:
+		case why == "":
 			log.Info("lease no longer refused", "lease", key)
 		default:
-			l.refused[key] = why
 			log.Error(nil, "lease refused", "lease", key, "reason", why)
 			if l.onRefused != nil {
 				l.onRefused(key, why)

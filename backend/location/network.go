@@ -46,7 +46,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	b.joint = newJoint(reconciler)
 	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: changes.NewLimit(),
+		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: changes.NewLimit(changes.Burst),
 		rivals: newRivals(), peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
 	}
 	n.Forward(reconciler.Changed())

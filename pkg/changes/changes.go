@@ -11,7 +11,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Burst is the number of changes that may be reported at once.
+// Burst is the usual number of changes that may be reported at once.
 const Burst = 5
 
 // every is the time after which one more change may be reported.
@@ -25,8 +25,8 @@ type Limit struct {
 	silent int // number of changes since the last reported one
 }
 
-// NewLimit returns a Limit.
-func NewLimit() *Limit { return &Limit{limit: rate.NewLimiter(rate.Every(every), Burst)} }
+// NewLimit returns a Limit that permits burst changes at once, and then one more a minute.
+func NewLimit(burst int) *Limit { return &Limit{limit: rate.NewLimiter(rate.Every(every), burst)} }
 
 // Next returns the logger with which the caller reports the next change. It is log, with the number of
 // changes that were not reported before, if there are any. Next returns false if the caller must not

@@ -17,7 +17,7 @@ func TestLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out strings.Builder
 		log := textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&out)))
-		l, reported := NewLimit(), 0
+		l, reported := NewLimit(Burst), 0
 		change := func() {
 			if log, ok := l.Next(log); ok {
 				reported++

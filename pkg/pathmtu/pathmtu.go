@@ -45,7 +45,7 @@ func NewProber(c Config) *Prober {
 		c.Before = map[netip.Prefix]int{}
 	}
 	return &Prober{
-		Config: c, sample: sample, added: wait.NewSignal(), reports: changes.NewLimit(), searches: make(chan struct{}, searchesAtOnce),
+		Config: c, sample: sample, added: wait.NewSignal(), reports: changes.NewLimit(changes.Burst), searches: make(chan struct{}, searchesAtOnce),
 		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }

@@ -99,7 +99,7 @@ func NewProber(c Config) *Prober {
 	p := &Prober{
 		Config: c, member: c.Limit.join(), paths: map[Path]*state{}, broken: map[Path]*state{},
 		slots:   [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)},
-		reports: changes.NewLimit(), broke: wait.NewSignal(), pinger: ping.NewPinger(),
+		reports: changes.NewLimit(changes.Burst), broke: wait.NewSignal(), pinger: ping.NewPinger(),
 	}
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
