@@ -362,7 +362,7 @@ func (s *Syncer) noteMoving(l *subnet.Lease) {
 func (s *Syncer) check(l *subnet.Lease) (used *subnet.Lease, identities []string, unusable string) {
 	used, ok := s.choose(l)
 	if !ok {
-		return l, nil, fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Config.BackendType)
+		return l, nil, fmt.Sprintf("its backend type is %q, ours %q", subnet.Shorten(l.BackendType), s.Config.BackendType)
 	}
 	checked := *used
 	if checked.Endpoints = s.enabled(used.Endpoints); len(checked.Endpoints) == 0 {

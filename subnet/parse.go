@@ -246,7 +246,7 @@ func backendType(key string, raw json.RawMessage) (string, error) {
 	if err := decodeObject(raw, &b); err != nil {
 		return "", fmt.Errorf("%s: %w", key, err)
 	}
-	return strings.ToLower(b.Type), nil
+	return Shorten(strings.ToLower(b.Type)), nil // no backend has such a long type
 }
 
 // keyName returns the key of the configuration of family f: "Network" becomes "IPv6Network" for IPv6,

@@ -54,7 +54,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	case modeAuto, modeUserspace, modeKernel:
 		c.Mode = mode
 	default:
-		return c, nil, fmt.Errorf("Backend.Mode is %q: want auto, userspace or kernel", c.Mode)
+		return c, nil, fmt.Errorf("Backend.Mode is %q: want auto, userspace or kernel", subnet.Shorten(c.Mode))
 	}
 	for _, n := range env.Config.Networks {
 		f := n.Family()

@@ -64,7 +64,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		return c, nil, fmt.Errorf("Backend.MTU is %d: want 0 (that of the external interface) to 65535", c.MTU)
 	}
 	if _, ok := c.txChecksum(); !ok {
-		return c, nil, fmt.Errorf("Backend.ChecksumOffload is %q: want auto, on or off", c.ChecksumOffload)
+		return c, nil, fmt.Errorf("Backend.ChecksumOffload is %q: want auto, on or off", subnet.Shorten(c.ChecksumOffload))
 	}
 	for _, n := range env.Config.Networks {
 		f := n.Family()

@@ -99,10 +99,10 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	}
 	c.Mode, c.Implementation = strings.ToLower(c.Mode), strings.ToLower(c.Implementation)
 	if modes := []string{modeSeparate, modeAuto, modeIPv4, modeIPv6}; !slices.Contains(modes, c.Mode) {
-		return c, nil, fmt.Errorf("Backend.Mode is %q: want one of %s", c.Mode, strings.Join(modes, ", "))
+		return c, nil, fmt.Errorf("Backend.Mode is %q: want one of %s", subnet.Shorten(c.Mode), strings.Join(modes, ", "))
 	}
 	if impls := []string{implAuto, implKernel, implUserspace}; !slices.Contains(impls, c.Implementation) {
-		return c, nil, fmt.Errorf("Backend.Implementation is %q: want one of %s", c.Implementation, strings.Join(impls, ", "))
+		return c, nil, fmt.Errorf("Backend.Implementation is %q: want one of %s", subnet.Shorten(c.Implementation), strings.Join(impls, ", "))
 	}
 	if c.PSK != "" && c.PSKFile != "" {
 		return c, nil, fmt.Errorf("Backend.PSK and Backend.PSKFile are both set: want one")

@@ -18,6 +18,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 )
@@ -102,9 +103,6 @@ func (h host) daemon() []finding {
 	return fs
 }
 
-// maxNamed is the largest number of leases that a finding names.
-const maxNamed = 5
-
 // sharedAddresses returns a finding for each public address that several leases have. Hosts behind one
 // NAT may share an address. Without a NAT only one host has the address, and the other leases are left
 // over from hosts that are gone.
@@ -114,11 +112,7 @@ func (h host) sharedAddresses() []finding {
 	}
 	var found []finding
 	for _, s := range h.report.SharedPublicIPs {
-		names := s.Leases
-		if len(names) > maxNamed {
-			names = append(slices.Clone(names[:maxNamed]), fmt.Sprintf("%d more", len(s.Leases)-maxNamed))
-		}
-		problem := fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", strings.Join(names, ", "), s.PublicIP)
+		problem := fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP)
 		fix := "flannelctl revoke LEASE for those whose host is gone; hosts behind one NAT may share an address"
 		if h.kubernetes() {
 			fix = "kubectl delete node NODE for those that are gone; Nodes behind one NAT may share an address"

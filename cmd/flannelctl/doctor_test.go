@@ -110,7 +110,7 @@ func TestDoctor(t *testing.T) {
 		{name: "the usual port taken, and not needed", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, report: on4789},
 		{name: "no vxlan", change: map[string]string{"sys/module/vxlan/version": "-"}, report: func(r *status.Report) { r.Ready = false }, want: "has no module vxlan", fix: "linux-modules-extra", serious: true},
 		{name: "leases with one public address", report: shared(2), want: "the leases lease1, lease2 have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
-		{name: "many leases with one public address", report: shared(7), want: "lease5, 2 more have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
+		{name: "many leases with one public address", report: shared(10), want: "lease8, and 2 more have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
 		{name: "Nodes with one public address", report: func(r *status.Report) { shared(2)(r); kubernetes(r) }, want: "lease1, lease2 have", fix: "kubectl delete node NODE"},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
 	} {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/daemon"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/pkg/version"
@@ -47,11 +48,11 @@ func run(args, env []string, stderr io.Writer) int {
 		fmt.Fprintln(stderr, version.String())
 		return exitOK
 	case err != nil:
-		fmt.Fprintln(stderr, "flanneld:", err)
+		fmt.Fprintln(stderr, "flanneld:", oneline.Text(err))
 		return exitError
 	}
 	if err := opts.SetupLogging(); err != nil {
-		fmt.Fprintln(stderr, "flanneld:", err)
+		fmt.Fprintln(stderr, "flanneld:", oneline.Text(err))
 		return exitError
 	}
 	log := klog.Background()
@@ -63,10 +64,10 @@ func run(args, env []string, stderr io.Writer) int {
 	err = daemon.Run(klog.NewContext(ctx, log), daemon.Config{Options: opts, Backends: builtin.New, Tuner: tune.New(env)})
 	switch {
 	case errors.Is(err, daemon.ErrConfigChanged):
-		log.Info("flanneld stops, the data path stays", "reason", err)
+		log.Info("flanneld stops, the data path stays", "reason", oneline.Text(err))
 		return exitConfigChanged
 	case err != nil:
-		log.Error(err, "flanneld stops")
+		log.Error(errors.New(oneline.Text(err)), "flanneld stops")
 		return exitError
 	}
 	log.Info("flanneld stopped, the data path stays")

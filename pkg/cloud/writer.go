@@ -2,7 +2,11 @@
 
 package cloud
 
-import "fmt"
+import (
+	"fmt"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
+)
 
 // Values of Backend.Writer in the configuration. They choose the hosts that write routes.
 const (
@@ -16,5 +20,5 @@ func CheckWriter(w string) error {
 	case "", WriterHost, WriterLeader:
 		return nil
 	}
-	return fmt.Errorf("Backend.Writer is %q: want %s or %s", w, WriterHost, WriterLeader)
+	return fmt.Errorf("Backend.Writer is %q: want %s or %s", oneline.Cut(w), WriterHost, WriterLeader)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -468,7 +469,7 @@ func (m *member) summary() status.NetworkSummary {
 	}
 	switch {
 	case m.refused != nil:
-		s.Reasons = append(s.Reasons, m.refused.Error())
+		s.Reasons = append(s.Reasons, oneline.Text(m.refused))
 	case m.net != nil && m.net.Refusal() != "":
 		s.Reasons = append(s.Reasons, m.net.Refusal())
 	}

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package oneline joins several errors into one, and returns texts and the text of errors, without
-// line breaks: each log entry is one line.
+// Package oneline joins several errors or texts into one, and returns texts and the text of errors, without
+// line breaks and not too long: each log entry is one line that a person can read.
 package oneline
 
 import (
+	"fmt"
+	"slices"
 	"strings"
 	"unicode"
 )
@@ -43,12 +45,35 @@ func (j *joined) Error() string {
 // Unwrap makes the parts visible to errors.Is and errors.As.
 func (j *joined) Unwrap() []error { return j.parts }
 
-// Text returns the text of err with "; " in place of line breaks, or "" if err is nil.
+// most is the number of texts of a list that List shows.
+const most = 8
+
+// List joins the first texts with sep. If there are more, it adds their number.
+func List(texts []string, sep string) string {
+	if more := len(texts) - most; more > 0 {
+		texts = append(slices.Clone(texts[:most]), fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(texts, sep)
+}
+
+// longest is the number of bytes that Cut leaves of a text.
+const longest = 1000
+
+// Cut returns text, but of a text that is too long for a log line only the beginning, with the number of
+// bytes that follow.
+func Cut(text string) string {
+	if more := len(text) - longest; more > 0 {
+		return fmt.Sprintf("%s… (%d more bytes)", strings.ToValidUTF8(text[:longest], ""), more)
+	}
+	return text
+}
+
+// Text returns the text of err with "; " in place of line breaks, cut like by Cut, or "" if err is nil.
 func Text(err error) string {
 	if err == nil {
 		return ""
 	}
-	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
+	return Cut(strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; "))
 }
 
 // Collapse returns text with one space in place of each run of white space and characters that cannot be

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"io/fs"
+	"strings"
 	"testing"
 )
 
@@ -39,6 +40,25 @@ func TestText(t *testing.T) {
 	}
 	if got := Text(nil); got != "" {
 		t.Errorf("text of no error: %q, want none", got)
+	}
+}
+
+func TestList(t *testing.T) {
+	eight := strings.Split("abcdefgh", "")
+	for want, texts := range map[string][]string{"": nil, "a, b, c, d, e, f, g, h": eight, "a, b, c, d, e, f, g, h, and 2 more": append(eight, "i", "j")} {
+		if got := List(texts, ", "); got != want {
+			t.Errorf("list of %q: %q, want %q", texts, got, want)
+		}
+	}
+}
+
+func TestCut(t *testing.T) {
+	if got := Cut(strings.Repeat("a", longest)); len(got) != longest {
+		t.Errorf("%d bytes of a text with %d bytes are left", len(got), longest)
+	}
+	want := strings.Repeat("a", longest-1) + "… (299003 more bytes)"
+	if got := Text(errors.New(strings.Repeat("a", longest-1) + "世" + strings.Repeat("a", 299_001))); got != want {
+		t.Errorf("text of a long error: %.40q…%q, want %.40q…%q", got, got[max(0, len(got)-40):], want, want[len(want)-40:])
 	}
 }
 

@@ -3,6 +3,7 @@
 package status
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -50,7 +51,8 @@ func (j *Journal) add(e Event) {
 	j.next = (j.next + 1) % len(j.events)
 }
 
-// Logger returns a logger that writes each message to j and to the given logger.
+// Logger returns a logger that writes each message to j and to the given logger. Both get only the beginning
+// of values that are too long for a line.
 func (j *Journal) Logger(to logr.Logger) logr.Logger {
 	return to.WithSink(&tee{LogSink: to.GetSink(), journal: j})
 }
@@ -74,6 +76,7 @@ func (t *tee) WithCallDepth(depth int) logr.LogSink {
 }
 
 func (t *tee) WithValues(kv ...any) logr.LogSink {
+	kv = short(kv)
 	return &tee{LogSink: t.LogSink.WithValues(kv...), journal: t.journal, values: append(slices.Clip(t.values), kv...)}
 }
 
@@ -82,6 +85,7 @@ func (t *tee) WithName(name string) logr.LogSink {
 }
 
 func (t *tee) Info(level int, msg string, kv ...any) {
+	kv = short(kv)
 	if level == 0 {
 		t.journal.add(Event{Time: time.Now(), Text: text(msg, nil, t.values, kv)})
 	}
@@ -89,6 +93,10 @@ func (t *tee) Info(level int, msg string, kv ...any) {
 }
 
 func (t *tee) Error(err error, msg string, kv ...any) {
+	kv = short(kv)
+	if err != nil && oneline.Cut(err.Error()) != err.Error() {
+		err = errors.New(oneline.Cut(err.Error()))
+	}
 	t.journal.add(Event{Time: time.Now(), Error: true, Text: text(msg, err, t.values, kv)})
 	t.below().Error(err, msg, kv...)
 }
@@ -99,6 +107,19 @@ func (t *tee) below() logr.LogSink {
 		return d.WithCallDepth(1)
 	}
 	return t.LogSink
+}
+
+// short returns kv with the beginning of each value that is too long, because values may come from other
+// programs and from users.
+func short(kv []any) []any {
+	kv = slices.Clone(kv)
+	for i, v := range kv {
+		text := fmt.Sprint(v)
+		if cut := oneline.Cut(text); cut != text {
+			kv[i] = cut
+		}
+	}
+	return kv
 }
 
 // text formats a message like klog, on one line.

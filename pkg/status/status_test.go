@@ -15,6 +15,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -198,6 +199,29 @@ func TestJournal(t *testing.T) {
 	}
 	if len(logged) != 4 || !strings.HasPrefix(logged[1], "x ") || !strings.Contains(logged[1], `"lease"="a"`) {
 		t.Errorf("logged %q", logged)
+	}
+}
+
+// TestLongValues checks that the log and the journal get only the beginning of long values.
+func TestLongValues(t *testing.T) {
+	var logged []string
+	j := status.NewJournal(4)
+	log := j.Logger(funcr.New(func(_, args string) { logged = append(logged, args) }, funcr.Options{}))
+	long := strings.Repeat("x", 300_000)
+	log.Info("text", "backend", long)
+	log.Info("list", "networks", slices.Repeat([]string{"10.5.0.0/16"}, 20_000))
+	log.Error(errors.New(long), "error", "n", 3)
+	log.WithValues("network", long).Error(nil, "values")
+	for _, e := range j.Events() {
+		logged = append(logged, e.Text)
+	}
+	if len(logged) != 8 {
+		t.Errorf("%d lines, want each of 4 twice", len(logged))
+	}
+	for _, line := range logged {
+		if len(line) > 1200 || !strings.Contains(line, " more bytes)") {
+			t.Errorf("%d bytes: %.80s", len(line), line)
+		}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -172,11 +173,8 @@ func (l Link) own(f prefix.Family, inUse Interface) (netip.Addr, error) {
 	return ips[0], nil
 }
 
-// Limits of the description of the host in an error.
-const (
-	maxSeenLinks = 8
-	maxSeenAddrs = 4
-)
+// maxSeenAddrs is the number of addresses of an interface in an error.
+const maxSeenAddrs = 4
 
 // seen lists the interfaces with their addresses on one line. Interfaces with a global
 // address come first, so that hundreds of veth devices do not displace them.
@@ -186,15 +184,11 @@ func (f Facts) seen() string {
 	}
 	links := slices.Clone(f.Links)
 	slices.SortStableFunc(links, func(a, b Link) int { return a.obscurity() - b.obscurity() })
-	more := ""
-	if n := len(links) - maxSeenLinks; n > 0 {
-		links, more = links[:maxSeenLinks], fmt.Sprintf(", and %d more", n)
-	}
 	texts := make([]string, len(links))
 	for i, l := range links {
 		texts[i] = l.seen()
 	}
-	return strings.Join(texts, ", ") + more
+	return oneline.List(texts, ", ")
 }
 
 func (l Link) obscurity() int {

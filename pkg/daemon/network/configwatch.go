@@ -7,11 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -91,7 +91,7 @@ func (w *configWatch) restartNeeded() string {
 	case w.refused != "":
 		return w.refused
 	}
-	return strings.Join(w.differs, ", ")
+	return oneline.List(w.differs, ", ")
 }
 
 // refusal returns why the configuration in the store cannot be used, or "" if it can.
@@ -144,9 +144,9 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		}
 	case !news:
 	case w.follow:
-		log.Info("the network configuration has changed", "changes", strings.Join(w.differs, ", "))
+		log.Info("the network configuration has changed", "changes", oneline.List(w.differs, ", "))
 	default:
-		log.Info("the network configuration has changed: restart needed", "changes", strings.Join(w.differs, ", "))
+		log.Info("the network configuration has changed: restart needed", "changes", oneline.List(w.differs, ", "))
 	}
 }
 
@@ -159,7 +159,7 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 	switch {
 	case !w.stores(cfg):
 	case w.refused != "":
-		w.refused = why.Error()
+		w.refused = oneline.Text(why)
 	default:
 		w.logRefusal(ctx, why)
 	}
@@ -201,17 +201,17 @@ func (w *configWatch) stores(cfg subnet.Config) bool {
 func (w *configWatch) recordRefusal(why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.stored, w.missing, w.refused = nil, false, why.Error()
+	w.stored, w.missing, w.refused = nil, false, oneline.Text(why)
 	w.compare()
 }
 
 // logRefusal records and logs a reason, and warns operators of it, unless the reason is the present one.
 // The caller holds w.mu.
 func (w *configWatch) logRefusal(ctx context.Context, why error) {
-	if w.refused == why.Error() {
+	if w.refused == oneline.Text(why) {
 		return
 	}
-	w.refused = why.Error()
+	w.refused = oneline.Text(why)
 	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", w.refused)
 	if w.warn != nil {
 		w.warn("FlannelConfigRejected", w.refused)
@@ -224,7 +224,7 @@ func (w *configWatch) logWarnings(ctx context.Context, warnings []string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(warnings) > 0 && !slices.Equal(warnings, w.warned) {
-		klog.FromContext(ctx).Error(nil, "network configuration", "warning", strings.Join(warnings, "; "))
+		klog.FromContext(ctx).Error(nil, "network configuration", "warning", oneline.List(warnings, "; "))
 	}
 	w.warned = warnings
 }
@@ -237,7 +237,7 @@ func (w *configWatch) exit(ctx context.Context) error {
 		if cfg != nil {
 			w.mu.Lock()
 			defer w.mu.Unlock()
-			return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(w.differs, ", "))
+			return fmt.Errorf("%w: %s", ErrConfigChanged, oneline.List(w.differs, ", "))
 		}
 		select {
 		case <-ctx.Done():

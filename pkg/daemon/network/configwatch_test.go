@@ -4,6 +4,7 @@ package network
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -12,6 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -210,6 +212,45 @@ func TestConfigWatchWarns(t *testing.T) {
 		}
 		if got := strings.Count(text, "warning"); got != min(len(step.want), 1) {
 			t.Errorf("%s: %d lines with warnings:\n%s", step.text, got, text)
+		}
+	}
+}
+
+// TestConfigWatchOfLongTexts checks that a configuration with long texts and thousands of keys gives few
+// short log lines, and a short reason.
+func TestConfigWatchOfLongTexts(t *testing.T) {
+	all, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	long := strings.Repeat("x", 300_000)
+	var many strings.Builder
+	for i := range 20_000 {
+		fmt.Fprintf(&many, `"unknown%d":%d,`, i, i)
+	}
+	for name, config := range map[string]string{
+		"type":      `{"Network":"10.5.0.0/16","Backend":{"Type":"` + long + `"}}`,
+		"next type": `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"` + long + `"}}`,
+		"mode":      `{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Mode":"` + long + `"}}`,
+		"keys":      `{"Network":"10.5.0.0/16","Backend":{` + many.String() + `"Type":"vxlan"}}`,
+	} {
+		var lines []string
+		logger := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
+		ctx := klog.NewContext(t.Context(), status.NewJournal(1).Logger(logger))
+		w := newConfigWatch(true, storeOpener{backends: all.Registry}.validate, nil)
+		used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.use(used)
+		w.apply(ctx, []byte(config))
+		if len(lines) == 0 || len(lines) > 2 {
+			t.Errorf("%s: %d lines", name, len(lines))
+		}
+		for _, text := range append(lines, w.refusal(), w.restartNeeded()) {
+			if len(text) > 1200 {
+				t.Errorf("%s: a text of %d bytes: %.100s", name, len(text), text)
+			}
 		}
 	}
 }

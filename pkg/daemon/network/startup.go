@@ -222,7 +222,7 @@ func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 		return fmt.Errorf("%w: it can be read now", ErrConfigChanged)
 	}
 	if changes := subnet.Changes(*stored, now); len(changes) > 0 {
-		return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(changes, ", "))
+		return fmt.Errorf("%w: %s", ErrConfigChanged, oneline.List(changes, ", "))
 	}
 	return nil
 }
