@@ -218,8 +218,8 @@ type Set struct {
 	// hint.
 	Changed []string
 	All     bool
-	// Complete is set when the store has answered. Before that, Sync must not remove an
-	// object because its lease is not in the set.
+	// Complete is set when the store has answered and no lease is missing. Before that, Sync must
+	// not remove an object because its lease is not in the set.
 	Complete bool
 	// Unreadable is set if the store has a lease that cannot be read and that is not in the set.
 	// The host of that lease may need objects outside of this host, such as routes in a cloud. It is

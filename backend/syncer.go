@@ -38,8 +38,9 @@ type SyncerConfig struct {
 
 // Pass is the result of a pass.
 type Pass struct {
-	Complete bool // the store has answered
-	News     bool // Complete is set, and Peers may return another result than after the last pass
+	Answered bool // the store has answered
+	Complete bool // the store has answered, and no lease is missing: see subnet.Update.Partial
+	News     bool // Answered is set, and Peers may return another result than after the last pass
 	Err      error
 	// OneBackend is set if Complete is set and no known lease of a host has data for another
 	// backend than that of this host. All hosts have then finished the migration, or have all gone
@@ -68,7 +69,8 @@ type Syncer struct {
 	mu       sync.Mutex          // guards Ledger and the fields up to news
 	changed  map[string]struct{} // keys of leases that have changed since the last pass
 	all      bool                // the next pass must check all leases
-	complete bool                // a snapshot was applied
+	answered bool                // a snapshot was applied
+	complete bool                // an update was applied that is not partial
 	news     bool                // see Pass
 
 	side   Side                // the part of leases that this host can use, unless Network is a Selector
@@ -98,22 +100,28 @@ func NewSyncer(c SyncerConfig) *Syncer {
 func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if dropped, ok := s.Ledger.Follow(u, time.Now()); ok {
+	dropped, ok := s.Ledger.Follow(u, time.Now())
+	if ok {
 		for key := range u.Changed {
 			s.changed[key] = struct{}{}
 		}
 		for _, key := range dropped {
 			s.changed[key] = struct{}{}
 		}
-		if len(s.changed) > 0 { // otherwise only the revision of the store has changed
-			s.news = true
-			s.loop.Wake()
-		}
-		return
+	} else {
+		s.Ledger.Apply(u.Snapshot(), time.Now())
+		s.answered = true
+		s.all = true
 	}
-	s.Ledger.Apply(u.Snapshot(), time.Now())
-	s.complete, s.news, s.all = true, true, true
-	s.loop.Wake()
+	if !s.complete && !u.Partial { // the next pass compares the kernel with all leases
+		s.complete = true
+		s.all = true
+	}
+
+	if s.all || len(s.changed) > 0 { // otherwise only the revision of the store has changed
+		s.news = true
+		s.loop.Wake()
+	}
 }
 
 // Peers returns the known state of the other nodes, for storing it on disk.
@@ -137,7 +145,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 // makes the loop run step again. If ctx ends during the pass, step ignores the result.
 func (s *Syncer) step(ctx context.Context) error {
 	begin := time.Now()
-	set, news := s.advance(ctx)
+	set, pass := s.advance(ctx)
 	outcome, err := s.Network.Sync(ctx, set)
 	if ctx.Err() != nil {
 		return nil
@@ -152,10 +160,11 @@ func (s *Syncer) step(ctx context.Context) error {
 		s.lastSync = time.Now()
 	}
 	if s.OnSync != nil {
-		s.OnSync(Pass{
-			Complete: set.Complete, News: news, Err: err, OneBackend: s.Migrated && set.Complete && len(s.moving) == 0,
-			Took: time.Since(begin), Repaired: outcome.Repaired,
-		})
+		pass.Err = err
+		pass.OneBackend = s.Migrated && set.Complete && len(s.moving) == 0
+		pass.Took = time.Since(begin)
+		pass.Repaired = outcome.Repaired
+		s.OnSync(pass)
 	}
 	if err != nil {
 		return err
@@ -181,15 +190,15 @@ func (s *Syncer) again(o Outcome) error {
 }
 
 // advance passes the published changes to the arbiter. It returns the set of peers that can be
-// served, and the value of Pass.News. It refuses leases of another backend, leases with unusable
+// served, and what the pass knows before it begins. It refuses leases of another backend, leases with unusable
 // data, and leases that conflict with the own lease or an older one. A refusal does not affect
 // other leases.
-func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
+func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	expired := s.Ledger.Expire(time.Now())
 	set = Set{All: s.all || expired, Complete: s.complete, Unreadable: s.Ledger.HasUnreadable()}
-	news = s.news || expired
+	pass = Pass{Answered: s.answered, Complete: s.complete, News: s.news || expired}
 	// The leases that are gone come first, so that leases in their place do not contradict
 	// them.
 	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
@@ -205,7 +214,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	s.all, s.news = false, false
 	clear(s.changed)
 	s.log.held(ctx, s.Ledger.NumHeld(), s.Ledger.Held)
-	return set, news
+	return set, pass
 }
 
 // mayDiffer updates the refusals in kernel, and returns the keys of the leases that may be refused

@@ -69,6 +69,12 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	}
 	writes := m.writes
 	err = m.acquireFrom(ctx, l, pools, c, spare)
+	if errors.Is(err, errPartial) {
+		if l, err = m.list(ctx); err != nil {
+			return err
+		}
+		err = m.acquireFrom(ctx, l, pools, c, spare)
+	}
 	switch {
 	case err == nil:
 		m.forWatch.put(l)
@@ -82,8 +88,12 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	return err
 }
 
-// acquireFrom takes or renews the own lease, given a listing that may be up to stashTime old. spare
-// is the etcd lease for all tries of one Acquire: see ensureGrant.
+// errPartial means that subnets have to be chosen, and the listing may lack leases that have them.
+var errPartial = errors.New("leases may be missing")
+
+// acquireFrom takes or renews the own lease, given a listing that may be up to stashTime old. It
+// returns errPartial if only a complete listing tells which subnets are free. spare is the etcd
+// lease for all tries of one Acquire: see ensureGrant.
 func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
@@ -96,6 +106,9 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		return err
 	}
 	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
+	if p.keep == nil && l.partial() {
+		return errPartial
+	}
 	if errors.Is(err, subnet.ErrNoSubnets) {
 		m.exhausted.Store(&exhaustedPool{l, pools, who})
 	}
@@ -139,19 +152,20 @@ func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 }
 
 // completeOwn reads again those leases of this node that came into l from the last known state, and
-// puts them into l. A write needs the revision of their last write, which that state does not have.
-// It returns errConflict if one of them has changed since the listing or is gone.
+// puts them into l. A write needs the revision of their last write, which that state does not have,
+// and a partial listing may have them as they were.
+// It returns errPartial if one of them is gone or belongs to another node by now.
 func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) bool) error {
 	for i, e := range l.entries {
-		if e.modRevision != 0 || !ours(e) {
+		if e.modRevision != 0 && !l.partial() || !ours(e) {
 			continue
 		}
 		found, _, err := m.read(ctx, e.key)
 		switch {
 		case err != nil:
 			return err
-		case found == nil || found.modRevision > l.store.Revision:
-			return errConflict
+		case found == nil || found.createRevision != e.createRevision || !ours(*found):
+			return errPartial
 		}
 		l.entries[i] = *found
 	}

@@ -61,6 +61,9 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 		a.due = time.Now().Add(first + rand.N(a.m.timing.audit-first))
 	}
 	watch, cancel := context.WithCancelCause(ctx)
+	if a.cache.partial() {
+		a.wg.Go(func() { a.complete(watch, cancel) })
+	}
 	a.wg.Go(func() {
 		for pause := time.Until(a.due); wait.For(watch, pause) == nil; pause = wait.Vary(a.m.timing.audit/10, 0.5) {
 			if done, differs := a.run(watch); differs {
@@ -77,6 +80,22 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 	}
 }
 
+// complete ends the watch so that all leases are listed, if the cache stays partial. That happens if
+// no lease changes, because before 3.4.25 and 3.5.8 etcd does not say when it has sent all events,
+// and its grpc-proxy never does. The random time keeps the hosts that start together from listing at
+// the same moment.
+func (a *audit) complete(ctx context.Context, end context.CancelCauseFunc) {
+	if wait.For(ctx, a.m.timing.unconfirmed) != nil || a.m.client.turn(ctx) != nil {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.cache.partial() {
+		a.cache.stale = true
+		end(nil)
+	}
+}
+
 func (a *audit) stop() { a.wg.Wait() }
 
 // run compares the cache with a list, without the leases that the cache only retains. It stores the
@@ -86,7 +105,7 @@ func (a *audit) stop() { a.wg.Wait() }
 // one.
 func (a *audit) run(ctx context.Context) (done, differs bool) {
 	a.mu.Lock()
-	entries, revision, store := maps.Clone(a.cache.entries), a.cache.next-1, a.cache.store.ID
+	entries, revision, store := maps.Clone(a.cache.entries), a.cache.store.Revision, a.cache.store.ID
 	maps.DeleteFunc(entries, func(key string, _ *entry) bool {
 		_, expiring := a.cache.expiring[key]
 		return expiring

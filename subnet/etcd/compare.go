@@ -31,7 +31,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 	if !known {
 		return unknown, nil
 	}
-	at := clientv3.WithRev(cache.next - 1)
+	at := clientv3.WithRev(cache.store.Revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if newest != nil {
 		// The request reads the value too, because etcd 3.7 omits the etcd lease if only the key is
@@ -63,8 +63,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 }
 
 // recognizeStore compares the last known state with the store as it was at the revision of that
-// state. If they are the same, it returns a cache of the leases at that revision, in which
-// store.Revision is already the present revision of the store. It returns unknown if they cannot be
+// state. If they are the same, it returns a cache of the leases at that revision. It returns unknown if they cannot be
 // compared, because the revision was compacted or leases are missing in the state. In all other
 // cases it returns another.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
@@ -91,7 +90,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 		if now := storeID(resp.Header); now.ID != k.store.ID {
 			return nil
 		}
-		cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, next: k.store.Revision + 1, restored: k.newest.revision}
+		cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, head: resp.Header.Revision, restored: k.newest.revision}
 		for _, r := range resp.Responses[1:] {
 			for _, kv := range r.GetResponseRange().Kvs {
 				e := m.entry(kv)
@@ -111,7 +110,6 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 		if cache.count() != k.count { // leases that could not be read are missing in the state
 			is = unknown
 		}
-		cache.store.Revision = resp.Header.Revision
 		return nil
 	})
 	return cache, is, err

@@ -50,7 +50,12 @@ type listing struct {
 	read    time.Time
 	// restored is not zero if the listing comes from the last known state: see leaseCache.restored.
 	restored int64
+	// head is the revision from which on the listing would be complete: see leaseCache.partial.
+	head int64
 }
+
+// partial reports whether the store may have other leases than the listing.
+func (l listing) partial() bool { return l.store.Revision < l.head }
 
 // identity returns the address by which a node recognizes its own leases: its public IPv4 address
 // if it has one, otherwise its public IPv6 address. It is invalid if c has neither.

@@ -23,16 +23,15 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	}
 	cache.streamWasUp(time.Now(), m.timing.dead)
 	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
-	before := cache.store.Revision
-	cache.next, cache.store.Revision = max(cache.next, confirmed+1), max(cache.store.Revision, confirmed)
+	known := cache.store.Revision
 	changed := map[string]*subnet.Lease{}
 	cache.drop(changed, cache.expired(ctx))
-	if !hasEvents(resp, cache.next) && len(changed) == 0 && cache.store.Revision == before {
+	if confirmed <= known && len(changed) == 0 {
 		return nil
 	}
-	known := cache.next // fixed before the loop: one transaction may change several keys at one revision
+
 	for _, ev := range resp.Events {
-		if ev.Kv.ModRevision < known {
+		if ev.Kv.ModRevision <= known {
 			continue
 		}
 		read := m.entry(ev.Kv)
@@ -52,9 +51,8 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 				changed[e.key] = &e.lease
 			}
 		}
-		cache.next = max(cache.next, ev.Kv.ModRevision+1)
 	}
-	cache.store.Revision = max(cache.store.Revision, resp.Header.Revision)
+	cache.store.Revision = max(known, confirmed)
 	m.client.hosts.Store(int64(len(cache.entries)))
 	u := cache.update(m.ownKey.Load(), changed)
 	for _, ev := range resp.Events {

@@ -13,12 +13,12 @@ import (
 // leaseCache is the copy of the store's leases that Watch keeps.
 type leaseCache struct {
 	entries        map[string]*entry // by key, without their values; retained leases too
-	store          subnet.StoreID
-	next           int64  // revision from which a watch starts; 0: there was no list yet
-	configRevision int64  // revision up to which the configuration is known
-	stale          bool   // the leases must be listed before the next watch
-	another        bool   // the store is another one than that of the former cache, even if both have the same id
-	newest         *entry // the entry that was written last, or nil; see newestEntry
+	store          subnet.StoreID    // the cache has the leases of exactly this revision; 0: there was no list yet
+	head           int64             // revision that the store had when it recognized the last known state; see partial
+	configRevision int64             // revision up to which the configuration is known
+	stale          bool              // the leases must be listed before the next watch
+	another        bool              // the store is another one than that of the former cache, even if both have the same id
+	newest         *entry            // the entry that was written last, or nil; see newestEntry
 	// byAge has all entries, sorted by the revision of their last write, and some entries that the
 	// cache does not have any more. It is nil until newestEntry needs it, because newest is not the
 	// newest entry any more.
@@ -29,6 +29,10 @@ type leaseCache struct {
 	restored int64
 	gracePeriod
 }
+
+// partial reports whether the store may have other leases than the cache: the cache comes from the
+// last known state, and not all events have come that the store already had at the start.
+func (c *leaseCache) partial() bool { return c.store.Revision < c.head }
 
 // count returns the number of leases that the store has, so without the retained ones.
 func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
@@ -85,7 +89,7 @@ func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 func (c *leaseCache) mayPrecede(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := c.entries[e.key]
-		return e.modRevision < c.next && (known == nil || !known.mayEqual(e))
+		return e.modRevision > 0 && e.modRevision <= c.store.Revision && (known == nil || !known.mayEqual(e))
 	})
 }
 
@@ -142,7 +146,7 @@ func (c *leaseCache) update(own *string, changed map[string]*subnet.Lease) subne
 		}
 	}
 	c.store.Mark = c.mark()
-	return subnet.Update{Store: c.store, Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
+	return subnet.Update{Store: c.store, Partial: c.partial(), Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
 }
 
 func (c *leaseCache) snapshot(own *string) subnet.Snapshot {

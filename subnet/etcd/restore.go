@@ -10,7 +10,6 @@ import (
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
-	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
@@ -37,11 +36,10 @@ func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	return l, nil
 }
 
-// restore returns the last known state, brought up to the present by the changes since then. So the
-// store sends only the changes, and not all leases. ok is false if all leases have to be listed:
-// there is no such state, its revision was compacted, the changes are too many or do not come in
-// time, or the store is another one. If the store is another one, restore sets m.replaced, for
-// Watch. After an error the caller tries again.
+// restore returns the last known state, with the changes since then that come in time: see catchUp.
+// So the store sends only the changes, and not all leases. ok is false if all leases have to be
+// listed: there is no such state, its revision was compacted, or the store is another one. If the
+// store is another one, restore sets m.replaced, for Watch. After an error the caller tries again.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
 	if k == nil || k.ended {
@@ -52,7 +50,7 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 		err = m.catchUp(ctx, cache)
 	}
 	switch {
-	case errors.Is(err, errRelist), errors.Is(err, errAnswersEarly):
+	case errors.Is(err, errRelist):
 		is = unknown
 	case err != nil:
 		return listing{}, false, err // the last known state can still be used
@@ -65,132 +63,43 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 		m.replaced.Store(is == another)
 		return listing{}, false, nil
 	}
+
 	// The last known state stays until Watch has a cache: if the start takes long, it is brought up
 	// to date again.
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}
-	l.store, l.read, l.restored = cache.store, time.Now(), max(cache.restored, 1)
+	l.store, l.head = cache.store, cache.head
+	l.read = time.Now()
+	l.restored = max(cache.restored, 1)
 	return l, true, nil
 }
 
-// errCaughtUp ends the watch of replay when all events have come, and errNotCaughtUp ends one that
-// takes too long.
-var errCaughtUp, errNotCaughtUp = errors.New("all events have come"), errors.New("events are missing")
+// errCaughtUp ends the watch of catchUp.
+var errCaughtUp = errors.New("all events have come, or the time is over")
 
-// catchUp brings a cache of an earlier revision up to the present by the events in between. The
-// present is cache.store.Revision, as recognizeStore has set it. If the server, or a proxy before
-// it, does not report in time that all events have come, catchUp compares the cache with an outline
-// of the store instead. It returns errRelist, perhaps wrapped, if all leases have to be listed.
+// catchUp applies the events since the last known state to the cache. It returns when all have come,
+// and no later than timing.catchUp, because nothing depends on it but the choice of a reservation
+// that was made while the host was down. The events that are missing then come in Watch. catchUp
+// returns errRelist if the store does not have the events.
 func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
-	head := cache.store.Revision
-	if head < cache.next {
+	if !cache.partial() {
 		return nil
 	}
-	cache.store.Revision = cache.next - 1
-	limit := m.timing.catchUp
-	if m.slow.Load() { // many hosts ask the store at once, and for each outline it would read all keys
-		limit = m.timing.catchUpLate
-	}
-	err := m.replay(ctx, limit, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
-	if !errors.Is(err, errAnswersEarly) {
-		return err
-	}
-	now, err := m.outlineSince(ctx, cache.next)
-	if err != nil {
-		return err
-	}
-	if !now.isOf(cache) {
-		if err := m.replay(ctx, m.timing.catchUpLate, cache, false, func(int64) bool { return now.isOf(cache) }); err != nil {
-			return err
-		}
-	}
-	cache.next, cache.store.Revision = max(cache.next, now.revision+1), max(cache.store.Revision, now.revision)
-	return nil
-}
+	ctx, cancel := context.WithTimeoutCause(ctx, m.timing.catchUp, errCaughtUp)
+	defer cancel()
 
-// patient is a factor: replay waits for the last event at least this many times as long as the
-// server needed for its first answer, even if the limit of replay is shorter.
-const patient = 10
-
-// replay applies events to a cache until done reports that all have come. After the first answer of
-// the server it waits for limit, or longer if that answer took long: see patient. If done has not
-// reported true by then, replay returns errAnswersEarly if probes is true, and errRelist otherwise.
-// If the first answer does not come within the deadline of a request, replay returns another error,
-// after which the caller tries again.
-func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	var late *time.Timer
-	began := time.Now()
-	err := m.follow(ctx, []string{m.dir}, cache.next, watcher{probes: probes, on: func(resp *pb.WatchResponse, confirmed int64) error {
-		if late == nil {
-			late = time.AfterFunc(max(limit, patient*time.Since(began)), func() { cancel(errNotCaughtUp) })
-		}
+	err := m.follow(ctx, []string{m.dir}, cache.store.Revision+1, watcher{partial: cache.partial, on: func(resp *pb.WatchResponse, confirmed int64) error {
 		if err := m.advance(ctx, cache, resp, confirmed, func(subnet.Update) {}); err != nil {
 			return err
 		}
-		if done(confirmed) {
+		if !cache.partial() {
 			return errCaughtUp
 		}
 		return nil
 	}})
-	if late != nil {
-		late.Stop()
-	}
-	switch {
-	case errors.Is(err, errCaughtUp):
+	if errors.Is(err, errCaughtUp) || errors.Is(context.Cause(ctx), errCaughtUp) {
 		return nil
-	case !errors.Is(context.Cause(ctx), errNotCaughtUp):
-		return err
-	case probes:
-		// A proxy answers no probes, and a store that all hosts ask at once answers late. A
-		// list of all leases would make that worse.
-		return errAnswersEarly
 	}
-	return errRelist
-}
-
-// outline describes the leases of the store at a revision: how many there are, and which were
-// written since an earlier revision, with the revision of the last write of each.
-type outline struct {
-	revision, count int64
-	written         map[string]int64
-}
-
-// outlineSince returns the outline of the store at present, with the leases that were written at
-// revision next or later. It is for servers that do not report when all events have come. It
-// returns errRelist, wrapped, if more than pageSize leases were written.
-func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(
-			clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly()),
-			clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinModRev(next), clientv3.WithLimit(pageSize)),
-		).Commit()
-		if err != nil {
-			return err
-		}
-		written := resp.Responses[1].GetResponseRange()
-		if written.More {
-			return errRelist
-		}
-		o = outline{resp.Header.Revision, resp.Responses[0].GetResponseRange().Count, map[string]int64{}}
-		for _, kv := range written.Kvs {
-			o.written[m.keyOf(kv)] = kv.ModRevision
-		}
-		return nil
-	})
-	return o, err
-}
-
-// isOf reports whether the cache has reached the state of the outline. A cache with all written
-// keys has at least the keys of the store, because only events delete keys from it. So an equal
-// number of keys means that the keys are equal.
-func (o outline) isOf(cache *leaseCache) bool {
-	for key, revision := range o.written {
-		if e := cache.entries[key]; e == nil || e.modRevision != revision {
-			return false
-		}
-	}
-	return cache.count() == o.count
+	return err
 }

@@ -12,12 +12,17 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
@@ -392,37 +397,6 @@ func recognized(t *testing.T, m *Manager) *leaseCache {
 	return cache
 }
 
-// TestRestartAtASlowStore checks that a host waits for the events of a store that answers late, and
-// does not ask it for an outline. There are too many changes for an outline, so a host that asks
-// for one fails here, because it must list.
-func TestRestartAtASlowStore(t *testing.T) {
-	t.Parallel()
-	f, state := startedOnce(t)
-	f.populate(t, pageSize+1)
-	m := f.manager(t, func(c *Config) { c.Known = state })
-	m.timing.slow, m.timing.catchUp = 0, time.Nanosecond
-	if err := m.catchUp(t.Context(), recognized(t, m)); err != nil {
-		t.Errorf("all answers are late: %v", err)
-	}
-}
-
-// TestRestartAtAFastStore checks that a host asks a store for an outline if it answers at once and the last
-// event does not come.
-func TestRestartAtAFastStore(t *testing.T) {
-	t.Parallel()
-	f, state := startedOnce(t)
-	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
-	m := f.manager(t, func(c *Config) { c.Known = state })
-	m.timing.slow, m.timing.catchUp, m.timing.catchUpLate = endless, time.Nanosecond, endless
-	cache := recognized(t, m)
-	cache.store.Revision++ // a revision that the store has not reached, so that its event does not come
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	if err := m.catchUp(ctx, cache); err != nil {
-		t.Error(err)
-	}
-}
-
 // TestRestartAsksUntilAllEventsHaveCome checks that a host probes again and again until the watch
 // says that all events have come. etcd drops a probe that comes too early, and sends nothing else
 // that says it.
@@ -439,22 +413,244 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	}
 }
 
-// TestRestartWithALateWatch checks that a host waits for the events of a watch whose first answer
-// comes late. There are too many changes for an outline, so a host that asks for one fails here,
-// because it must list.
-func TestRestartWithALateWatch(t *testing.T) {
+// TestRestartWaitsForNothing restarts a node while no event of the watch comes in time. The node must
+// have the last known leases at once. Its updates must be partial until the watch has brought all
+// changes, and it must list nothing.
+func TestRestartWaitsForNothing(t *testing.T) {
 	t.Parallel()
 	f, state := startedOnce(t)
-	f.populate(t, pageSize+1)
-	p := newProxy(t, f.server)
-	m := f.manager(t, throughProxy(p), func(c *Config) { c.Known = state })
+	f.populate(t, 3)
+	m := f.manager(t, func(c *Config) { c.Known = state })
 	m.timing.catchUp = time.Nanosecond
-	cache := recognized(t, m)
-	p.stall()
-	time.AfterFunc(500*time.Millisecond, p.resume)
-	if err := m.catchUp(t.Context(), cache); err != nil {
-		t.Error(err)
+	m.timing.unconfirmed = endless
+	updates, _ := watchUpdates(t, m)
+
+	first := waittest.Receive(t, patience, "the last known leases", updates)
+	if !first.Partial || first.leases != 1 {
+		t.Errorf("the first update is partial: %v, with %d leases, want true and 1", first.Partial, first.leases)
 	}
+	last := untilComplete(t, updates)
+	if last.leases != 4 || last.Changed == nil {
+		t.Errorf("the complete update has %d leases, and is a list: %v, want 4 and false", last.leases, last.Changed == nil)
+	}
+}
+
+// TestRestartWithoutConfirmation restarts a node at servers that do not say when they have sent all
+// events. If no event comes at all, the node must list the leases soon.
+func TestRestartWithoutConfirmation(t *testing.T) {
+	t.Parallel()
+	const old = "/usr/bin/etcd" // 3.4.23
+	for name, server := range map[string]func(*testing.T) (direct, used *server){
+		"etcd 3.4.23": func(t *testing.T) (direct, used *server) {
+			direct = newServer(t, func(s *server) { s.program = old })
+			return direct, direct
+		},
+		"grpc-proxy": func(t *testing.T) (direct, used *server) {
+			direct = newServer(t)
+			return direct, startGRPCProxy(t, direct, old)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			direct, used := server(t)
+			f := newFixture(t, direct)
+			f.put(t, "config", configSmall)
+			k := &restartableNode{f: f}
+			k.restart(t, "", nil)
+			state := k.savedState(t)
+			state.Store.Revision = f.put(t, "other", "") // no event of a lease has this revision or a later one
+			f.put(t, "other", "")
+			f.server = used
+			m := f.manager(t, func(c *Config) { c.Known = state })
+			m.timing.catchUp = 200 * time.Millisecond
+			updates, _ := watchUpdates(t, m)
+
+			if first := waittest.Receive(t, patience, "the last known leases", updates); !first.Partial {
+				t.Error("the first update is not partial")
+			}
+			if last := untilComplete(t, updates); last.Changed != nil || last.leases != 1 {
+				t.Errorf("the complete update is a list: %v, with %d leases, want true and 1", last.Changed == nil, last.leases)
+			}
+		})
+	}
+}
+
+// countedUpdate is an update with the number of leases in its snapshot.
+type countedUpdate struct {
+	subnet.Update
+	leases int
+}
+
+// watchUpdates runs Watch until the test ends or stop is called.
+func watchUpdates(t *testing.T, m *Manager) (updates chan countedUpdate, stop func()) {
+	t.Helper()
+	updates = make(chan countedUpdate, 100)
+	ctx, cancel := contextWithCancel(t)
+	done := make(chan error, 1)
+	go func() {
+		done <- m.Watch(ctx, func(u subnet.Update) { updates <- countedUpdate{u, len(u.Snapshot().Leases)} })
+	}()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		<-done
+	})
+	t.Cleanup(stop)
+	return updates, stop
+}
+
+// untilComplete returns the first update that is not partial.
+func untilComplete(t *testing.T, updates chan countedUpdate) countedUpdate {
+	t.Helper()
+	for {
+		if u := waittest.Receive(t, patience, "an update that is not partial", updates); !u.Partial {
+			return u
+		}
+	}
+}
+
+// TestChoiceNeedsAllLeases restarts a node whose lease is gone and whose former subnet belongs to
+// another node by now, while no event comes in time. It must choose a subnet by a list.
+func TestChoiceNeedsAllLeases(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", `{"Network":"10.5.0.0/16","SubnetMin":"10.5.1.0","SubnetMax":"10.5.3.0","Backend":{"Type":"host-gw"}}`)
+	k := &restartableNode{f: f}
+	k.restart(t, "192.0.2.1", nil, withPrevious("10.5.1.0/24"))
+	state := k.savedState(t)
+	f.delete(t, "subnets/"+k.own.Key)
+	for _, n := range []string{"1", "2"} {
+		f.put(t, "subnets/10.5."+n+".0-24", leaseValue("192.0.2.10"+n), f.grant(t, 60))
+	}
+	m := f.manager(t, withPrevious("10.5.1.0/24"), func(c *Config) { c.Own, c.Known = k.own, state })
+	m.timing.catchUp = time.Nanosecond
+	if l := acquire(t, m, claim("192.0.2.1")); l.Key != "10.5.3.0-24" {
+		t.Errorf("the node has taken %s, want 10.5.3.0-24, the only free subnet", l.Key)
+	}
+	if l := m.forWatch.Load(); l == nil || l.partial() {
+		t.Error("Watch does not get a complete listing")
+	}
+}
+
+// TestPartialUntilAllEventsHaveCome applies scripts of responses to a cache of revision 10, when the
+// store is at revision 20. Each script ends with the response after which the cache must not be
+// partial any more, and not before.
+func TestPartialUntilAllEventsHaveCome(t *testing.T) {
+	for name, tc := range map[string]struct {
+		early  bool // the server answers probes before it has sent all events
+		script string
+		leases string // keys of the cache at the end, in the order of the script
+	}{
+		"the server says that it has sent all": {script: `
+			created 25
+			put a 12 of 12
+			delete a 14 of 14
+			put b 19 of 19
+			answer 25`, leases: "b"},
+		"the only change comes together with the revision": {script: `
+			created 20
+			put a 12 of 20`, leases: "a"},
+		// A host that starts at the same time writes its lease, so that the cache never equals the
+		// store of revision 20.
+		"another change comes with the missing ones": {script: `
+			created 20
+			put a 12 21 of 21`, leases: "a"},
+		"a later change comes after the missing ones": {script: `
+			created 20
+			put a 12 of 12
+			put b 21 of 21`, leases: "a b"},
+		"an early answer says nothing": {early: true, script: `
+			created 20
+			answer 20
+			put a 12 of 12
+			answer 22
+			notification 20`, leases: "a"},
+		"a full response is not the last one": {script: `
+			created 9000
+			full 10 of 9000
+			put b 1500 of 9000`, leases: "b"},
+		"the configuration says nothing about leases": {script: `
+			created 20
+			config 30 of 30
+			answer 30`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}, Prefix: "/n"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = m.Close() })
+			head := int64(20)
+			if strings.Contains(tc.script, "9000") {
+				head = 1200
+			}
+			cache := &leaseCache{entries: map[string]*entry{}, store: subnet.StoreID{ID: "1", Revision: 10}, head: head}
+			s := &stream{answersEarly: tc.early}
+			lines := strings.Split(strings.TrimSpace(tc.script), "\n")
+			for _, line := range lines {
+				if !cache.partial() {
+					t.Errorf("the cache is complete before %q", line)
+				}
+				resp := response(t, strings.Fields(line))
+				confirmed := s.confirmed(resp)
+				m.applyConfigEvents(cache, resp)
+				err := m.advance(t.Context(), cache, resp, confirmed, func(u subnet.Update) {
+					if u.Partial != cache.partial() {
+						t.Errorf("%q: the update is partial: %v, want %v", line, u.Partial, cache.partial())
+					}
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			if cache.partial() {
+				t.Error("the cache is partial at the end of the script")
+			}
+			for _, key := range strings.Fields(tc.leases) {
+				if cache.entries[key] == nil {
+					t.Errorf("the cache has no lease %s", key)
+				}
+			}
+		})
+	}
+}
+
+// response returns the response of etcd that a line of a script describes. The line has its kind, the
+// key if it has events, their revisions, and the revision of the response.
+func response(t *testing.T, line []string) *pb.WatchResponse {
+	t.Helper()
+	number := func(text string) int64 {
+		n, err := strconv.ParseInt(text, 10, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	resp := &pb.WatchResponse{Header: &pb.ResponseHeader{ClusterId: 1, Revision: number(line[len(line)-1])}, WatchId: firstWatch}
+	event := func(kind mvccpb.Event_EventType, key string, revision int64) {
+		kv := &mvccpb.KeyValue{Key: []byte(key), ModRevision: revision, CreateRevision: revision, Value: []byte("{}")}
+		resp.Events = append(resp.Events, &mvccpb.Event{Type: kind, Kv: kv})
+	}
+	switch line[0] {
+	case "created":
+		resp.Created = true
+	case "answer":
+		resp.WatchId = clientv3.InvalidWatchID
+	case "put", "delete":
+		kind := mvccpb.PUT
+		if line[0] == "delete" {
+			kind = mvccpb.DELETE
+		}
+		for _, revision := range line[2 : len(line)-2] {
+			event(kind, "/n/subnets/"+line[1], number(revision))
+		}
+	case "config":
+		resp.WatchId = firstWatch + 1
+		event(mvccpb.PUT, "/n/config", number(line[1]))
+	case "full":
+		for i := range int64(mostRevisions) {
+			event(mvccpb.PUT, "/n/subnets/full", number(line[1])+i)
+		}
+	}
+	return resp
 }
 
 // TestSlowRestartListsNothing restarts a node with a store that is slow, as when all nodes restart

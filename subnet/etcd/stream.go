@@ -25,22 +25,18 @@ import (
 type watcher struct {
 	// on is called with every response, from the one that confirms the beginning of the first
 	// watch. An error ends the watch. If confirmed is not zero, the stream has brought all events
-	// of the first key up to that revision.
+	// of the first key up to that revision, including those in resp.
 	on func(resp *pb.WatchResponse, confirmed int64) error
 	// waits reports whether the caller needs an answer of the store soon, so that a silent stream
 	// is probed after timing.idle. nil means that the caller never needs one soon.
 	waits func() bool
 	// checks makes follow run verify. One watch of a connection is enough for that.
 	checks bool
-	// probes makes follow ask for the server's revision again and again from the beginning of the
-	// watch. The watch ends with errAnswersEarly if the server answers before it has sent all
-	// events.
-	probes bool
+	// partial reports whether the caller still waits for the events from before the watch. As long
+	// as it does, follow asks the server again and again whether it has sent all of them. nil means
+	// that the caller does not wait for them.
+	partial func() bool
 }
-
-// errAnswersEarly ends a watch that probes, because the answers do not show that all events have
-// come. replay also returns it if the server does not answer in time.
-var errAnswersEarly = errors.New("the server answers probes before it has sent all events")
 
 // stream is one call of etcd's Watch.
 type stream struct {
@@ -169,6 +165,8 @@ func (s *stream) insist(ctx context.Context) {
 func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, w watcher) error {
 	probe := time.AfterFunc(m.timing.quiet, s.probe)
 	defer probe.Stop()
+	insisting, satisfied := context.WithCancel(ctx)
+	defer satisfied()
 	for created := false; ; {
 		resp, err := s.Recv()
 		switch {
@@ -187,17 +185,17 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
 			// watch. Later versions answer when the watches have sent all events.
 			s.answersEarly = true
-			if w.probes {
-				return errAnswersEarly
-			}
 			continue
 		}
-		if resp.Created && w.probes {
-			s.background.Go(func() { s.insist(ctx) })
+		if resp.Created && resp.WatchId == firstWatch && w.partial != nil {
+			s.background.Go(func() { s.insist(insisting) })
 		}
 		s.advance(resp.Header.Revision)
 		if err := w.on(resp, s.confirmed(resp)); err != nil {
 			return err
+		}
+		if w.partial != nil && !w.partial() {
+			satisfied()
 		}
 		quiet := m.timing.quiet
 		if w.waits != nil && w.waits() {
@@ -208,12 +206,27 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 	}
 }
 
-// confirmed returns the revision up to which the server has sent all events of the first key, the
-// only key for which it sends notifications. The result is zero if resp does not tell that
-// revision.
+// firstWatch is the id of the watch of the first key: etcd and its grpc-proxy count from zero.
+const firstWatch = 0
+
+// mostRevisions is the largest number of revisions in one response of etcd: watchBatchMaxRevs in
+// watcher_group.go, in all versions.
+const mostRevisions = 1000
+
+// confirmed returns the revision up to which the server has sent all events of the first key. It is
+// the key for which the server sends notifications. A response with events names the revision up to
+// which etcd has looked for events, so it has all of them unless it is full. The result is zero if
+// resp does not tell the revision.
 func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
-	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
+	switch {
+	case resp.Created:
 		return 0
+	case resp.WatchId == clientv3.InvalidWatchID && s.answersEarly:
+		return 0
+	case resp.WatchId != clientv3.InvalidWatchID && resp.WatchId != firstWatch:
+		return 0
+	case len(resp.Events) >= mostRevisions:
+		return resp.Events[len(resp.Events)-1].Kv.ModRevision
 	}
 	return resp.Header.Revision
 }

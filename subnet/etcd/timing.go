@@ -17,7 +17,8 @@ type timing struct {
 	backoffMin, backoff      time.Duration
 	restoreMin, restored     time.Duration // shortest and longest pause after the own key had to be written again
 	gracePeriod              time.Duration // see the type gracePeriod
-	catchUp, catchUpLate     time.Duration // limits of replay; the second if the store is slow or does not say when all events have come
+	catchUp                  time.Duration // see the method catchUp
+	unconfirmed              time.Duration // how long Watch waits at least before it lists the leases because a restored cache is still partial
 	audit, auditPage         time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
 	trustListing             time.Duration // how long a host without a subnet uses the listing that it follows; see awaitFreeSubnet
 	leader                   time.Duration // time after which the store deletes the key of a leader that does not renew it
@@ -41,9 +42,8 @@ func defaultTiming() timing {
 		restoreMin: time.Second, restored: time.Minute,
 		gracePeriod:  time.Minute,
 		trustListing: 10 * time.Minute,
-		// catchUpLate is long, because a store that all hosts ask at once sends events late, and
-		// lists of all leases would make it slower.
-		catchUp: 2 * time.Second, catchUpLate: time.Minute,
+		// etcd sends the events of a new watch within 100 ms, and answers the next probe then.
+		catchUp: 500 * time.Millisecond, unconfirmed: time.Second,
 		audit: time.Hour, auditPage: time.Second,
 		leader: 30 * time.Second,
 	}

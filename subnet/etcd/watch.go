@@ -30,7 +30,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		kept = kept && err != nil
 		if err == nil {
 			followed, end := check.begin(ctx)
-			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.next, watcher{
+			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
 				on: func(resp *pb.WatchResponse, confirmed int64) error {
 					b.Reset()
 					check.mu.Lock()
@@ -39,8 +39,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, cache, resp, confirmed, sink)
 				},
-				waits:  func() bool { return len(cache.expiring) > 0 },
-				checks: !m.guest, // a watch of the manager that owns the connection checks it
+				waits:   func() bool { return len(cache.expiring) > 0 },
+				partial: cache.partial,
+				checks:  !m.guest, // a watch of the manager that owns the connection checks it
 			})
 			end()
 			if check.repair(ctx, sink) && ctx.Err() == nil {
@@ -87,10 +88,14 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		return nil
 	}
 	list := m.list
-	if cache.next == 0 { // Acquire may just have left a listing
+	switch {
+	case cache.store.Revision == 0: // Acquire may just have left a listing
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	} else if err := m.client.turn(ctx); err != nil { // usually other hosts have to list as well
-		return err
+	case cache.partial(): // audit.complete has waited
+	default: // usually other hosts have to list as well
+		if err := m.client.turn(ctx); err != nil {
+			return err
+		}
 	}
 	l, err := list(ctx)
 	if err != nil {
@@ -100,7 +105,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	old := *cache
 	*cache = leaseCache{
-		entries: make(map[string]*entry, len(l.entries)), store: l.store, next: l.store.Revision + 1,
+		entries: make(map[string]*entry, len(l.entries)), store: l.store, head: l.head,
 		restored:    l.restored,
 		another:     m.replaced.Load() || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.mayPrecede(l),
 		gracePeriod: old.gracePeriod,
@@ -132,7 +137,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 // returns unknown. It also returns unknown if the store has another id or an earlier revision than
 // the cache.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, error) {
-	if cache.next == 0 || cache.stale {
+	if cache.store.Revision == 0 || cache.stale {
 		return unknown, nil
 	}
 	head, err := m.reportConfig(ctx, cache)

@@ -138,7 +138,7 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 			// Before the store has answered, a pass without an error does not make the
 			// network ready. Once it was ready, later sessions continue with the leases
 			// that the first one got from the store.
-			if p.Complete || p.Err != nil || r.ready.wasReady() {
+			if p.Answered || p.Err != nil || r.ready.wasReady() {
 				r.ready.report(ctx, partDatapath, p.Err)
 			}
 			if p.Complete {
@@ -150,7 +150,7 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 			switch {
 			case p.News:
 				r.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, syncer.Peers })
-			case p.Complete:
+			case p.Answered:
 				r.state.Check()
 			}
 		},
