@@ -210,6 +210,7 @@ func metadataOf(id string) http.Handler {
 func lacking() map[string]string {
 	return map[string]string{
 		"put works although it is out of date":         "CreateRoute to a network interface replaces the route that exists; EC2 answers RouteAlreadyExists",
+		"a stopped host keeps its place":               "the state of each route is active; that of EC2 is blackhole without a running instance",
 		"a route to a host that has ended is lost":     "the state of each route is active; that of EC2 is blackhole without a running instance",
 		"the quota is named":                           "a table takes any number of routes",
 		"a missing right is named before it is needed": "a dry run of CreateRoute, ReplaceRoute or DeleteRoute is carried out, and the code of a missing right is AccessDenied; that of EC2 is UnauthorizedOperation",
@@ -257,7 +258,7 @@ func (m moto) fixture(t *testing.T, main bool) cloudtest.Fixture {
 		h.ServeHTTP(w, r)
 	})))
 	return cloudtest.Fixture{
-		Cloud: bed().Backend(t, `{"Type":"aws-vpc","Overflow":"vxlan"}`).Cloud, Table: v.table, Peer: v.peer, PeerAddress: motoPeer, Follows: true,
+		Cloud: bed().Backend(t, `{"Type":"aws-vpc","Overflow":"vxlan"}`).Cloud, Table: v.table, Peer: v.peer, PeerAddress: motoPeer, SelfAddress: own4,
 		SetAway: away.Store, LoseAnswer: lose, Gaps: func() int { return int(deleted.Load()) },
 	}
 }

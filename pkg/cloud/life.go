@@ -4,6 +4,7 @@ package cloud
 
 import (
 	"errors"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -115,9 +116,7 @@ type step struct {
 func decide(v view) (steps []step, since map[Route]time.Time, again time.Duration) {
 	since = map[Route]time.Time{}
 	left := map[place]int{}
-	for p, n := range v.full {
-		left[p] = n
-	}
+	maps.Copy(left, v.full)
 	var due, gone []step
 	for _, t := range v.tables {
 		for _, r := range t.Routes {

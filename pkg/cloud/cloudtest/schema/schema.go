@@ -182,8 +182,7 @@ func (a API) CheckType(name string, t reflect.Type) error {
 	if t.Kind() != reflect.Struct {
 		return nil
 	}
-	for i := range t.NumField() {
-		field := t.Field(i)
+	for field := range t.Fields() {
 		tag, ok := field.Tag.Lookup("json")
 		if !ok {
 			tag, ok = field.Tag.Lookup("xml")
@@ -201,8 +200,9 @@ func (a API) CheckType(name string, t reflect.Type) error {
 				continue
 			}
 			kind = strings.TrimPrefix(kind, "[]")
-			members, ok := a.members(kind)
-			if kind, ok = members[part]; !ok {
+			members, _ := a.members(kind)
+			known := false
+			if kind, known = members[part]; !known {
 				return fmt.Errorf("%s.%s: the description has no member %q", t, field.Name, part)
 			}
 		}
@@ -263,7 +263,7 @@ func XML(text []byte) (tree any) {
 // element returns the tree of the element that d has just entered.
 func element(d *xml.Decoder) any {
 	members := map[string]any{}
-	text := ""
+	var text strings.Builder
 	for {
 		token, err := d.Token()
 		if err != nil {
@@ -271,7 +271,7 @@ func element(d *xml.Decoder) any {
 		}
 		switch one := token.(type) {
 		case xml.CharData:
-			text += string(one)
+			text.Write(one)
 		case xml.StartElement:
 			name := one.Name.Local
 			value := element(d)
@@ -287,7 +287,7 @@ func element(d *xml.Decoder) any {
 			members[name] = append(all, value)
 		case xml.EndElement:
 			if len(members) == 0 {
-				return text
+				return text.String()
 			}
 			return members
 		}
