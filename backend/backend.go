@@ -100,6 +100,15 @@ func (e Env) Reachable(a netip.Addr) bool {
 		!slices.ContainsFunc(e.Config.Networks, inside) && !slices.Contains(e.Locals(), a)
 }
 
+// Direct returns the device whose directly connected network contains the peer with address dst, or ""
+// if there is none. The routes to pods are in the main table, so peers of a VRF are not directly connected.
+func (e Env) Direct(ctx context.Context, dst netip.Addr) (dev string, err error) {
+	if e.Underlay.VRF != "" {
+		return "", nil
+	}
+	return e.Kernel.OnLink(ctx, dst, e.Underlay.Name)
+}
+
 // Base returns the state that the kernel should have for the own lease with any backend: the
 // blackhole routes if Blackhole is set, and otherwise nothing.
 func (e Env) Base(own subnet.Lease) dataplane.State {

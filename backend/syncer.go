@@ -131,6 +131,14 @@ func (s *Syncer) Peers() subnet.LedgerState {
 	return s.Ledger.State()
 }
 
+// Some returns a few peers: always the same ones, as long as the peers are the same.
+func (s *Syncer) Some() []*subnet.Lease {
+	const few = 32
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.Ledger.First(few)
+}
+
 // Run runs the loop until ctx ends, and then returns nil.
 func (s *Syncer) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)

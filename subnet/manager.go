@@ -85,7 +85,9 @@ type Manager interface {
 	// caller must wait and ask again.
 	Config(ctx context.Context) (Config, error)
 	// Recall returns the claim that this node published before, with its subnets, or a claim without
-	// endpoints if there is none. own contains the node's public addresses.
+	// endpoints if there is none. own contains the node's public addresses. If it has no endpoints,
+	// because they are not known yet, the claim may be that of another node to which the node's subnet
+	// was given meanwhile.
 	Recall(ctx context.Context, own Claim) (Claim, error)
 	// Acquire takes or renews this node's lease, which has one endpoint for each network of cfg. cfg
 	// is the configuration that the node uses, even if the store has another one by now. Acquire

@@ -22,11 +22,14 @@ type Backend struct{ env backend.Env }
 
 // New is the backend's factory. The configuration has no keys of its own. New returns an
 // error if the public address of this host is not on the external interface, because peers
-// could then not use it as a gateway.
+// could then not use it as a gateway, or if the interface belongs to a VRF.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 	warnings, err := subnet.DecodeBackend(raw, &struct{}{})
 	if err != nil {
 		return nil, nil, err
+	}
+	if vrf := env.Underlay.VRF; vrf != "" {
+		return nil, nil, fmt.Errorf("host-gw does not work in a VRF: %s belongs to %s, but the routes to pods are in the main table; use vxlan, or name another interface with --iface", env.Underlay.Name, vrf)
 	}
 	for _, a := range env.Underlay.Addrs {
 		if a.Public != a.Local {

@@ -34,6 +34,15 @@ func TestNewRefusesNAT(t *testing.T) {
 	}
 }
 
+func TestNewRefusesAVRF(t *testing.T) {
+	e := env("192.168.77.1", "192.168.77.1")
+	e.Underlay.VRF = "blue"
+	_, _, err := New(json.RawMessage(`{"Type":"host-gw"}`), e)
+	if want := "eth0 belongs to blue"; err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("%v, want %q", err, want)
+	}
+}
+
 func TestUnknownKeyIsAWarning(t *testing.T) {
 	_, warnings, err := New(json.RawMessage(`{"Type":"host-gw","DirectRouting":true}`), env("192.168.77.1", "192.168.77.1"))
 	if err != nil || len(warnings) != 1 || !strings.Contains(warnings[0], `"DirectRouting"`) {

@@ -211,7 +211,7 @@ func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Obje
 		var direct string
 		if b.config.DirectRouting {
 			var err error
-			if direct, err = b.env.Kernel.OnLink(ctx, e.PublicIP); err != nil {
+			if direct, err = b.env.Direct(ctx, e.PublicIP); err != nil {
 				return nil, err
 			}
 		}

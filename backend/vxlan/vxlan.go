@@ -193,7 +193,7 @@ func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error)
 	if !b.config.DirectRouting {
 		return "", nil
 	}
-	return b.env.Kernel.OnLink(ctx, e.PublicIP)
+	return b.env.Direct(ctx, e.PublicIP)
 }
 
 // base returns the wanted state without any peers: that of Env.Base, and for each family a

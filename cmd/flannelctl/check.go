@@ -72,7 +72,7 @@ false.`,
 			if err != nil {
 				return err
 			}
-			r, err := fetchOne(cmd.Context(), status.Client(socket), "http://flanneld", *network)
+			r, err := fetchOne(cmd.Context(), status.Client(socket), *network)
 			if err != nil {
 				return err
 			}

@@ -26,7 +26,7 @@ flannelctl revoke deletes it.`,
 			if socket == "" {
 				socket = status.SocketPath(c.SubnetFile)
 			}
-			if _, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld", ""); err == nil {
+			if _, err := fetch(cmd.Context(), status.Client(socket), socketURL, ""); err == nil {
 				return fmt.Errorf("%w (it answers at %s)", daemon.ErrRuns, socket)
 			}
 			var err error

@@ -37,7 +37,7 @@ that several leases have. It changes nothing. The exit code is 1 if there is a s
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			h := host{root: "/", docker: dockerCuts}
-			if r, err := fetchOne(cmd.Context(), status.Client(socket), "http://flanneld", *network); err == nil {
+			if r, err := fetchOne(cmd.Context(), status.Client(socket), *network); err == nil {
 				h.report = &r
 			} else {
 				h.away = err

@@ -114,10 +114,13 @@ func printable(document []byte) ([]byte, error) {
 	return json.Marshal(clean(v))
 }
 
-// fetchOne asks a daemon for the report about one network. If network is empty and the
+// socketURL is the base of the URLs of the daemon of this host, which is asked through its socket.
+const socketURL = "http://flanneld"
+
+// fetchOne asks the daemon of this host for the report about one network. If network is empty and the
 // daemon serves several, the error names them.
-func fetchOne(ctx context.Context, client *http.Client, base, network string) (status.Report, error) {
-	r, err := fetch(ctx, client, base, network)
+func fetchOne(ctx context.Context, client *http.Client, network string) (status.Report, error) {
+	r, err := fetch(ctx, client, socketURL, network)
 	if err != nil || len(r.Networks) == 0 {
 		return r, err
 	}

@@ -139,7 +139,7 @@ followed yet: all others keep the former devices for them.`,
 			if err != nil {
 				return err
 			}
-			if r, err := fetchOne(cmd.Context(), status.Client(socket), "http://flanneld", *store.network); err == nil {
+			if r, err := fetchOne(cmd.Context(), status.Client(socket), *store.network); err == nil {
 				m.addHost(r)
 			}
 			return out.print(cmd.OutOrStdout(), m, m.print)

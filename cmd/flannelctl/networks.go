@@ -24,7 +24,7 @@ it is not ready or was refused, and the subnet of this host. The exit code is 1 
 a network is not ready.`,
 		Example: "  flannelctl networks\n  flannelctl networks -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld", "")
+			r, err := fetch(cmd.Context(), status.Client(socket), socketURL, "")
 			if err != nil {
 				return err
 			}

@@ -19,7 +19,7 @@ func newRoot() *cobra.Command {
 	}
 	root.AddCommand(
 		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
-		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
+		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
 	addCompletion(root)
 	for _, cmd := range root.Commands() {

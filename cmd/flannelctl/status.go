@@ -32,7 +32,7 @@ one, at the address of its --statusz-address. Peers without a problem are only
 counted unless --peers is given. The exit code is 1 if the daemon is not ready.`,
 		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			client, base := status.Client(socket), "http://flanneld"
+			client, base := status.Client(socket), socketURL
 			if where != "" {
 				if u, err := url.Parse(where); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
 					return fmt.Errorf("--url %q is invalid: expected a URL such as http://host:port", where)

@@ -32,8 +32,10 @@ type Kernel interface {
 	// of the route to dst, if that route has no gateway. It returns "" if dst is an address of
 	// this host, unreachable or behind a gateway, or if the route has several next hops or its
 	// device is unknown. It also returns "" if the route is a default route (see IsNetwork), or
-	// if the device does not resolve addresses to neighbours, such as the device of a VPN.
-	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
+	// if the device does not resolve addresses to neighbours, such as the device of a VPN. The
+	// route may use a device other than external only if it belongs to an address of the device:
+	// another route to a host, such as that of a VPN, does not prove that the host is there.
+	OnLink(ctx context.Context, dst netip.Addr, external string) (dev string, err error)
 }
 
 // write logs ops at verbosity 4, makes k apply them and returns the failures.

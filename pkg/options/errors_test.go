@@ -35,6 +35,7 @@ func TestParseErrors(t *testing.T) {
 		{args: []string{"--log_dir=/tmp"}, want: "unknown flag --log_dir: see --help"},
 		{args: []string{"--ip-masq", "--bogus=secret"}, want: "unknown flag --bogus: see --help"},
 		{args: []string{"--iface"}, want: "--iface needs a value"},
+		{args: []string{"--iface=10.0.0.1,10.0.0.2"}, want: `--iface "10.0.0.1,10.0.0.2" is invalid: expected an IPv4 and an IPv6 address of one interface, separated by a comma`},
 		{args: []string{"--ip-masq", "--v"}, want: "--v needs a value"},
 		{args: []string{"---iface=x"}, want: `argument "---iface=x" is not a flag: expected --name or --name=value`},
 		{args: []string{"--iface", "eth0", "--=x"}, want: `argument "--=x" is not a flag: expected --name or --name=value`},

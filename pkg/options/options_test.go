@@ -228,6 +228,12 @@ func TestParse(t *testing.T) {
 		"the variable of a list is one element": {
 			nil, []string{"FLANNELD_IFACE=a,b"}, with(func(o *Options) { o.Iface = []string{"a,b"} }),
 		},
+		"empty arguments have no effect": {
+			[]string{"--ip-masq", "", "", "--iface=a", ""}, nil, with(func(o *Options) { o.IPMasq, o.Iface = true, []string{"a"} }),
+		},
+		"both addresses of an interface": {
+			[]string{"--iface=10.0.0.1,fd00::1"}, nil, with(func(o *Options) { o.Iface = []string{"10.0.0.1,fd00::1"} }),
+		},
 		"empty elements of lists are not given": {
 			[]string{"--iface=", "--iface=a", "--iface", "", "--iface-regex="}, nil, with(func(o *Options) { o.Iface = []string{"a"} }),
 		},

@@ -121,6 +121,12 @@ func commandLine(all []setting, args []string) (values, error) {
 		fs.Var(found[s.name], s.name, "")
 	}
 	err := fs.Parse(args)
+
+	// Templates that leave a value empty pass an empty argument, such as kubespray's
+	// args: ["--ip-masq", ""]. It has no effect, and the flags after it count.
+	for err == nil && fs.NArg() > 0 && fs.Arg(0) == "" {
+		err = fs.Parse(fs.Args()[1:])
+	}
 	read := args[:len(args)-fs.NArg()]
 	switch {
 	case errors.Is(err, flag.ErrHelp):

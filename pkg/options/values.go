@@ -97,6 +97,16 @@ func socketText(s string) (string, error) {
 // iface validates an address or a name of an interface. It accepts the names that the kernel
 // accepts.
 func iface(s string) error {
+	first, rest, several := strings.Cut(s, ",")
+	if a, err := netip.ParseAddr(first); several && err == nil {
+		if b, err := netip.ParseAddr(rest); err != nil || a.Is4() == b.Is4() {
+			return errors.New("expected an IPv4 and an IPv6 address of one interface, separated by a comma")
+		}
+		if err := iface(first); err != nil {
+			return err
+		}
+		return iface(rest)
+	}
 	if a, err := netip.ParseAddr(s); err == nil {
 		if a.IsUnspecified() || a.IsMulticast() {
 			return errors.New("expected an address that an interface can have")

@@ -178,6 +178,19 @@ type Interface struct {
 	MTU       int       `json:"mtu"` // bytes
 	Reason    string    `json:"reason"`
 	Addresses []Address `json:"addresses"`
+	// Candidates are all interfaces of the host, best first.
+	Candidates []Candidate `json:"candidates,omitempty"`
+}
+
+// Candidate is an interface with what speaks for and against it as the external interface.
+type Candidate struct {
+	Name      string       `json:"name"`
+	Addresses []netip.Addr `json:"addresses"` // global ones
+	Chosen    bool         `json:"chosen"`
+	For       []string     `json:"for,omitempty"`
+	Against   []string     `json:"against,omitempty"`
+	// Never says why only --iface chooses the interface; it is empty for other ones.
+	Never string `json:"never,omitempty"`
 }
 
 // Address is an address of the interface, and the address that peers send to.

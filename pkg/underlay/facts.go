@@ -23,13 +23,23 @@ type Facts struct {
 	// Reach is the route to Options.CanReach. It is the zero Reach if CanReach is not an
 	// address.
 	Reach Reach
+	// Peers has the routes to a few of Options.Peers. These are the kernel's answers, so
+	// they include the effect of rules and of tables other than main.
+	Peers []Reach
+	// Elsewhere has the route of each family to an address outside of all networks, if no peer
+	// of that family is known. It shows the source address that the kernel prefers.
+	Elsewhere []Reach
 }
 
 // Link is a network interface with its addresses.
 type Link struct {
 	Name  string
 	Index int
-	MTU   int // bytes
+	Kind  string // such as "bridge"; empty for hardware and lo
+	MTU   int    // bytes
+	// Master is the index of the bridge, bond or VRF of which the link is a port, and Parent
+	// that of the link that carries its packets. Both are 0 if there is none.
+	Master, Parent int
 	// Up means that the link is set up, Running that it has a carrier.
 	Up, Running bool
 	// Addrs is in kernel order.
@@ -39,13 +49,12 @@ type Link struct {
 // Addr is an address of a link.
 type Addr struct {
 	IP netip.Addr
+	// Network has the hosts that the address makes directly connected. On a point-to-point
+	// link that is the other end, and not IP.
+	Network netip.Prefix
 	// Permanent addresses have no lifetime: they are configured, and come neither from
 	// DHCP nor from a router advertisement.
 	Permanent bool
-	// Single addresses have no network and no peer on their link: /32 or /128. A
-	// permanent one beside other addresses is a virtual address, as keepalived creates
-	// it. In some clouds a host has only such an address.
-	Single bool
 	// Temporary is an IPv6 privacy address or an IPv4 secondary address: the kernel uses
 	// one flag for both.
 	Temporary bool
@@ -56,6 +65,11 @@ type Addr struct {
 	// Duplicate is a tentative address that another host uses. It stays unusable.
 	Duplicate bool
 }
+
+// single reports whether the address has no network and no peer on its link: /32 or /128. A
+// permanent one beside other addresses is a virtual address, as keepalived creates it. In
+// some clouds a host has only such an address.
+func (a Addr) single() bool { return a.Network == prefix.Host(a.IP) }
 
 // DefaultRoute is a default route of one family.
 type DefaultRoute struct {
@@ -68,6 +82,7 @@ type DefaultRoute struct {
 
 // Reach is the result of a route lookup.
 type Reach struct {
+	To     netip.Addr
 	Link   int        // index of the outgoing link
 	Source netip.Addr // the source address of packets; zero if the kernel reported none
 	// Failure says why there is no route; it is empty if there is one.
@@ -83,6 +98,9 @@ func (f Facts) link(index int) (Link, error) {
 	}
 	return Link{}, fmt.Errorf("no interface with index %d", index)
 }
+
+// loopback reports whether l is lo.
+func (l Link) loopback() bool { return l.Name == "lo" }
 
 // linksWith returns the links that have address a, whether it is usable or not.
 func (f Facts) linksWith(a netip.Addr) []Link {
@@ -107,70 +125,6 @@ func (l Link) addr(ip netip.Addr) (Addr, bool) {
 func (l Link) sends(ip netip.Addr) bool {
 	a, ok := l.addr(ip)
 	return ok && !a.Tentative && !a.Duplicate && l.Up && l.Running
-}
-
-// usable returns the addresses of family f that can be chosen without an option that
-// names them, best first. Global addresses precede link-local ones; among these the order
-// is: in use, permanent, not temporary, kernel order. flannel has the same order, with
-// two exceptions: flannel does not prefer addresses in use, and treats virtual addresses
-// like other permanent ones. A failover moves a virtual address to another host, so any
-// other global address is better, except an IPv6 privacy address.
-func (l Link) usable(f prefix.Family, inUse Interface) []netip.Addr {
-	var as []Addr
-	for _, a := range l.Addrs {
-		if prefix.FamilyOf(a.IP) == f && !a.Deprecated && !a.Tentative &&
-			(a.IP.IsGlobalUnicast() || a.IP.IsLinkLocalUnicast()) {
-			as = append(as, a)
-		}
-	}
-	slices.SortStableFunc(as, func(a, b Addr) int { return a.rank(inUse) - b.rank(inUse) })
-	ips := make([]netip.Addr, len(as))
-	for i, a := range as {
-		ips[i] = a.IP
-	}
-	return ips
-}
-
-func (a Addr) rank(inUse Interface) int {
-	r := 0
-	if a.IP.IsLinkLocalUnicast() {
-		r += 16
-	}
-	if !inUse.uses(a.IP) {
-		r += 8
-	}
-	switch {
-	case a.Permanent && a.Single:
-		r += 5
-	case !a.Permanent:
-		r += 4
-	}
-	switch {
-	case a.Temporary && a.Permanent: // an IPv4 secondary address
-		r++
-	case a.Temporary:
-		r += 2
-	}
-	return r
-}
-
-// own returns the best usable address of family f. It returns an error if there is none.
-// It also returns an error instead of a link-local address while a global one is
-// tentative, which is the case for a second or two after every boot.
-func (l Link) own(f prefix.Family, inUse Interface) (netip.Addr, error) {
-	ips := l.usable(f, inUse)
-	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {
-		return ips[0], nil
-	}
-	for _, a := range l.Addrs {
-		if prefix.FamilyOf(a.IP) == f && a.IP.IsGlobalUnicast() && a.Tentative && !a.Duplicate && !a.Deprecated {
-			return netip.Addr{}, fmt.Errorf("%s: address %s is still tentative", l.Name, a.IP)
-		}
-	}
-	if len(ips) == 0 {
-		return netip.Addr{}, fmt.Errorf("%s has no usable %s address", l.Name, f)
-	}
-	return ips[0], nil
 }
 
 // maxSeenAddrs is the number of addresses of an interface in an error.

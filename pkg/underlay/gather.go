@@ -24,6 +24,15 @@ const dumpTries = 5
 // of the calling thread. Every list is complete: if changes keep interrupting a dump,
 // Gather returns an error.
 func Gather(ctx context.Context, o Options) (Facts, error) {
+	f, err := gatherShared(ctx, o)
+	if err != nil {
+		return Facts{}, err
+	}
+	return o.look(f), nil
+}
+
+// gatherShared reads those facts that are the same for all networks with the same families.
+func gatherShared(ctx context.Context, o Options) (Facts, error) {
 	var f Facts
 	var err error
 	if f.Links, err = readLinks(ctx); err != nil {
@@ -38,10 +47,45 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 			f.Defaults = append(f.Defaults, routes...)
 		}
 	}
+	return f, nil
+}
+
+// look adds to f the kernel's answers to the questions of o, which networks do not share.
+func (o Options) look(f Facts) Facts {
 	if dst, err := parseAddr(o.CanReach); err == nil {
 		f.Reach = readReach(dst)
 	}
-	return f, nil
+	for _, fam := range o.Families {
+		asked := 0
+		if o.Peers != nil {
+			for _, a := range o.Peers() {
+				if asked == mostAsked {
+					break
+				}
+				if a.IsValid() && prefix.FamilyOf(a) == fam && a.IsGlobalUnicast() && len(f.linksWith(a)) == 0 {
+					asked++
+					f.Peers = append(f.Peers, readReach(a))
+				}
+			}
+		}
+		if asked == 0 {
+			f.Elsewhere = append(f.Elsewhere, readReach(elsewhere[fam]))
+		}
+	}
+	failed := func(r Reach) bool { return r.Failure != "" }
+	f.Peers = slices.DeleteFunc(f.Peers, failed)
+	f.Elsewhere = slices.DeleteFunc(f.Elsewhere, failed)
+	return f
+}
+
+// mostAsked is the number of peers of a family to which the kernel's route is read.
+const mostAsked = 16
+
+// elsewhere has addresses that no host has, because they are reserved for documentation (RFC 5737,
+// RFC 3849).
+var elsewhere = map[prefix.Family]netip.Addr{
+	prefix.IPv4: netip.MustParseAddr("192.0.2.1"),
+	prefix.IPv6: netip.MustParseAddr("2001:db8::1"),
 }
 
 // gather calls Gather. If o has a Reader, several callers may get the same Facts, so they must not change
@@ -49,13 +93,19 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 	read := func(ctx context.Context) gathered {
 		start := spent()
-		f, err := Gather(ctx, o)
+		f, err := gatherShared(ctx, o)
 		return gathered{f, err, spent() - start}
 	}
+	var g gathered
 	if o.Reader == nil {
-		return read(ctx)
+		g = read(ctx)
+	} else {
+		g = o.Reader.batch(fmt.Sprint(o.Families, rest), rest).Do(ctx, read)
 	}
-	return o.Reader.batch(fmt.Sprint(o.Families, rest), rest).Do(ctx, read)
+	if g.err == nil {
+		g.facts = o.look(g.facts)
+	}
+	return g
 }
 
 // spent returns the CPU time that the process has used, or 0 if it cannot be read. The difference
@@ -113,6 +163,9 @@ func readLinks(ctx context.Context) ([]Link, error) {
 		out[i] = Link{
 			Name:    at.Name,
 			Index:   at.Index,
+			Kind:    kind(l),
+			Master:  at.MasterIndex,
+			Parent:  at.ParentIndex,
 			MTU:     at.MTU,
 			Up:      at.RawFlags&unix.IFF_UP != 0,
 			Running: at.RawFlags&unix.IFF_RUNNING != 0,
@@ -123,12 +176,28 @@ func readLinks(ctx context.Context) ([]Link, error) {
 	return out, nil
 }
 
+// kind returns the kind of a link that software has made, such as "bridge". netlink calls hardware
+// and lo "device".
+func kind(l netlink.Link) string {
+	if l.Type() == "device" {
+		return ""
+	}
+	return l.Type()
+}
+
 func newAddr(ip netip.Addr, a netlink.Addr) Addr {
 	flags := a.Flags
 	ones, _ := a.Mask.Size()
+	network := netip.PrefixFrom(ip, ones).Masked()
+	if a.Peer != nil {
+		if other, ok := netip.AddrFromSlice(a.Peer.IP); ok {
+			bits, _ := a.Peer.Mask.Size()
+			network = netip.PrefixFrom(other.Unmap(), bits).Masked()
+		}
+	}
 	return Addr{
 		IP:         ip,
-		Single:     ones == ip.BitLen() && a.Peer == nil,
+		Network:    network,
 		Permanent:  flags&unix.IFA_F_PERMANENT != 0,
 		Temporary:  flags&unix.IFA_F_TEMPORARY != 0,
 		Deprecated: flags&unix.IFA_F_DEPRECATED != 0,
@@ -148,11 +217,11 @@ func readReach(dst netip.Addr) Reach {
 	routes, err := netlink.RouteGet(net.IP(dst.AsSlice()))
 	switch {
 	case err != nil:
-		return Reach{Failure: "look up route: " + err.Error()}
+		return Reach{To: dst, Failure: "look up route: " + err.Error()}
 	case len(routes) == 0:
-		return Reach{Failure: "look up route: no answer"}
+		return Reach{To: dst, Failure: "look up route: no answer"}
 	}
-	r := Reach{Link: routes[0].LinkIndex}
+	r := Reach{To: dst, Link: routes[0].LinkIndex}
 	if src, ok := netip.AddrFromSlice(routes[0].Src); ok {
 		r.Source = src
 	}

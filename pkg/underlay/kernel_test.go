@@ -177,20 +177,24 @@ func TestKernelGather(t *testing.T) {
 	}
 	byName := map[string]Link{}
 	for _, l := range f.Links {
-		l.Index = 0
+		l.Index, l.Parent = 0, 0
 		byName[l.Name] = l
 	}
-	perm := func(s string) Addr { return Addr{IP: ip(s), Permanent: true} }
-	single := func(s string) Addr { return Addr{IP: ip(s), Permanent: true, Single: true} }
+	perm := func(s string) Addr {
+		p := netip.MustParsePrefix(s)
+		return Addr{IP: p.Addr(), Network: p.Masked(), Permanent: true}
+	}
+	secondary, tentative, withOther := perm("10.1.0.3/24"), perm("fd03::2/64"), perm("10.2.8.8/32")
+	secondary.Temporary, tentative.Tentative, withOther.Network = true, true, netip.MustParsePrefix("10.2.8.1/32")
 	want := map[string]Link{
-		"lo": {Name: "lo", MTU: 65536, Up: true, Running: true, Addrs: []Addr{perm("127.0.0.1"), single("::1")}},
-		"d1": {Name: "d1", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.1.0.2"), {IP: ip("10.1.0.3"), Permanent: true, Temporary: true}, perm("fd01::2")}},
-		"d2": {Name: "d2", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.2.0.2"), single("10.2.9.9"), perm("10.2.8.8"), single("fd02::9")}},
-		"d3": {Name: "d3", MTU: 1400},
-		"d4": {Name: "d4", MTU: 1400, Up: true, Addrs: []Addr{{IP: ip("fd03::2"), Permanent: true, Tentative: true}}},
+		"lo": {Name: "lo", MTU: 65536, Up: true, Running: true, Addrs: []Addr{perm("127.0.0.1/8"), perm("::1/128")}},
+		"d1": {Name: "d1", Kind: "veth", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.1.0.2/24"), secondary, perm("fd01::2/64")}},
+		"d2": {Name: "d2", Kind: "veth", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.2.0.2/24"), perm("10.2.9.9/32"), withOther, perm("fd02::9/128")}},
+		"d3": {Name: "d3", Kind: "veth", MTU: 1400},
+		"d4": {Name: "d4", Kind: "veth", MTU: 1400, Up: true, Addrs: []Addr{tentative}},
 	}
 	for name, w := range want {
-		if diff := cmp.Diff(w, byName[name], cmpopts.EquateComparable(netip.Addr{}), cmpopts.EquateEmpty()); diff != "" {
+		if diff := cmp.Diff(w, byName[name], cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{}), cmpopts.EquateEmpty()); diff != "" {
 			t.Errorf("link %s (-want +got):\n%s", name, diff)
 		}
 	}
@@ -251,6 +255,7 @@ func TestKernelAddrFlags(t *testing.T) {
 		unix.IFA_F_TENTATIVE | unix.IFA_F_OPTIMISTIC: {IP: a},
 		unix.IFA_F_TENTATIVE | unix.IFA_F_DADFAILED:  {IP: a, Tentative: true, Duplicate: true},
 	} {
+		want.Network = netip.MustParsePrefix("fd00::/64")
 		if got := newAddr(a, netlink.Addr{IPNet: mask("fd00::1/64"), Flags: flags}); got != want {
 			t.Errorf("flags %#x: got %+v, want %+v", flags, got, want)
 		}

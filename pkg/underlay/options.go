@@ -28,8 +28,13 @@ type Options struct {
 	// Families are the enabled address families, IPv4 first; never empty.
 	Families []prefix.Family
 	// Pods are the pod subnets of this host, if known. An interface with an address in
-	// them leads to pods, not to peers, so IfaceRegexes and CanReach do not choose it.
+	// them leads to pods, not to peers, so only Ifaces choose it.
 	Pods []netip.Prefix
+	// Peers returns the public addresses of other hosts, as far as known. It may be nil.
+	Peers func() []netip.Addr
+	// Published are addresses that this host has published before according to the store, such as
+	// those of a flannel that ran here until now.
+	Published []netip.Addr
 	// InUse is the current choice, if there is one. It is preferred to other interfaces
 	// that are as good. Its usable addresses are kept even if the interface has others that
 	// would rank higher.

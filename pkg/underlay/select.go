@@ -3,6 +3,8 @@
 package underlay
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -12,6 +14,28 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
+
+// Inspect returns all links of this host with what speaks for and against them, best first, and the
+// choice or the reason why there is none.
+func Inspect(ctx context.Context, o Options) ([]Candidate, Interface, error) {
+	f, err := gatherShared(ctx, Options{Families: o.Families}) // the default routes too, although an option may select the interface
+	if err != nil {
+		return nil, Interface{}, err
+	}
+	return explain(o.look(f), o)
+}
+
+func explain(f Facts, o Options) ([]Candidate, Interface, error) {
+	s := selector{f, o}
+	chosen, err := Select(f, o)
+	var all []Candidate
+	for _, c := range s.candidates() {
+		c.Chosen = err == nil && c.Name == chosen.Name
+		c.For, c.Against = s.arguments(c)
+		all = append(all, c.Candidate)
+	}
+	return all, chosen, err
+}
 
 // Select chooses the external interface. It tries Ifaces, IfaceRegexes and CanReach in
 // this order and returns the first interface that has an address in every enabled family.
@@ -24,11 +48,11 @@ func Select(f Facts, o Options) (Interface, error) {
 	return c.Interface, err
 }
 
-// choice is the result of choose. lastResort means that an address is link-local because
-// the interface has no better one, not because an option named it.
+// choice is the result of choose. If lastResort is not empty, it says why Wait should hope for a
+// better choice, such as that an address is link-local although no option named it.
 type choice struct {
 	Interface
-	lastResort bool
+	lastResort string
 }
 
 func choose(f Facts, o Options) (choice, error) {
@@ -45,7 +69,7 @@ func choose(f Facts, o Options) (choice, error) {
 			}
 			return c, nil
 		}
-		failed = append(failed, fmt.Sprintf("%s: %v", a.option, err))
+		failed = append(failed, fmt.Sprintf("%s: %v", cmp.Or(a.option, "default route"), err))
 	}
 	return choice{}, fmt.Errorf("no external interface: %s; seen: %s", strings.Join(failed, "; "), f.seen())
 }
@@ -64,9 +88,10 @@ type attempt struct {
 // found is a link, with the addresses that the option selected. The reason of the choice is
 // the option, followed by note.
 type found struct {
-	link  Link
-	addrs []netip.Addr
-	note  string
+	link       Link
+	addrs      []netip.Addr
+	note       string
+	lastResort string
 }
 
 func (s selector) attempts() []attempt {
@@ -97,14 +122,16 @@ func (s selector) try(a attempt) (choice, error) {
 	if w.link.MTU <= 0 {
 		return choice{}, fmt.Errorf("%s has MTU %d", w.link.Name, w.link.MTU)
 	}
-	c := choice{Interface: Interface{Name: w.link.Name, Index: w.link.Index, MTU: w.link.MTU, Reason: a.option + w.note}}
+	c := choice{Interface{Name: w.link.Name, Index: w.link.Index, MTU: s.mtu(w.link), VRF: s.vrf(w.link), Reason: a.option + w.note}, w.lastResort}
 	for _, fam := range s.opts.Families {
 		addr, named, err := s.address(w, fam)
 		if err != nil {
 			return choice{}, err
 		}
 		c.Addrs = append(c.Addrs, addr)
-		c.lastResort = c.lastResort || !named && addr.Local.IsLinkLocalUnicast()
+		if !named && addr.Local.IsLinkLocalUnicast() {
+			c.lastResort = c.Name + " has only a link-local address"
+		}
 	}
 	return c, nil
 }
@@ -122,7 +149,7 @@ func (s selector) address(w found, f prefix.Family) (a Address, named bool, err 
 	}
 	named = a.Local.IsValid()
 	if !named {
-		a.Local, err = w.link.own(f, s.opts.InUse)
+		a.Local, err = s.own(w.link, f)
 	} else {
 		err = s.ready(a.Local)
 	}
@@ -130,6 +157,33 @@ func (s selector) address(w found, f prefix.Family) (a Address, named bool, err 
 		a.Public = a.Local
 	}
 	return a, named, err
+}
+
+// largestMTU is the largest MTU that an interface gives to pods: the CNI plugin refuses more.
+const largestMTU = 65535
+
+// mtu returns the MTU of packets to other hosts. If l only holds an address, as lo does on hosts that
+// announce theirs by BGP, the links that carry the packets determine the MTU.
+func (s selector) mtu(l Link) int {
+	carriers := []Link{l}
+	if l.loopback() || l.Kind == "dummy" {
+		carriers = slices.DeleteFunc(slices.Clone(s.facts.Links), func(c Link) bool {
+			return c.loopback() || c.MTU <= 0 || !slices.ContainsFunc(slices.Concat(s.facts.Peers, s.facts.Elsewhere), func(r Reach) bool { return r.Link == c.Index })
+		})
+	}
+	mtu := min(l.MTU, largestMTU)
+	for _, c := range carriers {
+		mtu = min(mtu, c.MTU)
+	}
+	return mtu
+}
+
+// vrf returns the name of the VRF to which l belongs, or "".
+func (s selector) vrf(l Link) string {
+	if m, err := s.facts.link(l.Master); l.Master != 0 && err == nil && m.Kind == "vrf" {
+		return m.Name
+	}
+	return ""
 }
 
 // ready returns an error if the interfaces that have the address cannot use it yet. An
@@ -168,9 +222,10 @@ func (s selector) automatic() attempt {
 		}
 	}
 	if len(local) == 0 {
-		return attempt{"default route", func() (found, error) {
-			l, err := s.byDefault()
-			return found{link: l, note: foreign.String()}, err
+		return attempt{"", func() (found, error) {
+			w, err := s.byEvidence()
+			w.note += foreign.String()
+			return w, err
 		}}
 	}
 	return attempt{local[0].String(), func() (found, error) {
@@ -179,9 +234,21 @@ func (s selector) automatic() attempt {
 	}}
 }
 
-// byIface finds an interface by its name or by one of its addresses.
+// byIface finds an interface by its name or by one of its addresses. value may also be an IPv4 and an IPv6
+// address, as in the field status.hostIPs of a Pod, of which those of disabled families do not count.
 func (s selector) byIface(value string) (found, error) {
+	var both []netip.Addr
+	if first, rest, several := strings.Cut(value, ","); several {
+		for _, text := range []string{first, rest} {
+			if ip, err := parseAddr(text); err == nil && slices.Contains(s.opts.Families, prefix.FamilyOf(ip)) {
+				both = append(both, ip)
+			}
+		}
+	}
 	ip, err := parseAddr(value)
+	if len(both) > 0 {
+		ip, err = both[0], nil
+	}
 	if err != nil {
 		i := slices.IndexFunc(s.facts.Links, func(l Link) bool { return l.Name == value })
 		if i < 0 {
@@ -194,13 +261,19 @@ func (s selector) byIface(value string) (found, error) {
 		return found{}, fmt.Errorf("%s is not enabled", f)
 	}
 	wants := []named{{"--iface", ip}}
+	if len(both) > 1 {
+		wants = append(wants, named{"--iface", both[1]})
+	}
 	// In dual stack one interface must have both addresses, as in flannel: otherwise a
 	// typing error would spread the families over two interfaces without a warning.
 	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && p.addr.IsValid() && len(s.facts.linksWith(p.addr)) > 0 {
 		wants = append(wants, p)
 	}
 	l, err := s.linkWithAll(wants)
-	return found{link: l, addrs: []netip.Addr{ip}}, err
+	if len(both) == 0 {
+		both = []netip.Addr{ip}
+	}
+	return found{link: l, addrs: both}, err
 }
 
 // parseAddr parses an address without a zone. It converts IPv4-mapped IPv6 addresses to
@@ -242,36 +315,43 @@ func (s selector) byRegex(expr string) (found, error) {
 	if err != nil {
 		return found{}, err
 	}
-	links := s.inUseFirst(slices.DeleteFunc(slices.Clone(s.facts.Links), s.leadsToPods))
-	if len(links) > 0 && links[0].Name == s.opts.InUse.Name {
-		if w, ok := s.matches(re, links[:1]); ok {
-			return w, nil
-		}
+	links := slices.DeleteFunc(slices.Clone(s.facts.Links), func(l Link) bool { return s.never(l) != "" })
+	inUse := slices.DeleteFunc(slices.Clone(links), func(l Link) bool { return !s.isInUse(l) })
+	if w, ok := s.matches(re, inUse); ok {
+		return w, nil
 	}
 	if w, ok := s.matches(re, links); ok {
 		return w, nil
 	}
 	if len(s.opts.Families) > 1 {
-		return found{}, errors.New("no interface matches with both an IPv4 and an IPv6 address, nor by name")
+		return found{}, errors.New("no interface with an IPv4 and an IPv6 address matches")
 	}
 	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
 }
 
-// matches returns the first link with a matching address in every enabled family, or else
-// the first one with a matching name. ok is false if there is none.
+// matches returns the first link with a matching address in every enabled family, or else the first
+// one with one in some family, or else the first one with a matching name. ok is false if there is none.
 func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
+	var some *found
 	for _, l := range links {
 		var hits []netip.Addr
 		var texts []string
 		for _, f := range s.opts.Families {
-			ips := l.usable(f, s.opts.InUse)
+			ips := s.usable(l, f)
 			if i := slices.IndexFunc(ips, func(ip netip.Addr) bool { return re.MatchString(ip.String()) }); i >= 0 {
 				hits, texts = append(hits, ips[i]), append(texts, ips[i].String())
 			}
 		}
+		w := found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}
 		if len(hits) == len(s.opts.Families) {
-			return found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}, true
+			return w, true
 		}
+		if len(hits) > 0 && !hits[0].IsLinkLocalUnicast() && some == nil && s.candidate(l).poor < 2 {
+			some = &w
+		}
+	}
+	if some != nil {
+		return *some, true
 	}
 	for _, l := range links {
 		if re.MatchString(l.Name) {
@@ -281,26 +361,18 @@ func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	return found{}, false
 }
 
-// ownDevice matches the names of the devices that backends create.
-var ownDevice = regexp.MustCompile(`^flannel(\d+|(-v6)?\.(\d+|ipip)|-wg(-.*)?)$`)
-
-// leadsToPods reports whether l leads to pods instead of other hosts: flanneld's own device, or
-// the bridge of the pods. Both may exist after a restart.
-func (s selector) leadsToPods(l Link) bool {
-	return ownDevice.MatchString(l.Name) || slices.ContainsFunc(l.Addrs, func(a Addr) bool {
-		return slices.ContainsFunc(s.opts.Pods, func(p netip.Prefix) bool { return p.Contains(a.IP) })
-	})
-}
-
 // byReach returns the interface and the source address of the route to an address. It
 // leaves out the source address if keeps reports that the one in use must stay. For an
 // address of this host the kernel reports lo; byReach then returns the interface that has
 // the address. This case exists because all hosts may get the same option, and one of
-// them has the address. If the interface leads to pods, byReach returns an error.
+// them has the address. If the interface never counts, byReach returns an error.
 func (s selector) byReach(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {
 		return found{}, errors.New("want an IP address")
+	}
+	if c := s.candidates(); len(c) > 0 && c[0].Never == "" && c[0].inUse > 0 && c[0].peers > 0 {
+		return found{link: c[0].link, note: ": address in use, route to other hosts"}, nil
 	}
 	var w found
 	source := ip
@@ -316,8 +388,8 @@ func (s selector) byReach(value string) (found, error) {
 		}
 		source = r.Source
 	}
-	if s.leadsToPods(w.link) {
-		return found{}, fmt.Errorf("%s leads to pods", w.link.Name)
+	if why := s.never(w.link); why != "" {
+		return found{}, fmt.Errorf("%s: %s", w.link.Name, why)
 	}
 	if source.IsValid() && !s.keeps(w.link, prefix.FamilyOf(source)) {
 		w.addrs = []netip.Addr{source}
@@ -329,102 +401,11 @@ func (s selector) byReach(value string) (found, error) {
 // byReach must not replace it: the source that the kernel reports may be a virtual address
 // that was added later.
 func (s selector) keeps(l Link, f prefix.Family) bool {
-	ips := l.usable(f, s.opts.InUse)
+	ips := s.usable(l, f)
 	return len(ips) > 0 && s.opts.InUse.uses(ips[0]) && !ips[0].IsLinkLocalUnicast()
 }
 
-// byDefault returns the interface that the default routes of all families share, or the
-// best one of several. It returns an error if they share none.
-func (s selector) byDefault() (Link, error) {
-	var common []Link
-	for i, f := range s.opts.Families {
-		links, err := s.defaultLinks(f)
-		if err != nil {
-			return Link{}, err
-		}
-		if i > 0 {
-			both := slices.DeleteFunc(slices.Clone(links), func(l Link) bool {
-				return !slices.ContainsFunc(common, func(c Link) bool { return c.Index == l.Index })
-			})
-			if len(both) == 0 {
-				return Link{}, fmt.Errorf("%s leaves by %s, but %s by %s: want one interface for both, name it with --iface",
-					s.opts.Families[0], linkNames(common), f, linkNames(links))
-			}
-			links = both
-		}
-		common = links
-	}
-	return s.best(common), nil
-}
-
-func linkNames(links []Link) string {
-	names := make([]string, len(links))
-	for i, l := range links {
-		names[i] = l.Name
-	}
-	return strings.Join(names, " and ")
-}
-
-// defaultLinks returns the interfaces of the default route of family f. If there are
-// several routes it takes the one with the lowest metric, because the kernel uses that
-// one. flannel takes the first one of the dump, which has the lowest metric too, and
-// refuses multipath routes. If there is no route, or none of its interfaces is known,
-// defaultLinks returns an error.
-func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
-	var route *DefaultRoute
-	for i, r := range s.facts.Defaults {
-		if r.Family == f && (route == nil || r.Metric < route.Metric) {
-			route = &s.facts.Defaults[i]
-		}
-	}
-	if route == nil {
-		return nil, fmt.Errorf("no %s default route in the main table", f)
-	}
-	if len(route.Links) == 0 {
-		return nil, fmt.Errorf("could not determine the interface of the %s default route, name it with --iface", f)
-	}
-	for _, index := range route.Links {
-		l, e := s.facts.link(index)
-		if e != nil {
-			err = e
-			continue
-		}
-		links = append(links, l)
-	}
-	if len(links) == 0 {
-		return nil, err
-	}
-	return links, nil
-}
-
-// best returns the first link that is up, has a carrier, and has global addresses in all
-// families. If there is no such link, link-local addresses are sufficient. If no link has
-// these either, best returns the first link. Among equally good links it prefers the one in
-// use.
-func (s selector) best(links []Link) Link {
-	const global, linkLocal, nothing = 0, 1, 2
-	grade := func(l Link) int {
-		worst := global
-		for _, f := range s.opts.Families {
-			ips := l.usable(f, s.opts.InUse)
-			switch {
-			case len(ips) == 0 || !l.Up || !l.Running:
-				return nothing
-			case ips[0].IsLinkLocalUnicast():
-				worst = linkLocal
-			}
-		}
-		return worst
-	}
-	return slices.MinFunc(s.inUseFirst(links), func(a, b Link) int { return grade(a) - grade(b) })
-}
-
-// inUseFirst returns links, with the link in use at the front if that is up and has a
-// carrier. It does not change links.
-func (s selector) inUseFirst(links []Link) []Link {
-	i := slices.IndexFunc(links, func(l Link) bool { return l.Name == s.opts.InUse.Name && l.Up && l.Running })
-	if i < 0 {
-		return links
-	}
-	return slices.Concat(links[i:i+1], links[:i], links[i+1:])
+// isInUse reports whether l is the link in use, which has a carrier. It may have another name now.
+func (s selector) isInUse(l Link) bool {
+	return l.Up && l.Running && (l.Name == s.opts.InUse.Name || slices.ContainsFunc(l.Addrs, func(a Addr) bool { return s.opts.InUse.uses(a.IP) }))
 }

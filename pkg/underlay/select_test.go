@@ -29,6 +29,7 @@ func link(index int, name string, addrs ...string) Link {
 	for _, text := range addrs {
 		words := strings.Fields(text)
 		a := Addr{IP: ip(words[0]), Permanent: true}
+		a.Network, _ = a.IP.Prefix(a.IP.BitLen() * 3 / 4)
 		for _, w := range words[1:] {
 			switch w {
 			case "dynamic":
@@ -36,7 +37,7 @@ func link(index int, name string, addrs ...string) Link {
 			case "temporary", "secondary":
 				a.Temporary = true
 			case "single":
-				a.Single = true
+				a.Network = prefix.Host(a.IP)
 			case "deprecated":
 				a.Deprecated = true
 			case "tentative":
@@ -143,6 +144,9 @@ func TestSelect(t *testing.T) {
 		"v6 address duplicate":            {host(), ifaces(v6, "fd02::3"), "", "--iface fd02::3: eth2: another host has address fd02::3 (duplicate address detection failed)"},
 		"v6 address with zone":            {host(), ifaces(v6, "fe80::3%eth1"), "", "--iface fe80::3%eth1: no interface has this name"},
 		"v4 address in dual":              {host(), ifaces(dual, "10.1.0.3"), "eth1 10.1.0.3 fd01::3 | --iface 10.1.0.3", ""},
+		"both addresses in dual":          {host(), ifaces(dual, "10.1.0.3,fd01::4"), "eth1 10.1.0.3 fd01::4 | --iface 10.1.0.3,fd01::4", ""},
+		"both addresses in v6":            {host(), ifaces(v6, "10.1.0.3,fd01::4"), "eth1 fd01::4 | --iface 10.1.0.3,fd01::4", ""},
+		"both addresses apart":            {host(), ifaces(dual, "10.1.0.3,2001:db8::4"), "", "--iface 10.1.0.3,2001:db8::4: is on eth1, but --iface 2001:db8::4 is on eth0, want one interface for both"},
 		"v6 address in dual":              {host(), ifaces(dual, "fd01::4"), "eth1 10.1.0.2 fd01::4 | --iface fd01::4", ""},
 		"v4 address in dual lacks v6":     {host(), ifaces(dual, "127.0.0.1"), "", "--iface 127.0.0.1: lo has no usable IPv6 address"},
 		"dual, public v6 there":           {host(), public(ifaces(dual, "10.1.0.2"), "fd01::4"), "eth1 10.1.0.2 fd01::4 | --iface 10.1.0.2", ""},
@@ -204,7 +208,8 @@ func TestSelect(t *testing.T) {
 		"regex v6 ignores v4":            {host(), regexes(v6, `^10\.`), "", "--iface-regex ^10\\.: no IPv6 address and no interface name matches"},
 		"regex dual":                     {host(), regexes(dual, `^(10\.|fd)`), "eth1 10.1.0.2 fd01::3 | --iface-regex ^(10\\.|fd): address 10.1.0.2 and fd01::3", ""},
 		"regex dual skips half a match":  {host(), regexes(dual, `^192\.|^10\.1|^fd01`), "eth1 10.1.0.2 fd01::3 | --iface-regex ^192\\.|^10\\.1|^fd01: address 10.1.0.2 and fd01::3", ""},
-		"regex dual not across links":    {host(), regexes(dual, `^192\.|^fd01`), "", "--iface-regex ^192\\.|^fd01: no interface matches with both an IPv4 and an IPv6 address, nor by name"},
+		"regex dual by one family":       {host(), regexes(dual, `^192\.`), "eth0 192.168.0.2 2001:db8::4 | --iface-regex ^192\\.: address 192.168.0.2", ""},
+		"regex dual lacks a family":      {host(), regexes(dual, `^10\.2`), "", "--iface-regex ^10\\.2: eth2: address fd02::2 is still tentative"},
 		"regex dual name":                {host(), regexes(dual, `1$`), "eth1 10.1.0.2 fd01::3 | --iface-regex 1$: name eth1", ""},
 		"regex bad":                      {host(), regexes(v4, `[`), "", "--iface-regex [: error parsing regexp: missing closing ]: `[`"},
 		"regex bad, then good":           {host(), regexes(v4, `[`, `eth2`), "eth2 10.2.0.2 | --iface-regex eth2: name eth2 (--iface-regex [: error parsing regexp: missing closing ]: `[`)", ""},
@@ -238,11 +243,11 @@ func TestSelect(t *testing.T) {
 		"default multipath, no carrier": {with(func(f *Facts) { f.Defaults[0].Links, f.Links[2].Running = []int{3, 2}, false }), none(v4), "eth0 192.168.0.2 | default route", ""},
 		"default multipath, no address": {defaults(defaultRoute(prefix.IPv4, 0, 1, 77, 2)), none(v4), "eth0 192.168.0.2 | default route", ""},
 		"default multipath, none":       {defaults(defaultRoute(prefix.IPv4, 0, 1, 77)), none(v4), "", "default route: lo has no usable IPv4 address"},
-		"default without a link":        {defaults(defaultRoute(prefix.IPv4, 0), defaultRoute(prefix.IPv4, 500, 4)), none(v4), "", "default route: could not determine the interface of the IPv4 default route, name it with --iface"},
+		"default without a link":        {defaults(defaultRoute(prefix.IPv4, 0), defaultRoute(prefix.IPv4, 500, 4)), none(v4), "eth2 10.2.0.2 | default route", ""},
 		"default absent":                {defaults(), none(v4), "", "default route: no IPv4 default route in the main table"},
 		"default half":                  {defaults(defaultRoute(prefix.IPv4, 0, 2)), none(dual), "", "default route: no IPv6 default route in the main table"},
-		"default split":                 {defaults(defaultRoute(prefix.IPv4, 0, 2), defaultRoute(prefix.IPv6, 0, 3)), none(dual), "", "default route: IPv4 leaves by eth0, but IPv6 by eth1: want one interface for both, name it with --iface"},
-		"default link gone":             {defaults(defaultRoute(prefix.IPv4, 0, 77)), none(v4), "", "default route: no interface with index 77"},
+		"default split":                 {defaults(defaultRoute(prefix.IPv4, 0, 2), defaultRoute(prefix.IPv6, 0, 3)), none(dual), "", "default route: IPv4 leaves by eth0, but IPv6 leaves by eth1: want one interface for both, name it with --iface"},
+		"default link gone":             {defaults(defaultRoute(prefix.IPv4, 0, 77)), none(v4), "", "default route: no IPv4 default route in the main table"},
 		"default no address":            {defaults(defaultRoute(prefix.IPv4, 0, 1)), none(v4), "", "default route: lo has no usable IPv4 address"},
 		"default v6 last resort":        {defaults(defaultRoute(prefix.IPv6, 0, 5)), none(v6), "net-10 fe80::5 | default route", ""},
 
@@ -374,15 +379,18 @@ func TestSelectStaysOnALink(t *testing.T) {
 	for option, o := range map[string]Options{
 		"default route": {}, "address": {IfaceRegexes: []string{`^10\.1\.`}}, "name": {IfaceRegexes: []string{"^d"}},
 	} {
-		for inUse, want := range map[string]string{"": "d1", "d1": "d1", "d2": "d2", "d3": "d1"} {
-			o.Families, o.InUse = v4, Interface{Name: inUse}
+		for inUse, want := range map[string]string{"": "d1", "10.1.0.2": "d1", "10.1.0.3": "d2", "10.1.0.4": "d1"} {
+			o.Families, o.InUse = v4, Interface{Name: "before"}
+			if inUse != "" {
+				o.InUse.Addrs = []Address{{Local: ip(inUse)}}
+			}
 			if got, err := Select(facts, o); err != nil || got.Name != want {
 				t.Errorf("by %s, with %q in use: got %s, error %v; want %s", option, inUse, show(got), err, want)
 			}
 		}
 	}
 	facts.Links[1].Running = false
-	if got, err := Select(facts, Options{Families: v4, InUse: Interface{Name: "d2"}}); err != nil || got.Name != "d1" {
+	if got, err := Select(facts, Options{Families: v4, InUse: Interface{Name: "d2", Addrs: []Address{{Local: ip("10.1.0.3")}}}}); err != nil || got.Name != "d1" {
 		t.Errorf("without carrier: got %s, error %v; want d1", show(got), err)
 	}
 }
@@ -438,9 +446,9 @@ func TestSelectSkipsPodInterfaces(t *testing.T) {
 		"name":               {Options{Families: v4, IfaceRegexes: []string{`pods|flannel`}}, Reach{}, "flannel-net 10.0.1.2 | "},
 		"named":              {Options{Families: v4, Ifaces: []string{"flannel.1"}}, Reach{}, "flannel.1 10.244.3.0 | "},
 		"address named":      {Options{Families: v4, Ifaces: []string{"10.244.3.1"}}, Reach{}, "br-pods 10.244.3.1 | "},
-		"reach a peer's pod": {Options{Families: v4, CanReach: "10.244.9.1"}, to(3, "10.244.3.0"), "flannel.1 leads to pods"},
-		"reach a pod here":   {Options{Families: v4, CanReach: "10.244.3.9"}, to(1, "10.244.3.1"), "br-pods leads to pods"},
-		"reach our bridge":   {Options{Families: v4, CanReach: "10.244.3.1"}, to(1, "10.244.3.1"), "br-pods leads to pods"},
+		"reach a peer's pod": {Options{Families: v4, CanReach: "10.244.9.1"}, to(3, "10.244.3.0"), "flannel.1: it is a device of flanneld"},
+		"reach a pod here":   {Options{Families: v4, CanReach: "10.244.3.9"}, to(1, "10.244.3.1"), "br-pods: it leads to pods"},
+		"reach our bridge":   {Options{Families: v4, CanReach: "10.244.3.1"}, to(1, "10.244.3.1"), "br-pods: it leads to pods"},
 		"reach a host":       {Options{Families: v4, CanReach: "10.0.0.9"}, to(2, "10.0.0.2"), "eth0 10.0.0.2 | "},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -525,7 +533,7 @@ func TestLastResort(t *testing.T) {
 		{Options{Families: v6, Ifaces: []string{"eth1"}}, false},
 	} {
 		c, err := choose(host(), tt.opts)
-		if err != nil || c.lastResort != tt.want {
+		if err != nil || (c.lastResort != "") != tt.want {
 			t.Errorf("%v: last resort is %v, error %v; want %v", tt.opts.Ifaces, c.lastResort, err, tt.want)
 		}
 	}

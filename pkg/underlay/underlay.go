@@ -20,6 +20,8 @@ type Interface struct {
 	Addrs []Address
 	// Reason says briefly why this interface was chosen.
 	Reason string
+	// VRF is the name of the VRF to which the interface belongs; empty if it belongs to none.
+	VRF string `json:",omitempty"`
 }
 
 // Address is the address of the interface in one family.

@@ -4,6 +4,7 @@ package underlay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -16,9 +17,9 @@ const recheck = time.Second
 // Wait chooses the external interface like Select, in the network namespace of the
 // calling thread. If there is none, it waits for changes of links, addresses and routes,
 // for at most timeout; zero or less means that it does not wait. If there is still none
-// when the time is over, Wait returns an error with the reason. It accepts a link-local
-// address as a last resort only when the time is over, because after a boot that address
-// appears first. If ctx ends while Wait waits, Wait returns an error with the cause.
+// when the time is over, Wait returns an error with the reason. It accepts a last resort only
+// when the time is over: a link-local address, because after a boot that address appears
+// first, or a default route whose interface has no carrier. If ctx ends while Wait waits, Wait returns an error with the cause.
 func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, error) {
 	if err := o.check(); err != nil {
 		return Interface{}, err
@@ -43,13 +44,13 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 
 	for first := true; ; first = false {
 		c, err := chooseNow(ctx, o)
-		if err == nil && !c.lastResort {
+		if err == nil && c.lastResort == "" {
 			return c.Interface, nil
 		}
 		if first {
 			reason := err
 			if err == nil {
-				reason = fmt.Errorf("%s has only a link-local address", c.Name)
+				reason = errors.New(c.lastResort)
 			}
 			klog.FromContext(ctx).Info("waiting for an external interface", "timeout", timeout, "reason", reason)
 		}

@@ -28,6 +28,10 @@ const (
 	// checkPeriod is the time after which Watch checks again without a notification.
 	// checkAgain is that time after a check that failed.
 	checkPeriod, checkAgain = time.Minute, time.Second
+	// mostMoves is the number of moves to other addresses within moveWindow after which an interface
+	// that works is kept. Each move interrupts the traffic of all pods, and a choice that depends on
+	// its own consequences would move forever.
+	mostMoves, moveWindow = 3, time.Minute
 )
 
 // Watch repeats the choice of Wait whenever links, addresses or routes change in the network
@@ -59,8 +63,10 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 			c, err = choose(facts, o)
 		}
 		cost := read.cost + spent() - start
-		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name)})
+		before := f.now
+		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name), facts.cannotSend(f.now) == nil})
 		if moved {
+			f.now.Reason += facts.whyLeft(before, f.now)
 			changed(f.now)
 		}
 		if len(facts.Links) > 0 { // there are no links if the facts could not be read
@@ -94,22 +100,47 @@ func (f Facts) cannotSend(i Interface) error {
 	return nil
 }
 
+// whyLeft returns the reason why the choice from was left for to, as an addition to the reason of to. It
+// returns "" if the addresses stay.
+func (f Facts) whyLeft(from, to Interface) string {
+	for _, a := range from.Addrs {
+		if to.uses(a.Local) {
+			continue
+		}
+		on := f.linksWith(a.Local)
+		switch {
+		case f.isDown(from.Name):
+			return fmt.Sprintf("; %s is not there, down, or without a carrier", from.Name)
+		case len(on) == 0:
+			return fmt.Sprintf("; %s is gone", a.Local)
+		}
+		if now, _ := on[0].addr(a.Local); !now.usable() {
+			return fmt.Sprintf("; %s is deprecated or not usable", a.Local)
+		}
+		return fmt.Sprintf("; %s with %s fits the options or the routes to other hosts less", on[0].Name, a.Local)
+	}
+	return ""
+}
+
 // observation is the result of one check.
 type observation struct {
 	at     time.Time
 	choice Interface
 	err    error // why no interface can be chosen
 	down   bool  // the interface in use is absent, down, or has no carrier
+	works  bool  // packets can leave by the interface and the addresses in use
 }
 
 // follower decides when a new choice replaces the current one.
 type follower struct {
 	now       Interface
-	next      Interface // the last choice if it differs from now; otherwise zero
-	since     time.Time // when next first appeared
-	downSince time.Time // since when the interface of now is down; zero if it is not
-	lastDown  time.Time // when the interface of now was last down
-	missing   bool      // the last check found no interface, or only a worse one
+	next      Interface   // the last choice if it differs from now; otherwise zero
+	since     time.Time   // when next first appeared
+	downSince time.Time   // since when the interface of now is down; zero if it is not
+	lastDown  time.Time   // when the interface of now was last down
+	missing   bool        // the last check found no interface, or only a worse one
+	moves     []time.Time // of the last moves to other addresses; at most mostMoves
+	unsteady  bool        // the last check has found another interface, which was not taken because of moves
 }
 
 // consider processes the result of a check. moved reports whether the field now has
@@ -126,7 +157,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		f.lastDown = s.at
 	}
 	if s.err == nil && worse(s.choice, f.now) {
-		s.err = fmt.Errorf("%s has only a link-local address", s.choice.Name)
+		s.err = fmt.Errorf("%s has no address in its place but a link-local one", s.choice.Name)
 	}
 	if s.err != nil {
 		if !f.missing {
@@ -157,8 +188,29 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	if s.at.Before(due) {
 		return false, due.Sub(s.at)
 	}
+	elsewhere := !slices.Equal(f.next.Addrs, f.now.Addrs)
+	if calm := f.calm(s.at); elsewhere && s.works && calm > 0 {
+		if !f.unsteady {
+			log.Error(nil, "the external interface has changed too often and is kept, although another one would be chosen", "name", f.now.Name, "other", f.next.Name,
+				"reason", f.next.Reason, "moves", mostMoves, "within", moveWindow)
+		}
+		f.unsteady = true
+		return false, calm
+	}
+	f.unsteady = false
+	if elsewhere {
+		f.moves = append(f.moves[max(0, len(f.moves)+1-mostMoves):], s.at)
+	}
 	f.now, f.next, f.downSince, f.lastDown = f.next, Interface{}, time.Time{}, time.Time{}
 	return true, checkPeriod
+}
+
+// calm returns how long no further move is allowed at the time at.
+func (f *follower) calm(at time.Time) time.Duration {
+	if len(f.moves) < mostMoves {
+		return 0
+	}
+	return f.moves[0].Add(moveWindow).Sub(at)
 }
 
 func later(a, b time.Time) time.Time {

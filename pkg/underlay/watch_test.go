@@ -36,8 +36,13 @@ func TestFollower(t *testing.T) {
 		choice Interface
 		err    error
 		down   bool
+		works  bool
 		moved  bool
 	}
+	// There are mostMoves quick moves, and then another one is due.
+	back := check{after: stable, choice: now, works: true, moved: true}
+	forth := check{after: stable, choice: other, works: true, moved: true}
+	quick := []check{{choice: other, works: true}, forth, {choice: now, works: true}, back, {choice: other, works: true}, forth, {choice: now, works: true}}
 	for name, checks := range map[string][]check{
 		"no change": {{choice: now}, {after: time.Hour, choice: now}},
 		"an address, once it is stable": {
@@ -71,6 +76,9 @@ func TestFollower(t *testing.T) {
 		},
 		"another index": {{err: none, down: true}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2")},
 			{after: stable, choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), moved: true}},
+		"a fourth move within a minute": append(quick, check{after: stable, choice: now, works: true},
+			check{after: moveWindow - 3*stable - 1, choice: now, works: true}, check{after: 1, choice: now, works: true, moved: true}),
+		"a fourth move within a minute, because nothing works": append(quick, check{after: stable, choice: now, moved: true}),
 		"another MTU": {{choice: onD1(1, 1400, "10.1.0.2", "fd01::2")}, {after: stable, choice: onD1(1, 1400, "10.1.0.2", "fd01::2"), moved: true}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -79,7 +87,7 @@ func TestFollower(t *testing.T) {
 				f := follower{now: now}
 				for i, l := range checks {
 					time.Sleep(l.after)
-					moved, again := f.consider(ctx, observation{time.Now(), l.choice, l.err, l.down})
+					moved, again := f.consider(ctx, observation{time.Now(), l.choice, l.err, l.down, l.works})
 					if moved != l.moved || moved && !same(f.now, l.choice) {
 						t.Errorf("check %d: moved %v to %+v, want %v", i, moved, f.now, l.moved)
 					}
@@ -103,7 +111,7 @@ func TestFollowerWaitsForADownInterface(t *testing.T) {
 	f := follower{now: now}
 	at := start
 	for down := true; ; {
-		moved, again := f.consider(t.Context(), observation{at, backup, nil, down})
+		moved, again := f.consider(t.Context(), observation{at, backup, nil, down, false})
 		if moved {
 			break
 		}

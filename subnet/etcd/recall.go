@@ -9,8 +9,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Recall finds the own lease by its public address, or as the lease that was passed to Resumed. It
-// leaves its listing to Acquire. See subnet.Manager.
+// Recall finds the own lease by its public address, or as the lease that was passed to Resumed. If the
+// public address is not known yet, it finds the lease with the subnet that the node had. It leaves its
+// listing to Acquire. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(sourceLease)
 	var l listing
@@ -24,9 +25,15 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	m.forAcquire.put(l)
 	who := identity(own)
 	ours := func(e entry) bool { return e.err == nil && hasPublicIP(e.lease, who) || m.isResumed(e) }
+	if !who.IsValid() {
+		ours = func(e entry) bool { return e.err == nil && overlap(e.subnets, m.previous(own)) }
+	}
 	found := recalled(l.entries, ours, m.previous(own))
 	if found == nil {
 		return subnet.Claim{}, nil
+	}
+	if !who.IsValid() {
+		return found.lease.Claim(), nil
 	}
 	if _, pools, err := m.config(ctx); err == nil {
 		unlock, err := m.lock(ctx)

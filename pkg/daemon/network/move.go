@@ -107,7 +107,7 @@ func follow(ctx context.Context, m Store, from, to underlay.Interface) {
 	if !slices.Equal(to.Addrs, from.Addrs) {
 		m.Reconnect()
 	}
-	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to))
+	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to), "reason", to.Reason)
 }
 
 // serveOn starts a session on interface to. It keeps the own subnets and backend data,

@@ -122,7 +122,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	}}
 	reports := reporter{
 		host: r.host, name: r.name, opts: r.opts, state: state, config: config, ready: ready, rules: r.rules, progress: r.progress,
-		serving: r.serving.Load,
+		serving: r.serving.Load, candidates: r.candidates,
 	}
 	return &Network{runner: r, reports: reports, source: counters.With(reports.values), opened: opened}, nil
 }

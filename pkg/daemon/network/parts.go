@@ -190,36 +190,6 @@ func (p *parts) connected() time.Time {
 	return since
 }
 
-// underlayOptions returns the options for choosing the external interface, from cfg, the flags, and
-// the interface that this process or the last one has used. The public addresses in last come from
-// the store and replace those of the flags.
-func (p *parts) underlayOptions(cfg subnet.Config, last lastknown.State) underlay.Options {
-	public := last.PublicIPs
-	if now, ok := p.state.Get(); ok {
-		last = now
-	}
-	o := underlay.Options{
-		Ifaces: p.opts.Iface, IfaceRegexes: p.opts.IfaceRegex, CanReach: p.opts.IfaceCanReach,
-		PublicIP: p.opts.PublicIP, PublicIPv6: p.opts.PublicIPv6,
-		InUse: last.Interface, Reader: p.host.Underlay,
-	}
-	for _, one := range cfg.Networks {
-		o.Families = append(o.Families, one.Family())
-		// A subnet of a former network is left out, because hosts may use its addresses themselves.
-		if e, ok := last.Own.Endpoint(one.Family()); ok && one.Prefix.Contains(e.Subnet.Addr()) {
-			o.Pods = append(o.Pods, e.Subnet)
-		}
-	}
-	for _, a := range public {
-		if a.Is4() {
-			o.PublicIP = a
-		} else {
-			o.PublicIPv6 = a
-		}
-	}
-	return o
-}
-
 // watchInterface follows the external interface until ctx ends. It sends the latest state
 // to changed.
 func (p *parts) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {

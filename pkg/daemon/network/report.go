@@ -17,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -31,6 +32,8 @@ type reporter struct {
 	rules    *rules.Keeper
 	progress *Progress
 	serving  func() *session // the last session that was started; nil if there is none
+	// candidates returns the interfaces of the host; see underlay.Inspect.
+	candidates func(context.Context) []underlay.Candidate
 }
 
 // inspect returns the state of the present session, or zero values if there is none. objects selects
@@ -182,6 +185,9 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	if q.AllPaths {
 		r.Events = []status.Event{}
 		return r, nil
+	}
+	for _, c := range o.candidates(ctx) {
+		r.Interface.Candidates = append(r.Interface.Candidates, status.Candidate(c))
 	}
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))

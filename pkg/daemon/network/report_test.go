@@ -21,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -64,6 +65,7 @@ func TestStatusWithoutAnything(t *testing.T) {
 	n := reporter{
 		host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced),
 		config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t)), serving: func() *session { return nil },
+		candidates: func(context.Context) []underlay.Candidate { return nil },
 	}
 	r, err := n.report(t.Context(), status.Query{})
 	if err != nil {

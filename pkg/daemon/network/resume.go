@@ -26,11 +26,17 @@ type resumption struct {
 	stop func()
 }
 
+// absence is how long a host must lack its external interface before the last known state is used
+// without it. A clone of another host's disk usually has its own address earlier, and so does not give
+// pods the subnet of the other host.
+const absence = 5 * time.Second
+
 // resume starts a session on the last known state and lets it run until it is stopped. It
 // does so only if the state belongs to this host and its lease has not expired. Pods then
 // keep their network while the store is unavailable. resume returns after the first
 // attempt. If that fails, for example because an address is missing at boot, a goroutine
-// repeats it. The session follows the external interface by work, and keeps its state in
+// repeats it. If the external interface is missing for longer, the session serves only the pods of
+// this host until the interface is there. The session follows the external interface by work, and keeps its state in
 // the state store.
 func (r *runner) resume(ctx context.Context) *resumption {
 	last := r.past
@@ -44,7 +50,8 @@ func (r *runner) resume(ctx context.Context) *resumption {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		s, err := r.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
-		if resumer, ok := r.store.(subnet.Resumer); ok && err == nil {
+		// A host without its interface may be a clone, whose lease is not that of the state.
+		if resumer, ok := r.store.(subnet.Resumer); ok && err == nil && s.begin.Load().Interface.Index != 0 {
 			resumer.Resumed(*cmp.Or(last.Stored, &last.Own)) // before endTries returns: the regular start then calls Acquire, which depends on it
 		}
 		close(decided)
@@ -70,24 +77,30 @@ func (r *runner) resume(ctx context.Context) *resumption {
 // recall starts a session on the last known state, which lasts until ctx ends. It repeats
 // the start until waiting ends or the lease expires, and calls tried after each attempt.
 func (r *runner) recall(ctx, waiting context.Context, last lastknown.State, choice underlay.Options, tried func()) (s *session, err error) {
+	begin := time.Now()
 	err = retry(waiting, "the last known state cannot be used yet", func() (err error) {
 		defer tried()
-		s, err = r.serveLast(ctx, last, choice)
+		s, err = r.serveLast(ctx, last, choice, time.Since(begin) >= absence)
 		return err
 	})
 	return s, err
 }
 
-// serveLast starts a session on the last known state, if the state belongs to this host.
-func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice underlay.Options) (*session, error) {
+// serveLast starts a session on the last known state, if the state belongs to this host. If there is no
+// external interface and without is set, the session serves only the pods of this host.
+func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice underlay.Options, without bool) (*session, error) {
 	if err := last.Usable(time.Now()); err != nil {
 		return nil, err
 	}
 	iface, err := underlay.Wait(ctx, choice, 0)
-	if err != nil {
+	switch {
+	case err != nil && !without:
 		return nil, err
-	}
-	if !lastknown.SameHost(last.Interface, iface) {
+	case err != nil:
+		klog.FromContext(ctx).Error(err, "only the pods of this host have a network until there is an external interface")
+		iface = last.Interface
+		iface.Index = 0
+	case !lastknown.SameHost(last.Interface, iface):
 		return nil, fmt.Errorf("it is of a host with %v, this one has %v", describe(last.Interface), describe(iface))
 	}
 	last.Interface, last.Recalled = iface, true

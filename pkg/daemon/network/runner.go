@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/paths"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -115,6 +117,9 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	} else {
 		now = r.state.Change(change)
 	}
+	if now.Interface.Index == 0 {
+		return now, unconnected{mtu: unconnectedMTU(be, now.Interface)}, nil
+	}
 	if running, err = startBackend(ctx, be, now.Own, r.catalog.FreePorts); err != nil {
 		return now, nil, fmt.Errorf("start backend: %w", err)
 	}
@@ -160,6 +165,68 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 	}
 	syncer = backend.NewSyncer(config)
 	return syncer
+}
+
+// underlayOptions returns the options for choosing the external interface, from cfg, the flags, the
+// interface that this process or the last one has used, and the peers. The public addresses in last come
+// from the store and replace those of the flags.
+func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underlay.Options {
+	public := last.PublicIPs
+	if now, ok := r.state.Get(); ok {
+		last = now
+	}
+	o := underlay.Options{
+		Ifaces: r.opts.Iface, IfaceRegexes: r.opts.IfaceRegex, CanReach: r.opts.IfaceCanReach,
+		PublicIP: r.opts.PublicIP, PublicIPv6: r.opts.PublicIPv6,
+		InUse: last.Interface, Reader: r.host.Underlay, Peers: r.peerAddrs,
+	}
+	for _, one := range cfg.Networks {
+		o.Families = append(o.Families, one.Family())
+		// A subnet of a former network is left out, because hosts may use its addresses themselves.
+		if e, ok := last.Own.Endpoint(one.Family()); ok && one.Prefix.Contains(e.Subnet.Addr()) {
+			o.Pods = append(o.Pods, e.Subnet)
+		}
+	}
+	for _, a := range public {
+		if a.Is4() {
+			o.PublicIP = a
+		} else {
+			o.PublicIPv6 = a
+		}
+	}
+	return o
+}
+
+// candidates returns the interfaces of the host. It returns none while the address families of the network
+// are unknown.
+func (r *runner) candidates(ctx context.Context) []underlay.Candidate {
+	last := r.past
+	if now, ok := r.state.Get(); ok {
+		last = now
+	}
+	if len(last.Config.Networks) == 0 {
+		return nil
+	}
+	all, _, _ := underlay.Inspect(ctx, r.underlayOptions(last.Config, last)) // the reasons say why none is chosen
+	return all
+}
+
+// peerAddrs returns the public addresses of a few peers of the present session, or of the last known state.
+func (r *runner) peerAddrs() (all []netip.Addr) {
+	var peers []*subnet.Lease
+	if s := r.serving.Load(); s != nil {
+		peers = s.syncer.Some()
+	} else {
+		for i := range r.past.Peers.Peers {
+			peers = append(peers, &r.past.Peers.Peers[i].Lease)
+		}
+	}
+	for _, l := range peers {
+		for _, e := range l.Endpoints {
+			all = append(all, e.PublicIP)
+		}
+	}
+	return all
 }
 
 // startBackend starts the network of a backend. If a UDP port is in use, startBackend tries again for

@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -96,7 +97,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		return nil, last, err
 	}
 	s.progress.waitFor(PhaseNoInterface)
-	iface, err := underlay.Wait(ctx, s.underlayOptions(cfg, last), s.opts.IfaceWait)
+	iface, err := s.awaitInterface(ctx, cfg, last)
 	if err != nil {
 		return nil, last, err
 	}
@@ -113,6 +114,9 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		last = now // the session on the last known state may have changed the interface
 		if now.Fresh != nil {
 			last.Peers, last.Fresh = now.Fresh(), nil
+		}
+		if now.Interface.Index == 0 && lastknown.OtherHost(now.Interface, iface) {
+			last.Peers = subnet.LedgerState{} // the session has served the pods before the host knew its address
 		}
 	} else if lastknown.OtherHost(last.Interface, iface) {
 		last.Peers = subnet.LedgerState{}
@@ -133,6 +137,30 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
 	return be, last, nil
+}
+
+// awaitInterface waits for the external interface. While the last known state serves the pods of this
+// host, it does not give up.
+func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, last lastknown.State) (underlay.Interface, error) {
+	options := s.runner.underlayOptions(cfg, last)
+	if len(last.Interface.Addrs) == 0 {
+		before, err := s.store.Recall(ctx, subnet.Claim{})
+		if err != nil {
+			return underlay.Interface{}, fmt.Errorf("recall what this host has published: %w", err)
+		}
+		for _, e := range before.Endpoints {
+			options.Published = append(options.Published, e.PublicIP)
+		}
+		options.Pods = previousSubnets(ctx, s.opts.SubnetFile)
+	}
+	limit := s.opts.IfaceWait
+	for {
+		iface, err := underlay.Wait(ctx, options, limit)
+		if err == nil || ctx.Err() != nil || s.runner.serving.Load() == nil {
+			return iface, err
+		}
+		limit = max(limit, time.Minute)
+	}
 }
 
 // errUnreadable means that the store has a configuration that cannot be read.

@@ -47,6 +47,7 @@ func objectCases() []contractCase {
 		{"on-link lookups", onLink},
 		{"on-link lookups behind a default route without a gateway", defaultIsNoNetwork},
 		{"on-link lookups on a link without neighbours", withoutNeighbours},
+		{"on-link lookups over another device", overAnotherDevice},
 		{"changes that affect on-link lookups are announced", rerouted},
 		{"a muted monitor", muted},
 	}
@@ -395,7 +396,7 @@ func onLink(f *fixture) {
 
 func (f *fixture) expectOnLink(dst, want string) {
 	f.Helper()
-	dev, err := f.OnLink(f.Context(), netip.MustParseAddr(dst))
+	dev, err := f.OnLink(f.Context(), netip.MustParseAddr(dst), "eth0")
 	if err != nil || dev != want {
 		f.Errorf("OnLink(%s) = %q, %v; want %q", dst, dev, err, want)
 	}
@@ -441,4 +442,18 @@ func withoutNeighbours(f *fixture) {
 		f.expectOnLink("192.168.88.2", want)
 		f.expectOnLink("fd00:88::2", want)
 	}
+}
+
+// overAnotherDevice checks that a route to a host over a device other than the external one does not make
+// that host on-link, as a VPN's route to a peer, unless the route belongs to an address of the device.
+func overAnotherDevice(f *fixture) {
+	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
+	f.must(f.Append(nicAddrs()...))
+	for _, dst := range []string{"192.168.77.2/32", "fd00:77::2/128"} {
+		f.must(f.Append(unicast(dst, nic)))
+	}
+	f.expectOnLink("192.168.77.2", "")
+	f.expectOnLink("fd00:77::2", "")
+	f.expectOnLink("192.168.88.2", nic)
+	f.expectOnLink("fd00:88::2", nic)
 }

@@ -154,7 +154,7 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 }
 
 // OnLink implements dataplane.Kernel.
-func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
+func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (string, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, d := range k.devices {
@@ -168,7 +168,8 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 			best = r
 		}
 	}
-	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath || !dataplane.IsNetwork(best.Dst) || k.devices[best.Dev].noARP {
+	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath || !dataplane.IsNetwork(best.Dst) || k.devices[best.Dev].noARP ||
+		best.Dev != external && best.Protocol != protoKernel {
 		return "", nil
 	}
 	return best.Dev, nil

@@ -68,7 +68,7 @@ func (k *Kernel) Close() error {
 }
 
 // OnLink implements dataplane.Kernel.
-func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
+func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (string, error) {
 	r, err := k.lookup(dst)
 	switch {
 	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH),
@@ -81,7 +81,8 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 		return "", nil
 	}
 	l, err := k.link(r.oif)
-	if !l.resolves() {
+	connected := r.route.Protocol == unix.RTPROT_KERNEL || r.route.Protocol == unix.RTPROT_RA
+	if !l.resolves() || l.name != external && !connected {
 		return "", err
 	}
 	return l.name, err

@@ -233,7 +233,7 @@ func TestKernelConcurrentCalls(t *testing.T) {
 				if _, err := w.Read(t.Context(), dataplanetest.Scope()); err != nil {
 					t.Error(err)
 				}
-				if dev, err := w.OnLink(t.Context(), netip.MustParseAddr("fd00:77::5")); err != nil || dev != "eth0" {
+				if dev, err := w.OnLink(t.Context(), netip.MustParseAddr("fd00:77::5"), "eth0"); err != nil || dev != "eth0" {
 					t.Errorf("on-link device %q (%v), want eth0", dev, err)
 				}
 			}

@@ -116,7 +116,7 @@ func TestKernelClosed(t *testing.T) {
 		t.Error("a closed socket keeps its file number")
 	}
 	k := &Kernel{sock: s, links: w.links}
-	if _, err := k.OnLink(t.Context(), netip.MustParseAddr("192.168.77.2")); !errors.Is(err, unix.EBADF) {
+	if _, err := k.OnLink(t.Context(), netip.MustParseAddr("192.168.77.2"), "eth0"); !errors.Is(err, unix.EBADF) {
 		t.Errorf("OnLink: %v, want bad file descriptor", err)
 	}
 	if err := k.readRoutes(t.Context(), unix.AF_INET, dataplane.Scope{}, &dataplane.State{}); !errors.Is(err, unix.EBADF) {

@@ -100,7 +100,7 @@ func (w *world) awaitUp(dev string) error {
 // updates that in a worker.
 func (w *world) awaitOwn(a netip.Addr) error {
 	return await(func(ctx context.Context) (string, error) {
-		dev, err := w.OnLink(ctx, a)
+		dev, err := w.OnLink(ctx, a, "eth0")
 		if dev != "" {
 			return fmt.Sprintf("%s is still reached through %s", a, dev), err
 		}
