@@ -76,8 +76,7 @@ func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
 
 func newClient(cfg *rest.Config, agent string) (*client, error) {
 	cfg.UserAgent = agent
-	// The server would need more time to compress the list of all Nodes than to send it.
-	cfg.DisableCompression = true
+	cfg.DisableCompression = true // only lists ask for it, see request.compressed
 	dialer := connrotation.NewDialer(newDialer().DialContext)
 	cfg.Dial = dialer.DialContext
 	if cfg.BearerTokenFile != "" {
@@ -122,6 +121,9 @@ type request struct {
 	accept  string
 	content string // type of body
 	body    []byte
+	// compressed lets the server compress the answer with gzip. It is for large answers only: a
+	// watch would come in blocks.
+	compressed bool
 }
 
 // do sends a request, and returns the response if its status is below 300. The caller must close
@@ -143,6 +145,9 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	req.Header.Set("Accept", r.accept)
 	if r.content != "" {
 		req.Header.Set("Content-Type", r.content)
+	}
+	if r.compressed {
+		req.Header.Set("Accept-Encoding", "gzip")
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {

@@ -4,6 +4,7 @@ package kube
 
 import (
 	"bytes"
+	"compress/gzip"
 	"errors"
 	"fmt"
 	"io"
@@ -130,6 +131,58 @@ func emulated(name string, nodes int, c *countingServer) *Manager {
 	m.nodes.Store(int64(nodes))
 	m.events = newEventSender(m.client, &m.timing, &m.name, &m.uid, &m.nodes)
 	return m
+}
+
+// TestOnlyListsAreCompressed expects that requests for all Nodes allow the server to compress its answer,
+// whether it does or not, and that no other request does. A compressed watch would come in blocks.
+func TestOnlyListsAreCompressed(t *testing.T) {
+	plain := wiretest.List(t, "9", "", newNode("n0", 1), newNode("n1", 2))
+	var packed bytes.Buffer
+	w := gzip.NewWriter(&packed)
+	if _, err := w.Write(plain); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	for name, tc := range map[string]struct {
+		q        query
+		watch    bool
+		encoding string // of the answer
+		body     []byte
+		want     string
+		nodes    int
+	}{
+		"all Nodes":               {encoding: "gzip", body: packed.Bytes(), want: "gzip", nodes: 2},
+		"all Nodes, not packed":   {body: plain, want: "gzip", nodes: 2},
+		"a page of metadata":      {q: query{metadata: true, limit: 500}, encoding: "gzip", body: packed.Bytes(), want: "gzip", nodes: 2},
+		"one Node":                {q: query{name: "n0"}, body: plain, nodes: 2},
+		"some Nodes":              {q: query{hosts: []string{"n0", "n1"}}, body: plain, nodes: 2},
+		"a watch":                 {q: query{metadata: true, revision: 9}, watch: true},
+		"an answer that is no gz": {encoding: "gzip", body: plain, want: "gzip"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			asked := ""
+			m := emulated("n0", 2, &countingServer{answer: func(r *http.Request) *http.Response {
+				asked = r.Header.Get("Accept-Encoding")
+				return &http.Response{StatusCode: http.StatusOK, Header: http.Header{"Content-Encoding": {tc.encoding}}, Body: io.NopCloser(bytes.NewReader(tc.body))}
+			}})
+			nodes := 0
+			var err error
+			if tc.watch {
+				err = m.client.watch(t.Context(), m.decoder, tc.q, func() {}, func(wire.Event) error { return nil })
+			} else {
+				_, err = m.client.list(t.Context(), m.decoder, tc.q, func(*wire.Node) { nodes++ })
+			}
+			if asked != tc.want {
+				t.Errorf("the request accepts the encoding %q, want %q", asked, tc.want)
+			}
+			if nodes != tc.nodes || (err == nil) != (nodes > 0) {
+				t.Errorf("%d Nodes came, with %v, want %d", nodes, err, tc.nodes)
+			}
+		})
+	}
 }
 
 // TestEventsOfAllNodesAreSpread makes 2,000 nodes refuse a bad peer at the same moment. Their

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -100,7 +101,7 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 	stalled := time.AfterFunc(stallTimeout, stop)
 	defer stalled.Stop()
 
-	r := request{path: "nodes", query: q.values(), accept: acceptFull}
+	r := request{path: "nodes", query: q.values(), accept: acceptFull, compressed: !q.selects()}
 	if q.metadata {
 		r.accept = acceptMetadataList
 	}
@@ -135,8 +136,15 @@ func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on fu
 		return listing{}, err
 	}
 	defer resp.Body.Close()
+	var body io.Reader = resp.Body
+	if resp.Header.Get("Content-Encoding") == "gzip" { // the server decides: it does not compress small answers
+		if body, err = gzip.NewReader(resp.Body); err != nil {
+			return listing{}, c.explain(err)
+		}
+	}
+
 	var l listing
-	for n, err := range d.List(resp.Body, &l.ListMeta) {
+	for n, err := range d.List(body, &l.ListMeta) {
 		if err != nil {
 			return l, c.explain(err)
 		}
