@@ -118,6 +118,17 @@ func (h *Host) closeTunnel() error {
 // used. It sets the device, the source check, the table and the counters in c. The tunnel may run already, because an earlier network has left it. openTunnel replaces a tunnel
 // that has ended or has other ends.
 func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
+	t, err := h.takeTunnel(ctx, name, c)
+	if err != nil {
+		return nil, err
+	}
+
+	h.store(ctx, t.Device) // not while mu is locked, because systemd may not read the message at once
+	return t, nil
+}
+
+// takeTunnel is openTunnel without passing the device to systemd.
+func (h *Host) takeTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.openDevice(ctx, name); err != nil {
@@ -200,18 +211,26 @@ func (h *Host) warnUnchecked(ctx context.Context, err error) {
 	}
 }
 
-// openDevice makes h.device the device with that name, ready to carry packets. It also passes the
-// device to systemd, unless systemd already keeps it. If systemd does not take the device, or the kernel does
+// store passes the device to systemd, unless systemd already keeps it. If systemd does not take the
+// device, store only logs that, and does not try again.
+func (h *Host) store(ctx context.Context, d *tunnel.Device) {
+	h.mu.Lock()
+	known := h.stored == d
+	h.stored = d
+	h.mu.Unlock()
+	if known {
+		return
+	}
+	if err := keepDevice(ctx, d); err != nil {
+		klog.FromContext(ctx).Error(err, "systemd does not keep the device: packets are lost during a restart")
+	}
+}
+
+// openDevice makes h.device the device with that name, ready to carry packets. If the kernel does
 // not accept ICMP errors from it, openDevice only logs that.
 func (h *Host) openDevice(ctx context.Context, name string) error {
 	if err := h.attachDevice(ctx, name); err != nil {
 		return err
-	}
-	if h.stored != h.device {
-		h.stored = h.device
-		if err := keepDevice(h.device); err != nil {
-			klog.FromContext(ctx).Error(err, "systemd does not keep the device: packets are lost during a restart")
-		}
 	}
 	if err := h.device.Persist(h.settings.Persist); err != nil {
 		return oneline.Join(err, h.closeDevice())
@@ -281,12 +300,12 @@ func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 
 // keepDevice passes the device to systemd (FDSTORE of sd_notify(3)), if systemd runs this
 // process and the unit allows that. It replaces a device of that name that systemd has kept.
-func keepDevice(d *tunnel.Device) error {
+func keepDevice(ctx context.Context, d *tunnel.Device) error {
 	raw, err := d.File().SyscallConn()
 	if err != nil {
 		return err
 	}
-	cerr := raw.Control(func(fd uintptr) { err = health.Notifier{}.Keep(d.Name(), int(fd)) })
+	cerr := raw.Control(func(fd uintptr) { err = health.Notifier{}.Keep(ctx, d.Name(), int(fd)) })
 	return oneline.Join(err, cerr)
 }
 

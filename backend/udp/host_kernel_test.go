@@ -28,9 +28,9 @@ func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Getenv(childEnv) != "" {
 		h := NewHost(Settings{})
-		err := h.openDevice(context.Background(), deviceName)
+		err := openAndStore(context.Background(), h)
 		if err == nil { // open it again, as after a change of the external interface
-			err = h.openDevice(context.Background(), deviceName)
+			err = openAndStore(context.Background(), h)
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -41,6 +41,15 @@ func TestMain(m *testing.M) {
 		os.Exit(0)
 	}
 	os.Exit(m.Run())
+}
+
+// openAndStore opens the device of h, and passes it to systemd.
+func openAndStore(ctx context.Context, h *Host) error {
+	err := h.openDevice(ctx, deviceName)
+	if err == nil {
+		h.store(ctx, h.device)
+	}
+	return err
 }
 
 // oneHost creates a host in a network namespace. ctx ends after 30 s, which limits the
@@ -67,7 +76,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
 	systemd := listenAsSystemd(t)
 	h := NewHost(Settings{})
-	if err := l.Host(1).Do(ctx, func() error { return h.openDevice(ctx, deviceName) }); err != nil {
+	if err := l.Host(1).Do(ctx, func() error { return openAndStore(ctx, h) }); err != nil {
 		t.Fatal(err)
 	}
 	kept := receiveKept(t, systemd)
@@ -126,7 +135,7 @@ func TestKernelSystemdKeepsAClaimedDevice(t *testing.T) {
 	h := NewHost(Settings{})
 	defer h.Close()
 	if err := l.Host(1).Do(ctx, func() error {
-		return errors.Join(h.claimDevice(ctx, deviceName), h.openDevice(ctx, deviceName))
+		return errors.Join(h.claimDevice(ctx, deviceName), openAndStore(ctx, h))
 	}); err != nil {
 		t.Fatal(err)
 	}

@@ -58,6 +58,10 @@ func Run(ctx context.Context, cfg Config) error {
 	}
 	group.Go(func() error { return h.Tuner.Rest(members, s.Up(), s.StateIsWritten) })
 	group.Go(func() error { return health.Notifier{}.Watchdog(members, s) })
+	group.Go(func() error {
+		announce(members, s.Up())
+		return nil
+	})
 	group.Go(func() error { return h.Firewall.Run(members) })
 	group.Go(func() error {
 		defer s.Close()
@@ -70,14 +74,28 @@ func Run(ctx context.Context, cfg Config) error {
 	return err
 }
 
+// announce tells the log and systemd that the daemon is ready, when up is closed.
+func announce(ctx context.Context, up <-chan struct{}) {
+	select {
+	case <-up:
+	case <-ctx.Done():
+		return
+	}
+
+	klog.FromContext(ctx).Info("flannel is ready")
+	if err := (health.Notifier{}).Ready(ctx); err != nil && ctx.Err() == nil {
+		klog.FromContext(ctx).Error(err, "cannot notify systemd")
+	}
+}
+
 // waitForGroup waits until all goroutines of group have returned, or until stopTimeout after the end of
 // members, the context of group. It returns nil if ctx has ended, and otherwise the first error of group,
 // which has also ended members.
 func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 	notified := make(chan struct{})
-	context.AfterFunc(members, func() { // in the background, because systemd may not read the message
+	context.AfterFunc(members, func() { // in the background, because systemd may not read the message at once
 		defer close(notified)
-		if err := (health.Notifier{}).Stopping(); err != nil {
+		if err := (health.Notifier{}).Stopping(context.WithoutCancel(ctx)); err != nil {
 			klog.FromContext(ctx).Error(err, "cannot notify systemd")
 		}
 	})

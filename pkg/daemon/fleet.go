@@ -119,14 +119,6 @@ func (f *fleet) Run(ctx context.Context) error {
 	}
 	start()
 	group.Go(func() error {
-		select {
-		case <-f.up:
-			announceReady(ctx)
-		case <-ctx.Done():
-		}
-		return nil
-	})
-	group.Go(func() error {
 		for {
 			select {
 			case <-f.news:

@@ -9,7 +9,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/daemon/network"
-	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/status"
 )
@@ -19,21 +18,13 @@ type single struct{ *network.Network }
 
 func openSingle(ctx context.Context, h *network.Host, cfg Config) (served, error) {
 	n, err := network.Open(ctx, network.Config{
-		Host: h, Options: cfg.Options, Backends: cfg.Backends, Announce: announceReady,
+		Host: h, Options: cfg.Options, Backends: cfg.Backends,
 		Progress: network.NewProgress(network.LogPhases(klog.FromContext(ctx))),
 	})
 	if err != nil {
 		return nil, err
 	}
 	return single{n}, nil
-}
-
-// announceReady tells the log and systemd that the daemon is ready.
-func announceReady(ctx context.Context) {
-	klog.FromContext(ctx).Info("flannel is ready")
-	if err := (health.Notifier{}).Ready(); err != nil {
-		klog.FromContext(ctx).Error(err, "cannot notify systemd")
-	}
 }
 
 func (s single) all() []metrics.Source { return []metrics.Source{s.Metrics()} }

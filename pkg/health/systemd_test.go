@@ -37,13 +37,13 @@ func listenNotify(t *testing.T) (next func(wait time.Duration) (string, error)) 
 func TestNotify(t *testing.T) {
 	next := listenNotify(t)
 	for _, tt := range []struct {
-		send func() error
+		send func(context.Context) error
 		want string
 	}{
 		{Notifier{}.Ready, "READY=1"},
 		{Notifier{}.Stopping, "STOPPING=1"},
 	} {
-		if err := tt.send(); err != nil {
+		if err := tt.send(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if got, err := next(5 * time.Second); got != tt.want {
@@ -52,10 +52,46 @@ func TestNotify(t *testing.T) {
 	}
 }
 
+// TestDeafSupervisor sends messages that the supervisor never reads, until its queue is full. Each
+// must then return after its deadline, except READY=1, which must arrive when there is room again.
+func TestDeafSupervisor(t *testing.T) {
+	next := listenNotify(t)
+	sent := 0
+	for ; ; sent++ {
+		if err := (Notifier{}).Stopping(t.Context()); errors.Is(err, os.ErrDeadlineExceeded) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := (Notifier{}).Keep(t.Context(), "device", 0); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("Keep() = %v, want the end of its deadline", err)
+	}
+	stopped, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := (Notifier{}).Ready(stopped); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("Ready() = %v after the end of its context", err)
+	}
+
+	done := make(chan error, 1)
+	go func() { done <- Notifier{}.Ready(t.Context()) }()
+	for range sent {
+		if got, err := next(5 * time.Second); got != "STOPPING=1" {
+			t.Fatalf("the supervisor got %q (%v), want STOPPING=1", got, err)
+		}
+	}
+	if got, err := next(5 * time.Second); got != "READY=1" {
+		t.Errorf("the supervisor got %q (%v), want READY=1", got, err)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
 func TestNotifyWithoutSystemd(t *testing.T) {
 	t.Setenv("NOTIFY_SOCKET", "")
 	t.Setenv("WATCHDOG_USEC", "")
-	if err := (Notifier{}).Ready(); err != nil {
+	if err := (Notifier{}).Ready(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if err := (Notifier{}).Watchdog(t.Context(), New(0)); err != nil {
@@ -65,7 +101,7 @@ func TestNotifyWithoutSystemd(t *testing.T) {
 
 func TestNotifyFailureIsNamed(t *testing.T) {
 	t.Setenv("NOTIFY_SOCKET", filepath.Join(t.TempDir(), "missing"))
-	if err := (Notifier{}).Ready(); !errors.Is(err, os.ErrNotExist) {
+	if err := (Notifier{}).Ready(t.Context()); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("Ready() = %v, want an error that says the socket is missing", err)
 	}
 }

@@ -141,6 +141,28 @@ func newSupervisor(t *testing.T, h *lab.Host, socket string) supervisor {
 
 func (s supervisor) env(more ...string) []string { return append(more, "NOTIFY_SOCKET="+s.path) }
 
+// fill fills the queue of the socket, so that no message of a daemon has room.
+func (s supervisor) fill(t *testing.T, h *lab.Host) {
+	t.Helper()
+	var conn *net.UnixConn
+	err := h.Do(testContext(t), func() (err error) {
+		conn, err = net.DialUnix("unixgram", nil, &net.UnixAddr{Name: s.path, Net: "unixgram"})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	for err == nil {
+		if err = conn.SetWriteDeadline(time.Now().Add(100 * time.Millisecond)); err == nil {
+			_, err = conn.Write([]byte("full"))
+		}
+	}
+	if !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatal(err)
+	}
+}
+
 // next returns the next notification, such as READY=1, or an empty string if there is none within
 // the time wait.
 func (s supervisor) next(t *testing.T, wait time.Duration) string {
@@ -218,18 +240,72 @@ func TestWatchdog(t *testing.T) {
 	expectStop(t, d)
 }
 
+// blocking is a backend whose main loop blocks after the call of block.
+const blocking = `{"Type":"wireguard","Implementation":"userspace","PSKFile":"` + pskFile + `"}`
+
+// startBlocking starts a daemon with the backend blocking, and waits until it is ready.
+func startBlocking(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
+	t.Helper()
+	o.Args = append(o.Args, "--resync=1s")
+	key := strings.Repeat("A", 43) + "=" // 32 bytes
+	if err := errors.Join(os.RemoveAll(h.Path(pskFile)), os.WriteFile(h.Path(pskFile), []byte(key), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	return startOne(t, h, o)
+}
+
+// block replaces the file of the preshared key by a FIFO without a writer. Each pass of the main loop
+// opens the file, which then blocks.
+func block(t *testing.T, h *lab.Host) {
+	t.Helper()
+	if err := errors.Join(os.Remove(h.Path(pskFile)), unix.Mkfifo(h.Path(pskFile), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	pause(t, 2*time.Second) // the next pass is a second later
+}
+
+// TestDeafSupervisor checks that a daemon does its work and stops in time although the supervisor
+// never reads from its socket, whose queue is full.
+func TestDeafSupervisor(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))
+	for _, h := range l.Hosts() {
+		deaf := newSupervisor(t, h, "notify")
+		deaf.fill(t, h)
+		d := start(t, h, lab.FlanneldOptions{Env: deaf.env("WATCHDOG_USEC=10000")})
+		expectReady(t, d)
+	}
+	if err := l.AddPods(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+	putConfig(t, l, `{"Type":"udp","Mode":"userspace","Port":7}`)
+	for _, h := range l.Hosts() {
+		eventually(t, h.Name()+" uses the other port", func() error {
+			if devices := fmt.Sprint(statusOf(t, h).Network.Devices); len(linesWith(h.Daemon(), followed)) != 1 {
+				return fmt.Errorf("devices %s, and the change was not followed once", devices)
+			}
+			return nil
+		})
+	}
+	expectMatrix(t, l)
+	for _, h := range l.Hosts() {
+		expectStop(t, h.Daemon())
+		expectOnce(t, h.Daemon(), "systemd does not keep the device")
+	}
+}
+
 // TestMainLoopHangs checks that /healthz reports a main loop that makes no progress, so that a
-// liveness probe can restart the daemon. The main loop blocks because the supervisor never reads
-// from its socket.
+// liveness probe can restart the daemon.
 //
 //stages:rest it waits for the watchdog
 func TestMainLoopHangs(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	deaf := newSupervisor(t, l.Host(1), "notify")
+	l := newLab(t, lab.Config{Hosts: 1}, blocking)
 	const most = time.Minute + 2*time.Second // with this resync, the main loop counts as healthy for this time after its last round
 	begin := time.Now()
-	d := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--resync=1s"}, Env: deaf.env("WATCHDOG_USEC=2000")})
+	d := startBlocking(t, l.Host(1), lab.FlanneldOptions{})
+	block(t, l.Host(1))
 	within(t, most+patience, "/healthz", func() error {
 		status, body, _ := d.Get(testContext(t), "/healthz")
 		if status != http.StatusServiceUnavailable || !strings.Contains(body, "main loop stands still") {
@@ -244,16 +320,14 @@ func TestMainLoopHangs(t *testing.T) {
 }
 
 // TestSecondSignalKills checks that a daemon stops in time although one of its goroutines blocks,
-// and that a second signal kills it at once. The goroutine blocks because the supervisor never
-// reads from its socket, whose queue is full.
+// and that a second signal kills it at once.
 func TestSecondSignalKills(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	deaf := newSupervisor(t, l.Host(1), "notify")
+	l := newLab(t, lab.Config{Hosts: 1}, blocking)
 	blocked := func() *lab.Daemon {
 		t.Helper()
-		d := startOne(t, l.Host(1), lab.FlanneldOptions{Env: deaf.env("WATCHDOG_USEC=10000")})
-		pause(t, time.Second)
+		d := startBlocking(t, l.Host(1), lab.FlanneldOptions{})
+		block(t, l.Host(1))
 		return d
 	}
 	d := blocked()

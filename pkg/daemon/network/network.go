@@ -44,7 +44,7 @@ type Config struct {
 	// OpenStore opens the store of one of several networks, which share a connection to etcd. If
 	// it is nil, the options select the store.
 	OpenStore func(etcd.Config) (Store, error)
-	// Announce is called once, when the network is ready for the first time.
+	// Announce is called once, when the network is ready for the first time. It may be nil.
 	Announce func(context.Context)
 	// Others returns the prefixes of the daemon's other networks, and a channel that is closed when
 	// these prefixes change. Packets to them are not masqueraded. The field is nil if there are no

@@ -29,7 +29,7 @@ const interfaceGrace = 10 * time.Second
 // readiness collects the states of the components, and announces once that the network is ready.
 type readiness struct {
 	health   *health.Status
-	announce func(context.Context) // called once
+	announce func(context.Context) // called once; may be nil
 	grace    time.Duration         // --readyz-datastore-grace
 	leaseEnd func() time.Time      // of the own lease; zero if it does not end, or there is none yet
 	once     sync.Once
@@ -53,7 +53,9 @@ func (r *readiness) report(ctx context.Context, part string, err error) {
 	}
 	r.once.Do(func() {
 		close(r.up)
-		r.announce(ctx)
+		if r.announce != nil {
+			r.announce(ctx)
+		}
 	})
 }
 
