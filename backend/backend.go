@@ -75,6 +75,9 @@ type Env struct {
 	Elector subnet.Elector
 	// Warn reports something to operators beside the log, for example as an Event. It may be nil.
 	Warn func(reason, message string)
+	// Recalled is set if the network starts from the last known state, because the store has not
+	// answered yet. Its configuration may no longer be in use.
+	Recalled bool
 	// NewReconciler returns the Reconciler for the backend's network. If it is nil, the network
 	// creates one. It is set if two backends share one Reconciler, as in a migration.
 	NewReconciler func(dataplane.Scope) (Reconciler, error)

@@ -2,18 +2,22 @@
 
 package backend
 
-import "fmt"
+import (
+	"context"
+	"fmt"
+)
 
-// Leftover is a kernel object of a kind that the data plane does not know, so the backend creates
-// it outside of its Scope. When another configuration replaces that of the backend, the object
-// stays in the kernel. String describes the object. Two leftovers with the same text are the same
-// object.
+// Leftover is something that a backend creates outside of its Scope: a kernel object of a kind that
+// the data plane does not know, or what commands have done. When another configuration replaces that
+// of the backend, it stays on the host. String describes it. Two leftovers with the same text are
+// the same.
 type Leftover interface {
 	fmt.Stringer
-	// Present reports whether the object exists in the kernel.
+	// Present reports whether it exists.
 	Present() (bool, error)
-	// Remove removes the object from the kernel. It returns nil if the object does not exist.
-	Remove() error
+	// Remove removes it. It returns nil if it does not exist. If ctx ends before, Remove returns an
+	// error, and the next call continues.
+	Remove(ctx context.Context) error
 }
 
 // Cleaner is implemented by backends that may have leftovers.

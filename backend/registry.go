@@ -202,9 +202,9 @@ type Catalog struct {
 	// Shutdown does what the backends must do on the host before the daemon stops, such as running
 	// ShutdownCommand. The daemon calls it when it was told to stop. It may be nil.
 	Shutdown func(ctx context.Context)
-	// Retire runs when the network was deleted. It undoes what backends have done outside of Scope
-	// and Leftovers. It may be nil.
-	Retire func(ctx context.Context) error
+	// Leftovers contains those leftovers of which the host itself records whether they exist. They
+	// are removed when the present backend does not have them, even if the former one is unknown.
+	Leftovers []Leftover
 	// CloseUnused closes the devices and tunnels of this process that no started network uses. A
 	// network that ends may leave them running, so that they carry packets until the next network
 	// takes them over. It may be nil.

@@ -47,7 +47,7 @@ func New(o options.Options) (backend.Catalog, error) {
 	return backend.Catalog{
 		Registry:    registry.WithMigration(migration.New).WithOverflow(overflow.New).WithLocations(location.New),
 		Shutdown:    commands.Shutdown,
-		Retire:      commands.Retire,
+		Leftovers:   commands.Leftovers(),
 		CloseUnused: func() error { return oneline.Join(packets.CloseUnused(), encrypted.CloseUnused()) },
 		FreePorts: func(ports []int) error {
 			return oneline.Join(packets.FreePorts(ports), encrypted.FreePorts(ports))

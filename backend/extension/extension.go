@@ -19,6 +19,8 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -39,6 +41,9 @@ const (
 	// before the second try and twice that before the third.
 	setupTries = 3
 	setupPause = time.Second
+	// recallWait is the time after the start of this process in which no command of a recalled
+	// configuration runs again, such as after a boot or a stop.
+	recallWait = 10 * time.Second
 	// maxPublished limits the size of the data in the lease, in bytes of JSON, because
 	// readers of leases have limits too.
 	maxPublished = 16 << 10
@@ -62,11 +67,13 @@ type Host struct {
 	settings Settings
 	store    *stateStore
 	timeout  atomic.Int64 // CommandTimeout in nanoseconds; zero before the first network is started
+	started  time.Time
+	setting  sync.Mutex // held while commands set this host up, or undo everything
 }
 
 // NewHost returns the Host of a process that has not run any command yet.
 func NewHost(s Settings) *Host {
-	return &Host{settings: s, store: &stateStore{dir: s.StateDir, name: s.Name, boot: bootID()}}
+	return &Host{settings: s, started: time.Now(), store: &stateStore{dir: s.StateDir, name: s.Name, boot: bootID()}}
 }
 
 // New is the backend's factory.
@@ -91,9 +98,9 @@ func (h *Host) Shutdown(ctx context.Context) {
 	}
 }
 
-// Retire undoes what commands have done since the boot, because the network was deleted. It runs
-// SubnetRemoveCommand for each subnet, and then ShutdownCommand. It logs a command that fails, and
-// does not repeat it. Then it deletes the state file. If only an earlier boot has run commands, it
+// Retire undoes what commands have done since the boot, because the network was deleted or uses
+// another backend now. It runs SubnetRemoveCommand for each subnet, and then ShutdownCommand. It logs a
+// command that fails, and does not repeat it. Then it deletes the state file. If only an earlier boot has run commands, it
 // just deletes the state file. If this process has not loaded the state yet and cannot read the
 // file, Retire logs that and does nothing.
 //
@@ -101,6 +108,9 @@ func (h *Host) Shutdown(ctx context.Context) {
 // call then repeats the command that was killed, and continues. Retire also returns an error if it
 // cannot delete the state file.
 func (h *Host) Retire(ctx context.Context) error {
+	h.setting.Lock()
+	defer h.setting.Unlock()
+
 	exists, err := h.store.exists()
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "cannot read which commands have run, undoing none")
@@ -224,6 +234,9 @@ func (b *Backend) outdated(prev subnet.Claim) bool {
 // the same external interface and addresses. It returns an error if the command fails, or if its
 // output is too large for the lease.
 func (b *Backend) prepare(ctx context.Context) error {
+	b.host.setting.Lock()
+	defer b.host.setting.Unlock()
+
 	store, iface := b.host.store, b.env.Underlay
 	store.load(ctx)
 	var addrs []string
@@ -233,6 +246,9 @@ func (b *Backend) prepare(ctx context.Context) error {
 	key := hash(b.config.pre, iface.Name, iface.Index, addrs)
 	if store.setup().Key == key {
 		return nil
+	}
+	if b.env.Recalled && time.Since(b.host.started) < recallWait {
+		return errors.New("before commands run again, the store gets time to answer, because the configuration may have changed")
 	}
 	b.host.undo(ctx, b.config.timeout)
 	s := setup{Number: store.setup().Number + 1}
@@ -293,6 +309,18 @@ func peerVariables(l subnet.Lease) []string {
 		env = append(env, n.subnet+"="+values[n.subnet], n.address+"="+values[n.address])
 	}
 	return env
+}
+
+// subnets returns the values of the variables of a peer's subnets.
+func (in input) subnets() (all []string) {
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		for _, v := range in.Env {
+			if value, ok := strings.CutPrefix(v, namesOf(f).subnet+"="); ok && value != "" {
+				all = append(all, value)
+			}
+		}
+	}
+	return all
 }
 
 // names contains the names of one family's variables.

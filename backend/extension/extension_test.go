@@ -829,3 +829,54 @@ func TestBlackhole(t *testing.T) {
 		n.stop()
 	}
 }
+
+// TestFamiliesOfAPeer checks that the subnets of a host whose address families change are removed
+// before they are added with the other families, and not after that, although the store has another
+// lease of the host.
+func TestFamiliesOfAPeer(t *testing.T) {
+	n := newNode(t, logging())
+	n.dual()
+	six := peer(2, "")
+	six.Key = "six"
+	six.Endpoints[0] = subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:5:0:2::/64"), PublicIP: netip.MustParseAddr("2001:db8::2")}
+	both := peer(2, "")
+	both.Key = "both"
+	both.Endpoints = append(both.Endpoints, six.Endpoints...)
+	const addSix, removeSix = "add   [fd00:5:0:2::/64 2001:db8::2] []", "remove   [fd00:5:0:2::/64 2001:db8::2] []"
+	const addBoth, removeBoth = "add 10.5.2.0/24 192.0.2.2 [fd00:5:0:2::/64 2001:db8::2] []", "remove 10.5.2.0/24 192.0.2.2 [fd00:5:0:2::/64 2001:db8::2] []"
+	const setUp = "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1 fd00:5::/48 fd00:5:0:1::/64 2001:db8::1 []"
+	n.mustStart()
+	n.sync(six)
+	n.expect("pre []", setUp, addSix)
+	for _, complete := range []bool{false, true} {
+		if _, err := n.net.Sync(n.ctx, set(complete, both)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.expect(removeSix, addBoth)
+	for _, complete := range []bool{false, true} {
+		if _, err := n.net.Sync(n.ctx, set(complete, six)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.expect(removeBoth, addSix)
+}
+
+// TestRecalled checks that commands of a recalled configuration run again only after recallWait.
+func TestRecalled(t *testing.T) {
+	n := newNode(t, logging())
+	n.mustStart()
+	n.stop()
+	n.host.Shutdown(t.Context())
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "shutdown 10.5.1.0/24")
+	n.env.Recalled = true
+	if _, err := n.start(); err == nil || !strings.Contains(err.Error(), "the store gets time to answer") {
+		t.Errorf("%v, want that no command runs yet", err)
+	}
+	n.expect()
+	n.host.started = n.host.started.Add(-recallWait)
+	if _, err := n.again(); err != nil {
+		t.Error(err)
+	}
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
+}

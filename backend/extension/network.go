@@ -75,8 +75,11 @@ type target struct {
 // one that adds want.
 type job struct {
 	subnet string
-	old    *entry  // nil if the subnet was not added yet
-	want   *target // nil if the subnet must only be removed
+	// old contains what has to be removed first, by its subnet in the state file. Besides an entry for
+	// subnet itself, that is one of the same host with other address families: its command would
+	// otherwise remove later what want adds.
+	old  map[string]entry
+	want *target // nil if the subnet must only be removed
 }
 
 func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Programmer) *network {
@@ -162,27 +165,47 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	defer n.mu.Unlock()
 	var gone, fresh, again []job
 	have, now := n.host.store.entries(), time.Now()
+	owners := map[string]string{} // keys in have that are not wanted, by all subnets of their entries
+	for s, e := range have {
+		if _, ok := want[s]; !ok {
+			for _, one := range e.Input.subnets() {
+				owners[one] = s
+			}
+		}
+	}
 	add := func(to *[]job, j job) {
+		running := n.running[j.subnet]
+		for s := range j.old {
+			running = running || n.running[s]
+		}
 		if e, ok := have[j.subnet]; ok {
-			j.old = &e
+			j.old[j.subnet] = e
 		}
 		switch t, failed := n.failures[j.subnet]; {
-		case n.running[j.subnet]:
+		case running:
 		case !failed || j.want == nil && t.hash != "" || j.want != nil && t.hash != j.want.hash:
 			*to = append(*to, j)
 		case !now.Before(t.next):
 			again = append(again, j)
 		}
 	}
-	for _, s := range slices.Sorted(maps.Keys(have)) {
-		if _, ok := want[s]; !ok && complete {
-			add(&gone, job{subnet: s})
-		}
-	}
+	replaced := map[string]bool{}
 	for _, s := range slices.Sorted(maps.Keys(want)) {
 		t := want[s]
-		if e, ok := have[s]; !ok || !e.Sure || e.Hash != t.hash {
-			add(&fresh, job{subnet: s, want: &t})
+		if e, ok := have[s]; ok && e.Sure && e.Hash == t.hash {
+			continue
+		}
+		j := job{subnet: s, want: &t, old: map[string]entry{}}
+		for _, one := range t.input.subnets() {
+			if owner, ok := owners[one]; ok {
+				j.old[owner], replaced[owner] = have[owner], true
+			}
+		}
+		add(&fresh, j)
+	}
+	for _, s := range slices.Sorted(maps.Keys(have)) {
+		if _, ok := want[s]; !ok && complete && !replaced[s] {
+			add(&gone, job{subnet: s, old: map[string]entry{}})
 		}
 	}
 	return slices.Concat(gone, fresh, again)
@@ -191,12 +214,11 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 // markUnsure records that the state of a subnet is unknown until the job has succeeded. If this
 // process is killed before, the next one does not rely on the state. The caller calls flush.
 func (n *network) markUnsure(j job) {
-	switch {
-	case j.old != nil:
-		e := *j.old
+	for s, e := range j.old {
 		e.Sure = false
-		n.host.store.setEntry(j.subnet, e)
-	case j.want != nil:
+		n.host.store.setEntry(s, e)
+	}
+	if _, added := j.old[j.subnet]; !added && j.want != nil {
 		n.host.store.setEntry(j.subnet, n.entry(j.want))
 	}
 }
@@ -246,16 +268,16 @@ func (n *network) runJob(ctx context.Context, j job) error {
 	if n.failed(j.subnet) { // the first failure has been logged
 		log = log.V(4)
 	}
-	if j.old != nil {
-		if err := n.run(ctx, log, j.old.Undo, j.old.Input); err != nil {
+	for _, s := range slices.Sorted(maps.Keys(j.old)) {
+		if err := n.run(ctx, log, j.old[s].Undo, j.old[s].Input); err != nil {
 			if j.want == nil || ctx.Err() != nil { // if the command was killed half-way, the removal must be repeated
 				return err
 			}
 			log.V(2).Info("remove before add failed, the subnet may not have been there", "err", err)
 		}
+		n.host.store.removeEntry(s)
 	}
 	if j.want == nil {
-		n.host.store.removeEntry(j.subnet)
 		return nil
 	}
 	e := n.entry(j.want)

@@ -3,6 +3,7 @@
 package udp
 
 import (
+	"context"
 	"fmt"
 
 	"github.com/flanneld/flanneld/backend"
@@ -34,7 +35,7 @@ func (p portLeftover) Present() (bool, error) {
 }
 
 // Remove implements backend.Leftover.
-func (p portLeftover) Remove() error { return p.remove() }
+func (p portLeftover) Remove(context.Context) error { return p.remove() }
 
 // filterLeftover is the nftables table of a senderFilter.
 type filterLeftover struct{}
@@ -48,4 +49,4 @@ func (filterLeftover) Present() (bool, error) {
 }
 
 // Remove implements backend.Leftover.
-func (filterLeftover) Remove() error { return removeFilter() }
+func (filterLeftover) Remove(context.Context) error { return removeFilter() }

@@ -140,7 +140,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 			_, err = dataplane.Retire(ctx, kernel, of.Scope, dataplane.Scope{})
 			errs = append(errs, err)
 		}
-		errs = append(errs, c.leftovers(done.Beyond(of)))
+		errs = append(errs, c.leftovers(ctx, done.Beyond(of)))
 		done.Leftovers = append(done.Leftovers, of.Leftovers...)
 	}
 	return oneline.Join(errs...)
@@ -158,7 +158,7 @@ func (c Cleanup) owned(all []lastknown.State) (owned []ownership.Objects) {
 }
 
 // leftovers removes the leftovers that exist.
-func (c Cleanup) leftovers(all []backend.Leftover) error {
+func (c Cleanup) leftovers(ctx context.Context, all []backend.Leftover) error {
 	var errs []error
 	for _, r := range all {
 		present, err := r.Present()
@@ -166,7 +166,7 @@ func (c Cleanup) leftovers(all []backend.Leftover) error {
 			c.tell(r)
 		}
 		if present && c.Yes {
-			err = r.Remove()
+			err = r.Remove(ctx)
 		}
 		errs = append(errs, err)
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -272,4 +273,80 @@ func TestExtensionFailsToStart(t *testing.T) {
 	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--allow-extension-backend=false"}}),
 		"--allow-extension-backend", "as root")
 	expectFailure(t, start(t, l.Host(2), lab.FlanneldOptions{}), "PreStartupCommand: exit status 1: no such device")
+}
+
+// TestExtensionLeft changes from extension to another backend: live, with a daemon that is killed at
+// once, and while the daemon is stopped. Everything that commands have done must be undone, once, and
+// no command may run again, although the daemons are stopped and start again.
+func TestExtensionLeft(t *testing.T) {
+	t.Parallel()
+	for name, change := range map[string]func(t *testing.T, l *lab.Lab, put func()){
+		"stopped": func(t *testing.T, l *lab.Lab, put func()) {
+			expectStop(t, l.Host(1).Daemon())
+			put()
+			startOne(t, l.Host(1), lab.FlanneldOptions{})
+		},
+		"live": func(_ *testing.T, _ *lab.Lab, put func()) { put() },
+		"killed": func(t *testing.T, l *lab.Lab, put func()) {
+			put()
+			l.Host(1).Daemon().Kill()
+			startOne(t, l.Host(1), lab.FlanneldOptions{})
+		},
+		"killed before": func(t *testing.T, l *lab.Lab, put func()) {
+			l.Host(1).Daemon().Kill()
+			put()
+			startOne(t, l.Host(1), lab.FlanneldOptions{})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var config map[string]any
+			if err := json.Unmarshal([]byte(extensionVXLANConfig(t)), &config); err != nil {
+				t.Fatal(err)
+			}
+			config["ShutdownCommand"] = "echo shutdown >> " + calls + "; ip link del flannel-vxlan"
+			l := newLab(t, lab.Config{Hosts: 2}, extensionConfig(t, config))
+			startAll(t, l, lab.FlanneldOptions{})
+			expectMatrix(t, l)
+			files := func(h *lab.Host) []string {
+				all, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*-commands.json"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				return all
+			}
+			var added []string // the peer's subnet, by host
+			for i, h := range l.Hosts() {
+				peer := netip.PrefixFrom(l.Host(2 - i).Pods()[0].Addr(prefix.IPv4), 24).Masked()
+				added = append(added, peer.String())
+				expectCalls(t, h, "pre", "post", "add "+peer.String())
+				if len(files(h)) != 1 {
+					t.Errorf("%s has the files %v, want one", h.Name(), files(h))
+				}
+			}
+
+			change(t, l, func() { putConfig(t, l, `{"Type":"host-gw"}`) })
+			for i, h := range l.Hosts() {
+				want := []string{"remove " + added[i], "shutdown"}
+				if i == 0 && name == "stopped" {
+					slices.Reverse(want) // the stop has run ShutdownCommand
+				}
+				expectCalls(t, h, want...)
+				eventually(t, "the file of "+h.Name(), func() error {
+					if left := files(h); len(left) > 0 {
+						return fmt.Errorf("it has %v", left)
+					}
+					return nil
+				})
+				expectNothingOf(t, h, "flannel-vxlan")
+			}
+			expectMatrix(t, l)
+
+			for _, h := range l.Hosts() {
+				expectStop(t, h.Daemon())
+				startOne(t, h, lab.FlanneldOptions{})
+				expectCalls(t, h)
+			}
+		})
+	}
 }

@@ -104,7 +104,9 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 		return nil, fmt.Errorf("it is of a host with %v, this one has %v", describe(last.Interface), describe(iface))
 	}
 	last.Interface, last.Recalled = iface, true
-	be, _, err := r.catalog.New(r.env(iface, last.Config))
+	env := r.env(iface, last.Config)
+	env.Recalled = true
+	be, _, err := r.catalog.New(env)
 	if err != nil {
 		return nil, err
 	}

@@ -65,6 +65,11 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 		former = append(former, p.owned(f))
 		migrated = migrated || f.Config.Migrates()
 	}
+	for _, l := range ownership.Of(present).Beyond(ownership.Objects{Leftovers: p.catalog.Leftovers}) {
+		if there, err := l.Present(); there || err != nil {
+			former = append(former, ownership.Objects{Leftovers: []backend.Leftover{l}})
+		}
+	}
 	start := make(chan struct{})
 	return &retirement{
 		remover: p.remover(ownership.Of(present)),
@@ -138,12 +143,10 @@ func (p *parts) retireAll(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
-	if p.catalog.Retire != nil {
-		if err := p.catalog.Retire(ctx); err != nil {
-			return err
-		}
-	}
 	r := p.remover(ownership.Objects{})
+	if err := r.Remove(ctx, kernel, ownership.Objects{Leftovers: p.catalog.Leftovers}); err != nil {
+		return err
+	}
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 		former := p.owned(f)
 		if err := r.Remove(ctx, kernel, former); err != nil {

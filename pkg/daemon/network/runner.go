@@ -67,7 +67,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Durat
 	}
 	s.begin.Store(&now)
 	r.serving.Store(s) // reports read s from now on
-	r.progress.session(now.Recalled, len(now.Former) > 0)
+	r.progress.session(now.Recalled, len(past.former) > 0)
 	var wg sync.WaitGroup
 	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {

@@ -5,6 +5,7 @@
 package ownership
 
 import (
+	"context"
 	"fmt"
 	"slices"
 
@@ -46,12 +47,12 @@ func (o Objects) Beyond(other Objects) []backend.Leftover {
 }
 
 // discard removes the leftovers that exist, and returns their number. It stops at the first error.
-func discard(leftovers []backend.Leftover) (removed int, err error) {
+func discard(ctx context.Context, leftovers []backend.Leftover) (removed int, err error) {
 	for _, r := range leftovers {
 		present, err := r.Present()
 		if err == nil && present {
 			removed++
-			err = r.Remove()
+			err = r.Remove(ctx)
 		}
 		if err != nil {
 			return removed, fmt.Errorf("remove %s: %w", r, err)

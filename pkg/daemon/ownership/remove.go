@@ -40,7 +40,7 @@ func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Obj
 		return err
 	}
 	if len(scope.Devices) == len(former.Scope.Devices) {
-		one, err := discard(r.Present.Beyond(former))
+		one, err := discard(ctx, r.Present.Beyond(former))
 		if removed += one; err != nil {
 			return err
 		}

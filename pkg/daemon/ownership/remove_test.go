@@ -3,6 +3,7 @@
 package ownership
 
 import (
+	"context"
 	"net/netip"
 	"testing"
 
@@ -15,9 +16,9 @@ import (
 // leftover exists until it is removed.
 type leftover struct{ removed bool }
 
-func (*leftover) String() string           { return "a leftover" }
-func (r *leftover) Present() (bool, error) { return !r.removed, nil }
-func (r *leftover) Remove() error          { r.removed = true; return nil }
+func (*leftover) String() string                 { return "a leftover" }
+func (r *leftover) Present() (bool, error)       { return !r.removed, nil }
+func (r *leftover) Remove(context.Context) error { r.removed = true; return nil }
 
 // TestRemoverLeavesOthersDevices checks that a device of the former configuration, and the
 // leftovers, stay while another daemon uses the device, and are removed after that.
