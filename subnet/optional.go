@@ -45,10 +45,12 @@ type ConfigWatcher interface {
 // Resumer is a Manager that cannot recognize the own lease by the node's name, but only by its
 // public address, which may have changed while the store was unavailable.
 type Resumer interface {
-	// Resumed tells the manager, before Acquire, that this node uses the lease own from its last
-	// known state. own contains the public addresses that the node has published in the store. If
-	// the store has a lease with the Key, the Order and the public address of own, Acquire continues
-	// with that lease, even if the node has another address now.
+	// Resumed tells the manager, before Acquire, that this node had the lease own, from its last
+	// known state. own contains the public addresses that the node has published in the store.
+	// Acquire continues with that lease, even if the node has another address now, and gives back
+	// others that the node has written. After Resumed, Acquire also continues with a lease that has
+	// an identity in the data of its claim, such as a VTEP MAC. own is zero if that is all that is
+	// known.
 	Resumed(own Lease)
 }
 

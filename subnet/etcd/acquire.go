@@ -99,13 +99,11 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		m.recognize(ctx, e)
 	}
 	who := identity(c)
-	ours := func(e entry) bool {
-		return e.err == nil && hasPublicIP(e.lease, who) || m.isOwn(e) || m.isResumed(e)
-	}
-	if err := m.completeOwn(ctx, &l, ours); err != nil {
+	relationOf := m.relationTo(c)
+	if err := m.completeOwn(ctx, &l, relationOf); err != nil {
 		return err
 	}
-	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
+	p, err := choose(pools, m.previous(c), m.former(), m.own, relationOf, l.entries)
 	if p.keep == nil && l.partial() {
 		return errPartial
 	}
@@ -151,20 +149,28 @@ func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 	return subnets
 }
 
+// former returns the subnets that the node had in earlier configurations, last first.
+func (m *Manager) former() []netip.Prefix {
+	if m.cfg.Former == nil {
+		return nil
+	}
+	return m.cfg.Former()
+}
+
 // completeOwn reads again those leases of this node that came into l from the last known state, and
 // puts them into l. A write needs the revision of their last write, which that state does not have,
 // and a partial listing may have them as they were.
 // It returns errPartial if one of them is gone or belongs to another node by now.
-func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) bool) error {
+func (m *Manager) completeOwn(ctx context.Context, l *listing, relationOf func(entry) relation) error {
 	for i, e := range l.entries {
-		if e.modRevision != 0 && !l.partial() || !ours(e) {
+		if e.modRevision != 0 && !l.partial() || relationOf(e) == foreign {
 			continue
 		}
 		found, _, err := m.read(ctx, e.key)
 		switch {
 		case err != nil:
 			return err
-		case found == nil || found.createRevision != e.createRevision || !ours(*found):
+		case found == nil || found.createRevision != e.createRevision || relationOf(*found) == foreign:
 			return errPartial
 		}
 		l.entries[i] = *found
@@ -173,8 +179,8 @@ func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) 
 }
 
 // update makes the own lease publish c, if the manager has a lease with the subnets of c, these fit
-// the pools, and the store has that lease as the manager wrote it. Otherwise done is false, and
-// update changes nothing. It does not list other leases, because after a change of the network
+// the pools, the store has that lease as the manager wrote it, and no other write is unanswered.
+// Otherwise done is false, and update changes nothing. It does not list other leases, because after a change of the network
 // configuration all hosts call it at once.
 func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
 	var have, want []netip.Prefix
@@ -184,7 +190,7 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	for _, e := range c.Endpoints {
 		want = append(want, e.Subnet)
 	}
-	if !m.own.exists() || !slices.Equal(have, want) || !fits(pools, have) {
+	if !m.own.exists() || len(m.unanswered) > 0 || !slices.Equal(have, want) || !fits(pools, have) {
 		return false, nil
 	}
 	found, _, err := m.read(ctx, m.own.key)

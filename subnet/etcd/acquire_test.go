@@ -147,14 +147,19 @@ func TestRestartKeepsSubnet(t *testing.T) {
 			acquire(t, f.manager(t), claim("192.0.2.7", "2001:db8::7")) // another node
 			first := acquire(t, f.manager(t), tc.claim)
 			_, _, before := f.get(t, "subnets/"+first.Key)
-			if again := acquire(t, f.manager(t), tc.claim); again.Key != first.Key {
-				t.Errorf("by public IP: got %s, want %s", again.Key, first.Key)
+			m := f.manager(t)
+			m.Resumed(first)
+			if again := acquire(t, m, tc.claim); again.Key != first.Key {
+				t.Errorf("by the last known state: got %s, want %s", again.Key, first.Key)
 			}
 			if _, _, after := f.get(t, "subnets/"+first.Key); after != before {
 				t.Errorf("key was written although it was right: revision %d, then %d", before, after)
 			}
+			if again := acquire(t, f.manager(t), tc.claim); again.Key != first.Key {
+				t.Errorf("by public IP: got %s, want %s", again.Key, first.Key)
+			}
 			f.delete(t, "subnets/"+first.Key)
-			m := f.manager(t, func(c *Config) {
+			m = f.manager(t, func(c *Config) {
 				for _, e := range first.Endpoints {
 					c.Previous = append(c.Previous, e.Subnet)
 				}
@@ -593,7 +598,8 @@ func TestResumed(t *testing.T) {
 		t.Errorf("acquired %+v, want %s with the new address", now, before.Key)
 	}
 
-	// The lease has another address since then, which may be another node's.
+	// Another node has taken the lease since then.
+	f.put(t, "subnets/"+before.Key, leaseValue("192.0.2.2"), f.grant(t, 60))
 	late := f.manager(t)
 	late.Resumed(before)
 	if l := acquire(t, late, claim("192.0.2.3")); l.Key == before.Key {

@@ -191,7 +191,7 @@ func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
 	if a.m.cfg.OnRepaired != nil {
 		a.m.cfg.OnRepaired(len(keys))
 	}
-	u := a.cache.update(a.m.ownKey.Load(), changed)
+	u := a.cache.update(a.m.self.Load(), changed)
 	u.Undecodable = unreadable
 	sink(u)
 	return true

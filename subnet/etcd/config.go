@@ -28,6 +28,9 @@ type Config struct {
 	// Previous contains the subnets that this node had and wants again, of one or both families,
 	// best first.
 	Previous []netip.Prefix
+	// Former returns the subnets that this node had in earlier configurations, last first. The node
+	// takes one again if the configuration has it, and it is free. Former may be nil.
+	Former func() []netip.Prefix
 	// Own and Known are the last known state of an earlier run, with the own lease as the store had
 	// it. If the store is the same and still has the changes since then, the manager reads only
 	// these changes at the start, and does not list all leases. Both may be zero.

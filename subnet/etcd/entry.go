@@ -61,12 +61,14 @@ func (l listing) partial() bool { return l.store.Revision < l.head }
 // if it has one, otherwise its public IPv6 address. It is invalid if c has neither.
 func identity(c subnet.Claim) netip.Addr {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
+		if e, ok := c.Endpoint(f); ok && isAddress(e.PublicIP) {
 			return e.PublicIP
 		}
 	}
 	return netip.Addr{}
 }
+
+func isAddress(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
 // hasPublicIP reports whether l has the public address who, and so belongs to the node with that
 // identity.

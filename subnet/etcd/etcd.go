@@ -58,6 +58,7 @@ func newManager(cfg Config) *Manager {
 		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: defaultTiming(), wall: wall,
 		outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
 	}
+	m.self.Store(&self{})
 	m.known.Store(newLastKnown(cfg))
 	m.cfg.Known = subnet.LedgerState{}
 	return m

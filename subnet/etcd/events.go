@@ -54,7 +54,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	}
 	cache.store.Revision = max(known, confirmed)
 	m.client.hosts.Store(int64(len(cache.entries)))
-	u := cache.update(m.ownKey.Load(), changed)
+	u := cache.update(m.self.Load(), changed)
 	for _, ev := range resp.Events {
 		if key := m.keyOf(ev.Kv); cache.unreadable(key) {
 			delete(changed, key)

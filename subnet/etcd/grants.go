@@ -26,6 +26,7 @@ func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 	}
 	if spare.id == 0 {
 		spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
+		m.claimGrant(spare.id)
 	}
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
@@ -35,6 +36,24 @@ func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 		}
 		return err
 	})
+}
+
+// grantFor renews the etcd lease id, and returns it. If it is zero or gone, or has another TTL,
+// grantFor returns spare, which it requests if necessary.
+func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID, spare *grant) (grant, error) {
+	if id != 0 {
+		g, err := m.renew(ctx, id)
+		if err != nil && !errors.Is(err, errNoGrant) {
+			return grant{}, err
+		}
+		// The store may grant a longer TTL than requested. An etcd lease that this manager got is
+		// not replaced because of that: a new one would have the same TTL.
+		if err == nil && (g.ttl == m.cfg.TTL || g.ttl > m.cfg.TTL && id == m.own.grant.id) {
+			return g, nil
+		}
+	}
+	err := m.ensureGrant(ctx, spare)
+	return *spare, err
 }
 
 // forgetIfGone makes spare the zero grant if err means that the store does not have that etcd lease

@@ -103,7 +103,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		return checked, true, nil
 	case m.isCurrent(*found, own):
 		return checked, false, nil
-	case !m.isOwn(*found) && !hasPublicIP(found.lease, identity(own.claim)) && owner(*found).IsValid():
+	case m.relationTo(own.claim)(*found) == foreign && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
 	if err := m.refresh(ctx, *found, own, nil, spare); err != nil {
@@ -180,8 +180,8 @@ func lost(key string, by entry) error {
 }
 
 // recreate creates the own key again. It returns errConflict if the own key exists, or if another
-// client was faster. It deletes leases with the own address that are older than the own lease was,
-// or that overlap the own subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
+// client was faster. It deletes what this host has written besides, and leases with the own address
+// that are older than the own lease was, or that overlap the own subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
 // reservation overlaps the own subnets. A restored backup can bring such leases back: see
 // plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
@@ -194,12 +194,14 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) erro
 		return fmt.Errorf("own key: %w", err)
 	}
 	var stale []entry
+	relationOf := m.relationTo(own.claim)
 	for _, e := range l.entries {
-		ours := e.err == nil && e.leased() && hasPublicIP(e.lease, identity(own.claim))
+		is := relationOf(e)
+		ours := e.leased() && is != foreign
 		switch overlaps := overlap(e.subnets, subnets); {
 		case e.key == own.key:
 			return errConflict
-		case ours && (overlaps || own.isNewerThan(e)):
+		case ours && (overlaps || is == proven || own.isNewerThan(e)):
 			stale = append(stale, e)
 		case overlaps:
 			return lost(own.key, e)

@@ -136,24 +136,24 @@ func (c *leaseCache) unreadable(key string) bool {
 }
 
 // update returns the update to publish, and computes its mark. changed has the leases that have
-// changed, nil for one that is gone; a nil map means that any lease may have changed. If own is not
-// nil, the update does not contain that key as a lease.
-func (c *leaseCache) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
-	if own != nil {
-		if _, ok := changed[*own]; ok {
+// changed, nil for one that is gone; a nil map means that any lease may have changed. The update
+// contains no leases of own.
+func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.Update {
+	for key, l := range changed {
+		if l != nil && own.has(c.entries[key]) {
 			// The receiver may still have the key as the lease of another node.
-			changed[*own] = nil
+			changed[key] = nil
 		}
 	}
 	c.store.Mark = c.mark()
 	return subnet.Update{Store: c.store, Partial: c.partial(), Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
 }
 
-func (c *leaseCache) snapshot(own *string) subnet.Snapshot {
+func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
 	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store, Another: c.another}
 	for key, e := range c.entries {
 		switch {
-		case own != nil && key == *own:
+		case own.has(e):
 		case e.err != nil:
 			s.Undecodable = append(s.Undecodable, key)
 		default:

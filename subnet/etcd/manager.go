@@ -26,9 +26,9 @@ type Manager struct {
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease // writes of the own key since own was set, without an answer: the store may have executed one of them, or may still do so
-	writes     int        // number of writes of the own key, with or without an answer
-	ownKey     atomic.Pointer[string]
+	unanswered []ownLease           // writes of the own key since own was set, without an answer: the store may have executed one of them, or may still do so
+	writes     int                  // number of writes of the own key, with or without an answer
+	self       atomic.Pointer[self] // this host's part of the store; never nil
 	// forAcquire contains the listing that the next Acquire uses, and forWatch the one that the
 	// next Watch uses.
 	forAcquire, forWatch stash
@@ -81,17 +81,6 @@ func (m *Manager) Close() error {
 // when this host has lost an address, because a connection from that address would be silent for a
 // long time.
 func (m *Manager) Reconnect() { m.client.renew() }
-
-// Resumed implements subnet.Resumer.
-func (m *Manager) Resumed(own subnet.Lease) { m.resumed.Store(&own) }
-
-// isResumed reports whether e is the lease that was passed to Resumed: it has the same key,
-// creation revision and public address. Its other data may have changed.
-func (m *Manager) isResumed(e entry) bool {
-	l := m.resumed.Load()
-	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order &&
-		hasPublicIP(e.lease, identity(subnet.Claim{Endpoints: l.Endpoints}))
-}
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
 

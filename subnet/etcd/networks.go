@@ -301,6 +301,16 @@ func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 	}
 	defer unlock()
 	m.own, m.unanswered = ownLease{}, nil
+	if own.LeaseID != 0 { // the store deletes all keys with it, also one of a superseded configuration
+		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+			_, err := c.Revoke(ctx, clientv3.LeaseID(own.LeaseID))
+			return err
+		})
+		if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+			return nil
+		}
+		return err
+	}
 	key := m.dir + own.Key
 	var id clientv3.LeaseID
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {

@@ -35,7 +35,7 @@ func (f *fixture) keys(tb testing.TB, dir string) (keys []string) {
 	return keys
 }
 
-var self = netip.MustParseAddr("192.0.2.1")
+var ownIP = netip.MustParseAddr("192.0.2.1")
 
 // configs receives the configurations that Networks passes to sink, as texts by the name of the
 // network.
@@ -197,7 +197,7 @@ func TestNetworkShares(t *testing.T) {
 			t.Fatal(err)
 		}
 		networks = append(networks, n)
-		claim := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: self}}}
+		claim := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: ownIP}}}
 		own, err := subnettest.Acquire(t.Context(), n, claim)
 		if err != nil {
 			t.Fatal(err)
@@ -225,9 +225,9 @@ func TestNetworkShares(t *testing.T) {
 func TestReleaseOfAReservation(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	f.put(t, "subnets/10.5.7.0-24", fmt.Sprintf(`{"PublicIP":"%s"}`, self))
+	f.put(t, "subnets/10.5.7.0-24", fmt.Sprintf(`{"PublicIP":"%s"}`, ownIP))
 	m := f.manager(t)
-	own, err := subnettest.Acquire(t.Context(), m, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: self}}})
+	own, err := subnettest.Acquire(t.Context(), m, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: ownIP}}})
 	if err != nil || !own.Permanent {
 		t.Fatalf("%+v, %v, want the reservation", own, err)
 	}

@@ -83,7 +83,7 @@ func (o ownLease) reservedBy(e entry) bool {
 func (o ownLease) lease() subnet.Lease {
 	l := subnet.Lease{
 		Key: o.key, Order: uint64(o.create), BackendType: o.claim.BackendType, NextType: o.claim.NextType, Endpoints: o.claim.Endpoints,
-		Permanent: o.grant.id == 0,
+		Permanent: o.grant.id == 0, LeaseID: int64(o.grant.id),
 	}
 	if !l.Permanent {
 		l.Expires = o.grant.expires

@@ -19,11 +19,13 @@ type plan struct {
 }
 
 // choose decides which lease the node uses. It is pure. wanted are the subnets that the node had
-// before, best first. running is the own lease of the manager, and zero at the start of the daemon.
-// If it is not zero, the node runs, and a reservation of another subnet does not come before the
-// subnet that the node has. ours reports whether an entry belongs to the node. choose returns
+// before, best first, and former those of earlier configurations. running is the own lease of the
+// manager, and zero at the start of the daemon. If it is not zero, the node runs, and a reservation
+// of another subnet does not come before the subnet that the node has. Other leases that this host
+// has written are stale: they come from a configuration that was superseded. choose returns
 // subnet.ErrNoSubnets, wrapped, if no subnet is free.
-func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
+func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease, relationOf func(entry) relation, entries []entry) (plan, error) {
+	ours := func(e entry) bool { return relationOf(e) != foreign }
 	var p plan
 	var mine []*entry
 	taken := make([]netip.Prefix, 0, len(entries))
@@ -52,18 +54,18 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 			}
 		}
 		var err error
-		if p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil); err != nil {
+		if p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after, former), taken, nil); err != nil {
 			return plan{}, err
 		}
 	} else {
 		// An unusable reservation belongs to the operator and stays, because no new key takes its
-		// place. While the node runs, unusable leases stay too.
-		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running.exists() || !e.leased() })
+		// place. While the node runs, unusable leases that it has not written stay too.
+		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return !e.leased() || running.exists() && relationOf(e) != proven })
 	}
 	for _, e := range mine {
 		switch {
 		case e == p.keep:
-		case p.outdated(*e, running):
+		case e.leased() && relationOf(*e) == proven, p.outdated(*e, running):
 			p.stale = append(p.stale, *e)
 		case p.duplicate == "":
 			p.duplicate = e.key

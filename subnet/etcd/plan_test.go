@@ -79,7 +79,13 @@ func TestChoose(t *testing.T) {
 		{name: "two older leases are stale", wanted: prefixtest.Parse("10.5.9.0/24"), entries: []entry{a, b, other}, take: prefixtest.Parse("10.5.9.0/24"), stale: 2},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			p, err := choose(pools, tc.wanted, tc.running, func(e entry) bool { return hasPublicIP(e.lease, mine) }, tc.entries)
+			relationOf := func(e entry) relation {
+				if hasPublicIP(e.lease, mine) {
+					return likely
+				}
+				return foreign
+			}
+			p, err := choose(pools, tc.wanted, nil, tc.running, relationOf, tc.entries)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -23,16 +23,21 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, err
 	}
 	m.forAcquire.put(l)
-	who := identity(own)
-	ours := func(e entry) bool { return e.err == nil && hasPublicIP(e.lease, who) || m.isResumed(e) }
-	if !who.IsValid() {
-		ours = func(e entry) bool { return e.err == nil && overlap(e.subnets, m.previous(own)) }
+	known := identity(own).IsValid()
+	relationOf := m.relationTo(own)
+	if !known {
+		relationOf = func(e entry) relation {
+			if e.err == nil && overlap(e.subnets, m.previous(own)) {
+				return likely
+			}
+			return foreign
+		}
 	}
-	found := recalled(l.entries, ours, m.previous(own))
+	found := recalled(l.entries, relationOf, m.previous(own))
 	if found == nil {
 		return subnet.Claim{}, nil
 	}
-	if !who.IsValid() {
+	if !known {
 		return found.lease.Claim(), nil
 	}
 	if _, pools, err := m.config(ctx); err == nil {
@@ -43,20 +48,26 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		defer unlock()
 		// If another node with the same address may have made the lease, Acquire does not use it,
 		// but takes the subnet that this node had. The data in that lease is not this node's.
-		if p, err := choose(pools, m.previous(own), m.own, ours, l.entries); err == nil && p.other {
+		if p, err := choose(pools, m.previous(own), nil, m.own, relationOf, l.entries); err == nil && p.other {
 			return subnet.Claim{}, nil
 		}
 	}
 	return found.lease.Claim(), nil
 }
 
-// recalled returns the first own entry that overlaps one of before, the subnets that the node had.
-// If none does, it returns the first own entry, or nil if there is none. ours reports whether an
-// entry is an own one.
-func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
+// recalled returns the own entry to continue with, or nil if there is none: one that this host has
+// written rather than another, then one that overlaps before, the subnets that the node had, and
+// then the first one.
+func recalled(entries []entry, relationOf func(entry) relation, before []netip.Prefix) *entry {
 	var found *entry
+	best := 0
 	for i, e := range entries {
-		if ours(e) && (found == nil || !overlap(found.subnets, before) && overlap(e.subnets, before)) {
+		rank := 2 * int(relationOf(e))
+		if rank > 0 && overlap(e.subnets, before) {
+			rank++
+		}
+		if rank > best {
+			best = rank
 			found = &entries[i]
 		}
 	}

@@ -6,9 +6,11 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"net/netip"
 	"slices"
 	"testing"
 
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -89,4 +91,25 @@ func TestKeepFollowsAcquire(t *testing.T) {
 		t.Errorf("the old lease %s is there again", old.Key)
 	}
 	k.stillRuns(t)
+}
+
+// TestFormerSubnets expects that a host takes a subnet of an earlier configuration again, the last one
+// first, unless another host has it.
+func TestFormerSubnets(t *testing.T) {
+	for name, tc := range map[string]struct{ taken, want string }{
+		"all free":           {"10.5.203.0-24", "10.5.7.0-24"},
+		"the last one taken": {"10.5.7.0-24", "10.5.8.0-24"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			f.put(t, "subnets/"+tc.taken, leaseValue("192.0.2.9"))
+			m := f.manager(t, func(c *Config) {
+				c.Former = func() []netip.Prefix { return prefixtest.Parse("10.6.1.0/24", "10.5.7.0/24", "10.5.8.0/24") }
+			})
+			if l := acquire(t, m, claim("192.0.2.1")); l.Key != tc.want {
+				t.Errorf("the lease is %s, want %s", l.Key, tc.want)
+			}
+		})
+	}
 }

@@ -83,7 +83,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 		if kept {
 			m.forWatch.Store(nil) // the cache is sufficient
-			sink(cache.update(m.ownKey.Load(), nil))
+			sink(cache.update(m.self.Load(), nil))
 		}
 		return nil
 	}
@@ -125,7 +125,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	}
 	cache.retainFrom(old)
 	m.client.hosts.Store(int64(len(cache.entries)))
-	sink(cache.update(m.ownKey.Load(), nil))
+	sink(cache.update(m.self.Load(), nil))
 	m.replaced.Store(false) // later updates come from the same store
 	cache.another = false
 	_, err = m.reportConfig(ctx, cache) // after the list: the watch brings later changes

@@ -17,15 +17,15 @@ import (
 
 // create writes own, whose key does not exist, and makes it the own lease of the manager. It
 // deletes stale keys in the same transaction. If one of them is a reservation of the same subnets,
-// the new key becomes a reservation too. Otherwise it gets the etcd lease spare. since is the
+// the new key becomes a reservation too. Otherwise it gets the etcd lease of this host. since is the
 // revision of the listing in which the subnets were free. create returns errConflict if another
 // client was faster.
 func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
-		if err := m.ensureGrant(ctx, spare); err != nil {
+		var err error
+		if own.grant, err = m.grantFor(ctx, m.lastGrant(), spare); err != nil {
 			return err
 		}
-		own.grant = *spare
 	}
 	revision, err := m.write(ctx, own, 0, stale)
 	if err != nil {
@@ -33,6 +33,9 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 	}
 	own.create, own.revision = revision, revision
 	if err := m.yieldToOlder(ctx, own, since); err != nil {
+		if !errors.Is(err, errConflict) {
+			m.noteUnanswered(own)
+		}
 		return err
 	}
 	if own.grant.id == spare.id {
@@ -100,27 +103,24 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 
 // refresh makes the key that was found as e equal to own, and own the own lease of the manager. It
 // keeps the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL.
-// It writes the key only if its value or its etcd lease changes, or if there are stale keys, which
-// the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
+// It writes the key only if its value or its etcd lease changes, if a write is unanswered, or if
+// there are stale keys, which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
 // returns errConflict if one of the keys has changed.
 func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
-		g, err := m.renew(ctx, e.leaseID)
-		if err != nil && !errors.Is(err, errNoGrant) {
+		id := e.leaseID
+		if m.relationTo(own.claim)(e) != proven {
+			id = m.lastGrant() // the host that has written e may still use its etcd lease
+		}
+		var err error
+		if own.grant, err = m.grantFor(ctx, id, spare); err != nil {
 			return err
 		}
-		// The store may grant a longer TTL than requested. An etcd lease that this manager got is
-		// not replaced because of that: a new one would have the same TTL.
-		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
-			if err := m.ensureGrant(ctx, spare); err != nil {
-				return err
-			}
-			g = *spare
-		}
-		own.grant = g
 	}
-	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 {
+	// A write that the store may still execute requires that this key does not change.
+	pending := len(m.unanswered) > 0
+	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 || pending {
 		revision, err := m.write(ctx, own, e.modRevision, stale)
 		if err != nil {
 			return forgetIfGone(spare, err)
@@ -149,6 +149,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	}
 	var resp *clientv3.TxnResponse
 	m.writes++
+	m.claimKeys(m.own.key, own.key)
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
 		resp, err = c.Txn(ctx).If(conditions...).Then(ops...).Commit()
 		return err
@@ -157,14 +158,18 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	case errors.Is(err, rpctypes.ErrPermissionDenied): // the store has answered and written nothing
 		return 0, err
 	case err != nil:
-		if !slices.ContainsFunc(m.unanswered, own.sameAs) {
-			m.unanswered = append(m.unanswered, own)
-		}
+		m.noteUnanswered(own)
 		return 0, err
 	case !resp.Succeeded:
 		return 0, errConflict
 	}
 	return resp.Header.Revision, nil
+}
+
+func (m *Manager) noteUnanswered(own ownLease) {
+	if !slices.ContainsFunc(m.unanswered, own.sameAs) {
+		m.unanswered = append(m.unanswered, own)
+	}
 }
 
 // remove deletes the key of e, unless the key has changed since e was read.
@@ -217,7 +222,7 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 		unused = append(unused, e.leaseID)
 	}
 	m.own, m.unanswered = own, nil
-	m.ownKey.Store(&own.key)
+	m.claimKeys(own.key)
 	if m.cfg.OnLease != nil {
 		m.cfg.OnLease(own.lease())
 	}

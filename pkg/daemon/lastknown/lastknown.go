@@ -25,9 +25,14 @@ type State struct {
 	Interface underlay.Interface `json:"interface"`
 	Own       subnet.Lease       `json:"own"`
 	Stored    *subnet.Lease      `json:"stored,omitempty"` // own lease as the store has it; nil if that is Own
-	Peers     subnet.LedgerState `json:"peers"`
-	Former    []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
-	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
+	// Subnets are those that this host had in earlier configurations, last first.
+	Subnets []netip.Prefix `json:"subnets,omitempty"`
+	// Hardware is the hardware address of the external interface, by which a host that got another IP
+	// address differs from one with a cloned disk. It is empty if the interface has none.
+	Hardware string             `json:"hardware,omitempty"`
+	Peers    subnet.LedgerState `json:"peers"`
+	Former   []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
+	Rules    []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
 	// Name is the name of one of several networks, and Prefix is the etcd prefix of all of them. Both are
 	// empty if there is only one network, which has no name.
@@ -66,10 +71,11 @@ type Former struct {
 
 // Renewed records own, the own lease as the store has it. If Stored is set, the addresses or backend
 // data have changed here and the store does not have the new ones yet. Own then keeps the new ones. If
-// own has another key, Renewed does nothing: the host has taken that lease for another configuration,
-// and the state is still that of the former configuration.
+// own has another key, Renewed records only the etcd lease: the host has taken that key for another
+// configuration, and the state is still that of the former configuration.
 func (last *State) Renewed(own subnet.Lease) {
 	if own.Key != last.Own.Key {
+		last.Own.LeaseID = own.LeaseID
 		return
 	}
 	if last.Stored != nil {
@@ -78,6 +84,23 @@ func (last *State) Renewed(own subnet.Lease) {
 		own.BackendType, own.NextType, own.Endpoints = last.Own.BackendType, last.Own.NextType, last.Own.Endpoints
 	}
 	last.Own = own
+}
+
+// maxSubnets is how many subnets of earlier configurations a host remembers.
+const maxSubnets = 16
+
+// Take makes own, which the store has, the lease of this host, and remembers the subnets that the host
+// leaves.
+func (last *State) Take(own subnet.Lease) {
+	var left []netip.Prefix
+	for _, s := range slices.Concat(last.Own.Subnets(), last.Subnets) {
+		if !slices.Contains(own.Subnets(), s) && !slices.Contains(left, s) && len(left) < maxSubnets {
+			left = append(left, s)
+		}
+	}
+	last.Subnets = left
+	last.Own = own
+	last.Stored = nil
 }
 
 // clockSlack is by how much the clock may have been set back since the state was written.

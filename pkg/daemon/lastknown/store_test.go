@@ -155,6 +155,34 @@ func TestRenewalOfAnotherLease(t *testing.T) {
 	}
 }
 
+// TestTake expects that the state has the subnets that the host has left, the last one first, and each
+// once, but not those that it has.
+func TestTake(t *testing.T) {
+	lease := func(subnets ...string) subnet.Lease {
+		var l subnet.Lease
+		for _, s := range subnets {
+			l.Endpoints = append(l.Endpoints, subnet.Endpoint{Subnet: netip.MustParsePrefix(s)})
+		}
+		return l
+	}
+	var now State
+	for _, step := range []struct {
+		take subnet.Lease
+		want []netip.Prefix
+	}{
+		{lease("10.5.1.0/24"), nil},
+		{lease("10.5.1.0/24"), nil},
+		{lease("10.6.1.0/24", "fd00::/64"), lease("10.5.1.0/24").Subnets()},
+		{lease("10.7.1.0/24"), lease("10.6.1.0/24", "fd00::/64", "10.5.1.0/24").Subnets()},
+		{lease("10.5.1.0/24"), lease("10.7.1.0/24", "10.6.1.0/24", "fd00::/64").Subnets()},
+	} {
+		now.Take(step.take)
+		if !slices.Equal(now.Subnets, step.want) {
+			t.Errorf("with %v the host has left %v, want %v", now.Own.Subnets(), now.Subnets, step.want)
+		}
+	}
+}
+
 // interfaceWith returns an external interface with the given address.
 func interfaceWith(addr string) underlay.Interface {
 	a := netip.MustParseAddr(addr)

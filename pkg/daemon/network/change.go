@@ -278,7 +278,7 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 	now.Config, now.Interface = c.config, c.iface
 	switch {
 	case c.own != nil:
-		now.Own, now.Stored = *c.own, nil
+		now.Take(*c.own)
 	case !reflect.DeepEqual(c.claim, now.Own.Claim()):
 		if now.Stored == nil {
 			stored := before.Own

@@ -127,6 +127,9 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 		if stored := now.Own; now.Stored == nil {
 			now.Stored = &stored
 		}
-		now.Interface, now.Own.NextType, now.Own.Endpoints = to, claim.NextType, claim.Endpoints
+		now.Interface = to
+		now.Hardware = hardwareOf(to)
+		now.Own.NextType = claim.NextType
+		now.Own.Endpoints = claim.Endpoints
 	})
 }

@@ -130,7 +130,10 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		return nil, last, err
 	}
 	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
-	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
+	last.Take(own)
+	last.Config = cfg
+	last.Interface = iface
+	last.Hardware = hardwareOf(iface)
 	last.Location, last.LocationLabel = env.Location, s.opts.LocationLabel
 	last.Recalled = false
 	if s.name != "" {
@@ -200,11 +203,15 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 		s.ready.report(ctx, partSubnet, outside)
 	}
 	var own subnet.Lease
+	same := lastknown.SameHost(last.Interface, env.Underlay) || hasHardware(last.Hardware)
+	if err := s.recognize(ctx, be, env, last, same); err != nil {
+		return own, err
+	}
 	prev, err := s.store.Recall(ctx, env.Claim("", subnet.Claim{}))
 	if err != nil {
 		return own, fmt.Errorf("recall the own lease: %w", err)
 	}
-	if len(prev.Endpoints) == 0 && lastknown.SameHost(last.Interface, env.Underlay) {
+	if len(prev.Endpoints) == 0 && same {
 		prev = last.Own.Claim()
 	}
 
@@ -236,6 +243,25 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 			return own, err
 		}
 	}
+}
+
+// recognize tells the store what identifies this host beside its address, which may have changed
+// while flanneld was stopped: the last known state, if it is of the same host, or else the devices of
+// the backend, which no cloned disk has. A session on the last known state has done so already.
+func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, same bool) error {
+	store, ok := s.store.(subnet.Resumer)
+	if !ok || s.runner.serving.Load() != nil {
+		return nil
+	}
+	if same {
+		store.Resumed(*cmp.Or(last.Stored, &last.Own))
+		return nil
+	}
+	devices, err := env.Links(ctx, be.Scope().Devices...)
+	if err == nil && len(devices) > 0 {
+		store.Resumed(subnet.Lease{})
+	}
+	return err
 }
 
 // unchanged returns ErrConfigChanged, wrapped, if the store has a valid configuration that differs from

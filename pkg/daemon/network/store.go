@@ -83,6 +83,13 @@ func EtcdConfig(o options.Options) etcd.Config {
 func (o storeOpener) etcdConfig(ctx context.Context) etcd.Config {
 	c := EtcdConfig(o.opts)
 	c.Previous = previousSubnets(ctx, o.opts.SubnetFile)
+	c.Former = func() []netip.Prefix {
+		last, ok := o.state.Get()
+		if !ok {
+			last = o.past
+		}
+		return last.Subnets
+	}
 	c.Own, c.Known = *cmp.Or(o.past.Stored, &o.past.Own), o.past.Peers
 	c.OnRepaired = o.metrics.Differed
 	c.OnStatus = func(err error) { o.ready.reportStore(ctx, err) }

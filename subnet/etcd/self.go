@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"slices"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
+)
+
+// self is the part of the store that may be this host's. All its keys use one etcd lease as long as that
+// lives. The host chooses the random id of the etcd lease before it writes a key, and the id is in
+// its last known state. So a key that it has written is recognized even if the answer was lost, the
+// process was killed, or the key has no address in common with the present configuration. A self
+// does not change.
+type self struct {
+	keys   []string // of the own lease, and of a write that was not answered yet
+	grants []clientv3.LeaseID
+}
+
+// has reports whether this host has written e, or has not noticed yet that e belongs to another one.
+func (s *self) has(e *entry) bool { return s.granted(e) || slices.Contains(s.keys, e.key) }
+
+// granted reports whether e uses an etcd lease of this host.
+func (s *self) granted(e *entry) bool { return e.leased() && slices.Contains(s.grants, e.leaseID) }
+
+// claimKeys sets the keys that may be this host's. Watch must know them before it sees them in the store.
+func (m *Manager) claimKeys(keys ...string) {
+	m.changeSelf(func(s *self) { s.keys = keys })
+}
+
+// claimGrant adds the id of an etcd lease of this host.
+func (m *Manager) claimGrant(id clientv3.LeaseID) {
+	m.changeSelf(func(s *self) { s.grants = append(slices.Clip(s.grants), id) })
+}
+
+func (m *Manager) changeSelf(change func(*self)) {
+	for {
+		before := m.self.Load()
+		after := *before
+		change(&after)
+		if m.self.CompareAndSwap(before, &after) {
+			return
+		}
+	}
+}
+
+// Resumed implements subnet.Resumer.
+func (m *Manager) Resumed(own subnet.Lease) {
+	m.resumed.Store(&own)
+	if own.LeaseID != 0 {
+		m.claimGrant(clientv3.LeaseID(own.LeaseID))
+	}
+}
+
+// isResumed reports whether e is the lease that was passed to Resumed: it has the same key,
+// creation revision and public address. Its other data may have changed.
+func (m *Manager) isResumed(e entry) bool {
+	l := m.resumed.Load()
+	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order && samePublicIP(e.lease, l.Claim())
+}
+
+// lastGrant returns the id of the etcd lease that a new key of this host uses, if it still exists.
+func (m *Manager) lastGrant() clientv3.LeaseID {
+	if id := m.own.grant.id; id != 0 {
+		return id
+	}
+	if l := m.resumed.Load(); l != nil {
+		return clientv3.LeaseID(l.LeaseID)
+	}
+	return 0
+}
+
+// relation says how an entry belongs to this host.
+type relation int
+
+const (
+	foreign relation = iota
+	likely           // it has the address or an identity of this host, which may have written it before it lost its state
+	proven           // this host has written it
+)
+
+// relationTo returns a function that returns the relation of an entry to this host, which wants to
+// publish c.
+func (m *Manager) relationTo(c subnet.Claim) func(entry) relation {
+	var identities []string
+	if m.resumed.Load() != nil {
+		identities = codec.Identities(c.Endpoints)
+	}
+	return func(e entry) relation {
+		switch {
+		case m.self.Load().granted(&e), m.isOwn(e), m.isResumed(e):
+			return proven
+		case e.err == nil && (samePublicIP(e.lease, c) || hasIdentity(e.lease, identities)):
+			return likely
+		}
+		return foreign
+	}
+}
+
+// samePublicIP reports whether l has the public address of c in the first family in which both have
+// one. Hosts behind one NAT may have the same address in the second family.
+func samePublicIP(l subnet.Lease, c subnet.Claim) bool {
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		have, _ := l.Endpoint(f)
+		want, _ := c.Endpoint(f)
+		if isAddress(have.PublicIP) && isAddress(want.PublicIP) {
+			return have.PublicIP == want.PublicIP
+		}
+	}
+	return false
+}
+
+// hasIdentity reports whether the backend data of l has one of these identities.
+func hasIdentity(l subnet.Lease, identities []string) bool {
+	return len(identities) > 0 &&
+		slices.ContainsFunc(codec.Identities(l.Endpoints), func(id string) bool { return slices.Contains(identities, id) })
+}
