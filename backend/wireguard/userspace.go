@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"path/filepath"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -123,8 +122,8 @@ func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, accessError(err)
 	}
-	path := filepath.Join(dir, name+".sock")
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+	path := socketPath(dir, name)
+	if err := socketLeftover(path).Remove(); err != nil {
 		return nil, accessError(err)
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)

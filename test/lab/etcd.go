@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -34,6 +35,9 @@ type EtcdOptions struct {
 	Program string
 
 	Env []string // variables of the store's process, as NAME=value
+
+	// Server is the path of a program etcd, which then runs the store instead of Program. It cannot have TLS.
+	Server string
 }
 
 // Etcd is a store with a single member. It is a separate process in the router's
@@ -44,6 +48,8 @@ type Etcd struct {
 	files TLSFiles // zero without TLS
 	path  string   // of the binary that runs the store
 	env   []string
+
+	server string // EtcdOptions.Server
 
 	mu   sync.Mutex
 	proc *process // nil before the first start
@@ -56,7 +62,7 @@ const (
 )
 
 func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
-	e := &Etcd{n: n, addrs: addrs, path: opt.Program, env: opt.Env}
+	e := &Etcd{n: n, addrs: addrs, path: opt.Program, env: opt.Env, server: opt.Server}
 	var err error
 	if e.path == "" {
 		if e.path, err = os.Executable(); err != nil {
@@ -76,6 +82,9 @@ func (e *Etcd) TLSFiles() TLSFiles { return e.files }
 // Start starts the store with its existing data, and waits until it answers. It must not
 // be running.
 func (e *Etcd) Start(ctx context.Context) error {
+	if e.server != "" {
+		return e.startServer(ctx)
+	}
 	cfg := etcdConfig{Dir: etcdDir, URLs: e.Endpoints(), CertFile: e.files.serverCert, KeyFile: e.files.serverKey}
 	if e.files.ClientCert != "" {
 		cfg.ClientCAFile = e.files.CA
@@ -108,6 +117,40 @@ func (e *Etcd) Start(ctx context.Context) error {
 		}
 		<-p.exited
 		return fmt.Errorf("start etcd: %w", p.ended())
+	}
+	return nil
+}
+
+// startServer is Start with the program EtcdOptions.Server.
+func (e *Etcd) startServer(ctx context.Context) error {
+	urls := strings.Join(e.Endpoints(), ",")
+	p, err := startProcess(ctx, e.n, processSpec{name: "etcd", path: e.server, env: childEnv(e.env), args: []string{
+		"--data-dir=" + etcdDir, "--listen-client-urls=" + urls, "--advertise-client-urls=" + urls,
+		"--listen-peer-urls=http://127.0.0.1:2380", "--log-level=error",
+	}})
+	if err != nil {
+		return fmt.Errorf("start etcd: %w", err)
+	}
+	e.mu.Lock()
+	e.proc = p
+	e.mu.Unlock()
+
+	c, err := e.Client(ctx)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	go func() {
+		select {
+		case <-p.exited:
+			stop(p.ended())
+		case <-ctx.Done():
+		}
+	}()
+	if _, err := c.Get(ctx, Prefix); err != nil {
+		return fmt.Errorf("wait for etcd: %w: %w", context.Cause(ctx), err)
 	}
 	return nil
 }

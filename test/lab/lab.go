@@ -251,20 +251,11 @@ func (l *Lab) StartFlanneld(ctx context.Context, o FlanneldOptions) error {
 // AddPods adds one pod to every host. If the lab has several networks, it adds one to every
 // host in each network.
 func (l *Lab) AddPods(ctx context.Context) error {
-	names := l.networkNames()
 	for _, h := range l.hosts {
-		for _, network := range names {
-			if _, err := h.AddNetworkPod(ctx, network); err != nil {
-				return err
-			}
-		}
-		if len(names) > 0 {
-			continue
-		}
-		if _, err := h.AddPod(ctx, ""); err != nil {
+		if err := h.AddPods(ctx); err != nil {
 			return err
 		}
 	}
-	l.cfg.Progress("a pod on every host" + map[bool]string{true: " in each network"}[len(names) > 0])
+	l.cfg.Progress("a pod on every host" + map[bool]string{true: " in each network"}[len(l.networkNames()) > 0])
 	return nil
 }

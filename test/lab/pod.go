@@ -68,6 +68,21 @@ func (h *Host) AddNetworkPod(ctx context.Context, network string) (*Pod, error) 
 	return h.addPod(ctx, network, network, NetworkFile(network), networkBridge(network))
 }
 
+// AddPods adds one pod to the host. If the lab has several networks, it adds one in each network.
+func (h *Host) AddPods(ctx context.Context) error {
+	names := h.lab.networkNames()
+	if len(names) == 0 {
+		_, err := h.AddPod(ctx, "")
+		return err
+	}
+	for _, network := range names {
+		if _, err := h.AddNetworkPod(ctx, network); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (*Pod, error) {
 	text, err := os.ReadFile(h.Path(file))
 	if err != nil {

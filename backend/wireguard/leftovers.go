@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/flanneld/flanneld/backend"
+)
+
+// Leftovers implements backend.Cleaner. It returns the control sockets of the devices in user space. A daemon that is
+// killed leaves them.
+func (b *Backend) Leftovers() []backend.Leftover {
+	var all []backend.Leftover
+	for _, t := range b.tunnels() {
+		all = append(all, socketLeftover(socketPath(socketDir, t.name)))
+	}
+	return all
+}
+
+// socketLeftover is the path of a control socket.
+type socketLeftover string
+
+func (s socketLeftover) String() string { return "socket " + string(s) }
+
+// Present implements backend.Leftover.
+func (s socketLeftover) Present() (bool, error) {
+	_, err := os.Lstat(string(s))
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// Remove implements backend.Leftover.
+func (s socketLeftover) Remove() error {
+	err := os.Remove(string(s))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// socketPath returns the path of the control socket of a device.
+func socketPath(dir, device string) string { return filepath.Join(dir, device+".sock") }
