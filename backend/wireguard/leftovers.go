@@ -3,6 +3,7 @@
 package wireguard
 
 import (
+	"context"
 	"errors"
 	"io/fs"
 	"os"
@@ -36,7 +37,7 @@ func (s socketLeftover) Present() (bool, error) {
 }
 
 // Remove implements backend.Leftover.
-func (s socketLeftover) Remove() error {
+func (s socketLeftover) Remove(context.Context) error {
 	err := os.Remove(string(s))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

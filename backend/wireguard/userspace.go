@@ -123,7 +123,7 @@ func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 		return nil, accessError(err)
 	}
 	path := socketPath(dir, name)
-	if err := socketLeftover(path).Remove(); err != nil {
+	if err := socketLeftover(path).Remove(ctx); err != nil {
 		return nil, accessError(err)
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
