@@ -87,7 +87,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 }
 
 // foreign contains flags of other programs that the pages mention.
-var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr"}
+var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr", "can-ip-forward"}
 
 func known(name string) bool {
 	return slices.Contains(foreign, name) || strings.Contains(options.Help(), "--"+name) || hasFlag(newRoot(), name)

@@ -241,6 +241,12 @@ func (s selector) byEvidence() (found, error) {
 	if c.defaults == len(s.opts.Families) {
 		w.note += ", default route"
 	}
+
+	// A link-local address alone does not prove that the family leads to other hosts: every
+	// interface has one.
+	if c.poor > 0 {
+		return w, s.splitDefault(all)
+	}
 	return w, nil
 }
 
