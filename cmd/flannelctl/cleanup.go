@@ -13,7 +13,6 @@ import (
 
 func newCleanupCommand() *cobra.Command {
 	c := daemon.Cleanup{}
-	var socket string
 	cmd := &cobra.Command{
 		Use: "cleanup", Short: "Remove what flanneld has left on this host", Args: cobra.NoArgs,
 		Long: `Removes the devices, routes, traffic rules and files of flanneld: those that the
@@ -23,11 +22,11 @@ cannot remove devices and routes, and says so. The lease stays in the store:
 flannelctl revoke deletes it.`,
 		Example: "  flannelctl cleanup\n  flannelctl cleanup --yes",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if socket == "" {
-				socket = status.SocketPath(c.SubnetFile)
+			if c.Socket == "" {
+				c.Socket = status.SocketPath(c.SubnetFile)
 			}
-			if _, err := fetch(cmd.Context(), status.Client(socket), socketURL, ""); err == nil {
-				return fmt.Errorf("%w (it answers at %s)", daemon.ErrRuns, socket)
+			if _, err := fetch(cmd.Context(), status.Client(c.Socket), socketURL, ""); err == nil {
+				return fmt.Errorf("%w (it answers at %s)", daemon.ErrRuns, c.Socket)
 			}
 			var err error
 			if c.Backends, err = allBackends(); err != nil {
@@ -40,7 +39,7 @@ flannelctl revoke deletes it.`,
 	cmd.Flags().StringVar(&c.StateDir, "state-dir", "/var/lib/flannel", "state directory of flanneld")
 	cmd.Flags().StringVar(&c.SubnetFile, "subnet-file", "/run/flannel/subnet.env", "subnet file of flanneld")
 	cmd.Flags().StringVar(&c.SubnetDir, "subnet-dir", "/run/flannel/networks", "directory of the subnet files of several networks")
-	cmd.Flags().StringVar(&socket, "socket", "", "local socket of the daemon (default: beside the subnet file)")
+	cmd.Flags().StringVar(&c.Socket, "socket", "", "local socket of the daemon (default: beside the subnet file)")
 	cmd.Flags().BoolVar(&c.Yes, "yes", false, "remove instead of only listing")
 	return cmd
 }

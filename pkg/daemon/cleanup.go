@@ -41,6 +41,8 @@ type Cleanup struct {
 	Backends backend.Catalog
 	// Yes removes the objects. Otherwise Run only prints them.
 	Yes bool
+	// Socket is the path of the daemon's socket. It may be empty.
+	Socket string
 	// Out gets one line for each object, and one if devices and routes cannot be found.
 	Out io.Writer
 }
@@ -84,14 +86,14 @@ func (c Cleanup) Run(ctx context.Context) error {
 }
 
 // blind reports that devices and routes cannot be found, because there are no state files.
-// It returns that as an error if the subnet file shows that a daemon has run here, and
-// otherwise prints it.
+// It returns that as an error if the subnet file shows that a daemon has run here. Otherwise it prints that
+// nothing is known.
 func (c Cleanup) blind() error {
 	unknown := fmt.Errorf("there are no state files in %s: devices and routes that flanneld has left are not known, and stay", c.StateDir)
 	if _, err := os.Lstat(c.SubnetFile); err == nil {
 		return unknown
 	}
-	fmt.Fprintln(c.Out, unknown)
+	fmt.Fprintf(c.Out, "there are no state files in %s and no subnet file: nothing of flanneld is known to be left\n", c.StateDir)
 	return nil
 }
 
@@ -130,11 +132,15 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	defer func() { _ = kernel.Close() }()
 	var errs []error
 	var done ownership.Objects
+	told := map[string]bool{} // several configurations may own an object
 	for _, of := range c.owned(all) {
 		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {
-			c.tell(op.Object)
+			if text := fmt.Sprint(op.Object); !told[text] {
+				told[text] = true
+				c.tell(text)
+			}
 		}
 		if c.Yes {
 			_, err = dataplane.Retire(ctx, kernel, of.Scope, dataplane.Scope{})
@@ -200,7 +206,11 @@ func (c Cleanup) files(all []lastknown.State) error {
 			return err
 		}
 	}
-	if err := c.remove(append(written, c.subnetFiles(all)...)); err != nil {
+	written = append(written, c.subnetFiles(all)...)
+	if info, err := os.Lstat(c.Socket); err == nil && info.Mode()&fs.ModeSocket != 0 {
+		written = append(written, c.Socket)
+	}
+	if err := c.remove(written); err != nil {
 		return err
 	}
 	var paths []string

@@ -64,7 +64,16 @@ func Lock(dir, name string) (io.Closer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("lock %s: %w", filepath.Join(dir, name+lockSuffix), err)
 	}
-	return lock, nil
+	return fileLock{lock}, nil
+}
+
+// fileLock is a lock whose file is removed with it.
+type fileLock struct{ *os.File }
+
+// Close implements io.Closer.
+func (l fileLock) Close() error {
+	_ = os.Remove(l.Name()) // still locked, see takeLock
+	return l.File.Close()
 }
 
 const lockSuffix = ".lock"
@@ -80,6 +89,19 @@ func takeLock(dir, name string) (*os.File, error) {
 			err = ErrInUse
 		}
 		return nil, err
+	}
+
+	// Between open and flock, the holder may have removed the file:
+	//   A has the lock; B opens the file; A removes the file and closes it; B locks a file that no C finds
+	// So the lock counts only if the path still leads to the file.
+	opened, err := lock.Stat()
+	if err != nil {
+		_ = lock.Close()
+		return nil, err
+	}
+	if now, err := os.Lstat(lock.Name()); err != nil || !os.SameFile(opened, now) {
+		_ = lock.Close()
+		return takeLock(dir, name)
 	}
 	return lock, nil
 }
@@ -143,5 +165,11 @@ func (f *File[T]) Remove() error {
 	return nil
 }
 
-// Close releases the lock, so that another process can open the file.
-func (f *File[T]) Close() error { return f.lock.Close() }
+// Close releases the lock, so that another process can open the file. If there is no state, it also removes
+// the file of the lock.
+func (f *File[T]) Close() error {
+	if _, err := os.Lstat(f.path); errors.Is(err, fs.ErrNotExist) {
+		return fileLock{f.lock}.Close()
+	}
+	return f.lock.Close()
+}

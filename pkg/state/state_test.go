@@ -8,6 +8,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/state"
@@ -139,6 +141,52 @@ func TestLock(t *testing.T) {
 		t.Fatalf("Lock after Close: %v", err)
 	}
 	_ = lock.Close()
+}
+
+// TestLockFilesGo checks that no file stays of a lock that was released, or of a state that was removed, and
+// that two processes never have one lock, although the files come and go.
+func TestLockFilesGo(t *testing.T) {
+	dir := t.TempDir()
+	f, err := state.Open[string](dir, "network")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Save("a"); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	var holders, taken atomic.Int32
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range 500 {
+				lock, err := state.Lock(dir, "device")
+				if errors.Is(err, state.ErrInUse) {
+					continue
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				taken.Add(1)
+				if n := holders.Add(1); n != 1 {
+					t.Errorf("%d have the lock", n)
+				}
+				holders.Add(-1)
+				_ = lock.Close()
+			}
+		})
+	}
+	wg.Wait()
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 || taken.Load() == 0 {
+		t.Errorf("%v is left (%v), and the lock was taken %d times", left, err, taken.Load())
+	}
 }
 
 func TestUnusable(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -127,7 +128,10 @@ func testCleanup(t *testing.T, families []prefix.Family, tc cleanupCase) {
 		t.Fatalf("there are no rules to remove:\n%s", rules())
 	}
 	before := rules()
-	expectFlannelctl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env", "would remove "+tc.prints)
+	listed := strings.Split(expectFlannelctl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env", "would remove "+tc.prints), "\n")
+	if slices.Sort(listed); len(slices.Compact(slices.Clone(listed))) != len(listed) {
+		t.Errorf("a dry run names an object more than once: %q", listed)
+	}
 	if after := rules(); after != before {
 		t.Errorf("a dry run changed the rules from\n%s\nto\n%s", before, after)
 	}
@@ -149,12 +153,17 @@ func testCleanup(t *testing.T, families []prefix.Family, tc cleanupCase) {
 			t.Errorf("cleanup removed %q, which belongs to another program:\n%s", text, left)
 		}
 	}
+	inRun, err := os.ReadDir(h.Path("/run/flannel"))
+	inRun = slices.DeleteFunc(inRun, os.DirEntry.IsDir) // the folder of a key file is the user's
+	if err != nil || len(inRun) > 0 {
+		t.Errorf("/run/flannel contains %v (%v)", inRun, err)
+	}
 	files, err := os.ReadDir(h.Path("/var/lib/flannel"))
 	if err != nil || len(files) != 1 || files[0].Name() != "foreign" {
 		t.Errorf("the state directory contains %v (%v), want only the file of another program", files, err)
 	}
-	if again := expectFlannelctl(t, h, []string{"cleanup", "--yes"}); again != fmt.Sprintf(unknown, "/var/lib/flannel")+"\n" {
-		t.Errorf("the second cleanup prints\n%s\nwant only that there are no state files", again)
+	if again := expectFlannelctl(t, h, []string{"cleanup", "--yes"}); again != "there are no state files in /var/lib/flannel and no subnet file: nothing of flanneld is known to be left\n" {
+		t.Errorf("the second cleanup prints\n%s\nwant only that nothing is known to be left", again)
 	}
 	startOne(t, h, lab.FlanneldOptions{})
 	expectPeersProgrammed(t, l)
