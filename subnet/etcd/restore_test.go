@@ -584,8 +584,7 @@ func TestPartialUntilAllEventsHaveCome(t *testing.T) {
 			}
 			cache := &leaseCache{entries: map[string]*entry{}, store: subnet.StoreID{ID: "1", Revision: 10}, head: head}
 			s := &stream{answersEarly: tc.early}
-			lines := strings.Split(strings.TrimSpace(tc.script), "\n")
-			for _, line := range lines {
+			for line := range strings.SplitSeq(strings.TrimSpace(tc.script), "\n") {
 				if !cache.partial() {
 					t.Errorf("the cache is complete before %q", line)
 				}
@@ -604,7 +603,7 @@ func TestPartialUntilAllEventsHaveCome(t *testing.T) {
 			if cache.partial() {
 				t.Error("the cache is partial at the end of the script")
 			}
-			for _, key := range strings.Fields(tc.leases) {
+			for key := range strings.FieldsSeq(tc.leases) {
 				if cache.entries[key] == nil {
 					t.Errorf("the cache has no lease %s", key)
 				}

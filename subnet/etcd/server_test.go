@@ -383,16 +383,6 @@ func (p *proxy) stall() {
 	p.hangUp()
 }
 
-// resume ends stall.
-func (p *proxy) resume() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.hang != nil {
-		close(p.hang)
-		p.hang = nil
-	}
-}
-
 // hangUp makes the goroutines that forward data wait. The caller has locked mu.
 func (p *proxy) hangUp() {
 	if p.hang == nil { // otherwise goroutines wait for the present channel
