@@ -38,14 +38,7 @@ func TestKubeAdmissionPolicy(t *testing.T) {
 		}
 	}
 
-	// A token that names node1, as kubelet requests it for the pod of the daemon.
-	c.do(http.MethodPost, "/api/v1/namespaces/kube-flannel/pods", map[string]any{
-		"apiVersion": "v1", "kind": "Pod", "metadata": map[string]any{"name": "daemon"},
-		"spec": map[string]any{
-			"nodeName": nodeName(1), "serviceAccountName": "flannel", "containers": []any{map[string]any{"name": "flanneld", "image": "flanneld"}},
-		},
-	}, "")
-	token := strings.TrimSpace(c.tool("kubectl", "create", "token", "flannel", "--namespace=kube-flannel", "--bound-object-kind=Pod", "--bound-object-name=daemon"))
+	token := c.boundToken(1)
 	unbound := strings.TrimSpace(c.tool("kubectl", "create", "token", "flannel", "--namespace=kube-flannel"))
 
 	// The API server begins to apply a new policy after a moment.

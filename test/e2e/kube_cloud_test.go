@@ -37,7 +37,7 @@ func TestKubeAWSVPC(t *testing.T) {
 			t.Parallel()
 			c := newBareCluster(t, lab.Config{Hosts: 3, Segments: 3})
 			c.tool("kubectl", "apply", "-f", repository(t, "dist/kubernetes/base/namespace.yaml"))
-			c.tool("kubectl", "apply", tt.manifests[0], repository(t, tt.manifests[1]))
+			c.install(tt.manifests[0], tt.manifests[1])
 			config, err := lab.NetworkConfig(v4, json.RawMessage(fmt.Sprintf(`{"Type":"aws-vpc","Writer":%q}`, writer)))
 			if err != nil {
 				t.Fatal(err)

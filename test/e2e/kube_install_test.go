@@ -28,6 +28,29 @@ func newBareCluster(t *testing.T, cfg lab.Config) *cluster {
 	return c
 }
 
+// install applies manifests, and gives each daemon the token of a pod on its Node, as kubelet does. The
+// admission policy requires such a token.
+func (c *cluster) install(option, path string) {
+	c.t.Helper()
+	c.tool("kubectl", "apply", option, repository(c.t, path))
+	for i := range c.Hosts() {
+		c.write(fmt.Sprintf("token%d", i+1), []byte(c.boundToken(i+1)))
+	}
+}
+
+// boundToken returns a token of flanneld's service account that names Node n.
+func (c *cluster) boundToken(n int) string {
+	c.t.Helper()
+	pod := fmt.Sprintf("daemon%d", n)
+	c.do(http.MethodPost, "/api/v1/namespaces/kube-flannel/pods", map[string]any{
+		"apiVersion": "v1", "kind": "Pod", "metadata": map[string]any{"name": pod},
+		"spec": map[string]any{
+			"nodeName": nodeName(n), "serviceAccountName": "flannel", "containers": []any{map[string]any{"name": "flanneld", "image": "flanneld"}},
+		},
+	}, "")
+	return strings.TrimSpace(c.tool("kubectl", "create", "token", "flannel", "--namespace=kube-flannel", "--bound-object-kind=Pod", "--bound-object-name="+pod))
+}
+
 // tool runs kubectl or helm as an administrator and returns the output. The test fails if
 // the program fails or the output contains a warning.
 func (c *cluster) tool(name string, args ...string) string {
@@ -339,7 +362,7 @@ func (c *cluster) addPolicy() {
 func TestKubeNetworkPolicies(t *testing.T) {
 	t.Parallel()
 	c := newBareCluster(t, lab.Config{Hosts: 1})
-	c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
+	c.install("-k", "dist/kubernetes/base")
 	c.startDaemons()
 	expectStop(t, c.Host(1).Daemon())
 	if got := errorLines(c.Host(1).Daemon()); len(got) > 0 {
@@ -362,7 +385,7 @@ func TestKubeRole(t *testing.T) {
 	t.Run("every verb is used", func(t *testing.T) {
 		t.Parallel()
 		c := newBareCluster(t, lab.Config{Hosts: 1})
-		c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
+		c.install("-k", "dist/kubernetes/base")
 		c.startDaemons()
 		c.addHostile(112)
 		eventually(t, "requests", func() error {
@@ -431,7 +454,7 @@ func TestKubeRole(t *testing.T) {
 		t.Run(tc.verb+" "+strings.ReplaceAll(tc.resource, "/", " "), func(t *testing.T) {
 			t.Parallel()
 			c := newBareCluster(t, lab.Config{Hosts: 1})
-			c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
+			c.install("-k", "dist/kubernetes/base")
 			restore := c.revokeVerb(tc.role, tc.resource, tc.verb)
 			d := start(t, c.Host(1), c.options(1))
 			tc.missed(c)
