@@ -300,19 +300,18 @@ func (s *Syncer) validate(key string) bool {
 	return s.arbiter.Change(c)
 }
 
-// backdate returns c with the time at which its lease claimed its identities, if it has kept them in
-// this change. A host that moves writes its lease again. That must not cost it an identity that
+// backdate returns c with the times at which its lease claimed the identities that it keeps. A host that
+// moves, or enables another family, writes its lease again. That must not cost it an identity that
 // another lease claimed in the meantime.
 func (s *Syncer) backdate(c subnet.Claimant) subnet.Claimant {
-	key := c.Lease.Key
-	claimed, held := s.arbiter.Held(key, c.Identities)
-	if !held || claimed >= c.Lease.Claimed {
+	kept := s.arbiter.Kept(c)
+	if kept == nil {
 		return c
 	}
 
-	s.Ledger.Backdate(key, claimed) // so that it is stored too
+	s.Ledger.Keep(c.Lease.Key, kept) // so that it is stored too
 	lease := *c.Lease
-	lease.Claimed = claimed
+	lease.Kept = kept
 	c.Lease = &lease
 	return c
 }

@@ -446,10 +446,19 @@ func TestAcceptedPeerKeepsItsIdentity(t *testing.T) {
 		s.Publish(deltaUpdate(7, []subnet.Lease{moved}))
 		expectSyncs(t, n, "", "*host2 host3", "*host3", "*host3")
 
+		// A second identity, as for a family or a backend that is enabled later, comes with its own time.
+		more := write(8, lease(3, "three"))
+		more.Endpoints = append(more.Endpoints, lease(4, "four").Endpoints...)
+		s.Publish(deltaUpdate(8, []subnet.Lease{more}))
+		expectSyncs(t, n, "", "*host2 host3", "*host3", "*host3", "*host3")
+		if got, want := s.Ledger.Lease("host3").Kept, map[string]uint64{"MAC three": 3}; !maps.Equal(got, want) {
+			t.Errorf("host3 keeps %v, want %v", got, want)
+		}
+
 		state := s.Ledger.State()
 		restarted := &network{}
 		after, _ := run(t, restarted)
-		after.Publish(fullUpdate(snapshot(7, state.Peers[0].Lease, state.Peers[1].Lease)))
+		after.Publish(fullUpdate(snapshot(8, state.Peers[0].Lease, state.Peers[1].Lease)))
 		expectSyncs(t, restarted, "", "*host3")
 		if want := "its MAC three is that of host3"; !strings.Contains(log(), want) {
 			t.Errorf("%q is not in the log:\n%s", want, log())

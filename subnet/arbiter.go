@@ -135,13 +135,21 @@ func conflicts(x, y Claimant) bool {
 // shares its leases with the claimants.
 func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
 
-// Held returns since when the lease with that key has the identities ids: the value of Claimed in the
-// accepted lease. ok is false if that lease has no identities or others.
-func (a *Arbiter) Held(key string, ids []string) (claimed uint64, ok bool) {
-	if l := a.accepted[key]; l != nil && len(ids) > 0 && slices.Equal(ids, a.identitiesOf[key]) {
-		return l.Claimed, true
+// Kept returns the identities of c that its accepted lease has had since an earlier revision than that
+// of c, with these revisions; nil if there are none.
+func (a *Arbiter) Kept(c Claimant) map[string]uint64 {
+	accepted := a.accepted[c.Lease.Key]
+	var kept map[string]uint64
+	for _, id := range c.Identities {
+		if a.identities[id] != c.Lease.Key || accepted.claimed(id) >= c.Lease.claimed(id) {
+			continue
+		}
+		if kept == nil {
+			kept = map[string]uint64{}
+		}
+		kept[id] = accepted.claimed(id)
 	}
-	return 0, false
+	return kept
 }
 
 // SharedChanges returns the public addresses that several accepted leases have begun to share, or
@@ -169,6 +177,9 @@ func (a *Arbiter) AllRefused() []Refusal {
 // admit accepts or refuses c. If c contradicts an accepted lease, admit does neither and returns false.
 func (a *Arbiter) admit(c Claimant) bool {
 	c = a.checkAlone(c)
+	if len(c.Lease.Endpoints) == 0 {
+		return true
+	}
 
 	for _, e := range c.Lease.Endpoints {
 		if _, found := a.prefixes.find(e.Subnet); found {
@@ -179,14 +190,12 @@ func (a *Arbiter) admit(c Claimant) bool {
 		}
 	}
 	for _, id := range c.Identities {
-		if _, taken := a.identities[id]; taken && len(c.Lease.Endpoints) > 0 {
+		if _, taken := a.identities[id]; taken {
 			return false
 		}
 	}
 
-	if len(c.Lease.Endpoints) > 0 {
-		a.accept(c)
-	}
+	a.accept(c)
 	return true
 }
 
@@ -196,25 +205,42 @@ func (a *Arbiter) settle(all []Claimant) {
 	a.clear(all)
 
 	all = slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
+	addresses := new(prefixTable)
 	for i, c := range all {
 		all[i] = a.checkAlone(c)
+		for _, e := range all[i].Lease.Endpoints {
+			if _, known := addresses.get(prefix.Host(e.PublicIP)); !known {
+				addresses.add(prefix.Host(e.PublicIP), prefixOwner{lease: c.Lease, family: e.Family()})
+			}
+		}
 	}
 
-	all, subnets := a.settleSubnets(all)
-	all = a.settleAddresses(all, subnets)
-	for _, c := range a.settleIdentities(all) {
-		a.accept(c)
+	subnets := a.settleSubnets(all, addresses)
+	for i, c := range all {
+		all[i] = a.keep(c, func(e Endpoint) (reason, by string) {
+			if o, found := subnets.find(prefix.Host(e.PublicIP)); found {
+				return fmt.Sprintf("%s has public IP %s, which lies in %s", e.Subnet, e.PublicIP, o), o.lease.Key
+			}
+			return "", ""
+		})
 	}
+
+	a.settleIdentities(slices.DeleteFunc(all, func(c Claimant) bool { return len(c.Lease.Endpoints) == 0 }))
 }
 
-// settleSubnets refuses the subnets that overlap one of an older lease, and returns a table of the
-// others. The oldest lease comes first in all.
-func (a *Arbiter) settleSubnets(all []Claimant) (left []Claimant, subnets *prefixTable) {
-	subnets = new(prefixTable)
-	for _, c := range all {
+// settleSubnets refuses the subnets that overlap one of an older lease, and those that contain one of
+// the public addresses although hosts get no subnets there. It returns a table of the others. The oldest
+// lease comes first in all.
+func (a *Arbiter) settleSubnets(all []Claimant, addresses *prefixTable) *prefixTable {
+	subnets := new(prefixTable)
+	for i, c := range all {
 		c = a.keep(c, func(e Endpoint) (reason, by string) {
 			if o, found := subnets.find(e.Subnet); found {
 				return fmt.Sprintf("%s overlaps %s, which was there first", e.Subnet, o), o.lease.Key
+			}
+			n, _ := a.cfg.Network(e.Family())
+			if o, found := addresses.find(e.Subnet); found && !n.gives(e.Subnet) {
+				return fmt.Sprintf("%s contains the public IP of %s", e.Subnet, o), o.lease.Key
 			}
 			return "", ""
 		})
@@ -222,57 +248,18 @@ func (a *Arbiter) settleSubnets(all []Claimant) (left []Claimant, subnets *prefi
 		for _, e := range c.Lease.Endpoints {
 			subnets.add(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
 		}
-		left = append(left, c)
+		all[i] = c
 	}
-	return left, subnets
+	return subnets
 }
 
-// settleAddresses refuses the public addresses that lie in one of the subnets, except where hosts get
-// no subnets. There it refuses the subnet.
-func (a *Arbiter) settleAddresses(all []Claimant, subnets *prefixTable) (left []Claimant) {
-	// swallows returns the owner of the subnet that contains the public address of e, and whether
-	// hosts may get that subnet.
-	swallows := func(e Endpoint) (o prefixOwner, regular, found bool) {
-		if o, found = subnets.find(prefix.Host(e.PublicIP)); !found {
-			return o, false, false
-		}
-		n, _ := a.cfg.Network(o.family)
-		return o, n.gives(o.subnet()), true
-	}
-
-	stray := map[netip.Prefix]prefixOwner{} // the oldest lease with an address in a subnet that no host may get, by that subnet
-	for _, c := range all {
-		for _, e := range c.Lease.Endpoints {
-			o, regular, found := swallows(e)
-			if _, known := stray[o.subnet()]; found && !regular && !known {
-				stray[o.subnet()] = prefixOwner{lease: c.Lease, family: e.Family()}
-			}
-		}
-	}
-
-	for _, c := range all {
-		left = append(left, a.keep(c, func(e Endpoint) (reason, by string) {
-			if o, found := stray[e.Subnet]; found {
-				return fmt.Sprintf("%s contains the public IP of %s", e.Subnet, o), o.lease.Key
-			}
-			if o, regular, found := swallows(e); found && regular {
-				return fmt.Sprintf("%s has public IP %s, which lies in %s", e.Subnet, e.PublicIP, o), o.lease.Key
-			}
-			return "", ""
-		}))
-	}
-	return left
-}
-
-// settleIdentities refuses the leases with an identity that another lease claimed first.
-func (a *Arbiter) settleIdentities(all []Claimant) (left []Claimant) {
+// settleIdentities refuses the leases with an identity that another lease claimed first, and accepts the
+// others.
+func (a *Arbiter) settleIdentities(all []Claimant) {
 	holders := map[string]*Lease{}
 	for _, c := range all {
-		if len(c.Lease.Endpoints) == 0 {
-			continue
-		}
 		for _, id := range c.Identities {
-			if h := holders[id]; h == nil || compareClaims(c.Lease, h) < 0 {
+			if h := holders[id]; h == nil || compareClaims(c.Lease, h, id) < 0 {
 				holders[id] = c.Lease
 			}
 		}
@@ -280,34 +267,32 @@ func (a *Arbiter) settleIdentities(all []Claimant) (left []Claimant) {
 
 	for _, c := range all {
 		lost := slices.IndexFunc(c.Identities, func(id string) bool { return holders[id] != c.Lease })
-		switch {
-		case len(c.Lease.Endpoints) == 0:
-		case lost >= 0:
-			id := c.Identities[lost]
-			by := holders[id].Key
-			a.refuse(c, fmt.Sprintf("its %s is that of %s", id, by), by)
-		default:
-			left = append(left, c)
+		if lost < 0 {
+			a.accept(c)
+			continue
 		}
+		id := c.Identities[lost]
+		by := holders[id].Key
+		a.refuse(c, fmt.Sprintf("its %s is that of %s", id, by), by)
 	}
-	return left
 }
 
 // checkAlone returns c without the endpoints that are wrong even if there are no other leases, and records why.
 func (a *Arbiter) checkAlone(c Claimant) Claimant {
 	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
-		return a.without(c, func(Endpoint) bool { return true })
+		return c.without(func(Endpoint) bool { return true })
 	}
 
 	disabled := func(e Endpoint) bool {
 		_, enabled := a.cfg.Network(e.Family())
 		return !enabled
 	}
-	if !slices.ContainsFunc(c.Lease.Endpoints, func(e Endpoint) bool { return !disabled(e) }) {
+	c = c.without(disabled)
+	if len(c.Lease.Endpoints) == 0 {
 		a.refuse(c, "has no subnet of an enabled address family", "")
 	}
-	return a.keep(a.without(c, disabled), func(e Endpoint) (reason, by string) {
+	return a.keep(c, func(e Endpoint) (reason, by string) {
 		n, _ := a.cfg.Network(e.Family())
 		return a.validate(n, e), ""
 	})
@@ -316,7 +301,7 @@ func (a *Arbiter) checkAlone(c Claimant) Claimant {
 // keep returns c without the endpoints for which check returns a reason, and records the reasons. If
 // another lease is the reason, check also returns the key of that lease.
 func (a *Arbiter) keep(c Claimant, check func(Endpoint) (reason, by string)) Claimant {
-	return a.without(c, func(e Endpoint) bool {
+	return c.without(func(e Endpoint) bool {
 		reason, by := check(e)
 		if reason != "" {
 			a.refuse(c, reason, by)
@@ -326,7 +311,7 @@ func (a *Arbiter) keep(c Claimant, check func(Endpoint) (reason, by string)) Cla
 }
 
 // without returns c without some endpoints. It does not change the lease, which is read-only.
-func (*Arbiter) without(c Claimant, drop func(Endpoint) bool) Claimant {
+func (c Claimant) without(drop func(Endpoint) bool) Claimant {
 	var room [2]Endpoint // one for each family
 	kept := room[:0]
 	for _, e := range c.Lease.Endpoints {

@@ -32,16 +32,19 @@ func (e Endpoint) Family() prefix.Family { return prefix.FamilyOf(e.Subnet.Addr(
 type Lease struct {
 	Key   string // etcd key below subnets/, or name of the Node
 	Order uint64 // time of its creation in the store: etcd's create revision, or the Node's creation time
-	// Claimed is the revision of the store at which the lease got its identities, or zero if no
-	// write is known to be later than that of another lease. Order proves only when the subnet was
-	// taken: a host may write another host's identity into an old lease.
-	Claimed     uint64     `json:",omitempty"`
-	BackendType string     // as stored; empty for backends that store none
-	NextType    string     `json:",omitempty"` // type of the next backend in the configuration, during a migration; otherwise empty
-	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
-	Permanent   bool       // it does not expire: a reservation, or the own lease of a Kubernetes node
-	Expires     time.Time  // known only of the own lease; zero if Permanent
-	LeaseID     int64      `json:",omitempty"` // of etcd's lease; known only of the own lease
+	// Claimed is the revision of the store at which the lease was written last, or zero if no write is
+	// known to be later than that of another lease. Order proves only when the subnet was taken: a host
+	// may write another host's identity into an old lease.
+	Claimed uint64 `json:",omitempty"`
+	// Kept has the earlier revisions since which the lease has had an identity, by identity. Only the
+	// host that saw them knows them. It is nil unless the lease was written again.
+	Kept        map[string]uint64 `json:",omitempty"`
+	BackendType string            // as stored; empty for backends that store none
+	NextType    string            `json:",omitempty"` // type of the next backend in the configuration, during a migration; otherwise empty
+	Endpoints   []Endpoint        // one for each family that the lease has, IPv4 first
+	Permanent   bool              // it does not expire: a reservation, or the own lease of a Kubernetes node
+	Expires     time.Time         // known only of the own lease; zero if Permanent
+	LeaseID     int64             `json:",omitempty"` // of etcd's lease; known only of the own lease
 }
 
 // Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.
@@ -121,7 +124,15 @@ func compareAge(x, y *Lease) int {
 	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }
 
-// compareClaims orders leases by the time at which they claimed their identities.
-func compareClaims(x, y *Lease) int {
-	return cmp.Or(cmp.Compare(x.Claimed, y.Claimed), compareAge(x, y))
+// claimed returns the revision at which the lease claimed an identity that it has.
+func (l *Lease) claimed(identity string) uint64 {
+	if kept, ok := l.Kept[identity]; ok {
+		return kept
+	}
+	return l.Claimed
+}
+
+// compareClaims orders leases by the time at which they claimed an identity that both have.
+func compareClaims(x, y *Lease, identity string) int {
+	return cmp.Or(cmp.Compare(x.claimed(identity), y.claimed(identity)), compareAge(x, y))
 }

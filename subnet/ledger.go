@@ -149,10 +149,10 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	return dropped, true
 }
 
-// Backdate sets the Claimed of a known lease.
-func (l *Ledger) Backdate(key string, claimed uint64) {
+// Keep sets the Kept of a known lease.
+func (l *Ledger) Keep(key string, kept map[string]uint64) {
 	peer := l.peers[key].detached()
-	peer.Claimed = claimed
+	peer.Kept = kept
 	l.peers[key] = peer
 }
 

@@ -61,17 +61,12 @@ func (n Network) Pool() (Pool, error) {
 	return pool, nil
 }
 
-// gives reports whether s lies between SubnetMin and SubnetMax, from where hosts get their subnets. In
-// Kubernetes the control plane may assign any subnet of the network, and neither is configured.
+// gives reports whether hosts get subnets from the part of the network where s is. Without SubnetMin and
+// SubnetMax that is the whole network: in Kubernetes the control plane may assign any subnet.
 func (n Network) gives(s netip.Prefix) bool {
-	first, last := n.Prefix.Addr(), prefix.Last(n.Prefix)
-	if n.Min.IsValid() {
-		first = n.Min
-	}
-	if length, err := n.subnetLen(); n.Max.IsValid() && err == nil {
-		last = prefix.Last(netip.PrefixFrom(n.Max, length))
-	}
-	return !s.Addr().Less(first) && !last.Less(prefix.Last(s))
+	pool, err := n.Pool()
+	return err != nil || !n.Min.IsValid() && !n.Max.IsValid() ||
+		!s.Addr().Less(pool.first.Addr()) && !prefix.Last(pool.last).Less(prefix.Last(s))
 }
 
 // subnetLen returns the configured prefix length or the default. The default is /24 for IPv4 and

@@ -18,15 +18,10 @@ type prefixOwner struct {
 	public bool // the prefix is the lease's public address, and no older lease has the same; if false, it is the lease's subnet
 }
 
-func (o prefixOwner) subnet() netip.Prefix {
-	if o.lease == nil {
-		return netip.Prefix{}
-	}
+func (o prefixOwner) String() string {
 	e, _ := o.lease.Endpoint(o.family)
-	return e.Subnet
+	return fmt.Sprintf("%s of %s", e.Subnet, o.lease.Key)
 }
-
-func (o prefixOwner) String() string { return fmt.Sprintf("%s of %s", o.subnet(), o.lease.Key) }
 
 // prefixTable finds overlapping prefixes. The zero table is empty.
 type prefixTable struct{ table bart.Table[prefixOwner] }

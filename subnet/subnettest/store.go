@@ -58,6 +58,7 @@ func (s *Store) SetConfig(raw string) { s.change(func() { s.config = raw }) }
 func (s *Store) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
 
 func (s *Store) put(l subnet.Lease) {
+	l.Claimed = uint64(s.revision)
 	if old, exists := s.leases[l.Key]; exists {
 		l.Order = old.lease.Order
 	} else if l.Order == 0 {

@@ -233,11 +233,20 @@ func testWatch(t *testing.T, b Backing) {
 	if _, err := Acquire(t.Context(), b.Manager(t, 2), moved); err != nil {
 		t.Fatal(err)
 	}
-	w.Until(t, "the peer's new data", func(s subnet.Snapshot) bool {
-		return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool {
-			return l.Key == peer.Key && string(l.Endpoints[0].Data) == string(moved.Endpoints[0].Data)
-		})
+	find := func(s subnet.Snapshot, key string) *subnet.Lease {
+		i := slices.IndexFunc(s.Leases, func(l *subnet.Lease) bool { return l.Key == key })
+		if i < 0 {
+			return &subnet.Lease{}
+		}
+		return s.Leases[i]
+	}
+	snap = w.Until(t, "the peer's new data", func(s subnet.Snapshot) bool {
+		l := find(s, peer.Key)
+		return len(l.Endpoints) > 0 && string(l.Endpoints[0].Data) == string(moved.Endpoints[0].Data)
 	})
+	if now, before := find(snap, peer.Key).Claimed, find(snap, other.Key).Claimed; now <= before {
+		t.Errorf("the lease that was written last has Claimed %d, the one before it %d", now, before)
+	}
 	b.Break(t, other.Key)
 	snap = w.Until(t, "an unreadable peer", func(s subnet.Snapshot) bool { return slices.Equal(s.Undecodable, []string{other.Key}) })
 	if !Has(peer.Key)(snap) {
