@@ -80,5 +80,6 @@ func Text(err error) string {
 // printed, and with none at either end. Other programs and servers send such characters, which
 // would change how a terminal shows the log.
 func Collapse(text string) string {
+	text = strings.ToValidUTF8(text, string(unicode.ReplacementChar)) // a single byte can begin a control sequence, too
 	return strings.Join(strings.FieldsFunc(text, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }), " ")
 }

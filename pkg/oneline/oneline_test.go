@@ -71,7 +71,8 @@ func TestCollapse(t *testing.T) {
 		"\x1b[31mred\x1b[0m":          "[31mred [0m",
 		"no\u00a0break\u2028line":     "no break line",
 		"zero\u200bwidth":             "zero width",
-		"für \"alle\" \xff 世界 \ufffd": "für \"alle\" \xff 世界 \ufffd",
+		"für \"alle\" \xff 世界 \ufffd": "für \"alle\" \ufffd 世界 \ufffd",
+		"\x9b2Jforged":                "\ufffd2Jforged",
 	} {
 		if got := Collapse(text); got != want {
 			t.Errorf("%q: got %q, want %q", text, got, want)
