@@ -26,7 +26,7 @@ import (
 // with another method.
 type senderFilter struct {
 	senderRules
-	peers map[netip.Addr]int // number of peers by public address
+	peers map[netip.Addr]struct{} // public addresses
 	// rules contains the handles of the rules by chain, as the kernel assigned them. It is nil if this
 	// process has not created the table, or could not read the handles after that.
 	rules map[string][]uint64
@@ -47,11 +47,11 @@ func filterPlaces() []firewall.Place {
 // newSenderFilter returns a filter for datagrams to local. It admits no peer, or every sender if
 // anySender is set. It does not change the kernel yet.
 func newSenderFilter(local netip.AddrPort, anySender bool) *senderFilter {
-	return &senderFilter{senderRules: senderRules{local, anySender}, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
+	return &senderFilter{senderRules: senderRules{local, anySender}, lost: map[string]uint64{}}
 }
 
 // start creates a table that admits no peer, unless the kernel already has an active table.
-// That table stays until the first update, so that a restart does not interrupt its peers.
+// That table stays until the first call of admit, so that a restart does not interrupt its peers.
 // existed reports whether there was such a table. With anySender, start always creates the
 // table, and existed is false.
 func (f *senderFilter) start() (existed bool, err error) {
@@ -68,36 +68,32 @@ func (f *senderFilter) start() (existed bool, err error) {
 	return false, f.build()
 }
 
-// update admits the addresses in added and no longer those in removed. An address that was
-// added several times must be removed as often. If this process has not created the table yet,
-// or if the change fails, update creates the table with all admitted peers. Otherwise the
-// change is one transaction.
-func (f *senderFilter) update(removed, added []netip.Addr) error {
+// admit admits exactly the senders with these addresses. If this process has not created the table
+// yet, or if the change fails, admit creates the table with all of them. Otherwise the change is one
+// transaction.
+func (f *senderFilter) admit(addrs []netip.Addr) error {
 	if f.anySender {
-		removed, added = nil, nil
+		addrs = nil
 	}
-	before := map[netip.Addr]bool{}
-	count := func(addrs []netip.Addr, by int) {
-		for _, a := range addrs {
-			if _, ok := before[a]; !ok {
-				before[a] = f.peers[a] > 0
-			}
-			if f.peers[a] += by; f.peers[a] <= 0 {
-				delete(f.peers, a)
-			}
+
+	before := f.peers
+	f.peers = map[netip.Addr]struct{}{}
+	var in []netip.Addr
+	for _, a := range addrs {
+		_, known := before[a]
+		_, repeated := f.peers[a]
+		if !known && !repeated {
+			in = append(in, a)
 		}
+		f.peers[a] = struct{}{}
 	}
-	count(added, 1)
-	count(removed, -1)
 	if f.rules == nil {
 		return f.build()
 	}
-	var in, out []netip.Addr
-	for a, was := range before {
-		switch is := f.peers[a] > 0; {
-		case is && !was:
-			in = append(in, a)
-		case was && !is:
+
+	var out []netip.Addr
+	for a := range before {
+		if _, stays := f.peers[a]; !stays {
 			out = append(out, a)
 		}
 	}
@@ -148,7 +144,8 @@ func (f *senderFilter) intact() (bool, error) {
 		return false, ignoreMissing(err)
 	}
 	for _, e := range have {
-		if a, ok := netip.AddrFromSlice(e.Key); !ok || f.peers[a] == 0 {
+		a, ok := netip.AddrFromSlice(e.Key)
+		if _, known := f.peers[a]; !ok || !known {
 			return false, nil
 		}
 	}

@@ -115,8 +115,9 @@ func (h *Host) closeTunnel() error {
 }
 
 // openTunnel returns a tunnel between the device with that name and the peers, and marks it as
-// used. It sets the device, the source check, the table and the counters in c. The tunnel may run already, because an earlier network has left it. openTunnel replaces a tunnel
-// that has ended or has other ends.
+// used. It sets the device, the source check, the table and the counters in c. The tunnel may run
+// already, because an earlier network has left it. openTunnel replaces a tunnel that has ended or has
+// other ends.
 func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	t, err := h.takeTunnel(ctx, name, c)
 	if err != nil {

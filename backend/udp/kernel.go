@@ -5,7 +5,9 @@ package udp
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -86,10 +88,9 @@ type kernelNetwork struct {
 	*backend.Programmer
 	*backend.Notifier
 	receiver receiver
-	senders  senders
+	peers    map[netip.Prefix]netip.Addr // public addresses by subnet
 
 	filter        *senderFilter // nil if the kernel has no nftables; then senders are not checked
-	unfilled      bool          // the filter does not contain the peers yet
 	inherited     bool          // the kernel has the filter of an earlier network, which admits its peers
 	filterChanged atomic.Bool   // another program may have changed the filter
 	routesStale   bool          // routes are out of date, because updating the filter has failed
@@ -115,7 +116,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		return nil, err
 	}
 	n := &kernelNetwork{
-		Backend: b, Notifier: backend.NewNotifier(ctx), receiver: b.receiver(), senders: senders{}, unfilled: true,
+		Backend: b, Notifier: backend.NewNotifier(ctx), receiver: b.receiver(),
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
 	n.Forward(reconciler.Changed())
@@ -202,12 +203,9 @@ func (n *kernelNetwork) watchPort(ctx context.Context) {
 // prevent the later steps. The exception is the filter: if it fails, Sync ends, so that it does not
 // create the device without the filter. The next Sync then writes all routes.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	removed, added := n.senders.apply(peers)
-	if n.unfilled {
-		removed, added = nil, n.senders.list()
-	}
+	n.peers = entries(peers, n.peers)
 	missing, portErr := n.receiver.ensure()
-	repaired, filterErr := n.admit(removed, added, peers)
+	repaired, filterErr := n.admit(peers)
 	if filterErr != nil {
 		n.routesStale = true
 		return backend.Outcome{}, oneline.Join(portErr, filterErr)
@@ -227,12 +225,12 @@ func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Ou
 // admit updates the filter. If another program may have changed the filter, or peers.All is set, it
 // also repairs the filter. repaired reports whether there was something to repair. An inherited
 // filter stays unchanged until the set of peers is complete.
-func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
+func (n *kernelNetwork) admit(peers backend.Set) (repaired bool, err error) {
 	if n.filter == nil || n.inherited && !peers.Complete {
 		return false, nil
 	}
-	n.inherited, n.unfilled = false, false
-	if err := n.filter.update(removed, added); err != nil {
+	n.inherited = false
+	if err := n.filter.admit(slices.Collect(maps.Values(n.peers))); err != nil {
 		return false, err
 	}
 	if !n.filterChanged.Swap(false) && !peers.All {

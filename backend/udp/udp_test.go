@@ -161,36 +161,6 @@ func setOf(all, complete bool, changed []string, leases ...subnet.Lease) backend
 	return s
 }
 
-func TestSendersApply(t *testing.T) {
-	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
-	moved := lease("b", "10.5.2.0/24", "192.168.77.22")
-	swapped := []subnet.Lease{lease("a", "10.5.1.0/24", "192.168.77.2"), lease("b", "10.5.2.0/24", "192.168.77.1")}
-	s := senders{}
-	for i, step := range []struct {
-		set  backend.Set
-		want []subnet.Lease
-	}{
-		{setOf(true, false, nil, a, b), []subnet.Lease{a, b}},
-		{setOf(true, false, nil, a), []subnet.Lease{a, b}}, // not complete, so no peer is removed
-		{setOf(true, true, nil, a), []subnet.Lease{a}},
-		{setOf(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
-		{setOf(false, true, []string{"b"}, a, moved), []subnet.Lease{a, moved}},
-		{setOf(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
-		{setOf(false, true, []string{"a", "b"}, swapped...), swapped},
-		{setOf(false, true, []string{"a"}, swapped[1]), swapped[1:]},
-		{setOf(true, true, nil), nil},
-	} {
-		s.apply(step.set)
-		want := senders{}
-		for _, l := range step.want {
-			want[l.Key] = []netip.Addr{l.Endpoints[0].PublicIP}
-		}
-		if diff := cmp.Diff(want, s, cmp.Comparer(func(x, y netip.Addr) bool { return x == y })); diff != "" {
-			t.Errorf("step %d: %s", i, diff)
-		}
-	}
-}
-
 // TestEntries goes through the sets of several networks that use one table after another. The sets
 // name the same host by several lease keys.
 func TestEntries(t *testing.T) {
@@ -199,6 +169,8 @@ func TestEntries(t *testing.T) {
 	v6 := lease("fd00:10:5:2::-64", six, "fd00:77::2")
 	dual := subnet.Lease{Key: "10.5.2.0-24&fd00:10:5:2::-64", Endpoints: slices.Concat(v4.Endpoints, v6.Endpoints)}
 	other := lease("10.5.3.0-24", "10.5.3.0/24", "192.168.77.3")
+	moved := lease(other.Key, "10.5.3.0/24", "192.168.77.33")
+	swapped := []subnet.Lease{lease(v4.Key, four, "192.168.77.3"), lease(other.Key, "10.5.3.0/24", "192.168.77.2")}
 	table := map[netip.Prefix]netip.Addr{}
 	for _, step := range []struct {
 		name string
@@ -214,6 +186,10 @@ func TestEntries(t *testing.T) {
 		{"IPv4 and IPv6 again", setOf(false, true, []string{v6.Key}, dual), []subnet.Lease{dual}},
 		{"IPv4 again, not complete", setOf(true, false, nil, v4), []subnet.Lease{dual}},
 		{"IPv4 again", setOf(false, true, []string{dual.Key}, v4), []subnet.Lease{v4}},
+		{"another host", setOf(false, true, []string{other.Key}, v4, other), []subnet.Lease{v4, other}},
+		{"it moves, not complete", setOf(false, false, []string{other.Key}, moved), []subnet.Lease{v4, moved}},
+		{"hosts swap their addresses", setOf(false, true, []string{v4.Key, other.Key}, swapped...), swapped},
+		{"nobody", setOf(true, true, nil), nil},
 	} {
 		table = entries(step.set, table)
 		want := map[netip.Prefix]netip.Addr{}

@@ -128,8 +128,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	return outcome, err
 }
 
-// entries returns the wanted entries of the tunnel's table. have are the present ones. As long as
-// set is not complete, those of them that set does not replace stay.
+// entries returns the public addresses of the peers in set, by subnet. have are those until now. As long as set is
+// not complete, those of them that set does not replace stay.
 func entries(set backend.Set, have map[netip.Prefix]netip.Addr) map[netip.Prefix]netip.Addr {
 	want := make(map[netip.Prefix]netip.Addr, len(set.Leases))
 	if !set.Complete {
