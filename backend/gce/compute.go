@@ -209,7 +209,7 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 			note(own, r)
 		}
 	}
-	table := cloud.Table{ID: v.table, Global: v.network, Own: true, Several: true}
+	table := cloud.Table{ID: v.table, Global: v.network, Own: true, Common: true, Several: true}
 	seen := map[cloud.Route]bool{}
 	for _, r := range all {
 		c := v.convert(r)

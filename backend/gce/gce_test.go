@@ -517,8 +517,12 @@ func TestLeader(t *testing.T) {
 		t.Errorf("%d calls to find 1,000 hosts, want at most 3", calls)
 	}
 	s.Deny("compute.instances.list", true)
-	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); err != nil {
+	own := newBackend(t, `{}`).Cloud
+	if err := own.Check(t.Context()); err != nil {
 		t.Errorf("a host that writes its own route needs another right: %v", err)
+	}
+	if tables, err := own.Tables(t.Context()); err != nil || !tables[0].Common {
+		t.Errorf("tables %+v, error %v, want a common one, so that such a host looks for no others", tables, err)
 	}
 	cloudtest.Lacks(t, "without the list", b.Cloud, "compute.instances.list")
 	_, err = b.Cloud.Find(t.Context(), hosts, true)

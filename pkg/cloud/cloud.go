@@ -83,6 +83,7 @@ type Table struct {
 	ID     string
 	Global string // name that no other table of the cloud has; empty if ID is unique
 	Own    bool   // packets of this host follow the table
+	Common bool   // packets of all hosts follow the table, because the cloud has no other one for them
 	// Several is set if the table can have several routes to the same destination.
 	Several bool
 	Routes  []Route

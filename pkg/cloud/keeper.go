@@ -202,10 +202,10 @@ const apartTime = time.Minute
 
 // separate returns an error that names the hosts which follow other tables than those that packets of this host follow,
 // so that neither reaches the other. It looks only for hosts to which no route has led for apartTime. again is the time
-// after which the next host has to be looked for; 0 if there is none. With a tunnel the hosts reach each other, and a
-// leader looks for all hosts.
+// after which the next host has to be looked for; 0 if there is none. With a tunnel the hosts reach each other, a
+// leader looks for all hosts, and a common table leaves no others.
 func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (again time.Duration, err error) {
-	if k.All || k.Tunnel {
+	if k.All || k.Tunnel || slices.ContainsFunc(tables, func(t Table) bool { return t.Common }) {
 		return 0, nil
 	}
 	all = slices.DeleteFunc(all, func(h Host) bool { return h.Refused || slices.Equal(h.Subnets, k.Own.Subnets) })

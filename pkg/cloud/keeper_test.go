@@ -393,6 +393,22 @@ func TestSeparateTables(t *testing.T) {
 	}
 }
 
+// TestHostsOfACommonTable has a host without a route in a cloud whose hosts all follow one table. The keeper must not look
+// for that host: a host that writes only its own routes may lack the right, and would not be ready.
+func TestHostsOfACommonTable(t *testing.T) {
+	run(t, func(b *bed) {
+		b.Do(func() { b.Tabs[0].Common = true })
+		b.answer(2)
+		b.hour()
+		b.expectResult("after an hour", "", 0)
+		b.Do(func() {
+			if b.Sought > 0 {
+				b.Errorf("the keeper has looked for %d hosts, want none", b.Sought)
+			}
+		})
+	})
+}
+
 // TestOverlapIsLogged is about routes of others in the network.
 func TestOverlapIsLogged(t *testing.T) {
 	wide := cloud.Route{Table: "table-1", Dst: netip.MustParsePrefix("10.0.0.0/8"), Target: "vgw-1"}
