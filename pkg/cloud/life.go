@@ -284,12 +284,13 @@ func overlapping(tables []Table, networks []netip.Prefix, is func(Route) bool) (
 	return routes
 }
 
-// unreached returns the hosts to which no table that packets of this host follow has a route that carries packets.
+// unreached returns the hosts to which no table that packets of this host follow has a route. A route of flanneld counts
+// even if it carries no packets: its host has written this table, and does not run.
 func unreached(tables []Table, hosts []Host) []Host {
 	reached := map[netip.Prefix]bool{}
 	for _, t := range tables {
 		for _, r := range t.Routes {
-			if t.Own && r.State == Carrying {
+			if t.Own && (r.ours() || r.State == Carrying) {
 				reached[r.Dst] = true
 			}
 		}

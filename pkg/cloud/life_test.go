@@ -171,13 +171,14 @@ func TestDecideForEachTableAndFamily(t *testing.T) {
 }
 
 func TestUnreached(t *testing.T) {
-	hosts := []Host{{Subnets: prefixtest.Parse(own)}, {Subnets: prefixtest.Parse(peer)}, {Subnets: prefixtest.Parse(free)}}
+	const foreignIdle = "10.5.4.0/24"
+	hosts := []Host{{Subnets: prefixtest.Parse(own)}, {Subnets: prefixtest.Parse(peer)}, {Subnets: prefixtest.Parse(free)}, {Subnets: prefixtest.Parse(foreignIdle)}}
 	tables := []Table{
-		{ID: "t1", Own: true, Routes: []Route{byCall(own, "me"), byCall(peer, "peer").in(Idle)}},
+		{ID: "t1", Own: true, Routes: []Route{byCall(own, "me"), byCall(peer, "peer").in(Idle), foreign(byCall(foreignIdle, "tgw").in(Idle))}},
 		{ID: "t2", Routes: []Route{byCall(free, "other")}},
 	}
-	if got := unreached(tables, hosts); len(got) != 2 || got[0].Subnets[0].String() != peer || got[1].Subnets[0].String() != free {
-		t.Errorf("unreached are %v, want the second and the third host", got)
+	if got := unreached(tables, hosts); len(got) != 2 || got[0].Subnets[0].String() != free || got[1].Subnets[0].String() != foreignIdle {
+		t.Errorf("unreached are %v, want the last two hosts", got)
 	}
 }
 
