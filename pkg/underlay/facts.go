@@ -37,6 +37,8 @@ type Link struct {
 	Index int
 	Kind  string // such as "bridge"; empty for hardware and lo
 	MTU   int    // bytes
+	// Hardware is the hardware address; empty or zero if there is none.
+	Hardware string
 	// Master is the index of the bridge, bond or VRF of which the link is a port, and Parent
 	// that of the link that carries its packets. Both are 0 if there is none.
 	Master, Parent int

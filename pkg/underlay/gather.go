@@ -161,15 +161,16 @@ func readLinks(ctx context.Context) ([]Link, error) {
 	for i, l := range links {
 		at := l.Attrs()
 		out[i] = Link{
-			Name:    at.Name,
-			Index:   at.Index,
-			Kind:    kind(l),
-			Master:  at.MasterIndex,
-			Parent:  at.ParentIndex,
-			MTU:     at.MTU,
-			Up:      at.RawFlags&unix.IFF_UP != 0,
-			Running: at.RawFlags&unix.IFF_RUNNING != 0,
-			Addrs:   of[at.Index],
+			Name:     at.Name,
+			Index:    at.Index,
+			Kind:     kind(l),
+			Master:   at.MasterIndex,
+			Parent:   at.ParentIndex,
+			MTU:      at.MTU,
+			Hardware: at.HardwareAddr.String(),
+			Up:       at.RawFlags&unix.IFF_UP != 0,
+			Running:  at.RawFlags&unix.IFF_RUNNING != 0,
+			Addrs:    of[at.Index],
 		}
 	}
 	slices.SortFunc(out, func(a, b Link) int { return a.Index - b.Index })

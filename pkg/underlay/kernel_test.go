@@ -177,7 +177,10 @@ func TestKernelGather(t *testing.T) {
 	}
 	byName := map[string]Link{}
 	for _, l := range f.Links {
-		l.Index, l.Parent = 0, 0
+		if want := k.link(l.Name).Attrs().HardwareAddr.String(); l.Hardware != want {
+			t.Errorf("the hardware address of %s is %s, want %s", l.Name, l.Hardware, want)
+		}
+		l.Index, l.Parent, l.Hardware = 0, 0, ""
 		byName[l.Name] = l
 	}
 	perm := func(s string) Addr {

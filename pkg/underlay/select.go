@@ -122,7 +122,10 @@ func (s selector) try(a attempt) (choice, error) {
 	if w.link.MTU <= 0 {
 		return choice{}, fmt.Errorf("%s has MTU %d", w.link.Name, w.link.MTU)
 	}
-	c := choice{Interface{Name: w.link.Name, Index: w.link.Index, MTU: s.mtu(w.link), VRF: s.vrf(w.link), Reason: a.option + w.note}, w.lastResort}
+	c := choice{lastResort: w.lastResort, Interface: Interface{
+		Name: w.link.Name, Index: w.link.Index, MTU: s.mtu(w.link),
+		VRF: s.vrf(w.link), Hardware: w.link.Hardware, Reason: a.option + w.note,
+	}}
 	for _, fam := range s.opts.Families {
 		addr, named, err := s.address(w, fam)
 		if err != nil {

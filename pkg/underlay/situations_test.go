@@ -275,7 +275,7 @@ func (s situation) gather(t *testing.T, want Facts) Facts {
 		if i := slices.IndexFunc(want.Links, func(w Link) bool { return w.Name == l.Name }); i >= 0 {
 			w := want.Links[i]
 			indexes[l.Index] = w.Index
-			l.Index, l.Kind, l.Master, l.Parent = w.Index, w.Kind, w.Master, w.Parent
+			l.Index, l.Kind, l.Master, l.Parent, l.Hardware = w.Index, w.Kind, w.Master, w.Parent, ""
 			links = append(links, l)
 		}
 	}

@@ -22,6 +22,9 @@ type Interface struct {
 	Reason string
 	// VRF is the name of the VRF to which the interface belongs; empty if it belongs to none.
 	VRF string `json:",omitempty"`
+	// Hardware is the hardware address, by which a host that got another IP address differs from one
+	// with a cloned disk. It is empty or zero if the interface has none.
+	Hardware string `json:",omitempty"`
 }
 
 // Address is the address of the interface in one family.

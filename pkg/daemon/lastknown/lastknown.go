@@ -26,13 +26,10 @@ type State struct {
 	Own       subnet.Lease       `json:"own"`
 	Stored    *subnet.Lease      `json:"stored,omitempty"` // own lease as the store has it; nil if that is Own
 	// Subnets are those that this host had in earlier configurations, last first.
-	Subnets []netip.Prefix `json:"subnets,omitempty"`
-	// Hardware is the hardware address of the external interface, by which a host that got another IP
-	// address differs from one with a cloned disk. It is empty if the interface has none.
-	Hardware string             `json:"hardware,omitempty"`
-	Peers    subnet.LedgerState `json:"peers"`
-	Former   []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
-	Rules    []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
+	Subnets []netip.Prefix     `json:"subnets,omitempty"`
+	Peers   subnet.LedgerState `json:"peers"`
+	Former  []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
+	Rules   []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
 	// Name is the name of one of several networks, and Prefix is the etcd prefix of all of them. Both are
 	// empty if there is only one network, which has no name.

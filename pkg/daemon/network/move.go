@@ -4,6 +4,7 @@ package network
 
 import (
 	"context"
+	"fmt"
 	"slices"
 
 	"golang.org/x/sync/errgroup"
@@ -114,6 +115,11 @@ func follow(ctx context.Context, m Store, from, to underlay.Interface) {
 // and uses the new public addresses.
 func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
 	now, _ := r.state.Get() // the lease may have been renewed, and Former cleared, since the last session began
+	if now.Recalled && now.Interface.Index == 0 {
+		if err := ofHost(now, to); err != nil {
+			return nil, fmt.Errorf("the last known state cannot be used: %w", err)
+		}
+	}
 	be, _, err := r.catalog.New(r.env(to, now.Config))
 	if err != nil {
 		return nil, err
@@ -128,7 +134,6 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 			now.Stored = &stored
 		}
 		now.Interface = to
-		now.Hardware = hardwareOf(to)
 		now.Own.NextType = claim.NextType
 		now.Own.Endpoints = claim.Endpoints
 	})

@@ -3,7 +3,6 @@
 package network
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,8 +18,7 @@ import (
 
 // resumption is a session on the last known state, or the attempt to start one.
 type resumption struct {
-	// endTries prevents new attempts and waits for one in progress. After that the store knows of
-	// the session if one has started.
+	// endTries prevents new attempts and waits for one in progress.
 	endTries func()
 	// stop ends the session or the attempt, and waits for its end.
 	stop func()
@@ -50,10 +48,6 @@ func (r *runner) resume(ctx context.Context) *resumption {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		s, err := r.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
-		// A host without its interface may be a clone, whose lease is not that of the state.
-		if resumer, ok := r.store.(subnet.Resumer); ok && err == nil && s.begin.Load().Interface.Index != 0 {
-			resumer.Resumed(*cmp.Or(last.Stored, &last.Own)) // before endTries returns: the regular start then calls Acquire, which depends on it
-		}
 		close(decided)
 		if err != nil { // the start was cancelled, or the lease has expired
 			return
@@ -100,8 +94,10 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 		klog.FromContext(ctx).Error(err, "only the pods of this host have a network until there is an external interface")
 		iface = last.Interface
 		iface.Index = 0
-	case !lastknown.SameHost(last.Interface, iface):
-		return nil, fmt.Errorf("it is of a host with %v, this one has %v", describe(last.Interface), describe(iface))
+	default:
+		if err := ofHost(last, iface); err != nil {
+			return nil, err
+		}
 	}
 	last.Interface, last.Recalled = iface, true
 	env := r.env(iface, last.Config)
@@ -112,6 +108,15 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 	}
 	last.Former = r.leftBehind(last, be)
 	return r.serve(ctx, be, 0, func(now *lastknown.State) { *now = last })
+}
+
+// ofHost returns an error unless last is surely the state of the host that has interface now. Cloned hosts
+// have the same disk, but other addresses.
+func ofHost(last lastknown.State, now underlay.Interface) error {
+	if !lastknown.SameHost(last.Interface, now) {
+		return fmt.Errorf("it is of a host with %v, this one has %v", describe(last.Interface), describe(now))
+	}
+	return nil
 }
 
 // carryOn runs s without the store until ctx ends, and then stops the session that is present by then.

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"os"
 	"slices"
 	"strings"
@@ -115,10 +116,8 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		if now.Fresh != nil {
 			last.Peers, last.Fresh = now.Fresh(), nil
 		}
-		if now.Interface.Index == 0 && lastknown.OtherHost(now.Interface, iface) {
-			last.Peers = subnet.LedgerState{} // the session has served the pods before the host knew its address
-		}
-	} else if lastknown.OtherHost(last.Interface, iface) {
+	}
+	if !s.proven() && lastknown.OtherHost(last.Interface, iface) {
 		last.Peers = subnet.LedgerState{}
 	}
 	s.progress.waitFor(PhaseNoLease)
@@ -133,7 +132,6 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	last.Take(own)
 	last.Config = cfg
 	last.Interface = iface
-	last.Hardware = hardwareOf(iface)
 	last.Location, last.LocationLabel = env.Location, s.opts.LocationLabel
 	last.Recalled = false
 	if s.name != "" {
@@ -203,7 +201,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 		s.ready.report(ctx, partSubnet, outside)
 	}
 	var own subnet.Lease
-	same := lastknown.SameHost(last.Interface, env.Underlay) || hasHardware(last.Hardware)
+	same := s.proven() || lastknown.SameHost(last.Interface, env.Underlay) || hasHardware(last.Interface.Hardware)
 	if err := s.recognize(ctx, be, env, last, same); err != nil {
 		return own, err
 	}
@@ -247,10 +245,10 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 
 // recognize tells the store what identifies this host beside its address, which may have changed
 // while flanneld was stopped: the last known state, if it is of the same host, or else the devices of
-// the backend, which no cloned disk has. A session on the last known state has done so already.
+// the backend, which no cloned disk has.
 func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, same bool) error {
 	store, ok := s.store.(subnet.Resumer)
-	if !ok || s.runner.serving.Load() != nil {
+	if !ok {
 		return nil
 	}
 	if same {
@@ -262,6 +260,20 @@ func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend
 		store.Resumed(subnet.Lease{})
 	}
 	return err
+}
+
+// proven reports whether a session on the last known state uses the external interface. It then had the
+// addresses in that state, so the state is of this host, even if it has others now.
+func (s *startup) proven() bool {
+	now := s.runner.serving.Load()
+	return now != nil && now.begin.Load().Interface.Index != 0
+}
+
+// hasHardware reports whether an interface of this host has the hardware address addr.
+func hasHardware(addr string) bool {
+	links, err := net.Interfaces()
+	return err == nil && addr != "" &&
+		slices.ContainsFunc(links, func(l net.Interface) bool { return l.HardwareAddr.String() == addr })
 }
 
 // unchanged returns ErrConfigChanged, wrapped, if the store has a valid configuration that differs from
