@@ -214,6 +214,9 @@ type Catalog struct {
 	FreePorts func(ports []int) error
 	// Close releases the state, after the end of all networks. It may be nil.
 	Close func()
+	// Recorded returns the leftovers of all networks that files in stateDir record, for a cleanup. It may
+	// be nil.
+	Recorded func(stateDir string) ([]Leftover, error)
 	// Files returns the paths of files outside of stateDir that the backends have written,
 	// for a cleanup. It may be nil.
 	Files func(stateDir string) ([]string, error)

@@ -56,6 +56,7 @@ func New(o options.Options) (backend.Catalog, error) {
 			_ = packets.Close()
 			_ = encrypted.Close()
 		},
-		Files: wireguard.WrittenKeys,
+		Recorded: extension.Recorded,
+		Files:    wireguard.WrittenKeys,
 	}, err
 }

@@ -99,10 +99,10 @@ func (h *Host) Shutdown(ctx context.Context) {
 }
 
 // Retire undoes what commands have done since the boot, because the network was deleted or uses
-// another backend now. It runs SubnetRemoveCommand for each subnet, and then ShutdownCommand. It logs a
-// command that fails, and does not repeat it. Then it deletes the state file. If only an earlier boot has run commands, it
-// just deletes the state file. If this process has not loaded the state yet and cannot read the
-// file, Retire logs that and does nothing.
+// another backend now, or flanneld leaves this host. It runs SubnetRemoveCommand for each subnet, and
+// then ShutdownCommand. It logs a command that fails, and does not repeat it. Then it deletes the state
+// file. If only an earlier boot has run commands, it just deletes the state file. If this process has
+// not loaded the state yet and cannot read the file, Retire logs that and does nothing.
 //
 // The caller must close the network first. If ctx ends, Retire returns the error of ctx. The next
 // call then repeats the command that was killed, and continues. Retire also returns an error if it

@@ -478,6 +478,29 @@ func TestRetireWhileShutdownHangs(t *testing.T) {
 	}
 }
 
+// TestRecorded checks that a cleanup finds the state files in the state directory, and that a Host
+// without a state directory does not take commands from the working directory.
+func TestRecorded(t *testing.T) {
+	t.Chdir(t.TempDir())
+	const name = "flanneld-012345-commands"
+	if err := os.WriteFile(name+".json", []byte(`{"version":1,"state":{"boot":"boot1"}}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+
+	found, err := Recorded(".")
+	if err != nil || len(found) != 1 {
+		t.Fatalf("found %v, %v, want one", found, err)
+	}
+	for _, tt := range []struct {
+		of   backend.Leftover
+		want bool
+	}{{found[0], true}, {NewHost(Settings{Name: name}).Leftovers()[0], false}} {
+		if present, err := tt.of.Present(); present != tt.want || err != nil {
+			t.Errorf("present %v, %v, want %v", present, err, tt.want)
+		}
+	}
+}
+
 // TestRetireAfterBoot checks that Retire deletes a state file of an earlier boot, and runs no command, because the
 // boot has undone what commands did.
 func TestRetireAfterBoot(t *testing.T) {

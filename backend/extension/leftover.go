@@ -4,6 +4,8 @@ package extension
 
 import (
 	"context"
+	"path/filepath"
+	"strings"
 
 	"github.com/flanneld/flanneld/backend"
 )
@@ -13,6 +15,17 @@ func (b *Backend) Leftovers() []backend.Leftover { return b.host.Leftovers() }
 
 // Leftovers returns what commands have done on this host, as one leftover.
 func (h *Host) Leftovers() []backend.Leftover { return []backend.Leftover{effects{h}} }
+
+// Recorded returns what the commands of all daemons with this state directory have done, as far as
+// their files say.
+func Recorded(stateDir string) (all []backend.Leftover, err error) {
+	paths, err := filepath.Glob(filepath.Join(stateDir, "flanneld-*-commands.json"))
+	for _, path := range paths {
+		name := strings.TrimSuffix(filepath.Base(path), ".json")
+		all = append(all, NewHost(Settings{StateDir: stateDir, Name: name}).Leftovers()...)
+	}
+	return all, err
+}
 
 // effects is what all commands since the boot have done, together with the state file.
 type effects struct{ host *Host }

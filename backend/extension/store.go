@@ -115,8 +115,8 @@ func (s *stateStore) load(ctx context.Context) {
 func (s *stateStore) exists() (bool, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.loaded {
-		return true, nil
+	if s.loaded || s.dir == "" {
+		return s.loaded, nil
 	}
 	last, err := state.Read[appliedState](s.dir, s.name)
 	return last.Boot != "", err

@@ -132,6 +132,10 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	defer func() { _ = kernel.Close() }()
 	var errs []error
 	var done ownership.Objects
+	if c.Backends.Recorded != nil {
+		done.Leftovers, err = c.Backends.Recorded(c.StateDir)
+		errs = append(errs, err, c.leftovers(ctx, done.Leftovers))
+	}
 	told := map[string]bool{} // several configurations may own an object
 	for _, of := range c.owned(all) {
 		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, dataplane.Scope{})

@@ -283,13 +283,19 @@ func TestExtensionFailsToStart(t *testing.T) {
 }
 
 // TestExtensionLeft changes from extension to another backend: live, with a daemon that is killed at
-// once, and while the daemon is stopped. Everything that commands have done must be undone, once, and
+// once, and while the daemon is stopped, also with a cleanup of the host. Everything that commands have done must be undone, once, and
 // no command may run again, although the daemons are stopped and start again.
 func TestExtensionLeft(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]func(t *testing.T, l *lab.Lab, put func()){
 		"stopped": func(t *testing.T, l *lab.Lab, put func()) {
 			expectStop(t, l.Host(1).Daemon())
+			put()
+			startOne(t, l.Host(1), lab.FlanneldOptions{})
+		},
+		"cleaned up": func(t *testing.T, l *lab.Lab, put func()) {
+			expectStop(t, l.Host(1).Daemon())
+			expectFlannelctl(t, l.Host(1), []string{"cleanup", "--yes"}, "remove what the commands of the backend extension have done")
 			put()
 			startOne(t, l.Host(1), lab.FlanneldOptions{})
 		},
@@ -335,7 +341,7 @@ func TestExtensionLeft(t *testing.T) {
 			change(t, l, func() { putConfig(t, l, `{"Type":"host-gw"}`) })
 			for i, h := range l.Hosts() {
 				want := []string{"remove " + added[i], "shutdown"}
-				if i == 0 && name == "stopped" {
+				if i == 0 && (name == "stopped" || name == "cleaned up") {
 					slices.Reverse(want) // the stop has run ShutdownCommand
 				}
 				reduce := func(got []string) []string { return got }
