@@ -316,7 +316,7 @@ func FuzzAnswers(f *testing.F) {
 		}
 		var i instance
 		if json.Unmarshal(text, &i) == nil {
-			i.addresses()
+			i.primary()
 		}
 		if err := classify("vpc:X", "t", decodeError(status, text)); err != nil && strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: error %q has several lines", text, err)

@@ -4,14 +4,10 @@ package alivpc
 
 import (
 	"net/netip"
-	"slices"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
-
-// localTarget is the target of the routes of the VPC itself.
-const localTarget = "local"
 
 // entry is a route as the API describes it.
 type entry struct {
@@ -53,9 +49,6 @@ func state(status string) cloud.State {
 // toInstance reports whether a next hop of this type is an instance, or one of its network interfaces.
 func toInstance(kind string) bool { return kind == instanceHop || kind == "NetworkInterface" }
 
-// instance reports whether e leads to exactly one next hop, and this is an instance.
-func (e entry) instance() bool { return len(e.Hops.All) == 1 && e.Hops.All[0].Kind == instanceHop }
-
 // instance is an instance as the API describes it.
 type instance struct {
 	ID         string `json:"InstanceId"`
@@ -92,21 +85,13 @@ type addressList struct {
 // runs reports whether the instance can get packets now or soon.
 func (i instance) runs() bool { return i.Status != "Stopped" && i.Status != "Stopping" }
 
-// addresses returns all addresses of the instance.
-func (i instance) addresses() []netip.Addr {
-	return i.addressesOf("Primary", "Secondary", "Trunk", "")
-}
-
 // primary returns the addresses of the primary network interface, and the public addresses of the
 // instance.
-func (i instance) primary() []netip.Addr { return i.addressesOf("Primary") }
-
-// addressesOf returns the addresses of the instance itself, and of its network interfaces of these types.
-func (i instance) addressesOf(types ...string) []netip.Addr {
+func (i instance) primary() []netip.Addr {
 	texts := append([]string{i.EIP.Address}, i.Attributes.Private.All...)
 	texts = append(texts, i.Public.All...)
 	for _, n := range i.Interfaces.All {
-		if !slices.Contains(types, n.Type) {
+		if n.Type != "Primary" {
 			continue
 		}
 		for _, a := range n.IPv4.All {

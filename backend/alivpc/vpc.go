@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -142,7 +143,7 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	}
 	switch {
 	case e.Type == system:
-		r.Target = localTarget
+		r.Target = cloud.LocalTarget
 	case hop.ID != "":
 		r.Target = hop.ID
 	}
@@ -196,46 +197,42 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Fou
 	return found, v.followed(ctx, found, all)
 }
 
-// Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say whether
-// its target exists and runs. So Tables asks for this instance and for the instances that are
-// targets of routes in the networks. It returns cloud.ErrUnavailable, wrapped, if ECS does not know
-// this instance yet.
+// Tables implements cloud.Cloud. It must be called after Join or Check.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	entries, err := v.list(ctx)
 	if err != nil {
 		return nil, err
 	}
 	table := cloud.Table{ID: v.table, Own: true}
-	ids := []string{v.api.instance}
 	for _, e := range entries {
-		r, ok := v.convert(e)
-		if !ok {
-			continue
+		if r, ok := v.convert(e); ok {
+			table.Routes = append(table.Routes, r)
 		}
-		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
-		if inside && r.ByCall && e.instance() && !slices.Contains(ids, r.Target) {
-			ids = append(ids, r.Target)
-		}
-		table.Routes = append(table.Routes, r)
 	}
-	instances, err := v.instances(ctx, ids)
+	tables := []cloud.Table{table}
+	other := func(r cloud.Route) bool {
+		return r.State == cloud.Carrying && r.Target != v.api.instance && strings.HasPrefix(r.Target, "i-")
+	}
+	return tables, cloud.Look(tables, v.networks, other, func(ids []string) (map[string]cloud.State, error) { return v.states(ctx, ids) })
+}
+
+// states returns the states of instances. A route does not say whether its target exists and runs. states also asks for
+// this instance, and returns cloud.ErrUnavailable, wrapped, if ECS does not know it yet.
+func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State, error) {
+	instances, err := v.instances(ctx, append(ids, v.api.instance))
 	if err != nil {
 		return nil, err
 	}
 	if _, ok := instances[v.api.instance]; !ok { // an answer without this instance may also be without others that run
 		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
 	}
-	for i, r := range table.Routes {
-		target, known := instances[r.Target]
-		switch {
-		case r.State != cloud.Carrying || r.Target == v.api.instance || !slices.Contains(ids, r.Target):
-		case !known:
-			table.Routes[i].State = cloud.Gone
-		case !target.runs():
-			table.Routes[i].State = cloud.Idle
+	states := map[string]cloud.State{}
+	for id, i := range instances {
+		if states[id] = cloud.Carrying; !i.runs() {
+			states[id] = cloud.Idle
 		}
 	}
-	return []cloud.Table{table}, nil
+	return states, nil
 }
 
 // list returns the routes of the table from all pages.
@@ -435,7 +432,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := v.checkRanges(tables); err != nil {
+	if err := cloud.CheckRanges(tables, v.networks, "the VPC", name); err != nil {
 		return err
 	}
 	// These ranges are for documentation, so the calls would do no harm even if they were not dry runs.
@@ -459,14 +456,4 @@ func (v *vpc) Check(ctx context.Context) error {
 		}
 	}
 	return rights.Missing(page)
-}
-
-// checkRanges returns an error if a network overlaps a range of the VPC, where Alibaba Cloud refuses
-// routes.
-func (v *vpc) checkRanges(tables []cloud.Table) error {
-	own := func(r cloud.Route) bool { return r.Target == localTarget && r.Dst.Bits() > 0 }
-	if n, r, found := cloud.Overlap(tables, v.networks, own); found {
-		return fmt.Errorf("the network %s overlaps %s of the VPC, where Alibaba Cloud allows no routes to instances: choose another Network or IPv6Network", n, r.Dst)
-	}
-	return nil
 }

@@ -11,7 +11,6 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
@@ -116,8 +115,6 @@ func state(text string) (s cloud.State, ok bool) {
 		return cloud.Idle, true
 	}
 }
-
-const localGateway = "local" // the target of routes within the VPC
 
 // connected returns the client, and connects it at the first call.
 func (v *vpc) connected(ctx context.Context) (*client, error) {
@@ -331,44 +328,26 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 		table.Own = t.ID == own
 		tables = append(tables, table)
 	}
-	return tables, v.markGone(ctx, tables)
+	idle := func(r cloud.Route) bool { return r.State == cloud.Idle }
+	return tables, cloud.Look(tables, v.networks, idle, func(ids []string) (map[string]cloud.State, error) { return v.states(ctx, ids) })
 }
 
-// markGone sets the State of the routes in the networks whose interface no instance has any more. EC2 calls a route a
-// blackhole both if its instance is stopped and if it is gone.
-func (v *vpc) markGone(ctx context.Context, tables []cloud.Table) error {
-	var lost []string
-	is := func(r cloud.Route) bool {
-		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
-		return inside && r.ByCall && r.Foreign == "" && r.State == cloud.Idle
-	}
-	for _, t := range tables {
-		for _, r := range t.Routes {
-			if is(r) && !slices.Contains(lost, r.Target) {
-				lost = append(lost, r.Target)
-			}
-		}
-	}
-	exists := map[string]bool{}
-	for some := range slices.Chunk(lost, maxTargets) {
+// states returns the states of network interfaces. EC2 calls a route a blackhole both if its instance is stopped and if it
+// is gone.
+func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State, error) {
+	states := map[string]cloud.State{}
+	for some := range slices.Chunk(ids, maxTargets) {
 		instances, err := describeInstances(ctx, v.api, filterParams(map[string][]string{"network-interface.network-interface-id": some}))
 		if err != nil {
-			return err
+			return nil, err
 		}
 		for _, i := range instances {
 			for _, n := range i.Interfaces {
-				exists[n.ID] = true
+				states[n.ID] = cloud.Idle
 			}
 		}
 	}
-	for _, t := range tables {
-		for i, r := range t.Routes {
-			if is(r) && !exists[r.Target] {
-				t.Routes[i].State = cloud.Gone
-			}
-		}
-	}
-	return nil
+	return states, nil
 }
 
 // main reports whether t is the main table of the VPC with this id.
@@ -558,7 +537,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := v.checkRanges(tables); err != nil {
+	if err := cloud.CheckRanges(tables, v.networks, v.own.VPC, "EC2"); err != nil {
 		return err
 	}
 	var rights cloud.Rights
@@ -579,15 +558,4 @@ func (v *vpc) Check(ctx context.Context) error {
 		}
 	}
 	return rights.Missing(page)
-}
-
-// checkRanges returns an error if a network overlaps a range of the VPC, because EC2 refuses routes
-// into these ranges.
-func (v *vpc) checkRanges(tables []cloud.Table) error {
-	own := func(r cloud.Route) bool { return r.Target == localGateway }
-	if n, r, found := cloud.Overlap(tables, v.networks, own); found {
-		return fmt.Errorf("the network %s overlaps %s of %s, where EC2 allows no routes to hosts: choose another Network or IPv6Network",
-			n, r.Dst, strings.TrimSpace(v.own.VPC))
-	}
-	return nil
 }

@@ -269,7 +269,7 @@ func TestCheckNeedsNoRightForACheckThatIsOff(t *testing.T) {
 
 func TestRefusedHosts(t *testing.T) {
 	bed().RefusedHosts(t, map[string]backendtest.Refused{
-		"a network in the VPC": {Network: "192.168.128.0/17", Err: "192.168.128.0/17 overlaps 192.168.0.0/16 of vpc-0a"},
+		"a network in the VPC": {Network: "192.168.128.0/17", Err: "192.168.128.0/17 overlaps 192.168.0.0/16 of vpc-0a, where EC2 allows no routes"},
 	})
 }
 

@@ -93,12 +93,11 @@ type accessConfig struct {
 	IPv6 string `json:"externalIpv6"`
 }
 
-// addresses returns the addresses of the instance in the VPC network with that name, or all its
-// addresses if network is empty.
+// addresses returns the addresses of the instance in the VPC network with that name.
 func (i instance) addresses(network string) []netip.Addr {
 	var texts []string
 	for _, n := range i.Interfaces {
-		if network != "" && path.Base(n.Network) != network {
+		if path.Base(n.Network) != network {
 			continue
 		}
 		texts = append(texts, n.IPv4, n.IPv6)
@@ -455,7 +454,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return v.checkRanges(tables)
+	return cloud.CheckRanges(tables, v.networks, "the VPC network "+v.table, "Google")
 }
 
 // checkPermissions returns an error that names all permissions that this host needs and lacks. If
@@ -480,14 +479,4 @@ func (v *vpc) checkPermissions(ctx context.Context) error {
 	rights.Lack(missing...)
 	rights.Lack(more...)
 	return rights.Missing(page)
-}
-
-// checkRanges returns an error if a network overlaps a range of the VPC network, where Google
-// refuses routes.
-func (v *vpc) checkRanges(tables []cloud.Table) error {
-	own := func(r cloud.Route) bool { return r.Target == localTarget }
-	if n, r, found := cloud.Overlap(tables, v.networks, own); found {
-		return fmt.Errorf("the network %s overlaps %s of the VPC network %s, where Google allows no routes to instances: choose another Network or IPv6Network", n, r.Dst, v.table)
-	}
-	return nil
 }

@@ -45,16 +45,13 @@ type warning struct {
 	Code string `json:"code"`
 }
 
-// localTarget is the target of routes to the ranges of the VPC network itself.
-const localTarget = "local"
-
 // target returns where the route leads. An instance is named by its zone and name.
 func (r route) target() string {
 	if r.Instance != "" {
 		return targetOf(path.Base(path.Dir(path.Dir(r.Instance))), path.Base(r.Instance))
 	}
 	if r.LocalNet != "" {
-		return localTarget
+		return cloud.LocalTarget
 	}
 	return path.Base(cmp.Or(r.IP, r.Gateway, r.Peering, r.Balancer, r.VPN, r.Hub, "an unknown target"))
 }

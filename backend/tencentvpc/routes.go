@@ -8,7 +8,6 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // table is a route table as the API describes it.
@@ -67,13 +66,6 @@ func (r route) dst() netip.Prefix {
 	return dst.Masked()
 }
 
-// address returns the address of the instance to which the route leads; ok is false if it leads to
-// something else.
-func (r route) address() (a netip.Addr, ok bool) {
-	a, err := netip.ParseAddr(r.Target)
-	return a, err == nil && r.Kind == instanceKind
-}
-
 // disabled reports whether r exists, but carries no packets.
 func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
 
@@ -101,9 +93,4 @@ type instance struct {
 // runs reports whether the instance can get packets now or soon.
 func (i instance) runs() bool {
 	return !slices.Contains([]string{"STOPPED", "STOPPING", "SHUTDOWN", "TERMINATING", "LAUNCH_FAILED"}, i.State)
-}
-
-// addresses returns all addresses of the instance.
-func (i instance) addresses() []netip.Addr {
-	return transport.Addresses(slices.Concat(i.Private, i.Public)...)
 }

@@ -13,7 +13,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 const pageSize = 100 // most tables or instances in one answer; the API allows no more
@@ -82,47 +81,39 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Fou
 	return found, nil
 }
 
-// Tables implements cloud.Cloud. It must be called after Join or Check. A route does not say
-// whether its target exists and runs. So Tables asks for the instances if there are routes that may
-// belong to another host.
+// Tables implements cloud.Cloud. It must be called after Join or Check.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	t, err := v.table(ctx)
 	if err != nil {
 		return nil, err
 	}
 	table := cloud.Table{ID: t.ID, Own: true, Several: true}
-	hosts := map[int]netip.Addr{} // by index of the route
 	for _, r := range t.Routes {
-		c, ok := v.convert(r, t.ID)
-		if !ok {
-			continue
+		if c, ok := v.convert(r, t.ID); ok && !slices.Contains(table.Routes, c) {
+			table.Routes = append(table.Routes, c)
 		}
-		if slices.Contains(table.Routes, c) {
-			continue
-		}
-		inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, c.Dst) })
-		if a, ok := r.address(); ok && inside && c.ByCall && a != v.own.address {
-			hosts[len(table.Routes)] = a
-		}
-		table.Routes = append(table.Routes, c)
 	}
-	if len(hosts) == 0 {
-		return []cloud.Table{table}, nil
+	tables := []cloud.Table{table}
+	other := func(r cloud.Route) bool { return r.Target != v.own.address.String() }
+	return tables, cloud.Look(tables, v.networks, other, func(addresses []string) (map[string]cloud.State, error) { return v.states(ctx, addresses) })
+}
+
+// states returns the states of instances by their addresses. A route does not say whether its target exists and runs.
+func (v *vpc) states(ctx context.Context, addresses []string) (map[string]cloud.State, error) {
+	if len(addresses) == 0 {
+		return nil, nil
 	}
 	instances, err := v.instances(ctx)
 	if err != nil {
 		return nil, err
 	}
-	for i, a := range hosts {
-		at, known := instances[a]
-		switch {
-		case !known:
-			table.Routes[i].State = cloud.Gone
-		case !at.runs():
-			table.Routes[i].State = cloud.Idle
+	states := map[string]cloud.State{}
+	for a, i := range instances {
+		if states[a.String()] = cloud.Carrying; !i.runs() {
+			states[a.String()] = cloud.Idle
 		}
 	}
-	return []cloud.Table{table}, nil
+	return states, nil
 }
 
 // pages reads a list page by page. It calls the function one with the offset of each page, until it has

@@ -12,6 +12,7 @@
 //   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
 //     what the leader tells the other hosts. writer.go names the two choices of an operator: one leader
 //     writes all routes, or each host writes the routes to its own subnets.
+//   - look.go has what several clouds need to describe and to check tables.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
 //   - mark.go is the mark of a cluster in the descriptions of its routes.
 //   - rights.go collects the rights that are missing according to the calls of an implementation.
@@ -49,7 +50,7 @@ type Route struct {
 // State tells whether a route carries packets.
 type State int
 
-// States of routes.
+// States of routes, from the best one to the worst one.
 const (
 	Carrying State = iota
 	Changing       // the cloud has not finished a call about the route, so it may carry no packets yet

@@ -263,15 +263,6 @@ func earlier(a, b time.Duration) time.Duration {
 	return a
 }
 
-// Overlap returns the first route of the cloud itself that overlaps one of networks, and that network. own
-// must report whether the cloud itself has made a route. found is false if no such route overlaps.
-func Overlap(tables []Table, networks []netip.Prefix, own func(Route) bool) (network netip.Prefix, r Route, found bool) {
-	for _, r := range overlapping(tables, networks, own) {
-		return networks[slices.IndexFunc(networks, r.Dst.Overlaps)], r, true
-	}
-	return netip.Prefix{}, Route{}, false
-}
-
 // overlapping returns the routes for which is(r) is true and whose destinations overlap networks.
 func overlapping(tables []Table, networks []netip.Prefix, is func(Route) bool) (routes []Route) {
 	for _, t := range tables {

@@ -181,16 +181,3 @@ func TestUnreached(t *testing.T) {
 		t.Errorf("unreached are %v, want the last two hosts", got)
 	}
 }
-
-func TestOverlap(t *testing.T) {
-	tables := []Table{{ID: "t0"}, {ID: "t1", Routes: []Route{byCall("10.5.1.0/24", "me"), byCall("192.168.0.0/16", "local"), byCall("fd00::/16", "local")}}}
-	own := func(r Route) bool { return r.Target == "local" }
-	for network, want := range map[string]string{
-		"10.5.0.0/16": "", "192.168.7.0/24": "192.168.0.0/16", "192.0.0.0/8": "192.168.0.0/16", "fd00:10::/32": "fd00::/16",
-	} {
-		n, r, found := Overlap(tables, prefixtest.Parse("172.16.0.0/16", network), own)
-		if found != (want != "") || found && (n.String() != network || r.Dst.String() != want) {
-			t.Errorf("%s: %s overlaps %s (%v), want %q", network, n, r, found, want)
-		}
-	}
-}

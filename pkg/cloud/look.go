@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// LocalTarget is the target of the routes of a VPC to its own ranges.
+const LocalTarget = "local"
+
+// CheckRanges returns an error if one of networks overlaps a range of the VPC itself, where a cloud refuses routes. vpc and
+// cloud name the VPC and the cloud.
+func CheckRanges(tables []Table, networks []netip.Prefix, vpc, cloud string) error {
+	local := func(r Route) bool { return r.Target == LocalTarget && r.Dst.Bits() > 0 }
+	for _, r := range overlapping(tables, networks, local) {
+		n := networks[slices.IndexFunc(networks, r.Dst.Overlaps)]
+		return fmt.Errorf("the network %s overlaps %s of %s, where %s allows no routes to instances: choose another Network or IPv6Network", n, r.Dst, vpc, cloud)
+	}
+	return nil
+}
+
+// Look completes the states of the routes of flanneld in the networks for which is(r) is true, for clouds whose routes do
+// not tell all about their targets. states returns what the cloud says of targets. A target without a state is Gone.
+func Look(tables []Table, networks []netip.Prefix, is func(Route) bool, states func(targets []string) (map[string]State, error)) error {
+	concerns := func(r Route) bool {
+		return r.ours() && is(r) && slices.ContainsFunc(networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
+	}
+	targets := map[string]bool{}
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			if concerns(r) {
+				targets[r.Target] = true
+			}
+		}
+	}
+
+	known, err := states(slices.Sorted(maps.Keys(targets)))
+	if err != nil {
+		return err
+	}
+
+	for _, t := range tables {
+		for i, r := range t.Routes {
+			if !concerns(r) {
+				continue
+			}
+			state, exists := known[r.Target]
+			if !exists {
+				state = Gone
+			}
+			t.Routes[i].State = max(r.State, state)
+		}
+	}
+	return nil
+}
