@@ -66,7 +66,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	call := vpctest.Call{Name: name, DryRun: params.Get("DryRun") == "true"}
 	answer, err := s.Answer(call, signed(r), func(v *vpctest.View) (any, error) { return answer(v, r.Header.Get("X-Acs-Version"), name, params) })
 	w.Header().Set("Content-Type", "application/json;charset=utf-8")
-	if problem := check(name, params, answer, err); problem != nil {
+	if problem := schema.Check("ali", name, schema.Form(params), schema.JSON(answer)); problem != nil {
 		err = nil
 		w.WriteHeader(http.StatusBadRequest)
 		answer = map[string]string{"Code": "NotInTheDescription", "Message": problem.Error()}
@@ -80,23 +80,6 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer = map[string]string{"Code": f.code, "Message": err.Error(), "RequestId": "test", "Recommend": "https://api.alibabacloud.com/troubleshoot"}
 	}
 	_ = json.NewEncoder(w).Encode(answer)
-}
-
-// check holds a call and its answer against the description of the API. An answer with an error is not checked.
-func check(name string, params url.Values, answer any, failed error) error {
-	api, err := schema.Load("ali")
-	if err != nil {
-		return err
-	}
-	var tree any
-	if failed == nil {
-		text, err := json.Marshal(answer)
-		if err != nil {
-			return err
-		}
-		tree = schema.JSON(text)
-	}
-	return api.Check(name, schema.Form(params), tree)
 }
 
 // signed signs the request again with the keys of the role, and reports in Valid whether the result

@@ -64,14 +64,10 @@ func check(r *http.Request, name string, body []byte, answer any, f *failure) er
 	}
 	var request, tree any
 	if len(body) > 0 {
-		request = schema.JSON(body)
+		request = schema.JSON(json.RawMessage(body))
 	}
 	if f == nil {
-		text, err := json.Marshal(answer)
-		if err != nil {
-			return err
-		}
-		tree = schema.JSON(text)
+		tree = schema.JSON(answer)
 	}
 	return api.Check(name, request, tree)
 }

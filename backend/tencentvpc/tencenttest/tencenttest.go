@@ -67,7 +67,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		return answer(v, name, body)
 	})
-	if problem := check(name, body, result, err); problem != nil {
+	if problem := schema.Check("tencent", name, schema.JSON(json.RawMessage(body)), schema.JSON(result)); problem != nil {
 		err = nil
 		result = object{"Error": object{"Code": "NotInTheDescription", "Message": problem.Error()}, "RequestId": "test"}
 	}
@@ -80,23 +80,6 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	_ = json.NewEncoder(w).Encode(object{"Response": result})
-}
-
-// check holds a call and its answer against the description of the API. An answer with an error is not checked.
-func check(name string, body []byte, answer any, failed error) error {
-	api, err := schema.Load("tencent")
-	if err != nil {
-		return err
-	}
-	var tree any
-	if failed == nil {
-		text, err := json.Marshal(answer)
-		if err != nil {
-			return err
-		}
-		tree = schema.JSON(text)
-	}
-	return api.Check(name, schema.JSON(body), tree)
 }
 
 // signed signs the request again with the keys of the role, and reports in Valid whether the result

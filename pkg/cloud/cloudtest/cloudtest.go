@@ -266,23 +266,19 @@ func expectStays(t *testing.T, f Fixture, dst netip.Prefix, target string) {
 	}
 }
 
-func testLost(t *testing.T, f Fixture) {
-	join(t, f)
-	dst, _ := subnets()
-	put(t, f, dst, f.Peer, false)
-	f.EndPeer()
-	if r, ok := find(t, f, dst); !ok || r.State != cloud.Gone {
-		t.Errorf("found %v (%v), want a route to a host that is gone", r, ok)
-	}
-}
+func testLost(t *testing.T, f Fixture) { expectState(t, f, f.EndPeer, cloud.Gone) }
 
-func testStopped(t *testing.T, f Fixture) {
+func testStopped(t *testing.T, f Fixture) { expectState(t, f, f.StopPeer, cloud.Idle) }
+
+// expectState expects that a route to the peer is in this state after change.
+func expectState(t *testing.T, f Fixture, change func(), want cloud.State) {
+	t.Helper()
 	join(t, f)
 	dst, _ := subnets()
 	put(t, f, dst, f.Peer, false)
-	f.StopPeer()
-	if r, ok := find(t, f, dst); !ok || r.State != cloud.Idle {
-		t.Errorf("found %v (%v), want a route to a host that does not run", r, ok)
+	change()
+	if r, ok := find(t, f, dst); !ok || r.State != want {
+		t.Errorf("found %v (%v), want the state %d", r, ok, want)
 	}
 }
 

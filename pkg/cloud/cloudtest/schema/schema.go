@@ -10,6 +10,7 @@ import (
 	"embed"
 	"encoding/json"
 	"encoding/xml"
+	"errors"
 	"fmt"
 	"io"
 	"net/url"
@@ -38,6 +39,15 @@ func Load(name string) (API, error) {
 		err = json.Unmarshal(text, &a)
 	}
 	return a, err
+}
+
+// Check loads the description of an API, and holds a call and its answer against it as API.Check does.
+func Check(api, call string, request, answer any) error {
+	a, err := Load(api)
+	if err != nil {
+		return err
+	}
+	return a.Check(call, request, answer)
 }
 
 // Check returns an error unless request and answer fit the call with that name. Each is a tree as Form, XML or JSON
@@ -213,10 +223,14 @@ func (a API) CheckType(name string, t reflect.Type) error {
 	return nil
 }
 
-// JSON returns the tree of a JSON text.
-func JSON(text []byte) (tree any) {
-	if json.Unmarshal(text, &tree) != nil {
-		return string(text)
+// JSON returns the tree of a value as JSON. A json.RawMessage is a JSON text.
+func JSON(value any) (tree any) {
+	text, err := json.Marshal(value)
+	if err != nil {
+		return err.Error()
+	}
+	if err := json.Unmarshal(text, &tree); err != nil {
+		return err.Error()
 	}
 	return tree
 }
@@ -243,16 +257,16 @@ func Form(form url.Values, without ...string) any {
 	return tree
 }
 
-// XML returns the tree of the members of the outer element of an XML text.
-func XML(text []byte) (tree any) {
+// XML returns the tree of the members of the outer element of an XML text; nil if the text is empty.
+func XML(text []byte) any {
 	d := xml.NewDecoder(bytes.NewReader(text))
 	for {
 		token, err := d.Token()
-		if err == io.EOF { //nolint:errorlint // of a decoder
-			return tree
+		if errors.Is(err, io.EOF) {
+			return nil
 		}
 		if err != nil {
-			return string(text)
+			return err.Error()
 		}
 		if _, ok := token.(xml.StartElement); ok {
 			return element(d)

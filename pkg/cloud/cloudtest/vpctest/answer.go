@@ -63,7 +63,10 @@ func (s *State) Answer(c Call, signed Signed, f func(*View) (any, error)) (answe
 	}
 	c.Failed = err != nil
 	s.calls = append(s.calls, c)
-	return answer, err
+	if err != nil {
+		return nil, err
+	}
+	return answer, nil
 }
 
 // View is the state during a call, while no other call is in progress.
