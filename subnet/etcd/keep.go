@@ -129,7 +129,7 @@ func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	if !hasPublicIP(found.lease, identity(made.claim)) && m.attempt(found) < 0 {
 		return nil // the key belongs to another node
 	}
-	return m.yieldToOlder(ctx, made, 0)
+	return m.yieldToOlder(ctx, made, 0, nil)
 }
 
 // ownOr returns the own lease of the manager, which may be a later one than l. If there is none, it

@@ -32,7 +32,7 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 		return forgetIfGone(spare, err)
 	}
 	own.create, own.revision = revision, revision
-	if err := m.yieldToOlder(ctx, own, since); err != nil {
+	if err := m.yieldToOlder(ctx, own, since, stale); err != nil {
 		if !errors.Is(err, errConflict) {
 			m.noteUnanswered(own)
 		}
@@ -49,12 +49,13 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 // yieldToOlder deletes the own key, which was just created, and returns errConflict, if another
 // host was first: it has created a lease with one of the subnets after revision since. It also
 // returns errConflict if the own key has changed or is gone. The keys of the two hosts can differ
-// although they have a subnet in common, because a key names the subnets of both families. While a
-// network gets its second family, some hosts still write keys of one family.
+// although they have a subnet in common, because a key names the subnets of both families: while a
+// network gets its second family, some hosts still write keys of one family, and hosts may choose
+// the same subnet of one family only.
 //
 // since is the revision of the listing in which the subnets were free, or zero to compare with all
 // leases. If yieldToOlder cannot read the store, the next attempt finds the key and decides again.
-func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) error {
+func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, stale []entry) error {
 	l, err := m.createdSince(ctx, own, since)
 	if err != nil {
 		return err
@@ -66,6 +67,13 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) e
 	mine := func(e entry) bool { return e.key == own.key }
 	if !overlapsOlder(l[i], mine, l) {
 		return nil
+	}
+
+	if len(stale) > 0 {
+		// The key has replaced the lease with which the host runs. Without both, peers would remove
+		// their routes to this host. The next attempt finds the key among the stale ones, and
+		// replaces it in one transaction.
+		return errConflict
 	}
 	if err := m.remove(ctx, l[i]); err != nil {
 		return err

@@ -11,6 +11,9 @@ import (
 	"sync"
 	"testing"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -121,5 +124,45 @@ func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
 				t.Errorf("%d leases, %v, want that of the rival and the own one", len(resp.Kvs), err)
 			}
 		})
+	}
+}
+
+// TestLeaseStaysUntilAnotherReplacesIt enables IPv6 while the host has an IPv4 lease. Another host takes
+// the IPv6 subnet that the host chooses, between its list and its write, under another key. Until the
+// host has a lease with another IPv6 subnet, the store must have one with its IPv4 subnet at every
+// revision. Otherwise peers would remove their routes to the pods of the host.
+func TestLeaseStaysUntilAnotherReplacesIt(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	const wanted = "fd00:10:5:77::/64"
+	m := f.manager(t, func(c *Config) { c.Former = func() []netip.Prefix { return prefixtest.Parse(wanted) } })
+	v4 := acquire(t, m, claim("192.0.2.1"))
+	startKeep(t, m, v4)
+	f.put(t, "config", configDual)
+	before, err := m.list(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := f.put(t, "subnets/10.5.201.0-24&fd00:10:5:77::-64", `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`, f.grant(t, 60))
+	m.forAcquire.put(before)
+
+	dual := claim("192.0.2.1", "2001:db8::1")
+	dual.Endpoints[0].Subnet = v4.Endpoints[0].Subnet
+	l := acquire(t, m, dual)
+	if l.Endpoints[0].Subnet != v4.Endpoints[0].Subnet || slices.Contains(subnetsOf(l), netip.MustParsePrefix(wanted)) {
+		t.Errorf("took %s after %s, want the same IPv4 subnet and another IPv6 subnet than the rival's", l.Key, v4.Key)
+	}
+	if keys := f.keys(t, "subnets/"); len(keys) != 2 {
+		t.Errorf("the store has %q, want the leases of the rival and of the host", keys)
+	}
+	_, _, last := f.get(t, "subnets/"+l.Key)
+	for r := first; r <= last; r++ {
+		resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/"+v4.Key, withPrefix(), clientv3.WithRev(r))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(resp.Kvs) != 1 {
+			t.Errorf("revision %d, of %d to %d, has %d leases of %s, want one", r, first, last, len(resp.Kvs), v4.Endpoints[0].Subnet)
+		}
 	}
 }
