@@ -207,6 +207,7 @@ func FuzzParseValue(f *testing.F) {
 			}
 			return
 		}
+		Identities(c.Endpoints)
 		raw, err := Encode(c)
 		if err != nil {
 			t.Fatal(err)

@@ -14,26 +14,26 @@ import (
 func Identities(es []subnet.Endpoint) []string {
 	var ids []string
 	for _, e := range es {
-		ids = appendIdentities(ids, e.Data)
-		ids = appendIdentities(ids, e.NextData)
+		for _, raw := range []json.RawMessage{e.Data, e.NextData} {
+			var data any
+			if json.Unmarshal(raw, &data) == nil {
+				ids = appendIdentities(ids, data)
+			}
+		}
 	}
 	return ids
 }
 
-// appendIdentities also finds identities in objects inside of raw, such as the data of a tunnel in
+// appendIdentities also finds identities in objects inside of data, such as that of a tunnel in
 // the data of a cloud. It ignores lists, because wireguard lists the keys of other hosts.
-func appendIdentities(ids []string, raw json.RawMessage) []string {
-	var fields map[string]json.RawMessage
-	if json.Unmarshal(raw, &fields) != nil {
-		return ids
-	}
+func appendIdentities(ids []string, data any) []string {
+	fields, _ := data.(map[string]any)
 	for name, value := range fields {
-		if name != "VtepMAC" && name != "PublicKey" {
+		id, text := value.(string)
+		switch {
+		case name != "VtepMAC" && name != "PublicKey":
 			ids = appendIdentities(ids, value)
-			continue
-		}
-		var id string
-		if json.Unmarshal(value, &id) == nil && id != "" && !slices.Contains(ids, id) {
+		case text && id != "" && !slices.Contains(ids, id):
 			ids = append(ids, id)
 		}
 	}
