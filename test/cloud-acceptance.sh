@@ -59,10 +59,11 @@ pod() {
 		ip -n pod route add default via "$a.1"; sysctl -qw net.ipv4.ip_forward=1'
 }
 pod_address() { on "$1" '. /run/flannel/subnet.env; echo "${FLANNEL_SUBNET%.*}.2"'; }
+# matrix succeeds if each pod reaches each pod within some minutes: a route comes back after a --resync at the latest.
 matrix() {
 	for from in "$host1" "$host2" "$host3"; do
 		for to in "$host1" "$host2" "$host3"; do
-			on "$from" "ip netns exec pod ping -c 3 -W 2 $(pod_address "$to")" || return 1
+			on "$from" "for i in \$(seq 60); do ip netns exec pod ping -c 1 -W 2 $(pod_address "$to") && exit 0; sleep 1; done; exit 1" || return 1
 		done
 	done
 }
@@ -73,7 +74,7 @@ start() {
 	for program in flanneld flannelctl; do
 		$SSH "$1" "cat > /tmp/$program.new && chmod 755 /tmp/$program.new && mv /tmp/$program.new /tmp/$program" < "$BIN/$program"
 	done
-	on "$1" "systemctl stop flanneld-acceptance 2> /dev/null; systemd-run --unit=flanneld-acceptance /tmp/flanneld --etcd-endpoints=http://$store:2379 --resync=30s"
+	on "$1" "systemctl stop flanneld-acceptance 2> /dev/null; systemd-run --collect --unit=flanneld-acceptance /tmp/flanneld --etcd-endpoints=http://$store:2379 --resync=30s"
 }
 
 host1=$1
@@ -84,7 +85,7 @@ config="{\"Network\":\"$NETWORK\",\"Backend\":$BACKEND}"
 [ -z "$NETWORK6" ] || config="{\"Network\":\"$NETWORK\",\"EnableIPv6\":true,\"IPv6Network\":\"$NETWORK6\",\"Backend\":$BACKEND}"
 say "$("$BIN/flanneld" --version 2>&1 | head -1), $config"
 
-result "etcd runs on $host1" on "$host1" "systemctl stop etcd-acceptance 2> /dev/null; systemd-run --unit=etcd-acceptance etcd --data-dir=/tmp/etcd-acceptance --listen-client-urls=http://$store:2379 --advertise-client-urls=http://$store:2379"
+result "etcd runs on $host1" on "$host1" "systemctl stop etcd-acceptance 2> /dev/null; rm -rf /tmp/etcd-acceptance; systemd-run --collect --unit=etcd-acceptance etcd --data-dir=/tmp/etcd-acceptance --listen-client-urls=http://$store:2379 --advertise-client-urls=http://$store:2379"
 result "the configuration is written" on "$host1" "for i in \$(seq 30); do ETCDCTL_API=3 etcdctl --endpoints=http://$store:2379 put /coreos.com/network/config '$config' && exit 0; sleep 1; done; exit 1"
 for h in "$host1" "$host2" "$host3"; do result "the daemon of $h starts" start "$h"; done
 result "all hosts are ready" all_ready
