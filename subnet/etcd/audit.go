@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"reflect"
 	"slices"
-	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -20,123 +19,94 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// audit compares a cache that was restored from the last known state with a full list, once and at
-// a random time. It lists the leases at the revision that the cache has then. So a difference is an
-// error of the last known state, and not a change whose event has not come yet.
-type audit struct {
-	m *Manager
+// errDue ends a watch because it is time to list the leases.
+var errDue = errors.New("a list is due")
 
-	mu    sync.Mutex // guards cache while a watch runs
-	cache *leaseCache
-	due   time.Time // when to list the leases; zero before begin has chosen the time, and if no audit is needed
-	found *findings
-	wg    sync.WaitGroup
-}
-
-// findings contains the entries that differ, by key: was has the entries of the cache, and is those
-// of the store. was has all keys that differ, with nil for a key that is not in the cache. A key
-// that is not in the store is missing in is.
-type findings struct {
-	was, is map[string]*entry
-}
-
-// errDiffers ends a watch because the cache has to be repaired.
-var errDiffers = errors.New("the cache differs from the store")
-
-func (m *Manager) newAudit(cache *leaseCache) *audit { return &audit{m: m, cache: cache} }
-
-// begin starts a goroutine that makes the audit when its time comes while a watch runs. If the
-// cache needs no audit, begin only returns ctx. The watch must use the returned context, which ends
-// with errDiffers as its cause if the audit finds a difference. The caller must call end when the
-// watch has ended.
-func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
-	if a.cache.restored == 0 {
-		a.due = time.Time{}
-		return ctx, func() {}
-	}
-	if a.due.IsZero() {
-		// All hosts may have started at once. No audit begins in the first sixth of the time, which
-		// is ten minutes, so that the store has time for those starts.
-		first := a.m.timing.audit / 6
-		a.due = time.Now().Add(first + rand.N(a.m.timing.audit-first))
+// untilDue returns a context for a watch. If the cache comes from the last known state, the context
+// ends with errDue as its cause at the time of the audit, and before that if the cache stays partial.
+// It stays partial if no lease changes, because before 3.4.25 and 3.5.8 etcd does not say when it has
+// sent all events, and its grpc-proxy never does. The random time keeps the hosts that start together
+// from listing at the same moment. The caller must call complete when the cache is not partial any
+// more, and end when the watch has ended.
+func (m *Manager) untilDue(ctx context.Context, cache *leaseCache) (watch context.Context, complete, end func()) {
+	if cache.restored == 0 {
+		return ctx, func() {}, func() {}
 	}
 	watch, cancel := context.WithCancelCause(ctx)
-	if a.cache.partial() {
-		a.wg.Go(func() { a.complete(watch, cancel) })
+	due := func() { cancel(errDue) }
+	audit := time.AfterFunc(time.Until(cache.auditAt), due)
+	unconfirmed := time.AfterFunc(m.timing.unconfirmed+m.client.share(), due)
+	complete = func() { unconfirmed.Stop() }
+	if !cache.partial() {
+		complete()
 	}
-	a.wg.Go(func() {
-		for pause := time.Until(a.due); wait.For(watch, pause) == nil; pause = wait.Vary(a.m.timing.audit/10, 0.5) {
-			if done, differs := a.run(watch); differs {
-				cancel(errDiffers)
-				return
-			} else if done {
-				return
-			}
-		}
-	})
-	return watch, func() {
+	return watch, complete, func() {
+		audit.Stop()
+		complete()
 		cancel(nil)
-		a.wg.Wait()
 	}
 }
 
-// complete ends the watch so that all leases are listed, if the cache stays partial. That happens if
-// no lease changes, because before 3.4.25 and 3.5.8 etcd does not say when it has sent all events,
-// and its grpc-proxy never does. The random time keeps the hosts that start together from listing at
-// the same moment.
-func (a *audit) complete(ctx context.Context, end context.CancelCauseFunc) {
-	if wait.For(ctx, a.m.timing.unconfirmed) != nil || a.m.client.turn(ctx) != nil {
+// firstAudit returns when to audit a cache that was just restored. All hosts may have started at
+// once. No audit begins in the first sixth of the time, which is ten minutes, so that the store has
+// time for those starts.
+func (m *Manager) firstAudit() time.Time {
+	first := m.timing.audit / 6
+	return time.Now().Add(first + rand.N(m.timing.audit-first))
+}
+
+// audit compares a cache that was restored from the last known state with a list, once, at the time
+// in cache.auditAt, and while no watch changes the cache. It lists the leases at the revision of the
+// cache. So a difference is an error of the last known state, and not a change whose event has not
+// come yet. audit corrects the cache and publishes the corrections. If the list fails, the revision
+// was compacted, or the store is another one, it sets another time. It leaves the leases that the
+// cache only retains.
+func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet.Update)) {
+	if cache.restored == 0 || time.Now().Before(cache.auditAt) {
 		return
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.cache.partial() {
-		a.cache.stale = true
-		end(nil)
+	l, err := m.listAt(ctx, cache.store.Revision)
+	if err != nil || l.store.ID != cache.store.ID {
+		cache.auditAt = time.Now().Add(wait.Vary(m.timing.audit/10, 0.5))
+		return
 	}
-}
 
-func (a *audit) stop() { a.wg.Wait() }
-
-// run compares the cache with a list, without the leases that the cache only retains. It stores the
-// differences in a.found; differs means that there are some. Equal entries get the revision of
-// their last write, and the cache no longer counts as restored. done is false if the comparison
-// must be repeated, because the list failed, the revision was compacted, or the store is another
-// one.
-func (a *audit) run(ctx context.Context) (done, differs bool) {
-	a.mu.Lock()
-	entries, revision, store := maps.Clone(a.cache.entries), a.cache.store.Revision, a.cache.store.ID
-	maps.DeleteFunc(entries, func(key string, _ *entry) bool {
-		_, expiring := a.cache.expiring[key]
+	gone := maps.Clone(cache.entries)
+	maps.DeleteFunc(gone, func(key string, _ *entry) bool {
+		_, expiring := cache.expiring[key]
 		return expiring
 	})
-	a.mu.Unlock()
-	l, err := a.m.listAt(ctx, revision, a.m.timing.auditPage)
-	if err != nil || l.store.ID != store {
-		return false, false
-	}
-	f := findings{map[string]*entry{}, map[string]*entry{}}
-	a.mu.Lock()
-	defer a.mu.Unlock()
+	changed := map[string]*subnet.Lease{}
+	var unreadable []string
 	for i := range l.entries {
 		is := &l.entries[i]
 		is.value = nil
-		was := entries[is.key]
-		delete(entries, is.key)
+		was := gone[is.key]
+		delete(gone, is.key)
+		cache.replace(is) // it has the revision of its last write, which an entry from the last known state does not have
 		switch {
-		case was == nil || !alike(was, is):
-			f.was[is.key], f.is[is.key] = was, is
-		case a.cache.entries[is.key] == was && was.modRevision == 0:
-			a.cache.replace(is) // the listed entry has the revision of its last write, which the old one does not have
+		case was != nil && alike(was, is):
+		case is.err != nil:
+			unreadable = append(unreadable, is.key)
+		default:
+			changed[is.key] = &is.lease
 		}
 	}
-	maps.Copy(f.was, entries)
-	a.cache.restored = 0
-	if len(f.was) == 0 {
-		return true, false
+	cache.drop(changed, slices.Collect(maps.Keys(gone)))
+	cache.restored = 0
+
+	keys := slices.Sorted(maps.Keys(changed))
+	keys = append(keys, unreadable...)
+	if len(keys) == 0 {
+		return
 	}
-	a.found = &f
-	return true, true
+	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from those of etcd and were corrected", "leases", len(keys), "first", subnet.Shorten(keys[0]))
+	if m.cfg.OnRepaired != nil {
+		m.cfg.OnRepaired(len(keys))
+	}
+	u := cache.update(m.self.Load(), changed)
+	u.Undecodable = unreadable
+	sink(u)
 }
 
 // alike reports whether two entries of one key have the same content. was may come from the state
@@ -158,41 +128,4 @@ func sameJSON(x, y json.RawMessage) bool {
 	}
 	var a, b any
 	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
-}
-
-// repair corrects the cache by the findings of the audit, publishes the corrections, and reports
-// whether there were findings. It must not be called while a watch runs. Entries that have changed
-// since the audit stay as they are.
-func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
-	if a.found == nil {
-		return false
-	}
-	f := *a.found
-	a.found = nil
-	changed := map[string]*subnet.Lease{}
-	var unreadable []string
-	for key, was := range f.was {
-		is := f.is[key]
-		switch {
-		case a.cache.entries[key] != was:
-		case is == nil:
-			delete(a.cache.entries, key)
-			changed[key] = nil
-		case is.err != nil:
-			a.cache.replace(is)
-			unreadable = append(unreadable, key)
-		default:
-			a.cache.replace(is)
-			changed[key] = &is.lease
-		}
-	}
-	keys := slices.Sorted(maps.Keys(f.was))
-	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from those of etcd and were corrected", "leases", len(keys), "first", subnet.Shorten(keys[0]))
-	if a.m.cfg.OnRepaired != nil {
-		a.m.cfg.OnRepaired(len(keys))
-	}
-	u := a.cache.update(a.m.self.Load(), changed)
-	u.Undecodable = unreadable
-	sink(u)
-	return true
 }

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -27,6 +28,7 @@ type leaseCache struct {
 	// entries of that state have no revision. Zero: all entries were read in this run, or an audit
 	// has compared them.
 	restored int64
+	auditAt  time.Time // when to audit a restored cache
 	gracePeriod
 }
 

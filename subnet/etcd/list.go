@@ -14,7 +14,6 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/parallel"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
@@ -49,18 +48,17 @@ const pageSize = 1000
 // list reads all leases at one revision, in pages with a deadline each. On a slow link, or for many
 // hosts on one link, a whole list of thousands of leases can take longer than any deadline that
 // detects a hung server.
-func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0, 0) }
+func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0) }
 
-// listAt reads all leases as they were at a revision, or as they are now if it is zero, with pauses
-// of about the time in pause between the pages. Later pages are serializable reads, because the
-// member that has answered the first page has their revision.
+// listAt reads all leases as they were at a revision, or as they are now if it is zero. Later pages
+// are serializable reads, because the member that has answered the first page has their revision.
 //
 // When all hosts boot at the same moment, the store is overloaded, and even small requests take
 // long. A slow link alone does not make small requests slow. So if the last small request took
 // long, the host waits after the first page for a random time: see client.turn. The first page
 // contains the number of hosts. Meanwhile the store has time for writes of leases and for its other
 // users.
-func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
+func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
 	defer decoding.Wait()
@@ -95,11 +93,6 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 		from = string(page.Kvs[len(page.Kvs)-1].Key) + "\x00"
 		if first == 0 && m.slow.Load() {
 			if err := m.client.turn(ctx); err != nil {
-				return listing{}, err
-			}
-		}
-		if pause > 0 {
-			if err := wait.For(ctx, wait.Vary(pause, 0.5)); err != nil {
 				return listing{}, err
 			}
 		}

@@ -8,12 +8,13 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc"
 
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -63,18 +64,18 @@ func TestListAtOneRevision(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t)
 	f.fill(t, 2*pageSize)
-	var l listing
-	listed := make(chan error, 1)
-	go func() {
-		var err error
-		l, err = m.listAt(t.Context(), 0, time.Second)
-		listed <- err
-	}()
-	waittest.Until(t, patience, "the first page", func() bool { return m.client.hosts.Load() == 2*pageSize })
 	last, added := fmt.Sprintf("10.%d.%d.0-24", (2*pageSize-1)/256, (2*pageSize-1)%256), "10.255.1.0-24"
-	f.delete(t, "subnets/"+last)
-	f.put(t, "subnets/"+added, leaseValue("192.0.2.1"))
-	if err := <-listed; err != nil {
+	change := sync.OnceFunc(func() {
+		f.delete(t, "subnets/"+last)
+		f.put(t, "subnets/"+added, leaseValue("192.0.2.1"))
+	})
+	m.client.cfg.DialOptions = append(m.client.cfg.DialOptions, grpc.WithChainUnaryInterceptor(
+		func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			defer change()
+			return invoke(ctx, method, req, reply, cc, opts...)
+		}))
+	l, err := m.list(t.Context())
+	if err != nil {
 		t.Fatal(err)
 	}
 	has := func(key string) bool {

@@ -19,7 +19,7 @@ type timing struct {
 	gracePeriod              time.Duration // see the type gracePeriod
 	catchUp                  time.Duration // see the method catchUp
 	unconfirmed              time.Duration // how long Watch waits at least before it lists the leases because a restored cache is still partial
-	audit, auditPage         time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
+	audit                    time.Duration // latest time of the audit of a restored cache
 	trustListing             time.Duration // how long a host without a subnet uses the listing that it follows; see awaitFreeSubnet
 	leader                   time.Duration // time after which the store deletes the key of a leader that does not renew it
 }
@@ -44,7 +44,7 @@ func defaultTiming() timing {
 		trustListing: 10 * time.Minute,
 		// etcd sends the events of a new watch within 100 ms, and answers the next probe then.
 		catchUp: 500 * time.Millisecond, unconfirmed: time.Second,
-		audit: time.Hour, auditPage: time.Second,
+		audit:  time.Hour,
 		leader: 30 * time.Second,
 	}
 }

@@ -21,34 +21,36 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if !kept {
 		cache = &leaseCache{}
 	}
-	check := m.newAudit(cache)
 	defer m.cache.Store(cache)
-	defer check.stop()
 	b := m.backoff()
 	for {
 		err := m.resume(ctx, cache, kept, sink)
 		kept = kept && err != nil
 		if err == nil {
-			followed, end := check.begin(ctx)
+			m.audit(ctx, cache, sink)
+			followed, complete, end := m.untilDue(ctx, cache)
 			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
 				on: func(resp *pb.WatchResponse, confirmed int64) error {
 					b.Reset()
-					check.mu.Lock()
-					defer check.mu.Unlock()
 					m.applyConfigEvents(cache, resp)
 					m.report(ctx, sourceWatch, nil)
-					return m.advance(ctx, cache, resp, confirmed, sink)
+					err := m.advance(ctx, cache, resp, confirmed, sink)
+					if !cache.partial() {
+						complete()
+					}
+					return err
 				},
 				waits:   func() bool { return len(cache.expiring) > 0 },
 				partial: cache.partial,
 				checks:  !m.guest, // a watch of the manager that owns the connection checks it
 			})
 			end()
-			if check.repair(ctx, sink) && ctx.Err() == nil {
-				continue
-			}
 			if !errors.Is(err, errStalled) {
 				cache.streamWasUp(time.Now(), m.timing.dead)
+			}
+			if errors.Is(context.Cause(followed), errDue) && ctx.Err() == nil {
+				cache.stale = cache.stale || cache.partial()
+				continue
 			}
 		}
 		if ctx.Err() != nil {
@@ -91,7 +93,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	switch {
 	case cache.store.Revision == 0: // Acquire may just have left a listing
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	case cache.partial(): // audit.complete has waited
+	case cache.partial(): // untilDue has waited
 	default: // usually other hosts have to list as well
 		if err := m.client.turn(ctx); err != nil {
 			return err
@@ -107,6 +109,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	*cache = leaseCache{
 		entries: make(map[string]*entry, len(l.entries)), store: l.store, head: l.head,
 		restored:    l.restored,
+		auditAt:     m.firstAudit(),
 		another:     m.replaced.Load() || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.mayPrecede(l),
 		gracePeriod: old.gracePeriod,
 	}
