@@ -3,14 +3,18 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
+	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -20,55 +24,50 @@ import (
 
 func newInterfaceCommand() *cobra.Command {
 	var (
-		network    *string
-		out        output
-		socket     string
-		local      localChoice
-		withoutOne bool
+		network  *string
+		out      output
+		socket   string
+		local    localChoice
+		noDaemon bool
 	)
 	cmd := &cobra.Command{
-		Use: "interface", Short: "Show which external interface is chosen, and why", Args: cobra.NoArgs,
+		Use: "interface [-- FLAGS-OF-FLANNELD]", Short: "Show which external interface is chosen, and why",
 		Long: `Lists the interfaces of this host with what speaks for and against each as the external
-interface, best first. The one that flanneld uses has a star. Without a running daemon it shows what
-flanneld would choose, so that you can check that before you replace flannel.`,
-		Example: "  flannelctl interface\n  flannelctl interface --no-daemon --published 192.0.2.11\n  flannelctl interface --no-daemon --iface-regex '^10\\.'",
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			var failed error
+interface, best first. The one that flanneld uses has a star. With --no-daemon it shows what a flanneld
+with the flags behind -- and the variables of this environment would choose, so that you can check
+that before you replace flannel.`,
+		Example: "  flannelctl interface\n  flannelctl interface --no-daemon --published 192.0.2.11\n" +
+			"  flannelctl interface --no-daemon -- --kube-subnet-mgr --iface-regex='^10\\.'",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 && !noDaemon {
+				return errors.New("the flags of flanneld need --no-daemon: a running daemon has its own")
+			}
+
 			var candidates []status.Candidate
-			if !withoutOne {
+			var failed error
+			if noDaemon {
+				candidates, failed = local.candidates(cmd.Context(), args)
+			} else {
 				r, err := fetchOne(cmd.Context(), status.Client(socket), *network)
 				if err != nil {
 					return fmt.Errorf("%w (without a running daemon use --no-daemon)", err)
 				}
 				candidates = r.Interface.Candidates
-			} else {
-				candidates, failed = local.candidates(cmd.Context())
 			}
+
 			err := out.print(cmd.OutOrStdout(), candidates, func(w io.Writer) { printCandidates(w, candidates) })
-			if err == nil {
-				err = failed
-			}
-			return err
+			return cmp.Or(err, failed)
 		},
 	}
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
 	f := cmd.Flags()
-	f.StringVar(&socket, "socket", status.SocketPath(defaultSubnetFile), "local socket of the daemon")
-	f.BoolVar(&withoutOne, "no-daemon", false, "choose as a daemon would that starts now with the following flags")
-	f.StringArrayVar(&local.Ifaces, "iface", nil, "as for flanneld")
-	f.StringArrayVar(&local.IfaceRegexes, "iface-regex", nil, "as for flanneld")
-	f.StringVar(&local.CanReach, "iface-can-reach", "", "as for flanneld")
-	f.StringVar(&local.publicIP, "public-ip", "", "as for flanneld")
-	f.StringVar(&local.publicIPv6, "public-ipv6", "", "as for flanneld")
+	f.StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	f.BoolVar(&noDaemon, "no-daemon", false, "choose as a flanneld would that starts now")
 	f.StringSliceVar(&local.published, "published", nil, "addresses that flannel has published for this host: PublicIP in its lease, or the annotation public-ip of its Node")
-	f.StringVar(&local.subnetFile, "subnet-file", defaultSubnetFile, "as for flanneld")
-	f.StringVar(&local.stateDir, "state-dir", "/var/lib/flannel", "as for flanneld")
 	f.BoolVar(&local.ipv6, "ipv6", false, "the network has IPv6; the default is what the subnet file says")
 	return cmd
 }
-
-const defaultSubnetFile = "/run/flannel/subnet.env"
 
 func printCandidates(w io.Writer, candidates []status.Candidate) {
 	fmt.Fprintln(w, "\tINTERFACE\tADDRESSES\tFOR\tAGAINST")
@@ -87,17 +86,23 @@ func printCandidates(w io.Writer, candidates []status.Candidate) {
 
 // localChoice is the choice without a daemon.
 type localChoice struct {
-	underlay.Options
-	publicIP, publicIPv6 string
-	published            []string
-	subnetFile, stateDir string
-	ipv6                 bool
+	published []string
+	ipv6      bool
 }
 
-// candidates returns the interfaces of this host, and an error if none can be chosen.
-func (l localChoice) candidates(ctx context.Context) ([]status.Candidate, error) {
-	o := l.Options
-	previous, err := subnetfile.Read(l.subnetFile)
+// candidates returns the interfaces of this host, and an error if none can be chosen. args are the flags
+// of flanneld.
+func (l localChoice) candidates(ctx context.Context, args []string) ([]status.Candidate, error) {
+	opts, err := options.Parse(args, os.Environ())
+	if err != nil {
+		return nil, err
+	}
+	o := underlay.Options{
+		Ifaces: opts.Iface, IfaceRegexes: opts.IfaceRegex, CanReach: opts.IfaceCanReach,
+		PublicIP: opts.PublicIP, PublicIPv6: opts.PublicIPv6,
+	}
+
+	previous, err := subnetfile.Read(opts.SubnetFile)
 	if err != nil {
 		return nil, err
 	}
@@ -111,14 +116,7 @@ func (l localChoice) candidates(ctx context.Context) ([]status.Candidate, error)
 	case len(o.Families) == 0:
 		o.Families = []prefix.Family{prefix.IPv4}
 	}
-	for flag, to := range map[string]*netip.Addr{l.publicIP: &o.PublicIP, l.publicIPv6: &o.PublicIPv6} {
-		if flag == "" {
-			continue
-		}
-		if *to, err = netip.ParseAddr(flag); err != nil {
-			return nil, fmt.Errorf("--public-ip: %w", err)
-		}
-	}
+
 	for _, text := range l.published {
 		a, err := netip.ParseAddr(text)
 		if err != nil {
@@ -127,11 +125,12 @@ func (l localChoice) candidates(ctx context.Context) ([]status.Candidate, error)
 		o.Published = append(o.Published, a)
 	}
 	// A daemon that ran here before has written its choice.
-	last, err := state.Read[struct{ Interface underlay.Interface }](l.stateDir, "flanneld")
+	last, err := state.Read[struct{ Interface underlay.Interface }](opts.StateDir, opts.StateName())
 	if err == nil {
 		o.InUse = last.Interface
 	}
-	all, _, err := underlay.Inspect(ctx, o)
+
+	all, err := underlay.Inspect(ctx, o)
 	var candidates []status.Candidate
 	for _, c := range all {
 		candidates = append(candidates, status.Candidate(c))

@@ -64,7 +64,14 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 		if cmd.HasSubCommands() && cmd.HasParent() && len(rest) > 0 {
 			t.Errorf("%s: no command %q: %s", path, m[1], line)
 		}
-		for _, f := range flagText.FindAllStringSubmatch(m[2], -1) {
+		own, ofFlanneld, _ := strings.Cut(m[2], " -- ")
+		for _, f := range flagText.FindAllStringSubmatch(ofFlanneld, -1) {
+			flags++
+			if !strings.Contains(options.Help(), "  --"+f[1]) {
+				t.Errorf("%s: flanneld has no flag --%s: %s", path, f[1], line)
+			}
+		}
+		for _, f := range flagText.FindAllStringSubmatch(own, -1) {
 			flags++
 			if f[1] != "help" && cmd.LocalFlags().Lookup(f[1]) == nil && cmd.InheritedFlags().Lookup(f[1]) == nil {
 				t.Errorf("%s: %s has no flag --%s", path, cmd.CommandPath(), f[1])

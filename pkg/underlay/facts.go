@@ -12,12 +12,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Facts is the input to the choice of the external interface. It is plain data; Gather
+// Facts is the input to the choice of the external interface. It is plain data; gather
 // reads it from the kernel.
 type Facts struct {
 	// Links has all links, sorted by index.
 	Links []Link
-	// Defaults has the default routes of the main table, in kernel order. Gather leaves
+	// Defaults has the default routes of the main table, in kernel order. gather leaves
 	// it empty if an option selects an interface.
 	Defaults []DefaultRoute
 	// Reach is the route to Options.CanReach. It is the zero Reach if CanReach is not an

@@ -20,19 +20,33 @@ import (
 // dumpTries is the maximum number of tries of a dump that changes interrupt.
 const dumpTries = 5
 
-// Gather reads the facts that the choice with options o needs, in the network namespace
+// gather reads the facts that the choice with options o needs, in the network namespace
 // of the calling thread. Every list is complete: if changes keep interrupting a dump,
-// Gather returns an error.
-func Gather(ctx context.Context, o Options) (Facts, error) {
-	f, err := gatherShared(ctx, o)
-	if err != nil {
-		return Facts{}, err
+// gather returns an error. Others may get the same Facts from shared, so they must not be changed.
+func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
+	g := o.shared(ctx, rest)
+	if g.err == nil {
+		g.facts = o.look(g.facts)
 	}
-	return o.look(f), nil
+	return g
 }
 
-// gatherShared reads those facts that are the same for all networks with the same families.
-func gatherShared(ctx context.Context, o Options) (Facts, error) {
+// shared reads those facts that are the same for all networks with the same families. If o has a Reader,
+// several callers may get the result of one read. The time between two reads with the same rest is
+// then at least rest.
+func (o Options) shared(ctx context.Context, rest time.Duration) gathered {
+	read := func(ctx context.Context) gathered {
+		start := spent()
+		f, err := o.read(ctx)
+		return gathered{f, err, spent() - start}
+	}
+	if o.Reader == nil {
+		return read(ctx)
+	}
+	return o.Reader.batch(fmt.Sprint(o.Families, o.asksForInterface(), rest), rest).Do(ctx, read)
+}
+
+func (o Options) read(ctx context.Context) (Facts, error) {
 	var f Facts
 	var err error
 	if f.Links, err = readLinks(ctx); err != nil {
@@ -86,26 +100,6 @@ const mostAsked = 16
 var elsewhere = map[prefix.Family]netip.Addr{
 	prefix.IPv4: netip.MustParseAddr("192.0.2.1"),
 	prefix.IPv6: netip.MustParseAddr("2001:db8::1"),
-}
-
-// gather calls Gather. If o has a Reader, several callers may get the same Facts, so they must not change
-// the Facts. The time between two reads with the same families and the same rest is then at least rest.
-func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
-	read := func(ctx context.Context) gathered {
-		start := spent()
-		f, err := gatherShared(ctx, o)
-		return gathered{f, err, spent() - start}
-	}
-	var g gathered
-	if o.Reader == nil {
-		g = read(ctx)
-	} else {
-		g = o.Reader.batch(fmt.Sprint(o.Families, rest), rest).Do(ctx, read)
-	}
-	if g.err == nil {
-		g.facts = o.look(g.facts)
-	}
-	return g
 }
 
 // spent returns the CPU time that the process has used, or 0 if it cannot be read. The difference

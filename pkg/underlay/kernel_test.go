@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/netip"
 	"os"
@@ -127,6 +128,46 @@ func mask(cidr string) *net.IPNet {
 	return n
 }
 
+func gather(ctx context.Context, o Options) (Facts, error) {
+	g := o.gather(ctx, 0)
+	return g.facts, g.err
+}
+
+// TestKernelInspect asks for the candidates of a host with pods, with an option that selects the interface.
+// The answer must say where the default route is, and must not name the links of pods. Calls in
+// quick succession must share reads.
+func TestKernelInspect(t *testing.T) {
+	k := newKernel(t)
+	k.addLink("d1", true)
+	k.addLink("d2", true)
+	k.addLink("pod", true)
+	k.addAddr("d1", "10.1.0.2/24", 0)
+	k.addAddr("d2", "10.2.0.2/24", 0)
+	k.addRoute(netlink.Route{Dst: mask("0.0.0.0/0"), Gw: net.ParseIP("10.1.0.1")})
+	k.must(k.h.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "cni0"}}))
+	k.must(k.h.LinkSetMaster(k.link("pod"), k.link("cni0")))
+
+	o := Options{Families: v4, Ifaces: []string{"d2"}, Reader: NewReader()}
+	begin := time.Now()
+	for range 3 {
+		all, err := Inspect(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := map[string]string{}
+		for _, c := range all {
+			got[c.Name] = fmt.Sprint(c.Chosen, c.For)
+		}
+		_, pod := got["pod"]
+		if got["d1"] != "false [default route in the main table]" || got["d2"] != "true []" || pod {
+			t.Errorf("the candidates are %v, want d2 chosen, the default route of d1, and no link of a pod", got)
+		}
+	}
+	if took := time.Since(begin); took < 2*leastRest {
+		t.Errorf("three reads took %v, want a rest of %v between them", took, leastRest)
+	}
+}
+
 func TestKernelGather(t *testing.T) {
 	k := newKernel(t)
 	k.setUp("lo")
@@ -161,7 +202,7 @@ func TestKernelGather(t *testing.T) {
 	k.addRoute(netlink.Route{Dst: mask("10.78.0.0/16"), Type: unix.RTN_BLACKHOLE})
 	k.addRoute(netlink.Route{Dst: mask("::/0"), Gw: gw("fd01::1"), Priority: 50})
 
-	f, err := Gather(t.Context(), Options{Families: dual})
+	f, err := gather(t.Context(), Options{Families: dual})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -202,9 +243,9 @@ func TestKernelGather(t *testing.T) {
 		}
 	}
 
-	i, err := Select(f, Options{Families: dual})
-	if want := "d1 10.1.0.2 fd01::2 | default route"; err != nil || show(i) != want {
-		t.Errorf("got %s, error %v; want %s", show(i), err, want)
+	i, err := choose(f, Options{Families: dual})
+	if want := "d1 10.1.0.2 fd01::2 | default route"; err != nil || show(i.Interface) != want {
+		t.Errorf("got %s, error %v; want %s", show(i.Interface), err, want)
 	}
 
 	for _, tt := range []struct {
@@ -218,30 +259,30 @@ func TestKernelGather(t *testing.T) {
 		{"fd99::1", "d1 10.1.0.2 | --iface-can-reach fd99::1"},
 	} {
 		o := Options{Families: v4, CanReach: tt.target}
-		f, err := Gather(t.Context(), o)
+		f, err := gather(t.Context(), o)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if len(f.Defaults) != 0 {
 			t.Errorf("%s: default routes read without need", tt.target)
 		}
-		i, err := Select(f, o)
-		if got := show(i); got != tt.want && (err == nil || !strings.Contains(err.Error(), tt.want)) {
+		i, err := choose(f, o)
+		if got := show(i.Interface); got != tt.want && (err == nil || !strings.Contains(err.Error(), tt.want)) {
 			t.Errorf("got %s, error %v; want %s", got, err, tt.want)
 		}
 	}
 	o := Options{Families: dual, CanReach: "fd99::1"}
-	if f, err = Gather(t.Context(), o); err != nil {
+	if f, err = gather(t.Context(), o); err != nil {
 		t.Fatal(err)
 	}
-	i, err = Select(f, o)
-	if want := "d1 10.1.0.2 fd01::2 | --iface-can-reach fd99::1"; err != nil || show(i) != want {
-		t.Errorf("got %s, error %v; want %s", show(i), err, want)
+	i, err = choose(f, o)
+	if want := "d1 10.1.0.2 fd01::2 | --iface-can-reach fd99::1"; err != nil || show(i.Interface) != want {
+		t.Errorf("got %s, error %v; want %s", show(i.Interface), err, want)
 	}
 
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := Gather(ctx, Options{Families: v4}); !errors.Is(err, context.Canceled) {
+	if _, err := gather(ctx, Options{Families: v4}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: got %v", err)
 	}
 }

@@ -19,7 +19,7 @@ type Reader struct {
 	changes wait.Shared
 }
 
-// gathered is the result of Gather.
+// gathered is the result of a read of the facts.
 type gathered struct {
 	facts Facts
 	err   error

@@ -15,37 +15,30 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Inspect returns all links of this host with what speaks for and against them, best first, and the
-// choice or the reason why there is none.
-func Inspect(ctx context.Context, o Options) ([]Candidate, Interface, error) {
-	f, err := gatherShared(ctx, Options{Families: o.Families}) // the default routes too, although an option may select the interface
-	if err != nil {
-		return nil, Interface{}, err
+// Inspect returns the links of this host with what speaks for and against them, best first, and the
+// reason why none can be chosen. It leaves out the links of pods. Networks with the same Reader share reads,
+// also with Watch, so frequent calls cost little.
+func Inspect(ctx context.Context, o Options) ([]Candidate, error) {
+	// The default routes too, although an option may select the interface.
+	g := Options{Families: o.Families, Reader: o.Reader}.shared(ctx, leastRest)
+	if g.err != nil {
+		return nil, g.err
 	}
-	return explain(o.look(f), o)
+	return explain(o.look(g.facts), o)
 }
 
-func explain(f Facts, o Options) ([]Candidate, Interface, error) {
+func explain(f Facts, o Options) (all []Candidate, err error) {
 	s := selector{f, o}
-	chosen, err := Select(f, o)
-	var all []Candidate
+	chosen, err := choose(f, o)
 	for _, c := range s.candidates() {
 		c.Chosen = err == nil && c.Name == chosen.Name
+		if c.link.Kind == "veth" && c.Never != "" && !c.Chosen { // of a pod: a host has hundreds
+			continue
+		}
 		c.For, c.Against = s.arguments(c)
 		all = append(all, c.Candidate)
 	}
-	return all, chosen, err
-}
-
-// Select chooses the external interface. It tries Ifaces, IfaceRegexes and CanReach in
-// this order and returns the first interface that has an address in every enabled family.
-// If none of them is set, it takes the interface that has a public address, or else the
-// interface of the default route. If one of them is set, the default route is no
-// fallback. The error is a single line with everything that was tried, the reason of each
-// failure, and the interfaces of the host.
-func Select(f Facts, o Options) (Interface, error) {
-	c, err := choose(f, o)
-	return c.Interface, err
+	return all, err
 }
 
 // choice is the result of choose. If lastResort is not empty, it says why Wait should hope for a
@@ -55,6 +48,11 @@ type choice struct {
 	lastResort string
 }
 
+// choose tries Ifaces, IfaceRegexes and CanReach in this order and returns the first interface that
+// has an address in every enabled family. If none of them is set, it takes the interface that has a
+// public address, or else the best candidate. If one of them is set, the candidates are no fallback.
+// The error is a single line with everything that was tried, the reason of each failure, and the
+// interfaces of the host.
 func choose(f Facts, o Options) (choice, error) {
 	if err := o.check(); err != nil {
 		return choice{}, err
@@ -237,46 +235,39 @@ func (s selector) automatic() attempt {
 	}}
 }
 
-// byIface finds an interface by its name or by one of its addresses. value may also be an IPv4 and an IPv6
-// address, as in the field status.hostIPs of a Pod, of which those of disabled families do not count.
+// byIface finds an interface by its name or by its addresses. value may have an IPv4 and an IPv6 address, as
+// in the field status.hostIPs of a Pod, of which that of a disabled family does not count.
 func (s selector) byIface(value string) (found, error) {
-	var both []netip.Addr
-	if first, rest, several := strings.Cut(value, ","); several {
-		for _, text := range []string{first, rest} {
-			if ip, err := parseAddr(text); err == nil && slices.Contains(s.opts.Families, prefix.FamilyOf(ip)) {
-				both = append(both, ip)
+	var addrs []netip.Addr
+	var wants []named
+	var disabled error
+	for text := range strings.SplitSeq(value, ",") {
+		ip, err := parseAddr(text)
+		if err != nil {
+			i := slices.IndexFunc(s.facts.Links, func(l Link) bool { return l.Name == value })
+			if i < 0 {
+				return found{}, errors.New("no interface has this name")
 			}
+			return found{link: s.facts.Links[i]}, nil
 		}
-	}
-	ip, err := parseAddr(value)
-	if len(both) > 0 {
-		ip, err = both[0], nil
-	}
-	if err != nil {
-		i := slices.IndexFunc(s.facts.Links, func(l Link) bool { return l.Name == value })
-		if i < 0 {
-			return found{}, errors.New("no interface has this name")
+		if f := prefix.FamilyOf(ip); !slices.Contains(s.opts.Families, f) {
+			disabled = fmt.Errorf("%s is not enabled", f)
+			continue
 		}
-		return found{link: s.facts.Links[i]}, nil
+		addrs = append(addrs, ip)
+		wants = append(wants, named{"--iface", ip})
 	}
-	f := prefix.FamilyOf(ip)
-	if !slices.Contains(s.opts.Families, f) {
-		return found{}, fmt.Errorf("%s is not enabled", f)
+	if len(addrs) == 0 {
+		return found{}, disabled
 	}
-	wants := []named{{"--iface", ip}}
-	if len(both) > 1 {
-		wants = append(wants, named{"--iface", both[1]})
-	}
+
 	// In dual stack one interface must have both addresses, as in flannel: otherwise a
 	// typing error would spread the families over two interfaces without a warning.
 	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && p.addr.IsValid() && len(s.facts.linksWith(p.addr)) > 0 {
 		wants = append(wants, p)
 	}
 	l, err := s.linkWithAll(wants)
-	if len(both) == 0 {
-		both = []netip.Addr{ip}
-	}
-	return found{link: l, addrs: both}, err
+	return found{link: l, addrs: addrs}, err
 }
 
 // parseAddr parses an address without a zone. It converts IPv4-mapped IPv6 addresses to

@@ -275,7 +275,8 @@ func TestSelect(t *testing.T) {
 		"iface without own address":   {with(func(f *Facts) { f.Links[2].Addrs = nil }), public(ifaces(v4, "eth1"), "1.2.3.4"), "", "--iface eth1: eth1 has no usable IPv4 address"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := Select(tt.facts, tt.opts)
+			c, err := choose(tt.facts, tt.opts)
+			got := c.Interface
 			if tt.fails != "" {
 				want := "no external interface: " + tt.fails + "; seen: "
 				if err == nil || !strings.HasPrefix(err.Error(), want) {
@@ -321,8 +322,8 @@ func TestSelectVirtualAddress(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := Facts{Links: []Link{link(1, "eth0", tt.addrs...)}}
 			o := Options{Families: []prefix.Family{prefix.FamilyOf(ip(tt.want))}, Ifaces: []string{"eth0"}}
-			if got, err := Select(f, o); err != nil || got.Addrs[0].Local != ip(tt.want) {
-				t.Errorf("got %s, error %v; want %s", show(got), err, tt.want)
+			if got, err := choose(f, o); err != nil || got.Addrs[0].Local != ip(tt.want) {
+				t.Errorf("got %s, error %v; want %s", show(got.Interface), err, tt.want)
 			}
 		})
 	}
@@ -365,8 +366,8 @@ func TestSelectKeepsAddressInUse(t *testing.T) {
 			}
 			o := tt.opts
 			o.Families, o.InUse = []prefix.Family{family}, onD1(1, 1500, tt.inUse)
-			if got, err := Select(f, o); err != nil || got.Addrs[0].Local != ip(tt.want) {
-				t.Errorf("got %s, error %v; want %s", show(got), err, tt.want)
+			if got, err := choose(f, o); err != nil || got.Addrs[0].Local != ip(tt.want) {
+				t.Errorf("got %s, error %v; want %s", show(got.Interface), err, tt.want)
 			}
 		})
 	}
@@ -384,14 +385,14 @@ func TestSelectStaysOnALink(t *testing.T) {
 			if inUse != "" {
 				o.InUse.Addrs = []Address{{Local: ip(inUse)}}
 			}
-			if got, err := Select(facts, o); err != nil || got.Name != want {
-				t.Errorf("by %s, with %q in use: got %s, error %v; want %s", option, inUse, show(got), err, want)
+			if got, err := choose(facts, o); err != nil || got.Name != want {
+				t.Errorf("by %s, with %q in use: got %s, error %v; want %s", option, inUse, show(got.Interface), err, want)
 			}
 		}
 	}
 	facts.Links[1].Running = false
-	if got, err := Select(facts, Options{Families: v4, InUse: Interface{Name: "d2", Addrs: []Address{{Local: ip("10.1.0.3")}}}}); err != nil || got.Name != "d1" {
-		t.Errorf("without carrier: got %s, error %v; want d1", show(got), err)
+	if got, err := choose(facts, Options{Families: v4, InUse: Interface{Name: "d2", Addrs: []Address{{Local: ip("10.1.0.3")}}}}); err != nil || got.Name != "d1" {
+		t.Errorf("without carrier: got %s, error %v; want d1", show(got.Interface), err)
 	}
 }
 
@@ -415,8 +416,8 @@ func TestSelectOfSeveralDefaults(t *testing.T) {
 				Links:    []Link{link(1, "d1", tt.d1...), link(2, "d2", tt.d2...)},
 				Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 0, 1, 2), defaultRoute(prefix.IPv6, 0, 1, 2)},
 			}
-			if got, err := Select(facts, Options{Families: tt.families, InUse: Interface{Name: inUse}}); err != nil || got.Name != tt.want {
-				t.Errorf("%s, with %q in use: got %s, error %v; want %s", name, inUse, show(got), err, tt.want)
+			if got, err := choose(facts, Options{Families: tt.families, InUse: Interface{Name: inUse}}); err != nil || got.Name != tt.want {
+				t.Errorf("%s, with %q in use: got %s, error %v; want %s", name, inUse, show(got.Interface), err, tt.want)
 			}
 		}
 	}
@@ -454,8 +455,8 @@ func TestSelectSkipsPodInterfaces(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			facts, o := facts, tt.opts
 			facts.Reach, o.Pods = tt.reach, []netip.Prefix{netip.MustParsePrefix("10.244.3.0/24"), netip.MustParsePrefix("fd00:3::/64")}
-			i, err := Select(facts, o)
-			got := show(i)
+			c, err := choose(facts, o)
+			got := show(c.Interface)
 			if err != nil {
 				got = err.Error()
 			}
@@ -485,7 +486,7 @@ func TestSelectRefusesNonsense(t *testing.T) {
 		{Options{Families: v6, PublicIPv6: ip("fe80::1%eth0")}, "--public-ipv6 fe80::1%eth0: want an IPv6 unicast address"},
 		{Options{Families: v6, PublicIPv6: ip("ff02::1")}, "--public-ipv6 ff02::1: want an IPv6 unicast address"},
 	} {
-		if _, err := Select(host(), tt.opts); err == nil || err.Error() != tt.want {
+		if _, err := choose(host(), tt.opts); err == nil || err.Error() != tt.want {
 			t.Errorf("%+v:\n got %v\nwant %s", tt.opts, err, tt.want)
 		}
 	}
@@ -514,7 +515,7 @@ func TestRefusalListsInterfaces(t *testing.T) {
 			"net-10 (10.3.0.2[deprecated] 10.3.0.3[deprecated] 169.254.5.5 fe80::5 +2), wlan0 (10.7.0.1), " +
 			"lo (127.0.0.1 ::1), veth0 (fe80::100), veth1 (fe80::100), and 28 more"},
 	} {
-		_, err := Select(tt.facts, Options{Families: v4, Ifaces: []string{"x"}})
+		_, err := choose(tt.facts, Options{Families: v4, Ifaces: []string{"x"}})
 		want := "no external interface: --iface x: no interface has this name; seen: " + tt.want
 		if err == nil || err.Error() != want {
 			t.Errorf("\n got %v\nwant %s", err, want)

@@ -151,13 +151,13 @@ func (s situation) check(t *testing.T, f Facts) {
 	if err != nil || c.Name != s.Want.Interface || !slices.Equal(locals, s.Want.Addresses) || s.Want.MTU != 0 && c.MTU != s.Want.MTU || (c.lastResort != "") != s.Want.LastResort {
 		t.Errorf("got %s with MTU %d, last resort %q, error %v; want %+v", show(c.Interface), c.MTU, c.lastResort, err, s.Want)
 	}
-	all, _, _ := explain(f, s.options())
+	all, _ := explain(f, s.options())
 	if i := slices.IndexFunc(all, func(c Candidate) bool { return c.Chosen }); i < 0 || all[i].Name != c.Name {
 		t.Errorf("the candidates do not contain the choice: %+v", all)
 	}
 }
 
-// facts returns the facts that Gather reads on such a host.
+// facts returns the facts that gather reads on such a host.
 func (s situation) facts(t *testing.T) Facts {
 	t.Helper()
 	var f Facts
@@ -232,7 +232,7 @@ func (r ipRoute) hops() []ipRoute {
 	return []ipRoute{r}
 }
 
-// TestKernelSituations makes each situation in a network namespace. It expects that Gather reads the
+// TestKernelSituations makes each situation in a network namespace. It expects that gather reads the
 // facts that are in the file, so that the choice is the same. The kernel may lack some kinds of links, such
 // as VLANs. A veth then takes their place, and the file tells what it stands for.
 func TestKernelSituations(t *testing.T) {
@@ -262,10 +262,10 @@ func TestKernelSituations(t *testing.T) {
 	})
 }
 
-// gather returns the facts that Gather reads, with the indexes, kinds and masters of want.
+// gather returns the facts that gather reads, with the indexes, kinds and masters of want.
 func (s situation) gather(t *testing.T, want Facts) Facts {
 	t.Helper()
-	f, err := Gather(t.Context(), s.options())
+	f, err := gather(t.Context(), s.options())
 	if err != nil {
 		t.Fatal(err)
 	}

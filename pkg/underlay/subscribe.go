@@ -14,7 +14,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// subscribe returns a channel that becomes readable after a change of anything that Gather
+// subscribe returns a channel that becomes readable after a change of anything that gather
 // reads. No change after the return of subscribe is missed. With a Reader, all its networks
 // share one subscription. stop ends the use of the channel.
 func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
@@ -29,7 +29,7 @@ func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
 	return own, func() { changes.Leave(own) }, nil
 }
 
-// subscribe calls wake after each change of anything that Gather reads. One socket receives all
+// subscribe calls wake after each change of anything that gather reads. One socket receives all
 // groups of notifications. The socket is open when subscribe returns, so no later change is
 // missed. stop closes the socket, and returns after the last call of wake.
 func subscribe(o Options, wake func()) (stop func(), err error) {

@@ -14,7 +14,7 @@ import (
 // recheck is how often Wait checks without a notification, in case one was lost.
 const recheck = time.Second
 
-// Wait chooses the external interface like Select, in the network namespace of the
+// Wait chooses the external interface, in the network namespace of the
 // calling thread. If there is none, it waits for changes of links, addresses and routes,
 // for at most timeout; zero or less means that it does not wait. If there is still none
 // when the time is over, Wait returns an error with the reason. It accepts a last resort only

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -131,6 +132,9 @@ func TestImageSwapKeepsThePublishedAddress(t *testing.T) {
 	p := &damagedHost{lab: l, host: l.Host(1)}
 	had := leaseOf(t, l, p.host)
 	expectStop(t, p.host.Daemon())
+	if out, err := flannelctl(t, p.host, "interface", "--no-daemon"); err != nil || !strings.Contains(out, "its address is in use") {
+		t.Errorf("after a stop flannelctl does not name the address in use: %v\n%s", err, out)
+	}
 	state := p.host.Path("/var/lib/flannel")
 	if _, err := os.Stat(state); err != nil {
 		t.Fatal(err)

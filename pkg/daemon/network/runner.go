@@ -207,7 +207,7 @@ func (r *runner) candidates(ctx context.Context) []underlay.Candidate {
 	if len(last.Config.Networks) == 0 {
 		return nil
 	}
-	all, _, _ := underlay.Inspect(ctx, r.underlayOptions(last.Config, last)) // the reasons say why none is chosen
+	all, _ := underlay.Inspect(ctx, r.underlayOptions(last.Config, last)) // the reasons say why none is chosen
 	return all
 }
 
