@@ -34,6 +34,7 @@ import (
 // requests, and decides when to replace them. It connects with the first request.
 type client struct {
 	cfg    clientv3.Config
+	tls    func() (*tls.Config, error) // reads the files
 	timing *timing
 	login  *login // nil without a user name or password
 
@@ -74,7 +75,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &client{timing: t, endpoints: oneScheme(cfg.Endpoints)}
+	c := &client{tls: cfg.tls, timing: t, endpoints: oneScheme(cfg.Endpoints)}
 	// The random order spreads the hosts over the members.
 	rand.Shuffle(len(c.endpoints), func(i, j int) { c.endpoints[i], c.endpoints[j] = c.endpoints[j], c.endpoints[i] })
 	c.preferred = c.endpoints[0]
@@ -162,7 +163,7 @@ func oneScheme(endpoints []string) []string {
 }
 
 // tls returns the TLS configuration, or nil if no file is given. The client certificate is read
-// again for each connection, so that it may be replaced at any time. The CA file is read only once.
+// again for each handshake.
 func (c Config) tls() (*tls.Config, error) {
 	if c.CertFile == "" && c.KeyFile == "" && c.CAFile == "" {
 		return nil, nil //nolint:nilnil // no TLS configuration is a valid one
@@ -206,15 +207,24 @@ func (c *client) connect() (*connection, error) {
 		return nil, errClosed
 	}
 	if c.conn == nil {
-		cfg := c.cfg
-		cfg.Endpoints = slices.Clone(c.endpoints)
-		made, err := clientv3.New(cfg)
+		made, err := c.dial(slices.Clone(c.endpoints))
 		if err != nil {
 			return nil, err
 		}
 		c.conn = &connection{Client: made}
 	}
 	return c.conn, nil
+}
+
+// dial returns a new connection. It reads the CA file again, which may have been replaced together with the
+// certificate of the server. If the file cannot be read now, the content that it had at the start is used.
+func (c *client) dial(endpoints []string) (*clientv3.Client, error) {
+	cfg := c.cfg
+	cfg.Endpoints = endpoints
+	if now, err := c.tls(); err == nil {
+		cfg.TLS = now
+	}
+	return clientv3.New(cfg)
 }
 
 // turn waits for a random time that grows with the number of hosts. It precedes requests that
@@ -299,9 +309,7 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 // works reports whether the member at endpoint answers request within timing.request, over a
 // connection made for that.
 func (c *client) works(ctx context.Context, endpoint string, request func(context.Context, *clientv3.Client) error) bool {
-	cfg := c.cfg
-	cfg.Endpoints = []string{endpoint}
-	conn, err := clientv3.New(cfg)
+	conn, err := c.dial([]string{endpoint})
 	if err != nil {
 		return false
 	}

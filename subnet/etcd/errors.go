@@ -7,11 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	"golang.org/x/net/http/httpproxy"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -81,7 +83,26 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	case code == codes.PermissionDenied, code == codes.Unauthenticated, code == codes.InvalidArgument:
 		kind = code.String()
 	}
+	if code == codes.Unavailable {
+		cause += viaProxy(endpoints)
+	}
 	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), oneline.Collapse(cause)), err}
+}
+
+// viaProxy returns an addition to the cause of a failed connection if gRPC makes it through a proxy, or "".
+// gRPC uses HTTPS_PROXY for all endpoints, even for those without TLS.
+func viaProxy(endpoints []string) string {
+	for _, endpoint := range endpoints {
+		_, host, isURL := strings.Cut(endpoint, "://")
+		if !isURL {
+			host = endpoint
+		}
+		proxy, err := httpproxy.FromEnvironment().ProxyFunc()(&url.URL{Scheme: "https", Host: host})
+		if err == nil && proxy != nil {
+			return fmt.Sprintf(" (through the proxy %s of HTTPS_PROXY; is %s missing in NO_PROXY?)", proxy.Redacted(), host)
+		}
+	}
+	return ""
 }
 
 // codeOf returns the gRPC code of an error of the client library. The code is OK for nil, and also

@@ -140,6 +140,30 @@ func TestTLS(t *testing.T) {
 	}
 }
 
+// TestReplacedCA replaces the CA file of a running manager.
+func TestReplacedCA(t *testing.T) {
+	t.Parallel()
+	a, stranger := newAuthority(t), newAuthority(t)
+	a.issue(t, "server", a.cert)
+	s := newServer(t, a.serve(false))
+	var status statuses
+	m := (&fixture{server: s, prefix: "/x"}).manager(t, func(c *Config) { c.CAFile = stranger.file("ca.pem") }, status.option)
+	done := make(chan error)
+	go func() {
+		_, err := m.Config(t.Context())
+		done <- err
+	}()
+	unknown := func(err error) bool { return err != nil && strings.Contains(err.Error(), "unknown authority") }
+	waittest.Until(t, patience, "the server is refused", func() bool { return slices.ContainsFunc(status.list(), unknown) })
+
+	if err := os.Rename(a.file("ca.pem"), stranger.file("ca.pem")); err != nil {
+		t.Fatal(err)
+	}
+	if err := waittest.Receive(t, patience, "the configuration", done); !errors.Is(err, subnet.ErrNoConfig) {
+		t.Errorf("error is %v, want ErrNoConfig", err)
+	}
+}
+
 // expectReported expects that OnStatus gets an error that contains want within 8 s, in one line
 // that names the endpoint.
 func expectReported(t *testing.T, m *Manager, status *statuses, want string) {

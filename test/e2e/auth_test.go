@@ -210,3 +210,16 @@ func TestNoRights(t *testing.T) {
 	}
 	expectReady(t, refused)
 }
+
+// TestProxyOfTheEnvironment starts daemons with a proxy in their environment, which gRPC uses even for an
+// address next door. The log must name the variables, and NO_PROXY must help.
+func TestProxyOfTheEnvironment(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, backendConfig("vxlan"))
+	h := l.Host(1)
+	env := []string{"HTTPS_PROXY=http://user:secret@192.168.77.254:9"}
+	d := start(t, h, lab.FlanneldOptions{Env: env})
+	expectLog(t, d, "through the proxy http://user:xxxxx@192.168.77.254:9 of HTTPS_PROXY; is 192.168.77.254:2379 missing in NO_PROXY?")
+	expectStop(t, d)
+	startOne(t, h, lab.FlanneldOptions{Env: append(env, "NO_PROXY=192.168.77.0/24")})
+}
