@@ -55,6 +55,12 @@ func (c Config) Next() Config {
 	return c.Present()
 }
 
+// Without returns the configuration without the network of family f.
+func (c Config) Without(f prefix.Family) Config {
+	c.Networks = slices.DeleteFunc(slices.Clone(c.Networks), func(n Network) bool { return n.Family() == f })
+	return c
+}
+
 // Network returns the network of family f; ok is false if it is not enabled.
 func (c Config) Network(f prefix.Family) (n Network, ok bool) {
 	for _, n := range c.Networks {

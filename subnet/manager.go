@@ -5,6 +5,8 @@ package subnet
 import (
 	"context"
 	"errors"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Errors that callers act on.
@@ -25,6 +27,18 @@ var (
 	// ErrLed means that another node is the leader for a task.
 	ErrLed = errors.New("another node is the leader")
 )
+
+// FamilyError is the reason why this node cannot use one address family of the network. It may be able to
+// use another one.
+type FamilyError struct {
+	Family prefix.Family
+	Err    error
+}
+
+func (e *FamilyError) Error() string { return e.Err.Error() }
+
+// Unwrap returns e.Err.
+func (e *FamilyError) Unwrap() error { return e.Err }
 
 // StoreID identifies a store, and one state of it.
 type StoreID struct {

@@ -75,7 +75,8 @@ func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]sub
 		e, public := c.Endpoint(f)
 		switch {
 		case !ok:
-			return nil, fmt.Errorf("%s is enabled with Network %s, but this node has no %s podCIDR, only %v", f, n.Prefix, f, cidrs)
+			err := fmt.Errorf("%s is enabled with Network %s, but this node has no %s podCIDR, only %v", f, n.Prefix, f, cidrs)
+			return nil, &subnet.FamilyError{Family: f, Err: err}
 		case !prefix.Contains(n.Prefix, cidr):
 			return nil, fmt.Errorf("podCIDR %s of this node lies outside the configured Network %s", cidr, n.Prefix)
 		case !public || !e.PublicIP.IsValid():

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -405,6 +406,33 @@ func TestKubeRefusesToRun(t *testing.T) {
 	without := c.options(1)
 	without.Env = nil
 	expectFailure(t, start(t, c.Host(1), without), "NODE_NAME", "POD_NAME")
+}
+
+// TestKubeNodeWithoutIPv6 starts a daemon without a state on a Node that has no IPv6 podCIDR, in a network
+// that has IPv6. The host must serve IPv4, and IPv6 when the Node was created again with both.
+//
+//stages:rest flanneld tries again after half a minute
+func TestKubeNodeWithoutIPv6(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
+	c.deleteNode(1)
+	c.addNodeWith(1, nil, "10.5.1.0/24")
+	c.startDaemons()
+	expectOnce(t, c.Host(1).Daemon(), "this node has no IPv6 podCIDR")
+	expectMatrixOf(t, c.Lab, prefix.IPv4)
+	if got := c.node(1).annotation("public-ipv6"); got != "" {
+		t.Errorf("public-ipv6 is %s, want none", got)
+	}
+
+	c.deleteNode(1)
+	c.addNode(1, nil)
+	within(t, time.Minute, "IPv6 is served", func() error {
+		if got := c.node(1).annotation("public-ipv6"); got == "" {
+			return errors.New("no annotation public-ipv6")
+		}
+		return nil
+	})
+	expectPeersProgrammed(t, c.Lab)
 }
 
 // TestKubeConditionIsNotChanged checks that the daemon does not set the condition

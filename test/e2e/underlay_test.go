@@ -150,3 +150,59 @@ func TestImageSwapKeepsThePublishedAddress(t *testing.T) {
 	}
 	expectMatrix(t, l)
 }
+
+// TestIPv6OffByDefault starts daemons on hosts where new devices get no IPv6, which many guides on
+// hardening recommend. In dual stack both families must work all the same.
+func TestIPv6OffByDefault(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"vxlan", "udp", userspace} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(backend))
+			byDefault := func(value string) {
+				for _, h := range l.Hosts() {
+					if out, err := h.Exec(testContext(t), "sysctl", "-w", "net.ipv6.conf.default.disable_ipv6="+value); err != nil {
+						t.Fatalf("%v\n%s", err, out)
+					}
+				}
+			}
+			byDefault("1")
+			for _, h := range l.Hosts() {
+				startOne(t, h, lab.FlanneldOptions{})
+			}
+			byDefault("0") // for the pods, whose devices other programs create
+			if err := l.AddPods(testContext(t)); err != nil {
+				t.Fatal(err)
+			}
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestIPv6OffByDefaultAndReadOnly starts a daemon that may not change a sysctl, as in a container without
+// privileges. The host must serve IPv4 and name the sysctl, and follow when an operator changes it.
+//
+//stages:rest flanneld tries again after half a minute
+func TestIPv6OffByDefaultAndReadOnly(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("vxlan"))
+	p := &damagedHost{lab: l, host: l.Host(1)}
+	const off = "net.ipv6.conf.default.disable_ipv6"
+	p.run(t, "sysctl -w "+off+"=1; mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys")
+	for _, h := range l.Hosts() {
+		startOne(t, h, lab.FlanneldOptions{})
+	}
+	expectOnce(t, p.host.Daemon(), off+" is 1")
+
+	p.run(t, "umount /proc/sys; sysctl -w "+off+"=0")
+	if err := l.AddPods(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrixOf(t, l, prefix.IPv4)
+	within(t, time.Minute, "IPv6 is served", func() error {
+		if now := leaseOf(t, l, p.host); !strings.Contains(now.Key, "fd00") {
+			return fmt.Errorf("the lease is %s", now.Key)
+		}
+		return nil
+	})
+}

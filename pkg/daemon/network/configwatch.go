@@ -165,7 +165,7 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 	}
 }
 
-// refuseFirst records that the network starts with a former configuration, because it cannot use cfg,
+// refuseFirst records that the network starts with a former configuration, or with a part of cfg, because it cannot use cfg,
 // which the store had at the start. It has no effect if the store has another configuration by now.
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
@@ -176,6 +176,7 @@ func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why er
 	if !w.stores(cfg) {
 		return
 	}
+	w.failed = !w.follow // there is no other attempt, and no reason to exit either
 	w.compare()
 	w.logRefusal(ctx, why)
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/pathmtu"
 	"github.com/flanneld/flanneld/pkg/paths"
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
@@ -125,6 +126,9 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	if err != nil {
 		return nil, nil, err
 	}
+	if err := checkIPv6(be, env.Config); err != nil {
+		return nil, nil, err
+	}
 	if err := backend.CheckPublicEndpoint(be, env.Config.BackendType, env.PublicEndpoint); err != nil {
 		return nil, nil, fmt.Errorf("--public-endpoint %s cannot be used: %w", env.PublicEndpoint, err)
 	}
@@ -137,6 +141,20 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 		}
 	}
 	return be, warnings, nil
+}
+
+// checkIPv6 returns a FamilyError if cfg has IPv6 but no device of be can have an IPv6 address.
+func checkIPv6(be backend.Backend, cfg subnet.Config) error {
+	off := ""
+	for _, dev := range be.Scope().Devices {
+		if off = linux.IPv6Off(dev); off == "" {
+			return nil
+		}
+	}
+	if _, ok := cfg.Network(prefix.IPv6); !ok || off == "" {
+		return nil
+	}
+	return &subnet.FamilyError{Family: prefix.IPv6, Err: fmt.Errorf("%s is 1 and flanneld may not change it, want 0", off)}
 }
 
 // Claimed is a configuration whose objects a network has on this host, or is about to create.

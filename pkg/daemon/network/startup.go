@@ -53,6 +53,8 @@ type attempt struct {
 // configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
 // the store changes while prepare waits for a subnet or for a cloud.
 //
+// If this host cannot use one of two address families, prepare uses the other one alone.
+//
 // If the configuration in the store cannot be used, and the network is served from the last known
 // state, prepare uses the configuration of that state. So the host follows its peers and keeps its
 // lease, like a running daemon that refuses a changed configuration. If neither configuration has a
@@ -66,20 +68,31 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	if err != nil {
 		return nil, s.past, err
 	}
-	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &cfg})
+	stored := cfg
+	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
+
+	// Otherwise a node would lose IPv4 when IPv6 is enabled in the cluster and it has no podCIDR for it.
+	var part *subnet.FamilyError
+	if errors.As(err, &part) && len(cfg.Networks) > 1 {
+		cfg = cfg.Without(part.Family)
+		be, now, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.runner.differs(cfg)})
+		if err == nil {
+			s.config.refuseFirst(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
+		}
+	}
 	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.runner.differs(cfg) {
 		return be, now, err
 	}
 	full := errors.Is(err, subnet.ErrNoSubnets)
-	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.runner.former(), stored: &cfg, waits: !full})
+	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.runner.former(), stored: &stored, waits: !full})
 	switch {
 	case errFormer == nil:
-		s.config.refuseFirst(ctx, cfg, err)
+		s.config.refuseFirst(ctx, stored, err)
 		return be, now, nil
 	case errors.Is(errFormer, ErrConfigChanged):
 		return nil, now, errFormer
 	case full:
-		return s.prepareWith(ctx, attempt{config: cfg, stored: &cfg, waits: true})
+		return s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: true})
 	}
 	return nil, now, err
 }

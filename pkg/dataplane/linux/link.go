@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -210,6 +211,30 @@ func (k *Kernel) setUp(want dataplane.Link) error {
 		return fmt.Errorf("set up: %w", err)
 	}
 	return nil
+}
+
+// enableIPv6 lets a device have IPv6 addresses although sysctl -w net.ipv6.conf.default.disable_ipv6=1,
+// as hardening guides recommend, has turned them off. The put that follows fails if that is not permitted.
+func enableIPv6(dev string) { _ = os.WriteFile(disableIPv6(dev), []byte("0"), 0) }
+
+func disableIPv6(dev string) string {
+	return filepath.Join("/proc/sys/net/ipv6/conf", dev, "disable_ipv6")
+}
+
+// IPv6Off returns the name of the sysctl that keeps the device dev, which may not exist yet, from having IPv6
+// addresses, if Apply is not permitted to change that. Otherwise it returns "".
+func IPv6Off(dev string) string {
+	for _, scope := range []string{dev, "default"} {
+		value, err := os.ReadFile(disableIPv6(scope))
+		switch {
+		case err != nil: // the device does not exist
+		case string(value) != "1\n" || unix.Access(disableIPv6(scope), unix.W_OK) == nil:
+			return ""
+		default:
+			return "net.ipv6.conf." + strings.ReplaceAll(scope, ".", "/") + ".disable_ipv6"
+		}
+	}
+	return ""
 }
 
 // acceptRAOff prevents router advertisements of pods from configuring the device. It

@@ -59,6 +59,9 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 			indexes[dev] = index
 			k.dependencies.Store(index, nil)
 		}
+		if a, ok := op.Object.(dataplane.Addr); ok && !op.Delete && a.Prefix.Addr().Is6() {
+			enableIPv6(dev)
+		}
 		if indexes[dev] != 0 || dev == "" {
 			ready = append(ready, op)
 		} else if !op.Delete { // the objects of a deleted device are deleted too
