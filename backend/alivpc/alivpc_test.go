@@ -86,6 +86,9 @@ func TestRouteThatModifyDoesNotSee(t *testing.T) {
 	}
 }
 
+//stages:rest a week takes a minute
+func TestWeek(t *testing.T) { bed().Live(t, 7, true) } // a new instance has a new id
+
 func TestLeader(t *testing.T) { bed().Leader(t, 12) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
@@ -376,10 +379,7 @@ func TestECSHost(t *testing.T) {
 
 // TestDescription holds the fields that are read, and the statuses of a route, against the description of the API.
 func TestDescription(t *testing.T) {
-	api, err := schema.Load("ali")
-	if err != nil {
-		t.Fatal(err)
-	}
+	api := schema.Load("ali")
 	for name, answer := range map[string]any{"vpc.RouteEntry": entry{}, "ecs.Instance": instance{}, "vpc.DescribeVSwitchAttributesResponse": vSwitch{}} {
 		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
 			t.Error(err)

@@ -227,6 +227,9 @@ func TestChoiceOfTables(t *testing.T) {
 
 func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 
+//stages:rest a week takes a minute
+func TestWeek(t *testing.T) { bed().Live(t, 7, true) } // a new instance has a new network interface
+
 func TestLeader(t *testing.T) { bed().Leader(t, 12) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "subnet-1") }
@@ -409,10 +412,7 @@ func TestConfig(t *testing.T) {
 
 // TestDescription holds the fields that are read, and the states of a route, against the description of EC2.
 func TestDescription(t *testing.T) {
-	api, err := schema.Load("ec2")
-	if err != nil {
-		t.Fatal(err)
-	}
+	api := schema.Load("ec2")
 	for name, answer := range map[string]any{"DescribeInstancesResult": instanceAnswer{}, "DescribeRouteTablesResult": tableAnswer{}} {
 		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
 			t.Error(err)

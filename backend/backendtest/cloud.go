@@ -17,8 +17,10 @@ import (
 	"k8s.io/klog/v2/textlogger"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -45,6 +47,22 @@ func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.Clo
 		t.Fatal(err)
 	}
 	return b.(*backend.CloudBackend)
+}
+
+// CloudAt returns the cloud of the IPv4 host with that address, after Join.
+func CloudAt(t *testing.T, factory backend.Factory, address netip.Addr) cloud.Cloud {
+	t.Helper()
+	env := Env(1500, prefix.IPv4)
+	env.Underlay.Addrs[0] = underlay.Address{Local: address, Public: address}
+	b, _, err := factory([]byte(`{}`), env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := b.(*backend.CloudBackend).Cloud
+	if _, err := c.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return c
 }
 
 // Want contains a part of the error and a part of the warnings that are expected about a Backend

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -540,4 +541,46 @@ func (v VPC) Followers(t *testing.T, own string) {
 	if found[0].Table != "rtb-a" || found[2].Table != "rtb-z" || found[1].Table != vpctest.MainTable || s.Writes() > writes {
 		t.Errorf("found %v, want rtb-a, the main table, and rtb-z, without a change", found)
 	}
+}
+
+// Live lets a fleet live in the cloud for some days; see cloudtest.Live.
+func (v VPC) Live(t *testing.T, days int, renamed bool) {
+	t.Helper()
+	s, api := v.Open(t)
+	for _, i := range s.Instances() {
+		s.Terminate(i.ID)
+	}
+	cloudtest.Connectionless(t, api)
+
+	// Each host has a metadata service of its own, because its cloud keeps the address of that.
+	var metadata [cloudtest.FleetSize]struct {
+		address  string
+		instance atomic.Pointer[vpctest.Instance]
+	}
+	for n := range metadata {
+		one := &metadata[n]
+		one.address = cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			v.Metadata(*one.instance.Load()).ServeHTTP(w, r)
+		}))
+	}
+
+	cloudtest.Live(t, cloudtest.Fleet{
+		Start: func(t *testing.T, place, number int, address netip.Addr) cloud.Cloud {
+			i := s.AddInstance(number, "subnet-1", address)
+			metadata[place].instance.Store(&i)
+			t.Setenv(v.MetadataAPI, metadata[place].address)
+			return CloudAt(t, v.New, address)
+		},
+		End:      func(number int) { s.Terminate(fmt.Sprintf("i-%d", number)) },
+		SetQuota: s.SetQuota,
+		Resync:   24 * time.Hour,
+		Routes: func() (n int) {
+			for _, r := range s.Routes(vpctest.MainTable) {
+				if r.Kind == vpctest.Custom {
+					n++
+				}
+			}
+			return n
+		},
+	}, days, renamed)
 }

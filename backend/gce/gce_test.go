@@ -5,6 +5,7 @@ package gce
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -19,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"cloud.google.com/go/compute/metadata"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
 
@@ -28,6 +30,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
+	"github.com/flanneld/flanneld/pkg/cloud/transport"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
@@ -482,6 +485,38 @@ func TestInstanceThatCannotForward(t *testing.T) {
 // TestLeader checks that a leader finds 1,000 other hosts with a few calls, and needs the right to
 // list instances for that. An instance of another VPC network may have the same address as a host,
 // and must not be found.
+// TestMonth lets managed instances live in the cloud for a month: a new one has the name of an old one, to which routes
+// lead.
+//
+//stages:rest a month takes a minute
+func TestMonth(t *testing.T) {
+	s := open(t)
+	s.Delete("host-1")
+	s.Delete("host-2")
+	cloudtest.Connectionless(t, s)
+	cloudtest.Live(t, cloudtest.Fleet{
+		Start: func(t *testing.T, _, number int, address netip.Addr) cloud.Cloud {
+			c := &client{
+				identity:  identity{service: metadata.NewClient(&http.Client{Transport: cloudtest.InProcess{Handler: s.Metadata(s.AddInstance(number, address).Name)}})},
+				endpoints: endpoints{compute: "https://compute.googleapis.com/compute/v1/"}, http: transport.NewClient(), calls: &cloud.Calls{},
+				poll: wait.Backoff{Least: leastPoll, Most: mostPoll}, project: gcetest.Project, number: gcetest.Number, zone: gcetest.Zone,
+				instance: fmt.Sprintf("host-%d", number),
+			}
+			return backendtest.CloudAt(t, func(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+				b, warnings, err := New(raw, env)
+				if err == nil {
+					b.(*backend.CloudBackend).Cloud.(*vpc).connect = func(context.Context) (*client, error) { return c, nil }
+				}
+				return b, warnings, err
+			}, address)
+		},
+		End:      func(number int) { s.Delete(fmt.Sprintf("host-%d", number)) },
+		SetQuota: func(n int) { s.SetQuota(n, false) },
+		Resync:   24 * time.Hour,
+		Routes:   func() int { return s.Count(gcetest.Network) },
+	}, 30, false)
+}
+
 func TestLeader(t *testing.T) {
 	s := open(t)
 	s.SetScopes("host-1", "cloud-platform")
@@ -984,10 +1019,7 @@ func TestRefusedToken(t *testing.T) {
 // TestAPIDescription holds the fields that are read and written, and the states of a route, against the description of the
 // Compute API.
 func TestAPIDescription(t *testing.T) {
-	api, err := schema.Load("gce")
-	if err != nil {
-		t.Fatal(err)
-	}
+	api := schema.Load("gce")
 	for name, answer := range map[string]any{"Route": route{}, "Instance": instance{}, "Operation": operation{}} {
 		if err := api.CheckType(name, reflect.TypeOf(answer)); err != nil {
 			t.Error(err)

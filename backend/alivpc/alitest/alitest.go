@@ -23,11 +23,15 @@ import (
 )
 
 // Server is the cloud. It is an http.Handler for the calls of all services.
-type Server struct{ *vpctest.State }
+type Server struct {
+	*vpctest.State
+	api schema.API
+}
 
 // New returns a Server with a table and no instances.
 func New() Server {
-	return Server{vpctest.New(func(i vpctest.Instance) string { return i.ID }, "CreateRouteEntry", "ModifyRouteEntry", "DeleteRouteEntry")}
+	state := vpctest.New(func(i vpctest.Instance) string { return i.ID }, "CreateRouteEntry", "ModifyRouteEntry", "DeleteRouteEntry")
+	return Server{state, schema.Load("ali")}
 }
 
 // failure is the HTTP status and the code of an error.
@@ -66,7 +70,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	call := vpctest.Call{Name: name, DryRun: params.Get("DryRun") == "true"}
 	answer, err := s.Answer(call, signed(r), func(v *vpctest.View) (any, error) { return answer(v, r.Header.Get("X-Acs-Version"), name, params) })
 	w.Header().Set("Content-Type", "application/json;charset=utf-8")
-	if problem := schema.Check("ali", name, schema.Form(params), schema.JSON(answer)); problem != nil {
+	if problem := s.api.Check(name, schema.Form(params), schema.JSON(answer)); problem != nil {
 		err = nil
 		w.WriteHeader(http.StatusBadRequest)
 		answer = map[string]string{"Code": "NotInTheDescription", "Message": problem.Error()}

@@ -74,7 +74,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	answer, err := s.Answer(call, signed(r, body), func(v *vpctest.View) (any, error) { return s.answer(v, call, form) })
 	w.Header().Set("Content-Type", "text/xml;charset=UTF-8")
 	text, _ := xml.Marshal(answer) // a text that is cut does not fit
-	if problem := schema.Check("ec2", call.Name, schema.Form(form, "Action", "Version"), schema.XML(text)); problem != nil {
+	if problem := s.api.Check(call.Name, schema.Form(form, "Action", "Version"), schema.XML(text)); problem != nil {
 		err = nil
 		w.WriteHeader(http.StatusBadRequest)
 		answer = errorAnswer{Errors: []errorItem{{"NotInTheDescription", problem.Error()}}, RequestID: "test"}

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
@@ -19,6 +20,7 @@ import (
 // Restricted if its source/dest check is on.
 type Server struct {
 	*vpctest.State
+	api schema.API
 
 	mu   sync.Mutex
 	tags map[string]map[string]string // by id of the table
@@ -28,6 +30,7 @@ type Server struct {
 func New() *Server {
 	return &Server{
 		State: vpctest.New(Interface, "CreateRoute", "ReplaceRoute", "DeleteRoute", "ModifyNetworkInterfaceAttribute"),
+		api:   schema.Load("ec2"),
 		tags:  map[string]map[string]string{},
 	}
 }

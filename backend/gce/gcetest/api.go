@@ -36,7 +36,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	r.Body = io.NopCloser(bytes.NewReader(body))
 	answer, f := s.answer(r, name, parts)
-	if problem := check(r, name, body, answer, f); problem != nil {
+	if problem := s.check(r, name, body, answer, f); problem != nil {
 		f = failed(http.StatusBadRequest, "notInTheDescription", "%v", problem)
 	}
 	call := Call{Name: name}
@@ -54,12 +54,11 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // check holds a call and its answer against the description of the API. An answer with an error is not checked, and
 // neither are calls that the description of the Compute API at hand does not have.
-func check(r *http.Request, name string, body []byte, answer any, f *failure) error {
-	api, err := schema.Load("gce")
-	if err != nil || slices.Contains([]string{"", "projects.testIamPermissions", "instances.aggregatedList"}, name) {
-		return err
+func (s *Server) check(r *http.Request, name string, body []byte, answer any, f *failure) error {
+	if slices.Contains([]string{"", "projects.testIamPermissions", "instances.aggregatedList"}, name) {
+		return nil
 	}
-	if err := api.CheckQuery(name, r.URL.Query()); err != nil {
+	if err := s.description.CheckQuery(name, r.URL.Query()); err != nil {
 		return err
 	}
 	var request, tree any
@@ -69,7 +68,7 @@ func check(r *http.Request, name string, body []byte, answer any, f *failure) er
 	if f == nil {
 		tree = schema.JSON(answer)
 	}
-	return api.Check(name, request, tree)
+	return s.description.Check(name, request, tree)
 }
 
 // nameOf returns the name of a call in the words of the API, or "" if it is unknown, and the parts

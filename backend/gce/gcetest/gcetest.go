@@ -18,6 +18,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 )
 
 // The project, zone and VPC network of each new Server.
@@ -99,6 +101,8 @@ func failed(status int, reason, format string, args ...any) *failure {
 
 // Server is the cloud. It is an http.Handler for calls, and safe for concurrent use.
 type Server struct {
+	description schema.API
+
 	mu         sync.Mutex
 	instances  map[string]Instance
 	routes     []Route
@@ -129,7 +133,7 @@ type operation struct {
 
 // New returns a Server with a VPC network that has the default route and one range.
 func New() *Server {
-	s := &Server{instances: map[string]Instance{}, denied: map[string]bool{}, quota: 250, pageSize: 500, delay: 10 * time.Millisecond}
+	s := &Server{description: schema.Load("gce"), instances: map[string]Instance{}, denied: map[string]bool{}, quota: 250, pageSize: 500, delay: 10 * time.Millisecond}
 	s.routes = []Route{
 		{Name: "default-route-1", Network: NetworkURL(Network), DestRange: "0.0.0.0/0", Priority: 1000, Gateway: "projects/" + Project + "/global/gateways/default-internet-gateway", Type: "STATIC"},
 		{Name: "default-route-2", Network: NetworkURL(Network), DestRange: NetworkRange().String(), LocalNet: NetworkURL(Network), Type: "SUBNET"},
@@ -370,7 +374,12 @@ func (s *Server) Instances() (all []Instance) {
 	return all
 }
 
-// count returns the number of static routes in a VPC network, without the default route.
+// Count returns the number of static routes in a VPC network, without the default route.
+func (s *Server) Count(network string) (n int) {
+	s.change(func() { n = s.count(network) })
+	return n
+}
+
 func (s *Server) count(network string) (n int) {
 	for _, r := range s.routes {
 		if r.Type == "STATIC" && path.Base(r.Network) == network && !strings.HasPrefix(r.Name, "default-route") {

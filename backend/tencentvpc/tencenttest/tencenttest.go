@@ -22,11 +22,15 @@ import (
 )
 
 // Server is the cloud. It is an http.Handler for the calls of all services.
-type Server struct{ *vpctest.State }
+type Server struct {
+	*vpctest.State
+	api schema.API
+}
 
 // New returns a Server with a table and no instances.
 func New() Server {
-	return Server{vpctest.New(func(i vpctest.Instance) string { return i.IPv4().String() }, "CreateRoutes", "ReplaceRoutes", "DeleteRoutes")}
+	state := vpctest.New(func(i vpctest.Instance) string { return i.IPv4().String() }, "CreateRoutes", "ReplaceRoutes", "DeleteRoutes")
+	return Server{state, schema.Load("tencent")}
 }
 
 // codes returns the code of a failed call, by the error of the call.
@@ -67,7 +71,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		return answer(v, name, body)
 	})
-	if problem := schema.Check("tencent", name, schema.JSON(json.RawMessage(body)), schema.JSON(result)); problem != nil {
+	if problem := s.api.Check(name, schema.JSON(json.RawMessage(body)), schema.JSON(result)); problem != nil {
 		err = nil
 		result = object{"Error": object{"Code": "NotInTheDescription", "Message": problem.Error()}, "RequestId": "test"}
 	}
