@@ -19,12 +19,15 @@ type Warner interface {
 	Warn(reason, message string)
 }
 
-// PublicIPSource is a Manager whose store may prescribe the public addresses of this node.
-type PublicIPSource interface {
+// AddressSource is a Manager whose store may know the addresses of this node.
+type AddressSource interface {
 	// PublicIPs returns the prescribed addresses, at most one for each family, IPv4 first. The node
 	// itself detects its address in a family without a prescribed address. PublicIPs retries
 	// failures that can pass, and returns when ctx ends, with its error.
 	PublicIPs(ctx context.Context) ([]netip.Addr, error)
+	// NodeIPs returns the node's own addresses, at most one for each family, as the last method that has read
+	// them knows them. It returns none before, and does not block.
+	NodeIPs() []netip.Addr
 }
 
 // LocationSource is a Manager whose store may have the location of this node.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -45,6 +46,9 @@ func (o *Options) check() error {
 	}
 	if err := o.checkNetworks(); err != nil {
 		return err
+	}
+	if slices.Contains(o.Iface, "node-ip") && !o.KubeSubnetMgr {
+		return fmt.Errorf("%s node-ip needs %s: with etcd a host has no Node, expected a name or an address", o.Source("iface"), o.Source("kube-subnet-mgr"))
 	}
 	switch {
 	case o.LocationLabel == "":

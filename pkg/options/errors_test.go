@@ -26,6 +26,7 @@ func TestParseErrors(t *testing.T) {
 		// Several networks.
 		{args: []string{"--kube-subnet-mgr", "--net-config-path", file, "--networks=red"}, want: "--networks needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network"},
 		{args: []string{"--kube-subnet-mgr", "--net-config-path", file, "--watch-networks"}, want: "--watch-networks needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network"},
+		{args: []string{"--iface=node-ip"}, want: "--iface node-ip needs --kube-subnet-mgr: with etcd a host has no Node, expected a name or an address"},
 		{args: []string{"--exit-on-config-change", "--networks=red"}, want: "--exit-on-config-change is for one network: with --networks changes of networks are followed"},
 		{args: []string{"--follow-config=false", "--networks=red"}, want: "--follow-config is for one network: with --networks changes of networks are followed"},
 		// Syntax of the command line.

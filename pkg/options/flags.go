@@ -197,7 +197,7 @@ func interfaceSettings() []setting {
 	return []setting{
 		{
 			name: "iface", arg: "NAME|IP",
-			usage: "Interface that peers send to, by name or address. May be repeated: the first existing one is " +
+			usage: "Interface that peers send to, by name or address; node-ip: by the InternalIP of the Node. May be repeated: the first existing one is " +
 				"used. The variable sets one. Without any such flag: the interface of the default route.",
 			binding: toList(func(o *Options) *[]string { return &o.Iface }, iface),
 		}, {

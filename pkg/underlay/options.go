@@ -11,12 +11,18 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
+// NodeIP stands in Options.Ifaces for the addresses that the Node of this host has in Kubernetes.
+const NodeIP = "node-ip"
+
 // Options holds what decides the choice of the external interface, besides the facts that are
 // read from the kernel: the operator's settings, the enabled families, the pod subnets and the
 // current choice.
 type Options struct {
-	// Ifaces are interface names or addresses, tried in order.
+	// Ifaces are interface names, addresses or NodeIP, tried in order.
 	Ifaces []string
+	// NodeIPs returns the addresses for which NodeIP stands, at most one for each family, as far as they are known. It
+	// may be nil.
+	NodeIPs func() []netip.Addr
 	// IfaceRegexes are unanchored regular expressions for an address or a
 	// name, tried in order after Ifaces.
 	IfaceRegexes []string

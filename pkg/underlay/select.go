@@ -238,6 +238,13 @@ func (s selector) automatic() attempt {
 // byIface finds an interface by its name or by its addresses. value may have an IPv4 and an IPv6 address, as
 // in the field status.hostIPs of a Pod, of which that of a disabled family does not count.
 func (s selector) byIface(value string) (found, error) {
+	note := ""
+	if value == NodeIP {
+		if value = s.nodeIPs(); value == "" {
+			return found{}, errors.New("the InternalIP of the Node is not known")
+		}
+		note = " " + value
+	}
 	var addrs []netip.Addr
 	var wants []named
 	var disabled error
@@ -267,7 +274,24 @@ func (s selector) byIface(value string) (found, error) {
 		wants = append(wants, p)
 	}
 	l, err := s.linkWithAll(wants)
-	return found{link: l, addrs: addrs}, err
+	return found{link: l, addrs: addrs, note: note}, err
+}
+
+// nodeIPs returns the addresses for which NodeIP stands, separated by a comma. Until the API server has answered
+// they are those in use.
+func (s selector) nodeIPs() string {
+	var texts []string
+	if s.opts.NodeIPs != nil {
+		for _, a := range s.opts.NodeIPs() {
+			texts = append(texts, a.String())
+		}
+	}
+	if len(texts) == 0 {
+		for _, a := range s.opts.InUse.Addrs {
+			texts = append(texts, a.Local.String())
+		}
+	}
+	return strings.Join(texts, ",")
 }
 
 // parseAddr parses an address without a zone. It converts IPv4-mapped IPv6 addresses to

@@ -55,6 +55,17 @@ func defaultRoute(f prefix.Family, metric int, links ...int) DefaultRoute {
 	return DefaultRoute{Family: f, Links: links, Metric: metric}
 }
 
+func nodeIPs(families []prefix.Family, addrs ...string) Options {
+	o := Options{Families: families, Ifaces: []string{NodeIP}}
+	o.NodeIPs = func() (all []netip.Addr) {
+		for _, a := range addrs {
+			all = append(all, ip(a))
+		}
+		return all
+	}
+	return o
+}
+
 // host returns the facts of a host with four network cards, each with several addresses of
 // each family.
 func host() Facts {
@@ -272,6 +283,9 @@ func TestSelect(t *testing.T) {
 		"iface, public elsewhere":     {host(), public(ifaces(v4, "eth1"), "10.2.0.4"), "eth1 10.2.0.4 | --iface eth1", ""},
 		"iface address, public NAT":   {host(), public(ifaces(v4, "10.1.0.3"), "1.2.3.4"), "eth1 10.1.0.3>1.2.3.4 | --iface 10.1.0.3", ""},
 		"iface address, public local": {host(), public(ifaces(v4, "10.1.0.3"), "10.1.0.2"), "eth1 10.1.0.2 | --iface 10.1.0.3", ""},
+		"node-ip":                     {host(), nodeIPs(dual, "10.1.0.3", "fd01::4"), "eth1 10.1.0.3 fd01::4 | --iface node-ip 10.1.0.3,fd01::4", ""},
+		"node-ip, not known":          {host(), nodeIPs(v4), "", "--iface node-ip: the InternalIP of the Node is not known"},
+		"node-ip of another host":     {host(), nodeIPs(v4, "10.99.0.1"), "", "--iface node-ip: not assigned to any interface"},
 		"iface without own address":   {with(func(f *Facts) { f.Links[2].Addrs = nil }), public(ifaces(v4, "eth1"), "1.2.3.4"), "", "--iface eth1: eth1 has no usable IPv4 address"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -222,7 +222,9 @@ func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed f
 		case wire.Deleted:
 			return errOwnChanged
 		}
-		if changed(newOwnNode(e.Node, e.Node.Revision)) {
+		now := newOwnNode(e.Node, e.Node.Revision)
+		m.internal.Store(&now.internal)
+		if changed(now) {
 			return errOwnChanged
 		}
 		return nil

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"net/netip"
 	"sync"
 	"sync/atomic"
 
@@ -22,9 +23,11 @@ type Manager struct {
 	outage  *outage.Tracker
 	events  *eventSender
 
-	name  atomic.Pointer[string] // name of the own Node; nil until it is known
-	uid   atomic.Pointer[string] // uid of the own Node when it was read last; empty if there was none
-	nodes atomic.Int64           // number of Nodes when they were last listed, counted or restored
+	name atomic.Pointer[string] // name of the own Node; nil until it is known
+	uid  atomic.Pointer[string] // uid of the own Node when it was read last; empty if there was none
+	// internal has the InternalIPs of the own Node when it was seen last.
+	internal atomic.Pointer[[]netip.Addr]
+	nodes    atomic.Int64 // number of Nodes when they were last listed, counted or restored
 	// justRead is the own Node as one method has just read it, for the next method that needs it.
 	justRead atomic.Pointer[ownNode]
 
@@ -46,7 +49,7 @@ type Manager struct {
 var (
 	_ subnet.Manager        = (*Manager)(nil)
 	_ subnet.Warner         = (*Manager)(nil)
-	_ subnet.PublicIPSource = (*Manager)(nil)
+	_ subnet.AddressSource  = (*Manager)(nil)
 	_ subnet.LocationSource = (*Manager)(nil)
 	_ subnet.ConfigWatcher  = (*Manager)(nil)
 	_ subnet.Elector        = (*Manager)(nil)

@@ -5,6 +5,7 @@ package kube
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -22,9 +23,10 @@ type ownNode struct {
 	location string // value of the label Config.LocationLabel
 	cidrs    []netip.Prefix
 	cidrsErr error
-	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network; empty: no such condition
-	version  int64  // the revision of the store at which the Node changed last
-	revision int64  // the revision of the store at that moment
+	internal []netip.Addr // the first InternalIP of each family
+	network  string       // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network; empty: no such condition
+	version  int64        // the revision of the store at which the Node changed last
+	revision int64        // the revision of the store at that moment
 	read     time.Time
 	ready    bool // the network was ready at that moment
 }
@@ -40,6 +42,13 @@ func newOwnNode(n *wire.Node, revision int64) *ownNode {
 		s.notes[i] = annotation.Note{Text: string(text), Present: text != nil}
 	}
 	s.cidrs, s.cidrsErr = podCIDRs(n)
+	for _, text := range n.InternalIPs {
+		a, err := netip.ParseAddr(string(text))
+		same := func(b netip.Addr) bool { return a.Is4() == b.Is4() }
+		if err == nil && !slices.ContainsFunc(s.internal, same) {
+			s.internal = append(s.internal, a)
+		}
+	}
 	return s
 }
 

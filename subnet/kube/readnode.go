@@ -51,6 +51,7 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	if err == nil {
 		m.justRead.Store(s)
 		m.uid.Store(&s.uid)
+		m.internal.Store(&s.internal)
 	}
 	return s, err
 }

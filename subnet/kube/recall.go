@@ -14,7 +14,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 
-// PublicIPs implements subnet.PublicIPSource: it returns the addresses in the annotations
+// PublicIPs implements subnet.AddressSource: it returns the addresses in the annotations
 // node-public-ip and node-public-ipv6 of the own Node, which replace the values of the flags. It
 // omits and reports an address that cannot be used.
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
@@ -42,6 +42,14 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 		return nil
 	})
 	return addrs, err
+}
+
+// NodeIPs implements subnet.AddressSource.
+func (m *Manager) NodeIPs() []netip.Addr {
+	if ips := m.internal.Load(); ips != nil {
+		return *ips
+	}
+	return nil
 }
 
 // Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel

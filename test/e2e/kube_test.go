@@ -468,6 +468,39 @@ func TestKubeNodePublicIP(t *testing.T) {
 	expectLog(t, start(t, h, c.options(1)), "going on from the last known state")
 }
 
+// TestKubeNodeIP starts a daemon that uses the InternalIP of its Node, which is not the address that it would
+// choose, and changes the InternalIP. The daemon must follow, and must start without the API server.
+//
+//stages:rest it starts an API server
+func TestKubeNodeIP(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	p := &damagedHost{lab: c.Lab, host: c.Host(1)}
+	p.run(t, "ip addr add 192.168.77.101/24 dev eth0; ip addr add 192.168.77.102/24 dev eth0")
+	internalIP := func(ip string) {
+		c.do(http.MethodPatch, nodesPath+"/"+nodeName(1)+"/status", map[string]any{"status": map[string]any{"addresses": []any{
+			map[string]string{"type": "Hostname", "address": "192.168.77.1"}, map[string]string{"type": "InternalIP", "address": ip},
+		}}}, "application/strategic-merge-patch+json")
+	}
+	internalIP("192.168.77.101")
+	c.startDaemons("--iface=node-ip")
+	expectOnce(t, p.host.Daemon(), "--iface node-ip 192.168.77.101")
+
+	internalIP("192.168.77.102")
+	p.run(t, "ip addr del 192.168.77.101/24 dev eth0")
+	eventually(t, "annotation", func() error {
+		if got := c.node(1).annotation("public-ip"); got != "192.168.77.102" {
+			return fmt.Errorf("public-ip is %s", got)
+		}
+		return nil
+	})
+
+	expectStop(t, p.host.Daemon())
+	c.kill()
+	d := start(t, p.host, c.options(1, "--iface=node-ip"))
+	expectLog(t, d, "going on from the last known state")
+}
+
 // TestKubeAddressChanges checks that the daemon publishes a new address of its host and
 // follows Nodes afterwards. For this it must open a new connection to the API server,
 // because one from the old address gets no answers, and times out only much later.

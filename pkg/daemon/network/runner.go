@@ -180,6 +180,9 @@ func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underl
 		PublicIP: r.opts.PublicIP, PublicIPv6: r.opts.PublicIPv6,
 		InUse: last.Interface, Reader: r.host.Underlay, Peers: r.peerAddrs,
 	}
+	if s, ok := r.store.(subnet.AddressSource); ok {
+		o.NodeIPs = s.NodeIPs
+	}
 	for _, one := range cfg.Networks {
 		o.Families = append(o.Families, one.Family())
 		// A subnet of a former network is left out, because hosts may use its addresses themselves.

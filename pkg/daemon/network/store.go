@@ -126,7 +126,7 @@ func warner(m Store) func(reason, message string) {
 
 // publicIPs returns the addresses that peers send to, if the store prescribes them.
 func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
-	if s, ok := m.(subnet.PublicIPSource); ok {
+	if s, ok := m.(subnet.AddressSource); ok {
 		return s.PublicIPs(ctx)
 	}
 	return nil, nil

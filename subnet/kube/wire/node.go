@@ -28,6 +28,7 @@ type Node struct {
 	PodCIDR     []byte
 	PodCIDRs    [2][]byte // the first two podCIDRs
 	NumPodCIDRs int       // the number of podCIDRs of the Node
+	InternalIPs [][]byte  // in the order of the Node
 	Network     Condition // the condition of type NetworkUnavailable
 }
 
@@ -53,7 +54,7 @@ func (d *Decoder) newNode() *Node { return &Node{Annotations: make([][]byte, len
 // reset makes n an empty Node. It keeps the memory of n for the next one.
 func (n *Node) reset() {
 	clear(n.Annotations)
-	*n = Node{Annotations: n.Annotations}
+	*n = Node{Annotations: n.Annotations, InternalIPs: n.InternalIPs[:0]}
 }
 
 // decode decodes the message of a Node or of the PartialObjectMetadata of a Node into n.
@@ -197,11 +198,35 @@ func (n *Node) status(b []byte) error {
 		if err != nil {
 			return err
 		}
-		if f.number == 4 {
-			if err := n.condition(f.bytes); err != nil {
-				return err
-			}
+		switch f.number {
+		case 4:
+			err = n.condition(f.bytes)
+		case 5:
+			err = n.address(f.bytes)
 		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// address decodes a NodeAddress into n if its type is InternalIP.
+func (n *Node) address(b []byte) error {
+	var kind, text []byte
+	for f, err := range fields(b) {
+		if err != nil {
+			return err
+		}
+		switch f.number {
+		case 1:
+			kind = f.bytes
+		case 2:
+			text = f.bytes
+		}
+	}
+	if string(kind) == "InternalIP" {
+		n.InternalIPs = append(n.InternalIPs, text)
 	}
 	return nil
 }

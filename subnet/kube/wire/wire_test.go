@@ -44,6 +44,9 @@ func node(name string) *corev1.Node {
 		Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{
 			{Type: corev1.NodeReady, Status: corev1.ConditionTrue},
 			{Type: corev1.NodeNetworkUnavailable, Status: corev1.ConditionFalse, Reason: "FlannelIsUp", Message: "m"},
+		}, Addresses: []corev1.NodeAddress{
+			{Type: corev1.NodeExternalIP, Address: "198.51.100.1"}, {Type: corev1.NodeInternalIP, Address: "192.0.2.1"},
+			{Type: corev1.NodeInternalIP, Address: "fd00::1"}, {Type: corev1.NodeHostName, Address: name},
 		}},
 	}
 }
@@ -53,7 +56,7 @@ type content struct {
 	Name, UID, Hostname, PodCIDR string
 	Revision, Created            int64
 	Annotations                  map[string]string
-	PodCIDRs                     []string
+	PodCIDRs, InternalIPs        []string
 	NumPodCIDRs                  int
 	Network                      [3]string
 }
@@ -71,6 +74,9 @@ func contentOf(n *wire.Node) content {
 	}
 	for _, s := range n.PodCIDRs[:min(n.NumPodCIDRs, 2)] {
 		c.PodCIDRs = append(c.PodCIDRs, string(s))
+	}
+	for _, s := range n.InternalIPs {
+		c.InternalIPs = append(c.InternalIPs, string(s))
 	}
 	return c
 }
@@ -90,6 +96,11 @@ func contentOfAPI(n *corev1.Node) content {
 		}
 	}
 	c.PodCIDRs = append(c.PodCIDRs, n.Spec.PodCIDRs[:min(2, len(n.Spec.PodCIDRs))]...)
+	for _, a := range n.Status.Addresses {
+		if a.Type == corev1.NodeInternalIP {
+			c.InternalIPs = append(c.InternalIPs, a.Address)
+		}
+	}
 	for _, condition := range n.Status.Conditions {
 		if condition.Type == corev1.NodeNetworkUnavailable {
 			c.Network = [3]string{string(condition.Status), condition.Reason, condition.Message}
