@@ -23,20 +23,6 @@ type Tunneler interface {
 	Tunnel(f prefix.Family) firewall.Payload
 }
 
-// IPIPHolder is implemented by backends that may need an ipip device from the host's address to any
-// other address. The kernel allows one such device for each address of the host.
-type IPIPHolder interface {
-	// HoldsIPIP reports whether the backend cannot work without the device. It is pure.
-	HoldsIPIP() bool
-}
-
-// HoldsIPIP reports whether b cannot work without an ipip device from the host's address to any
-// other address.
-func HoldsIPIP(b Backend) bool {
-	h, ok := b.(IPIPHolder)
-	return ok && h.HoldsIPIP()
-}
-
 // Tunnels returns the tunnel packets of b that hosts accept without authenticating the sender. It
 // returns nil if there are none.
 func Tunnels(b Backend, f prefix.Family) []firewall.Payload {

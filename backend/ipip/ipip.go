@@ -81,13 +81,6 @@ func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: kinds[f].protocol}
 }
 
-// HoldsIPIP implements backend.IPIPHolder. It returns true if IPv4 is enabled, because only
-// the device for IPv4 has the type ipip.
-func (b *Backend) HoldsIPIP() bool {
-	_, ok := b.env.Config.Network(prefix.IPv4)
-	return ok
-}
-
 // probeDevice is the name of the device that Usable creates and deletes again.
 const probeDevice = "flannel-try"
 

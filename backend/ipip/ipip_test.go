@@ -112,21 +112,3 @@ func TestForeignDevice(t *testing.T) {
 		t.Errorf("error %v, want that the device is in the way", err)
 	}
 }
-
-// TestHoldsIPIP expects that only a network with IPv4 needs a device of type ipip.
-func TestHoldsIPIP(t *testing.T) {
-	for _, tt := range []struct {
-		families []prefix.Family
-		want     bool
-	}{
-		{[]prefix.Family{prefix.IPv4}, true}, {[]prefix.Family{prefix.IPv6}, false}, {[]prefix.Family{prefix.IPv4, prefix.IPv6}, true},
-	} {
-		b, _, err := New(nil, backendtest.Env(1500, tt.families...))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got := backend.HoldsIPIP(b); got != tt.want {
-			t.Errorf("%v: %v, want %v", tt.families, got, tt.want)
-		}
-	}
-}

@@ -94,10 +94,6 @@ func (b *Backend) check() error {
 			return fmt.Errorf("Backend and NextBackend both have the device %s: want a NextBackend of another type, or for vxlan with another VNI, which also allows another Port or GBP", name)
 		}
 	}
-	if backend.HoldsIPIP(from.be) && backend.HoldsIPIP(to.be) {
-		return fmt.Errorf("Backend %s and NextBackend %s both have a device of type ipip, and the kernel allows one for each address: want another NextBackend, or for udp the Mode userspace",
-			from.side.Type, to.side.Type)
-	}
 	if from.side.Type == to.side.Type && (len(used) == 0 || from.side.Type == "udp") { // leases of udp do not contain the port, by which they could be told apart
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}

@@ -5,7 +5,6 @@ package migration
 import (
 	"net"
 	"net/netip"
-	"os/exec"
 	"slices"
 	"testing"
 
@@ -22,18 +21,12 @@ func TestVMUsable(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer k.Close()
-	if out, err := exec.Command("modprobe", "fou").CombinedOutput(); err != nil { // as the administrator must do
-		t.Fatalf("%v: %s", err, out)
-	}
-	const udpKernel = `{"Type":"udp","Mode":"kernel"}`
-	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`, udpKernel} {
+	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`} {
 		env := newEnv(nil, hostGW, to)
 		env.Kernel, env.StateDir = k, t.TempDir()
-		if to != udpKernel { // udp with Mode kernel is for IPv4 alone
-			env.Config.Networks = append(env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
-			env.Underlay.Addrs = append(env.Underlay.Addrs, env.Underlay.Addrs[0])
-			env.Underlay.Addrs[1].Local, env.Underlay.Addrs[1].Public = netip.MustParseAddr("fd00:77::1"), netip.MustParseAddr("fd00:77::1")
-		}
+		env.Config.Networks = append(env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
+		env.Underlay.Addrs = append(env.Underlay.Addrs, env.Underlay.Addrs[0])
+		env.Underlay.Addrs[1].Local, env.Underlay.Addrs[1].Public = netip.MustParseAddr("fd00:77::1"), netip.MustParseAddr("fd00:77::1")
 		b, err := newBackend(t, env)
 		if err != nil {
 			t.Fatal(err)

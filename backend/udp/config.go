@@ -21,23 +21,17 @@ const deviceName = "flannel0"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Port int // UDP port on which all hosts receive packets
-	// userspace: flanneld carries the packets; kernel: the kernel does; auto: the kernel if it can, else flanneld
-	Mode string
+	Port int    // UDP port on which all hosts receive packets
+	Mode string // userspace: flanneld carries the packets. The other values of earlier versions, kernel and auto, mean the same
 }
 
-func defaults() config { return config{Port: defaultPort, Mode: modeAuto} }
+func defaults() config { return config{Port: defaultPort, Mode: modeUserspace} }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
-// The values of Mode.
-const (
-	modeAuto      = "auto" // the kernel if possible, otherwise this process
-	modeUserspace = "userspace"
-	modeKernel    = "kernel"
-)
+const modeUserspace = "userspace"
 
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
 	c := defaults()
@@ -49,13 +43,13 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		return c, nil, fmt.Errorf("Backend.Port is %d: want 1 to 65535", c.Port)
 	}
 	switch mode := strings.ToLower(c.Mode); mode {
-	case "":
-		c.Mode = modeAuto
-	case modeAuto, modeUserspace, modeKernel:
-		c.Mode = mode
+	case "", modeUserspace:
+	case "auto", "kernel":
+		warnings = append(warnings, fmt.Sprintf("Backend.Mode is %q, which means userspace: the kernel path no longer exists", mode))
 	default:
-		return c, nil, fmt.Errorf("Backend.Mode is %q: want auto, userspace or kernel", subnet.Shorten(c.Mode))
+		return c, nil, fmt.Errorf("Backend.Mode is %q: want userspace", subnet.Shorten(c.Mode))
 	}
+	c.Mode = modeUserspace
 	for _, n := range env.Config.Networks {
 		f := n.Family()
 		if mtu := mtu(env); mtu < f.MinMTU() {

@@ -25,8 +25,7 @@ import (
 type Settings struct {
 	// Check selects the source check. Empty means tunnel.CheckNetwork.
 	Check tunnel.SourceCheck
-	// Persist makes the device remain when the process ends. With the kernel path, the FOU port
-	// and the source check then remain too.
+	// Persist makes the device remain when the process ends.
 	Persist bool
 }
 
@@ -39,15 +38,13 @@ type Host struct {
 	settings Settings
 	counters tunnel.Counters
 
-	mu              sync.Mutex
-	device          *tunnel.Device
-	stored          *tunnel.Device // device that systemd keeps, or that it has refused; nil if there is none
-	tunnel          *tunnel.Tunnel // on device; nil if there is none
-	used            bool           // a network has opened the tunnel and has not left it yet
-	askedSystemd    bool           // systemd was asked for the device of the last process
-	receiver        *receiver      // receiver of the kernel path; nil if it is not in use
-	uncheckedLogged bool           // the log says that senders are not checked
-	icmpLogged      bool           // the log says that the kernel does not accept ICMP errors from the device
+	mu           sync.Mutex
+	device       *tunnel.Device
+	stored       *tunnel.Device // device that systemd keeps, or that it has refused; nil if there is none
+	tunnel       *tunnel.Tunnel // on device; nil if there is none
+	used         bool           // a network has opened the tunnel and has not left it yet
+	askedSystemd bool           // systemd was asked for the device of the last process
+	icmpLogged   bool           // the log says that the kernel does not accept ICMP errors from the device
 }
 
 // fewCPUs is the number of CPUs up to which a second thread for packets is useless, because the pods
@@ -61,17 +58,11 @@ func OneThread() bool { return runtime.NumCPU() <= fewCPUs }
 func NewHost(s Settings) *Host { return &Host{settings: s} }
 
 // Close closes the device. The kernel deletes the device with the routes to it, unless the
-// device is persistent or systemd keeps it for the next start. Close also removes the objects
-// of the kernel path if they are in use, unless Settings.Persist is set.
+// device is persistent or systemd keeps it for the next start.
 func (h *Host) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	var err error
-	if h.receiver != nil && !h.settings.Persist {
-		err = h.receiver.removeAll()
-	}
-	h.receiver = nil
-	return oneline.Join(err, h.closeDevice())
+	return h.closeDevice()
 }
 
 // CloseUnused closes tunnel and device unless a network uses them.
@@ -171,47 +162,6 @@ func (h *Host) leaveTunnel() {
 	h.used = false
 }
 
-// freePort closes the tunnel, because the kernel path needs its port. If there is no tunnel, it
-// does nothing. Otherwise it first calls try, which checks whether the kernel path works. If
-// try returns an error, freePort returns that error, and the tunnel continues to carry packets.
-func (h *Host) freePort(try func() error) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.tunnel == nil {
-		return nil
-	}
-	if err := try(); err != nil {
-		return err
-	}
-	return h.closeTunnel()
-}
-
-// useKernelPath records that the kernel carries the packets from now on, with r as the
-// receiver of datagrams, and closes the TUN device.
-func (h *Host) useKernelPath(r receiver) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.receiver = &r
-	return h.closeDevice()
-}
-
-// removeKernelPath removes all objects of the kernel path with receiver r, whether this process
-// or an earlier one has created them.
-func (h *Host) removeKernelPath(r receiver) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.receiver = nil
-	return r.removeAll()
-}
-
-// warnUnchecked logs once that senders are not checked.
-func (h *Host) warnUnchecked(ctx context.Context, err error) {
-	if !h.uncheckedLogged {
-		h.uncheckedLogged = true
-		klog.FromContext(ctx).Error(err, "senders are not checked: any host that reaches the UDP port can send packets into the network, also to loopback addresses")
-	}
-}
-
 // store passes the device to systemd, unless systemd already keeps it. If systemd does not take the
 // device, store only logs that, and does not try again.
 func (h *Host) store(ctx context.Context, d *tunnel.Device) {
@@ -241,14 +191,6 @@ func (h *Host) openDevice(ctx context.Context, name string) error {
 		klog.FromContext(ctx).Error(err, "cannot send ICMP errors about IPv4 packets: connections over paths with a smaller MTU may hang")
 	}
 	return nil
-}
-
-// claimDevice opens the TUN device for this Host, which keeps it open. It returns an error if
-// another process has it open.
-func (h *Host) claimDevice(ctx context.Context, name string) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.attachDevice(ctx, name)
 }
 
 // attachDevice makes h.device an open device with that name: the present one, the one that

@@ -5,7 +5,6 @@ package udp
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -125,21 +124,6 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	if got := string(message[:n]); got != "last" {
 		t.Errorf("the next start sent %q to systemd, want no message: systemd keeps the device already", got)
 	}
-}
-
-// TestKernelSystemdKeepsAClaimedDevice checks that systemd gets the device also if the Host has
-// opened it for the kernel path, and the kernel path turned out not to work.
-func TestKernelSystemdKeepsAClaimedDevice(t *testing.T) {
-	ctx, l := oneHost(t)
-	systemd := listenAsSystemd(t)
-	h := NewHost(Settings{})
-	defer h.Close()
-	if err := l.Host(1).Do(ctx, func() error {
-		return errors.Join(h.claimDevice(ctx, deviceName), openAndStore(ctx, h))
-	}); err != nil {
-		t.Fatal(err)
-	}
-	receiveKept(t, systemd).Close()
 }
 
 // listenAsSystemd returns the socket to which this process sends notifications during the test.

@@ -3,9 +3,7 @@
 package udp
 
 import (
-	"context"
 	"encoding/json"
-	"errors"
 	"net"
 	"net/netip"
 	"os/exec"
@@ -17,26 +15,13 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
-	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// refusing is a kernel that can create no device.
-type refusing struct{ *linux.Kernel }
-
-// Apply implements dataplane.Kernel.
-func (refusing) Apply(_ context.Context, ops []dataplane.Op) (failed []dataplane.OpError) {
-	for _, op := range ops {
-		failed = append(failed, dataplane.OpError{Op: op, Err: unix.EOPNOTSUPP})
-	}
-	return failed
-}
-
 // TestKernelTakeover starts networks one after the other, and checks which of them take over
-// the tunnel of the network before. A failed attempt to use the kernel path must not close the
-// tunnel. CloseUnused and FreePorts must close it only when no network uses it.
+// the tunnel of the network before. CloseUnused and FreePorts must close it only when no network uses it.
 func TestKernelTakeover(t *testing.T) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -71,16 +56,15 @@ func TestKernelTakeover(t *testing.T) {
 		}
 		return n.(*network)
 	}
-	const userspace = `{"Mode":"userspace"}`
-	last := start(userspace, "10.5.1.0/24")
+	last := start("{}", "10.5.1.0/24")
 	for _, tt := range []struct {
 		name, raw, own string
 		same           bool
 	}{
-		{"same settings", userspace, "10.5.1.0/24", true},
-		{"another subnet of the host", userspace, "10.5.2.0/24", false},
-		{"another port", `{"Mode":"userspace","Port":7}`, "10.5.2.0/24", false},
-		{"same settings again", `{"Mode":"userspace","Port":7}`, "10.5.2.0/24", true},
+		{"same settings", "{}", "10.5.1.0/24", true},
+		{"another subnet of the host", "{}", "10.5.2.0/24", false},
+		{"another port", `{"Port":7}`, "10.5.2.0/24", false},
+		{"same settings again", `{"Port":7}`, "10.5.2.0/24", true},
 	} {
 		if err := last.Close(); err != nil {
 			t.Fatal(err)
@@ -97,20 +81,9 @@ func TestKernelTakeover(t *testing.T) {
 	if err := last.Close(); err != nil {
 		t.Fatal(err)
 	}
-	without := last.Backend // on a kernel that has no ipip
-	without.env.Kernel = refusing{k}
-	if err := h.freePort(func() error { return without.tryDevice(t.Context()) }); !errors.Is(err, unix.EOPNOTSUPP) {
-		t.Errorf("the kernel path without ipip: %v, want %v", err, unix.EOPNOTSUPP)
-	}
-	for mode, want := range map[string]bool{modeAuto: true, modeUserspace: true, modeKernel: false} {
-		without.config.Mode = mode
-		if err := without.Usable(t.Context()); (err == nil) != want {
-			t.Errorf("mode %s without ipip: %v, usable: want %v", mode, err, want)
-		}
-	}
 	before := last.tunnel
-	if last = start(`{"Mode":"userspace","Port":7}`, "10.5.2.0/24"); last.tunnel != before || last.tunnel.Err() != nil {
-		t.Errorf("after an attempt of the kernel path the tunnel is the same: %v, %v", last.tunnel == before, last.tunnel.Err())
+	if last = start(`{"Port":7}`, "10.5.2.0/24"); last.tunnel != before || last.tunnel.Err() != nil {
+		t.Errorf("the tunnel is the same: %v, %v", last.tunnel == before, last.tunnel.Err())
 	}
 	exists := func() bool {
 		_, err := net.InterfaceByName(deviceName)
@@ -131,7 +104,7 @@ func TestKernelTakeover(t *testing.T) {
 	if err := h.FreePorts([]int{8285, 7}); err != nil || exists() {
 		t.Errorf("when nothing uses the port: %v, and the device exists: %v", err, exists())
 	}
-	last = start(`{"Mode":"userspace","Port":7}`, "10.5.2.0/24")
+	last = start(`{"Port":7}`, "10.5.2.0/24")
 	if err := last.Close(); err != nil || !exists() {
 		t.Errorf("after the end of another network: %v, and the device exists: %v", err, exists())
 	}

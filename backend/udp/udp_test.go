@@ -14,34 +14,34 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
-	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/tunnel"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 func TestConfig(t *testing.T) {
 	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {
-		name string
-		env  backend.Env
-		raw  string
-		want config
-		err  string
+		name    string
+		env     backend.Env
+		raw     string
+		want    config
+		err     string
+		warning string // start of the only warning
 	}{
-		{name: "nothing", env: v4, want: config{8285, modeAuto}},
-		{name: "defaults", env: dual, raw: `{"Type":"udp"}`, want: config{8285, modeAuto}},
-		{name: "auto", env: v4, raw: `{"mode":"Auto","port":1}`, want: config{1, modeAuto}},
-		{name: "userspace", env: v4, raw: `{"Mode":"UserSpace"}`, want: config{8285, modeUserspace}},
-		{name: "kernel", env: v4, raw: `{"Mode":"Kernel"}`, want: config{8285, modeKernel}},
-		{name: "another mode", env: v4, raw: `{"Mode":"warp"}`, err: `Backend.Mode is "warp": want auto, userspace or kernel`},
+		{name: "nothing", env: v4, want: config{8285, "userspace"}},
+		{name: "defaults", env: dual, raw: `{"Type":"udp"}`, want: config{8285, "userspace"}},
+		{name: "userspace", env: v4, raw: `{"mode":"UserSpace","port":1}`, want: config{1, "userspace"}},
+		{name: "empty mode", env: v4, raw: `{"Mode":""}`, want: config{8285, "userspace"}},
+		{name: "auto", env: v4, raw: `{"Mode":"Auto"}`, want: config{8285, "userspace"}, warning: `Backend.Mode is "auto", which means userspace`},
+		{name: "kernel", env: dual, raw: `{"Mode":"Kernel"}`, want: config{8285, "userspace"}, warning: `Backend.Mode is "kernel", which means userspace`},
+		{name: "another mode", env: v4, raw: `{"Mode":"warp"}`, err: `Backend.Mode is "warp": want userspace`},
 		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
 		{name: "port not a number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
 		{name: "link too small", env: backendtest.Env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			got, _, err := parseConfig(json.RawMessage(tc.raw), tc.env)
+			got, warnings, err := parseConfig(json.RawMessage(tc.raw), tc.env)
 			if tc.err != "" {
 				if err == nil || !strings.Contains(err.Error(), tc.err) {
 					t.Fatalf("error %v, want one with %q", err, tc.err)
@@ -53,6 +53,9 @@ func TestConfig(t *testing.T) {
 			}
 			if diff := cmp.Diff(tc.want, got); diff != "" {
 				t.Error(diff)
+			}
+			if text := strings.Join(warnings, "\n"); (text == "") != (tc.warning == "") || !strings.HasPrefix(text, tc.warning) {
+				t.Errorf("warnings %q, want one that begins with %q", warnings, tc.warning)
 			}
 		})
 	}
@@ -100,51 +103,6 @@ func TestBase(t *testing.T) {
 		}
 		if l := state.Links["flannel0"]; !l.Up || l.MTU != mtu(b.env) {
 			t.Errorf("link %+v, want MTU %d", l, mtu(b.env))
-		}
-	}
-}
-
-// TestBaseOfTheKernelPath checks the state of the kernel path: one device with one address, and
-// one route per peer.
-func TestBaseOfTheKernelPath(t *testing.T) {
-	b := &Backend{env: backendtest.Env(1500, prefix.IPv4), config: config{Port: 8285}}
-	own := lease("own", "10.5.7.0/24", "192.168.77.1")
-	state := b.kernelBase(own)
-	want := dataplane.Link{Name: "flannel0", Kind: "ipip", MTU: 1472, Up: true, TxChecksum: dataplane.OffloadOff, Tunnel: dataplane.Tunnel{
-		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},
-	}}
-	if l := state.Links["flannel0"]; l != want {
-		t.Errorf("link %+v, want %+v", l, want)
-	}
-	if _, ok := state.Addrs[dataplane.Addr{Dev: "flannel0", Prefix: netip.MustParsePrefix("10.5.7.0/32")}]; !ok || len(state.Addrs) != 1 {
-		t.Errorf("addresses %v", state.Addrs)
-	}
-	objects, err := routes(t.Context(), lease("peer", "10.5.2.0/24", "192.168.77.2"))
-	if err != nil || len(objects) != 1 || objects[0].String() != "route 10.5.2.0/24 via 192.168.77.2 dev flannel0" {
-		t.Errorf("%v, %v", objects, err)
-	}
-}
-
-// TestKernelPathRefused checks that New refuses mode kernel, and no other mode, if the
-// kernel path cannot do what the configuration or the options of this host require.
-func TestKernelPathRefused(t *testing.T) {
-	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
-	for _, tc := range []struct {
-		env   backend.Env
-		check tunnel.SourceCheck
-		want  string
-	}{
-		{v4, tunnel.CheckNetwork, ""},
-		{v4, tunnel.CheckOff, ""},
-		{v4, tunnel.CheckStrict, `Backend.Mode is "kernel": the kernel path cannot check sources inside datagrams`},
-		{dual, tunnel.CheckNetwork, `Backend.Mode is "kernel": the kernel path supports only networks without IPv6`},
-	} {
-		h := NewHost(Settings{Check: tc.check})
-		for mode, want := range map[string]string{"kernel": tc.want, "auto": "", "userspace": ""} {
-			_, _, err := h.New(json.RawMessage(`{"Mode":"`+mode+`"}`), tc.env)
-			if want == "" && err != nil || want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)) {
-				t.Errorf("%s, %v: error %v, want %q", mode, tc.check, err, want)
-			}
 		}
 	}
 }

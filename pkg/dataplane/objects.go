@@ -92,18 +92,10 @@ type VXLAN struct {
 // kernel sends a packet to the gateway of the route that leads into the device.
 type Tunnel struct {
 	Local netip.Addr // outer source address
-	FOU   FOU
 	// Foreign is set if the device has a setting that flanneld never uses: a remote
-	// address, external (metadata) mode, another encapsulation, other protocols, or an
+	// address, external (metadata) mode, an encapsulation, other protocols, or an
 	// encapsulation limit.
 	Foreign bool
-}
-
-// FOU is the UDP header that an ipip device puts in front of the packet that it carries
-// ("foo over UDP"). The zero FOU means that there is none.
-type FOU struct {
-	Source, Destination uint16 // UDP ports
-	Checksum            bool   // compute the checksum of the UDP header; if false it is zero
 }
 
 // Compatible reports whether the kernel can change l to want without replacing the
@@ -113,8 +105,7 @@ type FOU struct {
 func (l Link) Compatible(want Link) bool {
 	a, b := l.VXLAN, want.VXLAN
 	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
-		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign &&
-		l.Tunnel.FOU == want.Tunnel.FOU
+		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign
 }
 
 // Addr is an IPv4 or IPv6 address on a device, with its prefix length. Prefix contains the

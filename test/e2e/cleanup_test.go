@@ -67,15 +67,6 @@ func TestCleanupNexthopObjects(t *testing.T) {
 	}
 }
 
-// TestVMCleanupUDPKernel checks cleanup with udp in the kernel and --udp-persist, whose
-// objects stay when the daemon ends.
-//
-//stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMCleanupUDPKernel(t *testing.T) {
-	loadFOU(t)
-	testCleanup(t, v4, cleanupCase{backend: udpKernel, firewall: "nftables", args: []string{"--udp-persist"}, prints: "FOU port 8285\n"})
-}
-
 // cleanupCase describes the daemons whose objects cleanup must remove.
 type cleanupCase struct {
 	name, backend, firewall string

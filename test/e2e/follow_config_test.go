@@ -164,7 +164,7 @@ func TestConfigurationFollowedInUserspace(t *testing.T) {
 			`{"Type":"wireguard","Implementation":"userspace","MTU":1400}`,
 			`{"Type":"wireguard","Implementation":"userspace","MTU":"probe"}`,
 		}},
-		{"udp", []string{backendConfig("udp"), `{"Type":"udp"}`, `{"Type":"udp","Mode":"userspace","MTU":"probe"}`, backendConfig("udp")}},
+		{"udp", []string{backendConfig("udp"), `{"Type":"udp","Mode":"auto"}`, `{"Type":"udp","MTU":"probe"}`, backendConfig("udp")}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
@@ -261,7 +261,7 @@ func TestConfigurationFollowed(t *testing.T) {
 		{"port", network(old, old6, `{"Type":"vxlan","VNI":7,"Port":8473}`), []string{"dstport 8472"}},
 		{"backend type", network(old, old6, `{"Type":"host-gw"}`), []string{"flannel"}},
 		{"wireguard in user space", network(old, old6, backendConfig(userspace)), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
-		{"udp in user space, on the port of wireguard", network(old, old6, `{"Type":"udp","Mode":"userspace","Port":51820}`), []string{"flannel-wg"}},
+		{"udp in user space, on the port of wireguard", network(old, old6, `{"Type":"udp","Port":51820}`), []string{"flannel-wg"}},
 		{"commands", network(old, old6, commands), []string{"flannel0", "proto 98"}},
 		{"and back", network(old, old6, `{"Type":"vxlan"}`), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
 	} {

@@ -187,7 +187,7 @@ func TestGuardUDP(t *testing.T) {
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l, restart := newGuardLab(t, `{"Type":"udp","Mode":"userspace"}`, f)
+			l, restart := newGuardLab(t, `{"Type":"udp"}`, f)
 			pods, host := firstPods(l), l.Host(2)
 			arrived := listenInPod(t, pods[1], pods[0])
 			shell(t, l.Host(1).Namespace, "sysctl -w net.netfilter.nf_conntrack_udp_timeout=1 net.netfilter.nf_conntrack_udp_timeout_stream=1")

@@ -91,20 +91,6 @@ var damages = map[string][]damage{
 		{name: "MTU changed", do: "ip link set flannel0 mtu 1300"},
 		{name: "address deleted", do: "{ip} addr del {own} dev flannel0"},
 	},
-	udpKernel: {
-		{name: "route deleted", do: "{ip} route del {subnet}"},
-		{name: "all routes deleted", do: deleteAllRoutes},
-		{name: "no gateway", do: "{ip} route replace {subnet} dev {dev}"},
-		{name: "device deleted", do: "ip link del {dev}"},
-		{name: "device down", do: "ip link set {dev} down"},
-		{name: "another port", do: "ip link set {dev} type ipip local 192.168.77.1 encap fou encap-sport 1 encap-dport 2"},
-		{name: "MTU changed", do: "ip link set {dev} mtu 1300"},
-		{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
-		{name: "port deleted", do: "ip fou del port 8285 local 192.168.77.1"},
-		{name: "rules deleted", do: "nft delete table ip flannel-udp"},
-		{name: "rules flushed", do: "nft flush chain ip flannel-udp input"},
-		{name: "rule before ours", do: "nft insert rule ip flannel-udp tunnel accept"},
-	},
 	"host-gw": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
 		{name: "all routes deleted", do: deleteAllRoutes},
@@ -134,12 +120,10 @@ var wireguardDamages = []damage{
 }
 
 // devices contains the names of the devices that each backend creates, by address family. The backends
-// host-gw and udp in user space have no entry: their damages use no {dev}.
+// host-gw and udp have no entry: their damages use no {dev}.
 var devices = map[string]map[prefix.Family]string{
 	"vxlan": {prefix.IPv4: "flannel.1", prefix.IPv6: "flannel-v6.1"},
 	"ipip":  {prefix.IPv4: "flannel.ipip", prefix.IPv6: "flannel-v6.ipip"},
-
-	udpKernel: {prefix.IPv4: "flannel0"},
 
 	"wireguard": {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
 	userspace:   {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
@@ -248,8 +232,6 @@ var stateCommands = []struct {
 	{"ip -o -d link", "", regexp.MustCompile(`^\d+: flannel`), regexp.MustCompile(`^\d+: | promiscuity.*maxmtu \d+| addrgenmode.*| state [A-Z]+| permaddr \S+|qlen \d+`)},
 	{"ip -o addr show scope global", "", regexp.MustCompile(`flannel`), regexp.MustCompile(`^\d+: `)},
 	{"ip route show; ip -6 route show", "fe80", everyLine, regexp.MustCompile(` proto .*| metric 1024 pref medium$`)},
-	{"ip fou show 2>/dev/null", "", everyLine, nothing},
-	{`nft list table ip flannel-udp 2>/dev/null | sed 's/[{},]/\n/g'`, "", regexp.MustCompile(`192\.168|iifname|^accept`), regexp.MustCompile(`packets \d+ bytes \d+`)},
 	{"ip neigh show nud permanent", "", regexp.MustCompile(` dev flannel`), nothing},
 	// Lines of peers have nine columns. Traffic changes the last four, and the port of a peer
 	// behind NAT.

@@ -279,7 +279,7 @@ func TestDeafSupervisor(t *testing.T) {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
-	putConfig(t, l, `{"Type":"udp","Mode":"userspace","Port":7}`)
+	putConfig(t, l, `{"Type":"udp","Port":7}`)
 	for _, h := range l.Hosts() {
 		eventually(t, h.Name()+" uses the other port", func() error {
 			if devices := fmt.Sprint(statusOf(t, h).Network.Devices); len(linesWith(h.Daemon(), followed)) != 1 {

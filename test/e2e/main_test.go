@@ -95,16 +95,10 @@ func testContext(t *testing.T) context.Context {
 const userspace = "wireguard in userspace"
 
 // backendConfig returns the value of the key Backend of a network configuration. backend is
-// a type, userspace or udpKernel.
+// a type or userspace.
 func backendConfig(backend string) string {
 	if backend == userspace {
 		return `{"Type":"wireguard","Implementation":"userspace"}`
-	}
-	switch backend {
-	case "udp": // the default is the kernel if it can carry the packets
-		return `{"Type":"udp","Mode":"userspace"}`
-	case udpKernel:
-		return `{"Type":"udp","Mode":"kernel"}`
 	}
 	return fmt.Sprintf(`{"Type":%q}`, backend)
 }

@@ -167,14 +167,6 @@ func TestVMIPIPPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{{"ipip", dual, 1400, [2]int{20, 40}, 1, time.Second}})
 }
 
-// TestVMUDPKernelPathMTU is TestPathMTU with udp in the kernel.
-//
-//stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMUDPKernelPathMTU(t *testing.T) {
-	loadFOU(t)
-	testPathMTU(t, []narrowPath{{udpKernel, v4, 1300, [2]int{28}, 1, patience}}) // long, because the device and its routes end with the process
-}
-
 // TestVMWireGuardPathMTU is TestPathMTU with the kernel's WireGuard.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes

@@ -42,8 +42,7 @@ func TestLeasesWithOnePublicAddress(t *testing.T) {
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMLeasesWithOnePublicAddress(t *testing.T) {
-	loadFOU(t)
-	for _, backend := range []string{"ipip", "wireguard", udpKernel} {
+	for _, backend := range []string{"ipip", "wireguard"} {
 		t.Run(backend, func(t *testing.T) { testSharedPublicAddress(t, backendConfig(backend)) })
 	}
 }

@@ -172,7 +172,7 @@ func TestUDPPeers(t *testing.T) {
 func TestUDPRefuses(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"udp","Mode":"warp"}`)
-	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), `Backend.Mode is \"warp\": want auto, userspace or kernel`)
+	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), `Backend.Mode is \"warp\": want userspace`)
 	network, err := lab.NetworkConfig(v4, []byte(`{"Type":"udp"}`))
 	if err != nil {
 		t.Fatal(err)
@@ -202,7 +202,7 @@ func TestUDPFamilies(t *testing.T) {
 		}
 		return json.RawMessage(dualConfig("", backend))
 	}
-	const udp, former = `{"Type":"udp","Mode":"userspace"}`, `{"Type":"vxlan"}`
+	const udp, former = `{"Type":"udp"}`, `{"Type":"vxlan"}`
 	for _, first := range []int{1, 2} {
 		second := 3 - first
 		t.Run(fmt.Sprintf("%d to %d", first, second), func(t *testing.T) {

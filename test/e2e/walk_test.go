@@ -116,7 +116,7 @@ func randomBackend(r *rand.Rand, i int, other string) string {
 		vxlan := `{"Type":"vxlan"` + pick(r, fmt.Sprintf(`,"VNI":%d`, 1+i), fmt.Sprintf(`,"VNI":%d`, 7+i)) + pick(r, "", `,"Port":8473`) +
 			pick(r, "", `,"MTU":1400`) + pick(r, "", `,"DirectRouting":true`) + pick(r, "", `,"ChecksumOffload":"off"`) + "}"
 		backend := pick(r, hostGW, hostGW, alloc, vxlan, vxlan, vxlan,
-			fmt.Sprintf(`{"Type":"udp","Mode":"userspace","Port":%d}`, 8285+i),
+			fmt.Sprintf(`{"Type":"udp","Port":%d}`, 8285+i),
 			fmt.Sprintf(`{"Type":"wireguard","Implementation":"userspace","ListenPort":%d,"ListenPortV6":%d}`, 51820+2*i, 51821+2*i))
 		if other == "" || deviceOf(backend) != deviceOf(other) && backend != alloc {
 			return backend
@@ -655,7 +655,7 @@ func TestKilledInUserspace(t *testing.T) {
 
 // TestLossBetween checks when packets may be lost while the configuration changes.
 func TestLossBetween(t *testing.T) {
-	const vxlan, udp = `{"Type":"vxlan"}`, `{"Type":"udp","Mode":"userspace"}`
+	const vxlan, udp = `{"Type":"vxlan"}`, `{"Type":"udp"}`
 	base := netConf{v4: "10.5.0.0/16", v6: "fd00:5::/48", backend: vxlan}
 	change := func(f func(*netConf)) netConf { c := base; f(&c); return c }
 	migrating := change(func(c *netConf) { c.next = hostGW })

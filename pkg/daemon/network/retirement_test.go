@@ -37,8 +37,7 @@ func TestLeftBehind(t *testing.T) {
 	hostgw, alloc := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"alloc"}}`)
 	narrow, other := config(`{"Network":"10.5.0.0/20","Backend":{"Type":"vxlan"}}`), config(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
 	port := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":8473}}`)
-	fou, moved := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Port":9285}}`)
-	process := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Mode":"userspace"}}`)
+	udp, moved := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Port":9285}}`)
 	unknown := vxlan1
 	unknown.Config.BackendType = "carrier-pigeon"
 	for name, tc := range map[string]struct {
@@ -58,10 +57,8 @@ func TestLeftBehind(t *testing.T) {
 		"a wider network":              {last: narrow, present: vxlan1},
 		"a narrower one":               {last: vxlan1, present: narrow, want: []lastknown.Former{vxlan1}},
 		"another one":                  {last: vxlan1, present: other, want: []lastknown.Former{vxlan1}},
-		"a FOU port":                   {last: fou, present: vxlan1, want: []lastknown.Former{fou}},
-		"another FOU port":             {last: fou, present: moved, want: []lastknown.Former{fou}},
-		"no FOU port now":              {last: fou, present: process, want: []lastknown.Former{fou}},
-		"never a FOU port":             {last: process, present: moved},
+		"a port of udp":                {last: udp, present: vxlan1, want: []lastknown.Former{udp}},
+		"another port of udp":          {last: udp, present: moved, want: []lastknown.Former{udp}},
 		"a backend of a newer version": {last: unknown, present: vxlan1},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -28,30 +28,7 @@ func tunnel(want dataplane.Link) netlink.Link {
 	if want.Kind == dataplane.KindIP6Tnl {
 		return &netlink.Ip6tnl{LinkAttrs: attrs, Local: local, Proto: unix.IPPROTO_IPV6, Flags: ignoreEncapLimit}
 	}
-	ipip := &netlink.Iptun{LinkAttrs: attrs, Local: local}
-	if fou := want.Tunnel.FOU; fou != (dataplane.FOU{}) {
-		ipip.EncapType, ipip.EncapSport, ipip.EncapDport = encapFOU, fou.Source, fou.Destination
-		if fou.Checksum {
-			ipip.EncapFlags = encapChecksum
-		}
-	}
-	return ipip
-}
-
-// Encapsulation of a tunnel's packets: TUNNEL_ENCAP_FOU, TUNNEL_ENCAP_FLAG_CSUM.
-const (
-	encapFOU      = 1
-	encapChecksum = 1
-)
-
-// readFOU returns the UDP header of l, which is zero if l has none. ok is false if FOU
-// cannot describe the encapsulation of l.
-func readFOU(l *netlink.Iptun) (fou dataplane.FOU, ok bool) {
-	if l.EncapType == encapFOU {
-		fou = dataplane.FOU{Source: l.EncapSport, Destination: l.EncapDport, Checksum: l.EncapFlags&encapChecksum != 0}
-		return fou, l.EncapFlags&^encapChecksum == 0
-	}
-	return fou, l.EncapType == 0
+	return &netlink.Iptun{LinkAttrs: attrs, Local: local}
 }
 
 func (k *Kernel) createTunnel(want dataplane.Link) error {
@@ -87,9 +64,7 @@ func readTunnel(link netlink.Link) dataplane.Tunnel {
 	switch l := link.(type) {
 	case *netlink.Iptun:
 		local, remote = l.Local, l.Remote
-		fou, ok := readFOU(l)
-		t.FOU = fou
-		t.Foreign = l.FlowBased || !ok || l.Proto != 0 && l.Proto != unix.IPPROTO_IPIP
+		t.Foreign = l.FlowBased || l.EncapType != 0 || l.Proto != 0 && l.Proto != unix.IPPROTO_IPIP
 	case *netlink.Ip6tnl:
 		local, remote = l.Local, l.Remote
 		t.Foreign = l.FlowBased || l.EncapType != 0 || l.Proto != unix.IPPROTO_IPV6 || l.Flags&ignoreEncapLimit == 0

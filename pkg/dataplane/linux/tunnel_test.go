@@ -3,9 +3,7 @@
 package linux
 
 import (
-	"fmt"
 	"net/netip"
-	"os/exec"
 	"strings"
 	"testing"
 
@@ -16,29 +14,23 @@ import (
 )
 
 // TestVMTunnels checks that the devices of the ipip backend are created and changed in place as wanted. A
-// second tunnel with the same local address, and for IPv4 a change of the UDP header, must be refused.
+// second tunnel with the same local address must be refused.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMTunnels(t *testing.T) {
-	if out, err := exec.CommandContext(t.Context(), "modprobe", "fou").CombinedOutput(); err != nil {
-		t.Fatalf("modprobe fou: %v: %s", err, out)
-	}
 	for _, tt := range []struct {
 		kind, local, moved, dst, gateway string
 		mtu                              int
-		fou                              dataplane.FOU
 	}{
-		{dataplane.KindIPIP, "192.168.77.1", "192.168.77.2", "10.5.2.0/24", "192.168.77.9", 1480, dataplane.FOU{}},
-		{dataplane.KindIPIP, "192.168.77.1", "192.168.77.2", "10.5.2.0/24", "192.168.77.9", 1472, dataplane.FOU{Source: 8285, Destination: 8286}},
-		{dataplane.KindIPIP, "192.168.77.1", "192.168.77.2", "10.5.2.0/24", "192.168.77.9", 1472, dataplane.FOU{Source: 1, Destination: 2, Checksum: true}},
-		{dataplane.KindIP6Tnl, "fd00:77::1", "fd00:77::2", "fd00:10:5:2::/64", "fd00:77::9", 1460, dataplane.FOU{}},
+		{dataplane.KindIPIP, "192.168.77.1", "192.168.77.2", "10.5.2.0/24", "192.168.77.9", 1480},
+		{dataplane.KindIP6Tnl, "fd00:77::1", "fd00:77::2", "fd00:10:5:2::/64", "fd00:77::9", 1460},
 	} {
-		t.Run(fmt.Sprintf("%s %v", tt.kind, tt.fou), func(t *testing.T) {
+		t.Run(tt.kind, func(t *testing.T) {
 			w := newWorld(t)
 			route := dataplane.NewRoute(netip.MustParsePrefix(tt.dst), netip.MustParseAddr(tt.gateway), "tun", true)
 			link := dataplane.Link{
 				Name: "tun", Kind: tt.kind, MTU: tt.mtu, Up: true,
-				Tunnel: dataplane.Tunnel{Local: netip.MustParseAddr(tt.local), FOU: tt.fou},
+				Tunnel: dataplane.Tunnel{Local: netip.MustParseAddr(tt.local)},
 			}
 			scope := dataplane.Scope{Devices: []string{"tun"}, Networks: []netip.Prefix{route.Dst}}
 			expect := func(l dataplane.Link) {
@@ -68,11 +60,6 @@ func TestVMTunnels(t *testing.T) {
 			failed := w.Apply(silentContext(t), []dataplane.Op{{Object: other}})
 			if len(failed) != 1 || !strings.Contains(failed[0].Error(), "tun is a tunnel from "+tt.local+" to anywhere already") {
 				t.Errorf("a second tunnel: %v, want an error that names the first", failed)
-			}
-			changed := link
-			changed.Tunnel.FOU.Destination++
-			if failed := w.Apply(silentContext(t), []dataplane.Op{{Object: changed}}); tt.kind == dataplane.KindIPIP && len(failed) != 1 {
-				t.Errorf("another port: %v, want an error, because the device cannot be changed", failed)
 			}
 			link.MTU, link.Tunnel.Local = 1300, netip.MustParseAddr(tt.moved)
 			expect(link)

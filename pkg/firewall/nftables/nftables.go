@@ -2,7 +2,7 @@
 
 // Package nftables applies firewall rules through netlink, in tables of its own, and
 // listens to changes by other programs. It runs no program. HasTable, Targets, Docker and
-// Watch only read, and are not limited to these tables.
+// Watch only read, and RemoveTable removes; they are not limited to these tables.
 package nftables
 
 import (
@@ -11,6 +11,7 @@ import (
 	"fmt"
 
 	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/oneline"
@@ -43,6 +44,22 @@ func Available() error {
 func HasTable(f prefix.Family, name string) (bool, error) {
 	t, err := read(f, name)
 	return t.exists, err
+}
+
+// RemoveTable removes the table with that name, of any program. It returns nil if there is none.
+func RemoveTable(f prefix.Family, name string) error {
+	c, err := dial(f)
+	if err != nil {
+		return err
+	}
+	defer c.close()
+
+	const anyGeneration = 0 // the kernel does not compare it (nf_tables_valid_genid)
+	err = c.commit(anyGeneration, []netlink.Message{c.delTable(name)})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("delete nftables table %s: %w", name, err)
+	}
+	return nil
 }
 
 func read(f prefix.Family, name string) (table, error) {
@@ -150,7 +167,7 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	case wanted && have.dormant && len(changes) == 0:
 		return []netlink.Message{c.newTable(t)}, nil
 	case have.exists && !wanted && left == 0:
-		return []netlink.Message{c.delTable(t)}, nil
+		return []netlink.Message{c.delTable(tableName(t.Family))}, nil
 	}
 	return changes, nil
 }

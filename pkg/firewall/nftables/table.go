@@ -157,9 +157,9 @@ func (c *conn) newTable(t firewall.Table) netlink.Message {
 	}))
 }
 
-func (c *conn) delTable(t firewall.Table) netlink.Message {
+func (c *conn) delTable(name string) netlink.Message {
 	return c.message(unix.NFT_MSG_DELTABLE, 0, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_TABLE_NAME, tableName(t.Family))
+		ae.String(unix.NFTA_TABLE_NAME, name)
 	}))
 }
 

@@ -16,15 +16,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// startUserspace starts a network whose packets this process carries. It first removes the objects
-// of the kernel path. If an earlier network has left a tunnel running that fits, packets continue to
-// flow. Otherwise they wait in the device until the first Sync has set the peers.
-func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if b.env.Network == "" { // with several networks, such objects belong to another daemon
-		if err := b.host.removeKernelPath(b.receiver()); err != nil {
-			return nil, err
-		}
-	}
+// Start implements backend.Backend. If an earlier network has left a tunnel running that fits,
+// packets continue to flow. Otherwise they wait in the device until the first Sync has set the peers.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	reconciler, err := b.env.Reconciler(ctx, b.Scope())
 	if err != nil {
 		return nil, err
@@ -68,6 +62,11 @@ type network struct {
 // start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
 // left it running.
 func (n *network) start(ctx context.Context) error {
+	for _, l := range n.Leftovers() { // just before their successors, so that few packets are lost in between
+		if err := l.Remove(ctx); err != nil {
+			return err
+		}
+	}
 	if err := n.openTunnel(ctx); err != nil {
 		return err
 	}
