@@ -27,15 +27,6 @@ type state struct {
 	begun  time.Time // when the last check began
 	raised time.Time // time of the last attempt to find a larger size, or of the last change
 	gone   bool
-	turn   turn
 	// searches limits the searches on the path. It is nil before the first one.
 	searches *rate.Limiter
-}
-
-// turn is the part of a path's state that belongs to the order.
-type turn struct {
-	large    time.Time // the last time when the path carried a large packet
-	place    int       // number of the path's present place in a queue; each new place gets a new number
-	busy     bool      // the path is in the queue busy
-	checking bool
 }

@@ -4,10 +4,9 @@
 // must not be fragmented. It needs no ICMP error of a router.
 //
 //   - pathmtu.go creates the Prober, and runs the checks.
-//   - watch.go finds the paths that carry large packets.
 //   - check.go checks one path: it finds a smaller size, or a larger one again.
 //   - prober.go has the paths to all peers, and reports changes of their sizes.
-//   - order.go decides which path is checked next: first those that carry large packets.
+//   - order.go decides which path is checked next.
 //   - path.go is a path, and what is known of it.
 //
 // The package changes nothing: its user asks for the sizes and sets them.
@@ -45,7 +44,7 @@ func NewProber(c Config) *Prober {
 		c.Before = map[netip.Prefix]int{}
 	}
 	return &Prober{
-		Config: c, sample: sample, added: wait.NewSignal(), reports: changes.NewLimit(changes.Burst), searches: make(chan struct{}, searchesAtOnce),
+		Config: c, added: wait.NewSignal(), reports: changes.NewLimit(changes.Burst), searches: make(chan struct{}, searchesAtOnce),
 		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }
@@ -59,7 +58,6 @@ func (p *Prober) Run(ctx context.Context) {
 		defer pinger.Close()
 		p.echo = echoes(pinger)
 	}
-	checks.Go(func() { p.watch(ctx) })
 	slots := make(chan struct{}, atOnce)
 	for ctx.Err() == nil {
 		s, pause := p.next(time.Now())
@@ -80,7 +78,7 @@ func (p *Prober) Run(ctx context.Context) {
 			p.check(ctx, s)
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			p.order.checked(s, time.Now())
+			p.order.due = append(p.order.due, s)
 			p.added.Send()
 		})
 	}

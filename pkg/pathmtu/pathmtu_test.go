@@ -24,18 +24,7 @@ type internet struct {
 	rtt     time.Duration // 0 means a millisecond
 	sent    []time.Time
 	sizes   map[int]int        // number of packets, by size
-	checked map[netip.Addr]int // number of packets since the last call of checks, by Path.To
 	largest map[netip.Addr]int // size of the largest packet, by Path.To
-	traffic []netip.Addr       // destinations of large packets, in each sample
-	samples int
-}
-
-// sample replaces Prober.sample. It returns w.traffic.
-func (w *internet) sample(context.Context, string) ([]netip.Addr, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.samples++
-	return slices.Clone(w.traffic), nil
 }
 
 func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
@@ -43,7 +32,6 @@ func (w *internet) echo(ctx context.Context, p Path, size int, patience time.Dur
 	rtt := cmp.Or(w.rtt, time.Millisecond)
 	w.sent = append(w.sent, time.Now())
 	w.sizes[size]++
-	w.checked[p.To]++
 	w.largest[p.To] = max(w.largest[p.To], size)
 	most, limited := w.carries[p.To]
 	ok := (!limited || size <= most) && rand.Float64() >= w.loss
@@ -99,13 +87,13 @@ func keyOf(i int) string { return fmt.Sprint("peer", i) }
 // prober runs a prober of the peers 0 to n-1 until the end of the test.
 func (w *internet) prober(t *testing.T, n int, c Config) *Prober {
 	t.Helper()
-	w.carries, w.sizes, w.checked, w.largest = map[netip.Addr]int{}, map[int]int{}, map[netip.Addr]int{}, map[netip.Addr]int{}
+	w.carries, w.sizes, w.largest = map[netip.Addr]int{}, map[int]int{}, map[netip.Addr]int{}
 	c.Limit = NewLimit()
 	if c.Resized == nil {
 		c.Resized = func() {}
 	}
 	p := NewProber(c)
-	p.echo, p.sample = w.echo, w.sample
+	p.echo = w.echo
 	for i := range n {
 		p.Aim(keyOf(i), []Path{pathTo(i)})
 	}

@@ -40,9 +40,8 @@ type Config struct {
 // Prober keeps the sizes of the paths to all peers. Its methods are safe for concurrent use.
 type Prober struct {
 	Config
-	// Tests replace echo and sample. echo reports whether a packet is answered within patience.
-	echo   func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool)
-	sample func(ctx context.Context, device string) (to []netip.Addr, err error) // destinations of large packets
+	// echo reports whether a packet is answered within patience. Tests replace it.
+	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool)
 
 	added    wait.Signal
 	reports  *changes.Limit
@@ -104,7 +103,7 @@ func (p *Prober) add(key string, path Path) {
 		s.size = before
 	}
 	p.paths[path.Subnet] = s
-	p.order.fresh.add(s)
+	p.order.fresh = append(p.order.fresh, s)
 	p.added.Send()
 }
 

@@ -5,7 +5,6 @@ package e2e
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -329,50 +328,6 @@ func TestPathMTUOneWay(t *testing.T) {
 			expectPathMTU(t, b, 0)
 		})
 	}
-}
-
-// TestPathMTUOfBusyPathsFirst narrows a path on which data flows, in a network with 800 other hosts, which are
-// down. Hosts must check paths with traffic first. If all paths took turns, a host would check each of them only
-// once in three minutes.
-//
-//stages:rest unit tests have the order of checks
-func TestPathMTUOfBusyPathsFirst(t *testing.T) {
-	t.Parallel()
-	const down = 800
-	l := newLab(t, lab.Config{Hosts: 2, Segments: 2, Families: v4}, probing(t, "vxlan"))
-	startAll(t, l, lab.FlanneldOptions{})
-	expectConverged(t, l)
-	store := etcdClient(t, l)
-	for i := range down {
-		mac := fmt.Sprintf("02:00:00:01:%02x:%02x", i>>8, i&0xff)
-		putKey(t, store, fmt.Sprintf("%s/subnets/10.5.%d.%d-28", lab.Prefix, 200+i>>4, i&0xf<<4),
-			fmt.Sprintf(`{"PublicIP":"198.51.100.1","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":%q}}`, mac))
-	}
-	a, b := l.Host(1), l.Host(2)
-	for _, h := range []*lab.Host{a, b} {
-		eventually(t, h.Name()+" has all peers", func() error {
-			if n := metric(t, h, `flannel_peers{state="served"}`); n != down+1 {
-				return fmt.Errorf("it has %v", n)
-			}
-			return nil
-		})
-	}
-	streams := []*pathStream{startPathStream(t, a.Pods()[0], b.Pods()[0], prefix.IPv4), startPathStream(t, b.Pods()[0], a.Pods()[0], prefix.IPv4)}
-	expectProgress(t, "before", streams)
-	begin := time.Now()
-	narrowRouter(t, l, 1300)
-	for _, h := range []*lab.Host{a, b} {
-		within(t, patience/2, h.Name()+" lowers the MTU of the path", func() error {
-			for _, p := range statusOf(t, h).Peers {
-				if len(p.PathMTU) > 0 {
-					return nil
-				}
-			}
-			return errors.New("all paths have the full MTU")
-		})
-	}
-	t.Logf("the MTU is lowered after %s", time.Since(begin))
-	expectProgress(t, "through the narrow path", streams)
 }
 
 // TestKubePathMTUEvent narrows the path between two hosts. The Node of each must get an Event that names the peer
