@@ -138,20 +138,16 @@ func (f Facts) seen() string {
 	if len(f.Links) == 0 {
 		return "no interfaces"
 	}
+	global := func(a Addr) bool { return a.IP.IsGlobalUnicast() }
 	links := slices.Clone(f.Links)
-	slices.SortStableFunc(links, func(a, b Link) int { return a.obscurity() - b.obscurity() })
+	slices.SortStableFunc(links, func(a, b Link) int {
+		return truth(!slices.ContainsFunc(a.Addrs, global), !slices.ContainsFunc(b.Addrs, global))
+	})
 	texts := make([]string, len(links))
 	for i, l := range links {
 		texts[i] = l.seen()
 	}
 	return oneline.List(texts, ", ")
-}
-
-func (l Link) obscurity() int {
-	if slices.ContainsFunc(l.Addrs, func(a Addr) bool { return a.IP.IsGlobalUnicast() }) {
-		return 0
-	}
-	return 1
 }
 
 func (l Link) seen() string {

@@ -4,14 +4,17 @@ package underlay
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -54,7 +57,7 @@ func (o Options) read(ctx context.Context) (Facts, error) {
 	}
 	if !o.asksForInterface() {
 		for _, fam := range o.Families {
-			routes, err := readDefaults(ctx, fam)
+			routes, err := dump(ctx, fam.String()+" default routes", func() ([]DefaultRoute, error) { return listDefaults(fam) })
 			if err != nil {
 				return Facts{}, err
 			}
@@ -202,10 +205,6 @@ func newAddr(ip netip.Addr, a netlink.Addr) Addr {
 	}
 }
 
-func readDefaults(ctx context.Context, f prefix.Family) ([]DefaultRoute, error) {
-	return dump(ctx, f.String()+" default routes", func() ([]DefaultRoute, error) { return listDefaults(f) })
-}
-
 // readReach asks the kernel for the route to dst. A missing route is a result and not an
 // error, because another option may find an interface.
 func readReach(dst netip.Addr) Reach {
@@ -221,4 +220,118 @@ func readReach(dst netip.Addr) Reach {
 		r.Source = src
 	}
 	return r
+}
+
+// dumpTimeout limits the wait for the next message of a dump.
+const dumpTimeout = 5 * time.Second
+
+// listDefaults returns the default routes of family f in the main table, in the kernel's
+// order. The kernel lists IPv4 routes sorted by destination. For IPv4, listDefaults stops
+// reading after the default routes, because a router may have a million others. If a change
+// interrupts the dump, listDefaults returns netlink.ErrDumpInterrupted.
+func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close() // it also ends the dump
+	timeout := unix.NsecToTimeval(int64(dumpTimeout))
+	if err := s.SetReceiveTimeout(&timeout); err != nil {
+		return nil, err
+	}
+	// With strict checking the kernel sends only the routes of the table in the request.
+	if err := unix.SetsockoptInt(s.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
+		return nil, err
+	}
+	req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
+	family := uint8(unix.AF_INET)
+	if f == prefix.IPv6 {
+		family = unix.AF_INET6
+	}
+	req.AddData(&nl.RtMsg{RtMsg: unix.RtMsg{Family: family, Table: unix.RT_TABLE_MAIN}})
+	if err := s.Send(req); err != nil {
+		return nil, err
+	}
+	for {
+		messages, _, err := s.Receive()
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		for _, m := range messages {
+			if done, err := collect(&defaults, f, m); done {
+				return defaults, err
+			}
+		}
+	}
+}
+
+// collect adds the route in one message of a route dump to defaults, if it is a default
+// route. done reports that no default route can follow, because the
+// dump or its default routes have ended.
+func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
+	switch {
+	case m.Header.Flags&unix.NLM_F_DUMP_INTR != 0:
+		return true, netlink.ErrDumpInterrupted
+	case (m.Header.Type == unix.NLMSG_DONE || m.Header.Type == unix.NLMSG_ERROR) && len(m.Data) >= 4:
+		errno := syscall.Errno(-int32(binary.NativeEndian.Uint32(m.Data)))
+		if errno == 0 || errno == unix.ENOENT { // the table does not exist, so it has no routes
+			return true, nil
+		}
+		return true, errno
+	case m.Header.Type != unix.RTM_NEWROUTE || len(m.Data) < unix.SizeofRtMsg:
+		return false, nil
+	}
+	rt := nl.DeserializeRtMsg(m.Data)
+	if f == prefix.IPv6 && rt.Dst_len != 0 {
+		return false, nil
+	}
+	attrs, err := syscall.ParseNetlinkRouteAttr(&m)
+	if err != nil {
+		return true, fmt.Errorf("parse route: %w", err)
+	}
+	r := DefaultRoute{Family: f}
+	zero := true
+	for _, a := range attrs {
+		switch a.Attr.Type {
+		case unix.RTA_DST:
+			zero = !slices.ContainsFunc(a.Value, func(b byte) bool { return b != 0 })
+		case unix.RTA_OIF:
+			r.add(int(binary.NativeEndian.Uint32(a.Value)))
+		case unix.RTA_PRIORITY:
+			r.Metric = int(binary.NativeEndian.Uint32(a.Value))
+		case unix.RTA_MULTIPATH:
+			r.addHops(a.Value)
+		}
+	}
+	// Some systems keep an unreachable default route as a backstop. It carries no
+	// traffic, so it does not count.
+	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 && rt.Flags&unix.RTM_F_CLONED == 0 {
+		*defaults = append(*defaults, r)
+	}
+	return f == prefix.IPv4 && !zero, nil
+}
+
+// add adds a link unless the route has it already, because packets to several gateways on
+// one link leave by a single interface.
+func (r *DefaultRoute) add(link int) {
+	if link > 0 && !slices.Contains(r.Links, link) {
+		r.Links = append(r.Links, link)
+	}
+}
+
+// addHops adds the links of an RTA_MULTIPATH attribute, a sequence of struct rtnexthop,
+// each followed by its own attributes.
+func (r *DefaultRoute) addHops(b []byte) {
+	for len(b) >= unix.SizeofRtNexthop {
+		n := int(binary.NativeEndian.Uint16(b))
+		if n < unix.SizeofRtNexthop || n > len(b) {
+			return
+		}
+		r.add(int(int32(binary.NativeEndian.Uint32(b[4:]))))
+		const alignment = 4
+		b = b[min((n+alignment-1)&^(alignment-1), len(b)):]
+	}
 }

@@ -3,8 +3,15 @@
 package underlay
 
 import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
 	"sync"
 	"time"
+
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/wait"
 )
@@ -41,4 +48,88 @@ func (r *Reader) batch(key string, rest time.Duration) *wait.Batch[gathered] {
 		r.facts[key] = b
 	}
 	return b
+}
+
+// subscribe returns a channel that becomes readable after a change of anything that gather
+// reads. No change after the return of subscribe is missed. With a Reader, all its networks
+// share one subscription. stop ends the use of the channel.
+func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
+	changes := &wait.Shared{}
+	if o.Reader != nil {
+		changes = &o.Reader.changes
+	}
+	own, _, err := changes.Join(func(wake func()) (stop func(), err error) { return subscribe(o, wake) })
+	if err != nil {
+		return nil, nil, err
+	}
+	return own, func() { changes.Leave(own) }, nil
+}
+
+// subscribe calls wake after each change of anything that gather reads. One socket receives all
+// groups of notifications. The socket is open when subscribe returns, so no later change is
+// missed. stop closes the socket, and returns after the last call of wake.
+func subscribe(o Options, wake func()) (stop func(), err error) {
+	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
+	if !o.asksForInterface() || o.CanReach != "" {
+		groups = append(groups, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+	}
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE, groups...)
+	if err != nil {
+		return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+	}
+	if o.CanReach == "" {
+		if err := onlyDefaults(s.GetFd()); err != nil {
+			s.Close()
+			return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+		}
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		relay(wake, func() error { _, _, err := s.Receive(); return err })
+	}()
+	return func() { s.Close(); <-done }, nil
+}
+
+// onlyDefaults attaches a filter to the socket that drops all route notifications except
+// those of default routes. There may be thousands of other routes, including flanneld's
+// own.
+func onlyDefaults(fd int) error {
+	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
+	load := func(size uint16, off uint32) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_ABS | size, K: off}
+	}
+	skip := func(value uint32, equal, other uint8) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: equal, Jf: other, K: value}
+	}
+	accept := func(size uint32) unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: size} }
+	program := []unix.SockFilter{
+		load(unix.BPF_H, offType),
+		skip(asLoaded(unix.RTM_NEWROUTE), 1, 0),
+		skip(asLoaded(unix.RTM_DELROUTE), 0, 2),
+		load(unix.BPF_B, offDstLen),
+		skip(0, 0, 1),
+		accept(math.MaxUint32),
+		accept(0),
+	}
+	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+		&unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
+}
+
+// asLoaded returns a message type as the filter loads it: filters read all numbers as
+// big-endian.
+func asLoaded(typ uint16) uint32 {
+	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
+}
+
+// relay calls wake after each message that receive returns. It also calls wake after an
+// overflow, which may have hidden a change, and after an interrupted call. Any other error
+// ends relay, such as the error of a closed socket.
+func relay(wake func(), receive func() error) {
+	for {
+		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
+			return
+		}
+		wake()
+	}
 }
