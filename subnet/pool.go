@@ -5,6 +5,7 @@ package subnet
 import (
 	"cmp"
 	"fmt"
+	"iter"
 	"math/big"
 	"math/rand/v2"
 	"net/netip"
@@ -158,6 +159,17 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 func (p Pool) at(n *big.Int) (s netip.Prefix, ok bool) {
 	a, ok := prefix.Add(p.first.Addr(), new(big.Int).Lsh(n, p.hostBits()))
 	return netip.PrefixFrom(a, p.first.Bits()), ok
+}
+
+// All returns all subnets of the pool in their order, taken or not.
+func (p Pool) All() iter.Seq[netip.Prefix] {
+	return func(yield func(netip.Prefix) bool) {
+		for n := new(big.Int); ; n.Add(n, big.NewInt(1)) {
+			if s, ok := p.at(n); !ok || !p.Contains(s) || !yield(s) {
+				return
+			}
+		}
+	}
 }
 
 // span is a run of taken subnets, by index in the pool, both ends included.

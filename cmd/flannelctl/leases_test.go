@@ -115,3 +115,36 @@ func TestWatchedLeases(t *testing.T) {
 		})
 	}
 }
+
+// TestOwnSubnets checks that hosts keep the subnets of their leases, that others get the first free ones,
+// and that the commands quote keys.
+func TestOwnSubnets(t *testing.T) {
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/22","SubnetLen":24,"EnableIPv6":true,"IPv6Network":"fd00:5::/48"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	lease := func(subnets ...string) (e etcd.Entry) {
+		for _, s := range subnets {
+			e.Lease.Endpoints = append(e.Lease.Endpoints, subnet.Endpoint{Subnet: netip.MustParsePrefix(s)})
+		}
+		return e
+	}
+	entries := []etcd.Entry{lease("10.5.2.0/24", "fd00:5:0:1::/64"), lease("10.6.1.0/24", "fd00:5:0:9::/64"), lease("10.5.3.0/24"), {Err: errors.New("rubbish")}}
+	own, err := ownSubnets(cfg, entries, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	printRoles(&out, "/coreos.com/network", own)
+	for _, want := range []string{
+		"grant-permission flannel-10.5.2.0-24 readwrite '/coreos.com/network/subnets/10.5.2.0-24&fd00:5:0:1::-64'\n",
+		"grant-permission flannel-10.5.1.0-24 readwrite '/coreos.com/network/subnets/10.5.1.0-24&fd00:5:0:2::-64'\n",
+	} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the commands lack %q:\n%s", want, &out)
+		}
+	}
+	if _, err := ownSubnets(cfg, entries, 9); err == nil || err.Error() != "10.5.1.0/24 to 10.5.3.0/24 has 3 subnets, want 9" {
+		t.Errorf("for 9 hosts the error is %v", err)
+	}
+}

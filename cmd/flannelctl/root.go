@@ -18,7 +18,7 @@ func newRoot() *cobra.Command {
 		SilenceErrors: true, // main prints the error
 	}
 	root.AddCommand(
-		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
+		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(), newRolesCommand(),
 		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
 	addCompletion(root)

@@ -68,13 +68,16 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		return err
 	}
 	writes := m.writes
-	err = m.acquireFrom(ctx, l, pools, c, spare)
-	if errors.Is(err, errPartial) {
+	err = m.asPermitted(ctx, func(may *rights) error {
+		err := m.acquireFrom(ctx, l, pools, c, spare, may)
+		if !errors.Is(err, errPartial) {
+			return err
+		}
 		if l, err = m.list(ctx); err != nil {
 			return err
 		}
-		err = m.acquireFrom(ctx, l, pools, c, spare)
-	}
+		return m.acquireFrom(ctx, l, pools, c, spare, may)
+	})
 	switch {
 	case err == nil:
 		m.forWatch.put(l)
@@ -94,16 +97,16 @@ var errPartial = errors.New("leases may be missing")
 // acquireFrom takes or renews the own lease, given a listing that may be up to stashTime old. It
 // returns errPartial if only a complete listing tells which subnets are free. spare is the etcd
 // lease for all tries of one Acquire: see ensureGrant.
-func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
+func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant, may *rights) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
 	}
 	who := identity(c)
-	relationOf := m.relationTo(c)
+	relationOf := m.relationTo(c, may)
 	if err := m.completeOwn(ctx, &l, relationOf); err != nil {
 		return err
 	}
-	p, err := choose(pools, m.previous(c), m.former(), m.own, relationOf, l.entries)
+	p, err := choose(pools, m.previous(c), m.former(), m.own, relationOf, may, l.entries)
 	if p.keep == nil && l.partial() {
 		return errPartial
 	}

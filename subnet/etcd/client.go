@@ -198,6 +198,16 @@ func (c Config) tls() (*tls.Config, error) {
 	return cfg, nil
 }
 
+// commonName returns the name in the client certificate. It is the user of etcd if there is no user
+// name.
+func (c Config) commonName() (string, error) {
+	cert, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile)
+	if err != nil {
+		return "", err
+	}
+	return cert.Leaf.Subject.CommonName, nil
+}
+
 // connect returns the connection, and makes it if there is none. It does not block: gRPC connects
 // with the first request. It returns errClosed after close.
 func (c *client) connect() (*connection, error) {

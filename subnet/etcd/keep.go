@@ -96,17 +96,19 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
 	switch {
 	case found == nil:
-		if err := m.recreate(ctx, own, spare); err != nil {
+		err := m.asPermitted(ctx, func(may *rights) error { return m.recreate(ctx, own, spare, may) })
+		if err != nil {
 			return 0, false, err
 		}
 		logger.Info("own lease was gone, taken again")
 		return checked, true, nil
 	case m.isCurrent(*found, own):
 		return checked, false, nil
-	case m.relationTo(own.claim)(*found) == foreign && owner(*found).IsValid():
+	case m.relationTo(own.claim, nil)(*found) == foreign && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
-	if err := m.refresh(ctx, *found, own, nil, spare); err != nil {
+	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil, spare) })
+	if err != nil {
 		return 0, false, fmt.Errorf("renew own lease: %w", err)
 	}
 	if string(found.value) == string(own.value) {
@@ -184,7 +186,7 @@ func lost(key string, by entry) error {
 // that are older than the own lease was, or that overlap the own subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
 // reservation overlaps the own subnets. A restored backup can bring such leases back: see
 // plan.outdated.
-func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
+func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may *rights) error {
 	l, err := m.list(ctx)
 	if err != nil {
 		return err
@@ -194,7 +196,7 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) erro
 		return fmt.Errorf("own key: %w", err)
 	}
 	var stale []entry
-	relationOf := m.relationTo(own.claim)
+	relationOf := m.relationTo(own.claim, may)
 	for _, e := range l.entries {
 		is := relationOf(e)
 		ours := e.leased() && is != foreign

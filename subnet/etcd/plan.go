@@ -23,8 +23,8 @@ type plan struct {
 // manager, and zero at the start of the daemon. If it is not zero, the node runs, and a reservation
 // of another subnet does not come before the subnet that the node has. Other leases that this host
 // has written are stale: they come from a configuration that was superseded. choose returns
-// subnet.ErrNoSubnets, wrapped, if no subnet is free.
-func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease, relationOf func(entry) relation, entries []entry) (plan, error) {
+// subnet.ErrNoSubnets, wrapped, if no subnet is free, and errForbidden if may permits none that is.
+func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease, relationOf func(entry) relation, may *rights, entries []entry) (plan, error) {
 	ours := func(e entry) bool { return relationOf(e) != foreign }
 	var p plan
 	var mine []*entry
@@ -54,7 +54,7 @@ func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease
 			}
 		}
 		var err error
-		if p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after, former), taken, nil); err != nil {
+		if p.subnets, err = may.allocate(pools, slices.Concat(before, wanted, after, former), taken); err != nil {
 			return plan{}, err
 		}
 	} else {

@@ -38,11 +38,19 @@ func TestChoose(t *testing.T) {
 	misplaced := node("10.6.7.0-24", "192.0.2.1")
 	at := func(e entry, revision int64) entry { e.createRevision = revision; return e }
 	running := ownLease{key: "10.5.1.0-24", create: 10}
+	only := func(keys ...string) *rights {
+		r := &rights{}
+		for _, key := range keys {
+			r.keys = append(r.keys, keyRange{begin: key})
+		}
+		return r
+	}
 	dualLeased, dualReserved := leased(node("10.5.1.0-24&fd00:0:0:1::-64", "192.0.2.1")), node("10.5.7.0-24&fd00:0:0:7::-64", "192.0.2.1")
 	for _, tc := range []struct {
 		name    string
 		wanted  []netip.Prefix
 		running ownLease
+		may     *rights
 		entries []entry
 		keep    string
 		take    []netip.Prefix // the subnets that the plan takes; nil: not checked
@@ -77,15 +85,17 @@ func TestChoose(t *testing.T) {
 		{name: "older lease is stale if the host takes its subnet again", running: running, wanted: b.subnets, entries: []entry{at(a, 9), other}, take: b.subnets, stale: 1},
 		{name: "lease that is younger than the former one stays", running: running, wanted: b.subnets, entries: []entry{at(a, 11), other}, take: b.subnets, twin: a.key},
 		{name: "two older leases are stale", wanted: prefixtest.Parse("10.5.9.0/24"), entries: []entry{a, b, other}, take: prefixtest.Parse("10.5.9.0/24"), stale: 2},
+		{name: "the only key that may be written", may: only("10.5.9.0-24", other.key), entries: []entry{other}, take: prefixtest.Parse("10.5.9.0/24")},
+		{name: "none of the other keys", may: only(reserved.key), entries: []entry{a, other}, take: reserved.subnets},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			relationOf := func(e entry) relation {
-				if hasPublicIP(e.lease, mine) {
+				if tc.may.permits(e.key) && hasPublicIP(e.lease, mine) {
 					return likely
 				}
 				return foreign
 			}
-			p, err := choose(pools, tc.wanted, nil, tc.running, relationOf, tc.entries)
+			p, err := choose(pools, tc.wanted, nil, tc.running, relationOf, tc.may, tc.entries)
 			if err != nil {
 				t.Fatal(err)
 			}

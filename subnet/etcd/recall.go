@@ -24,7 +24,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	}
 	m.forAcquire.put(l)
 	known := identity(own).IsValid()
-	relationOf := m.relationTo(own)
+	relationOf := m.relationTo(own, nil)
 	if !known {
 		relationOf = func(e entry) relation {
 			if e.err == nil && overlap(e.subnets, m.previous(own)) {
@@ -34,6 +34,14 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		}
 	}
 	found := recalled(l.entries, relationOf, m.previous(own))
+	var may *rights
+	if known && found != nil && relationOf(*found) == likely {
+		// The data of another host, such as its VTEP MAC, would make peers refuse this one.
+		if may, err = m.rights(ctx); err == nil {
+			relationOf = m.relationTo(own, may)
+			found = recalled(l.entries, relationOf, m.previous(own))
+		}
+	}
 	if found == nil {
 		return subnet.Claim{}, nil
 	}
@@ -48,7 +56,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		defer unlock()
 		// If another node with the same address may have made the lease, Acquire does not use it,
 		// but takes the subnet that this node had. The data in that lease is not this node's.
-		if p, err := choose(pools, m.previous(own), nil, m.own, relationOf, l.entries); err == nil && p.other {
+		if p, err := choose(pools, m.previous(own), nil, m.own, relationOf, may, l.entries); err == nil && p.other {
 			return subnet.Claim{}, nil
 		}
 	}

@@ -85,14 +85,17 @@ const (
 )
 
 // relationTo returns a function that returns the relation of an entry to this host, which wants to
-// publish c.
-func (m *Manager) relationTo(c subnet.Claim) func(entry) relation {
+// publish c. An entry is foreign if may does not permit to write its key: another host can put the
+// address of this one into its own lease.
+func (m *Manager) relationTo(c subnet.Claim, may *rights) func(entry) relation {
 	var identities []string
 	if m.resumed.Load() != nil {
 		identities = codec.Identities(c.Endpoints)
 	}
 	return func(e entry) relation {
 		switch {
+		case !may.permits(e.key):
+			return foreign
 		case m.self.Load().granted(&e), m.isOwn(e), m.isResumed(e):
 			return proven
 		case e.err == nil && (samePublicIP(e.lease, c) || hasIdentity(e.lease, identities)):

@@ -118,7 +118,7 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
 		id := e.leaseID
-		if m.relationTo(own.claim)(e) != proven {
+		if m.relationTo(own.claim, nil)(e) != proven {
 			id = m.lastGrant() // the host that has written e may still use its etcd lease
 		}
 		var err error
@@ -164,7 +164,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	})
 	switch {
 	case errors.Is(err, rpctypes.ErrPermissionDenied): // the store has answered and written nothing
-		return 0, err
+		return 0, fmt.Errorf("write %s: %w", key, err)
 	case err != nil:
 		m.noteUnanswered(own)
 		return 0, err
