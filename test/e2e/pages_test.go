@@ -356,6 +356,15 @@ func TestPageEtcd(t *testing.T) {
 			set(guarded, strings.Replace(line, "https://192.0.2.11:2379", closed.Host(1).EtcdEndpoint(), 1))
 		},
 		"FLANNELD_ETCD_CAFILE=": guardedBy, "FLANNELD_ETCD_CERTFILE=": guardedBy, "FLANNELD_ETCD_KEYFILE=": guardedBy,
+		"flannelctl roles": func(m *machine, command string) {
+			out := m.run("FLANNELD_ETCD_USERNAME=root FLANNELD_ETCD_PASSWORD=rootpw " + command)
+			_, lines, _ := strings.Cut(pageBlock(t, "etcd.md", "$ "+command), "\n")
+			for line := range strings.Lines(strings.TrimSuffix(lines, "...")) {
+				if !strings.Contains(out, strings.ReplaceAll(line, "10.5.43.0-24", own)) {
+					t.Errorf("%s: %s\nwant the line %s", command, out, line)
+				}
+			}
+		},
 		"FLANNELD_ETCD_USERNAME=": func(_ *machine, line string) { set(late, line) },
 		"FLANNELD_ETCD_PASSWORD=": func(_ *machine, line string) { set(late, line) },
 	})

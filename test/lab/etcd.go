@@ -51,8 +51,9 @@ type Etcd struct {
 
 	server string // EtcdOptions.Server
 
-	mu   sync.Mutex
-	proc *process // nil before the first start
+	mu             sync.Mutex
+	proc           *process // nil before the first start
+	user, password string   // see Login
 }
 
 // Paths in the router's namespace.
@@ -78,6 +79,13 @@ func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
 
 // TLSFiles returns the paths of the files that a client needs. They are empty without TLS.
 func (e *Etcd) TLSFiles() TLSFiles { return e.files }
+
+// Login makes the clients of the store log in. It does not change those of daemons.
+func (e *Etcd) Login(user, password string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.user, e.password = user, password
+}
 
 // Start starts the store with its existing data, and waits until it answers. It must not
 // be running.
@@ -192,6 +200,9 @@ func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*c
 			return nil, fmt.Errorf("make etcd client: %w", err)
 		}
 	}
+	e.mu.Lock()
+	cfg.Username, cfg.Password = e.user, e.password
+	e.mu.Unlock()
 	for _, f := range change {
 		f(&cfg)
 	}
