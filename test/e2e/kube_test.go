@@ -468,6 +468,25 @@ func TestKubeNodePublicIP(t *testing.T) {
 	expectLog(t, start(t, h, c.options(1)), "going on from the last known state")
 }
 
+// TestKubeImageSwapKeepsThePublishedAddress starts a daemon on a host on which flannel has published a /32, and
+// that has a private alias on the same interface. Only the annotation tells which of the two is right.
+//
+//stages:rest it starts an API server
+func TestKubeImageSwapKeepsThePublishedAddress(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	p := &damagedHost{lab: c.Lab, host: c.Host(1)}
+	p.run(t, fmt.Sprintf(`ip addr flush dev eth0; ip addr add 192.168.7.1/24 dev eth0; ip addr add %[1]s/32 dev eth0
+		ip route add %[2]s dev eth0; ip route add 192.168.77.0/24 via %[2]s; ip route add default via %[2]s`, p.host.Addr(prefix.IPv4), routerOf(prefix.IPv4)))
+	c.deleteNode(1)
+	c.addNode(1, c.peerAnnotations(1))
+	c.startDaemons()
+	if got := c.node(1).annotation("public-ip"); got != "192.168.77.1" {
+		t.Errorf("public-ip is %s, want 192.168.77.1", got)
+	}
+	expectMatrix(t, c.Lab)
+}
+
 // TestKubeNodeIP starts a daemon that uses the InternalIP of its Node, which is not the address that it would
 // choose, and changes the InternalIP. The daemon must follow, and must start without the API server.
 //

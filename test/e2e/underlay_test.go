@@ -15,56 +15,83 @@ import (
 )
 
 // TestDefaultRoutesOfOthers adds default routes with a better metric than that of the external interface,
-// as DHCP clients and VPNs do: through the bridge of the pods, through flanneld's own device, and through a
-// VPN. Each time the host must keep its lease and its address, also over a restart, and no packet may be
-// lost.
-func TestDefaultRoutesOfOthers(t *testing.T) {
-	t.Parallel()
-	for backend, device := range map[string]string{"vxlan": "flannel.1", "host-gw": "", "udp": "flannel0", userspace: "flannel-wg"} {
-		t.Run(backend, func(t *testing.T) {
-			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
-			startAll(t, l, lab.FlanneldOptions{})
-			p := &damagedHost{lab: l, backend: backend, host: l.Host(1)}
-			flows := startFlows(t, l, 100)
-			had := leaseOf(t, l, p.host)
-			kept := func(when string) {
-				t.Helper()
-				if now := leaseOf(t, l, p.host); now != had {
-					t.Errorf("%s: the lease is %v, want %v", when, now, had)
-				}
-			}
-			p.run(t, fmt.Sprintf("ip route add default via %s dev eth0 metric 100; ip route del default metric 0", routerOf(prefix.IPv4)))
-			ways := map[string]string{
-				"the bridge of the pods": "dev cni0 metric 50",
-				"a VPN":                  "via 10.8.0.1 dev tun0 metric 50",
-			}
-			if device != "" {
-				ways["the own device"] = "dev " + device + " metric 50"
-			}
-			p.run(t, "ip link add tun0 type veth peer name far; ip link set far up; ip link set tun0 up; ip addr add 10.8.0.6/24 dev tun0")
-			for name, way := range ways {
-				p.run(t, "ip route add default "+way)
-				pause(t, 1500*time.Millisecond) // three times as long as a change of the choice takes
-				kept(name)
-				p.run(t, "ip route del default "+way)
-			}
-			p.run(t, "ip route del default metric 100; ip route add default dev cni0")
-			pause(t, 1500*time.Millisecond)
-			kept("only the bridge of the pods")
-			expectNothingLost(t, flows)
+// as DHCP clients and VPNs do: through the bridge of the pods, through flanneld's own device, through a VPN, and
+// through an interface without a carrier. Each time the host must keep its lease and its address, also over a
+// restart, and no packet may be lost.
+func TestDefaultRoutesOfOthers(t *testing.T) { testDefaultRoutesOfOthers(t, dual) }
 
-			for name, way := range ways {
-				if name == "the own device" {
-					continue // some backends remove it when they stop
+// TestDefaultRoutesOfOthersInOneFamily does the same with one family.
+//
+//stages:rest TestDefaultRoutesOfOthers has both families
+func TestDefaultRoutesOfOthersInOneFamily(t *testing.T) { testDefaultRoutesOfOthers(t, v4, v6) }
+
+func testDefaultRoutesOfOthers(t *testing.T, labs ...[]prefix.Family) {
+	t.Parallel()
+	for backend, own := range map[string][2]string{
+		"vxlan": {"flannel.1", "flannel-v6.1"}, "host-gw": {}, "udp": {"flannel0", "flannel0"}, userspace: {"flannel-wg", "flannel-wg-v6"},
+	} {
+		for _, families := range labs {
+			t.Run(backend+", "+familiesName(families), func(t *testing.T) {
+				t.Parallel()
+				l := newLab(t, lab.Config{Hosts: 2, Families: families}, backendConfig(backend))
+				p := &damagedHost{lab: l, backend: backend, host: l.Host(1)}
+				var had lease
+				kept := func(when string) {
+					t.Helper()
+					if now := leaseOf(t, l, p.host); now != had {
+						t.Errorf("%s: the lease is %v, want %v", when, now, had)
+					}
 				}
-				expectStop(t, p.host.Daemon())
-				p.run(t, "ip route replace default "+way)
-				startOne(t, p.host, lab.FlanneldOptions{})
-				kept("restart with " + name)
-				expectMatrix(t, l)
-			}
-		})
+				route := func(format string, args ...any) {
+					t.Helper()
+					for _, f := range families {
+						command := "ip " + strings.ReplaceAll(fmt.Sprintf(format, args...), "ROUTER", routerOf(f))
+						if f == prefix.IPv6 {
+							command = strings.Replace(command, "ip ", "ip -6 ", 1)
+							command = strings.Replace(command, "dev "+own[0]+" ", "dev "+own[1]+" ", 1)
+						}
+						p.run(t, command)
+					}
+				}
+				p.run(t, `for d in tun0 dead0; do ip link add $d type veth peer name far-$d; ip link set $d up; done
+					ip link set far-tun0 up; ip addr add 10.8.0.6/24 dev tun0; ip addr add fd00:8::6/64 dev tun0 nodad
+					ip addr add 10.9.0.6/24 dev dead0; ip addr add fd00:9::6/64 dev dead0 nodad
+					sysctl -w net.ipv4.conf.dead0.ignore_routes_with_linkdown=1 net.ipv6.conf.dead0.ignore_routes_with_linkdown=1`)
+				route("route del default")
+				route("route add default via ROUTER dev eth0 metric 100")
+				startAll(t, l, lab.FlanneldOptions{})
+				had = leaseOf(t, l, p.host)
+				flows := startFlows(t, l, 100)
+
+				devices := []string{"cni0", "tun0", "dead0"}
+				if own[0] != "" {
+					devices = append(devices, own[0])
+				}
+				for _, device := range devices {
+					route("route add default dev %s metric 50", device)
+					pause(t, 1500*time.Millisecond) // three times as long as a change of the choice takes
+					kept(device)
+					route("route del default dev %s metric 50", device)
+				}
+				route("route del default metric 100")
+				route("route add default dev cni0 metric 50")
+				pause(t, 1500*time.Millisecond)
+				kept("only the bridge of the pods")
+				expectNothingLost(t, flows)
+
+				for _, device := range []string{"cni0", "tun0", "dead0"} { // some backends remove their own when they stop
+					flows := startFlows(t, l, 100)
+					expectStop(t, p.host.Daemon())
+					route("route replace default dev %s metric 50", device)
+					startOne(t, p.host, lab.FlanneldOptions{})
+					kept("restart with " + device)
+					expectMatrix(t, l)
+					if backend == "vxlan" || backend == "host-gw" { // others carry packets in the process
+						expectNothingLost(t, flows)
+					}
+				}
+			})
+		}
 	}
 }
 
@@ -205,4 +232,42 @@ func TestIPv6OffByDefaultAndReadOnly(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// TestVMUplinks uses a bond, a VLAN, and a VLAN in a VRF as the external interface of all hosts. The kernel of
+// this machine may lack them.
+//
+//stages:rest the kernel of the guest is emulated
+func TestVMUplinks(t *testing.T) {
+	const vlan = "ip link add link eth0 name up0 type vlan id 5; ip link set up0 up; ip addr add 10.50.0.%[1]d/24 dev up0"
+	const bond = `ip link add up0 type bond mode active-backup miimon 100; ip addr flush dev eth0; ip link set eth0 down
+		ip link set eth0 master up0; ip link set up0 up; ip addr add 192.168.77.%[1]d/24 dev up0; ip route add default via %[2]s`
+	const vrf = "ip link add vrf0 type vrf table 10; ip link set vrf0 up; " + vlan + "; ip link set up0 master vrf0"
+	for name, tc := range map[string]struct {
+		backend, script string
+		args            []string
+		refused         string
+	}{
+		"vxlan, bond":   {backend: "vxlan", script: bond},
+		"host-gw, VLAN": {backend: "host-gw", script: vlan, args: []string{"--iface=up0"}},
+		"vxlan, VRF":    {backend: "vxlan", script: vrf, args: []string{"--iface=up0"}},
+		"host-gw, VRF":  {backend: "host-gw", script: vrf, args: []string{"--iface=up0"}, refused: "vrf0"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(tc.backend))
+			for i, h := range l.Hosts() {
+				p := &damagedHost{lab: l, host: h}
+				p.run(t, fmt.Sprintf(tc.script+"; true %[1]d %[2]s", i+1, routerOf(prefix.IPv4)))
+			}
+			if tc.refused != "" {
+				expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: tc.args}), tc.refused)
+				return
+			}
+			startAll(t, l, lab.FlanneldOptions{Args: tc.args})
+			for _, h := range l.Hosts() {
+				expectOnce(t, h.Daemon(), `"using interface" name="up0"`)
+			}
+			expectMatrix(t, l)
+		})
+	}
 }
