@@ -178,10 +178,10 @@ func (s selector) never(l Link) string {
 	if slices.Contains([]string{"vlan", "macvlan", "ipvlan"}, l.Kind) {
 		parent = l.Parent
 	}
-	if p, err := s.facts.link(parent); parent != 0 && err == nil && parent != l.Index && s.never(p) != "" {
+	if p, err := s.facts.link(parent); err == nil && parent != l.Index && s.never(p) != "" {
 		return fmt.Sprintf("it is on %s, and %s", p.Name, strings.Replace(s.never(p), "it ", "that ", 1))
 	}
-	if m, err := s.facts.link(l.Master); l.Master != 0 && err == nil && m.Kind != "vrf" {
+	if m, err := s.facts.link(l.Master); err == nil && m.Kind != "vrf" {
 		return "it is a port of " + m.Name
 	}
 	return ""
@@ -190,30 +190,28 @@ func (s selector) never(l Link) string {
 // bestDefault returns the links of the default route of family f with the lowest metric, of those
 // routes that a link that counts carries. A route whose links have no carrier is taken only if there
 // is no other.
-func (s selector) bestDefault(f prefix.Family) (links []int) {
-	best, metric := 0, 0
+func (s selector) bestDefault(f prefix.Family) []int {
+	left := func(index int) bool {
+		l, err := s.facts.link(index)
+		return err != nil || s.never(l) != ""
+	}
+	alive := func(index int) bool {
+		l, _ := s.facts.link(index)
+		return l.Up && l.Running
+	}
+	var routes []DefaultRoute
 	for _, r := range s.facts.Defaults {
-		if r.Family != f {
-			continue
-		}
-		var hops []int
-		grade := 0
-		for _, index := range r.Links {
-			l, err := s.facts.link(index)
-			if err != nil || s.never(l) != "" {
-				continue
-			}
-			hops = append(hops, index)
-			grade = max(grade, 1)
-			if l.Up && l.Running {
-				grade = 2
-			}
-		}
-		if grade > best || grade == best && grade > 0 && r.Metric < metric {
-			links, best, metric = hops, grade, r.Metric
+		r.Links = slices.DeleteFunc(slices.Clone(r.Links), left)
+		if r.Family == f && len(r.Links) > 0 {
+			routes = append(routes, r)
 		}
 	}
-	return links
+	if len(routes) == 0 {
+		return nil
+	}
+	return slices.MinFunc(routes, func(a, b DefaultRoute) int {
+		return cmp.Or(truth(!slices.ContainsFunc(a.Links, alive), !slices.ContainsFunc(b.Links, alive)), a.Metric-b.Metric)
+	}).Links
 }
 
 // byEvidence returns the best candidate, and an error if nothing speaks for one.

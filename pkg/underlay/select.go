@@ -60,7 +60,7 @@ func choose(f Facts, o Options) (choice, error) {
 	s := selector{f, o}
 	var failed []string
 	for _, a := range s.attempts() {
-		c, err := s.try(a)
+		c, err := s.complete(a)
 		if err == nil {
 			if len(failed) > 0 {
 				c.Reason += " (" + strings.Join(failed, "; ") + ")"
@@ -77,10 +77,11 @@ type selector struct {
 	opts  Options
 }
 
-// attempt is one way to find the interface.
+// attempt is the result of an option that selects an interface, or of none.
 type attempt struct {
-	option string
-	find   func() (found, error)
+	option string // its flag and value; empty for none
+	found
+	err error
 }
 
 // found is a link, with the addresses that the option selected. The reason of the choice is
@@ -97,35 +98,34 @@ func (s selector) attempts() []attempt {
 		return []attempt{s.automatic()}
 	}
 	var as []attempt
-	add := func(option, value string, find func(string) (found, error)) {
-		if value != "" {
-			as = append(as, attempt{option + " " + value, func() (found, error) { return find(value) }})
+	add := func(option string, find func(string) (found, error), values ...string) {
+		for _, v := range values {
+			if v != "" {
+				w, err := find(v)
+				as = append(as, attempt{option + " " + v, w, err})
+			}
 		}
 	}
-	for _, v := range s.opts.Ifaces {
-		add("--iface", v, s.byIface)
-	}
-	for _, v := range s.opts.IfaceRegexes {
-		add("--iface-regex", v, s.byRegex)
-	}
-	add("--iface-can-reach", s.opts.CanReach, s.byReach)
+	add("--iface", s.byIface, s.opts.Ifaces...)
+	add("--iface-regex", s.byRegex, s.opts.IfaceRegexes...)
+	add("--iface-can-reach", s.byReach, s.opts.CanReach)
 	return as
 }
 
-func (s selector) try(a attempt) (choice, error) {
-	w, err := a.find()
-	if err != nil {
-		return choice{}, err
+// complete returns the choice of the interface that w has found.
+func (s selector) complete(w attempt) (choice, error) {
+	if w.err != nil {
+		return choice{}, w.err
 	}
 	if w.link.MTU <= 0 {
 		return choice{}, fmt.Errorf("%s has MTU %d", w.link.Name, w.link.MTU)
 	}
 	c := choice{lastResort: w.lastResort, Interface: Interface{
 		Name: w.link.Name, Index: w.link.Index, MTU: s.mtu(w.link),
-		VRF: s.vrf(w.link), Hardware: w.link.Hardware, Reason: a.option + w.note,
+		VRF: s.vrf(w.link), Hardware: w.link.Hardware, Reason: w.option + w.note,
 	}}
 	for _, fam := range s.opts.Families {
-		addr, named, err := s.address(w, fam)
+		addr, named, err := s.address(w.found, fam)
 		if err != nil {
 			return choice{}, err
 		}
@@ -181,7 +181,7 @@ func (s selector) mtu(l Link) int {
 
 // vrf returns the name of the VRF to which l belongs, or "".
 func (s selector) vrf(l Link) string {
-	if m, err := s.facts.link(l.Master); l.Master != 0 && err == nil && m.Kind == "vrf" {
+	if m, err := s.facts.link(l.Master); err == nil && m.Kind == "vrf" {
 		return m.Name
 	}
 	return ""
@@ -223,16 +223,12 @@ func (s selector) automatic() attempt {
 		}
 	}
 	if len(local) == 0 {
-		return attempt{"", func() (found, error) {
-			w, err := s.byEvidence()
-			w.note += foreign.String()
-			return w, err
-		}}
+		w, err := s.byEvidence()
+		w.note += foreign.String()
+		return attempt{"", w, err}
 	}
-	return attempt{local[0].String(), func() (found, error) {
-		l, err := s.linkWithAll(local)
-		return found{link: l, note: " is assigned here"}, err
-	}}
+	l, err := s.linkWithAll(local)
+	return attempt{local[0].String(), found{link: l, note: " is assigned here"}, err}
 }
 
 // byIface finds an interface by its name or by its addresses. value may have an IPv4 and an IPv6 address, as
