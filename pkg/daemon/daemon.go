@@ -5,7 +5,7 @@
 //
 // Run serves one network (single.go) or several. With several networks, fleet.go follows the
 // configurations in the store, member.go serves one of the networks, and roster.go records what each
-// network claims on this host (claims.go). Package network serves one network from its start to its end.
+// network claims on this host (claims.go). modes.go is the change from one of these modes to the other. Package network serves one network from its start to its end.
 package daemon
 
 import (
@@ -37,6 +37,9 @@ func Run(ctx context.Context, cfg Config) error {
 	group, members := errgroup.WithContext(work)
 
 	h := network.NewHost(journal, cfg.Tuner)
+	if err := leaveOtherMode(ctx, h, cfg); err != nil {
+		return err
+	}
 	var s served
 	var err error
 	if cfg.Options.Several() {

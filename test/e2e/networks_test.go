@@ -330,6 +330,42 @@ func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
 	}
 }
 
+// TestOneNetworkOrSeveral restarts daemons with one network as daemons with several ones, and back. The new networks
+// have the devices of the former ones. The hosts must be like new ones each time, and the former leases must be gone.
+//
+//stages:rest three starts of three daemons, and three new ones after each change
+func TestOneNetworkOrSeveral(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("vxlan"))
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.7.0.0/16","Backend":{"Type":"udp"}}`)
+	several := lab.FlanneldOptions{Args: []string{"--watch-networks", "--ip-masq"}}
+	for _, change := range []struct {
+		from, to lab.FlanneldOptions
+		gone     []string // prefixes of keys
+	}{
+		{lab.FlanneldOptions{}, several, []string{networksRoot + "subnets/"}},
+		{several, lab.FlanneldOptions{}, []string{networksRoot + "red/subnets/", networksRoot + "green/subnets/"}},
+	} {
+		startAll(t, l, change.from)
+		for _, h := range l.Hosts() {
+			expectReady(t, h.Daemon())
+			expectStop(t, h.Daemon())
+		}
+		for _, h := range l.Hosts() {
+			expectReady(t, start(t, h, change.to))
+		}
+		for _, prefix := range change.gone {
+			resp, err := s.Get(testContext(t), prefix, clientv3.WithPrefix())
+			if err != nil || len(resp.Kvs) > 0 {
+				t.Errorf("%v, %v: want no lease of the former networks", resp, err)
+			}
+		}
+		expectLikeFresh(t, l, func(*lab.Host) lab.FlanneldOptions { return change.to })
+	}
+}
+
 // TestNetworksOfFlannel07 starts a daemon on keys as flannel 0.7 writes them: the reservation of a host, the
 // lease of a peer whose backend data has no VNI, keys of a single network, and a lease of a network without a
 // configuration. The daemon must serve the network red and no other.

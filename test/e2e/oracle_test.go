@@ -114,7 +114,7 @@ var arbitrary = []struct {
 }{
 	{regexp.MustCompile(`^\d+: |@if\d+|link-netnsid \d+`), ""},                                                                  // numbers of devices and namespaces count those that there were before
 	{regexp.MustCompile(`fe80::[0-9a-f:]{4,}`), "fe80::<random>"},                                                               // the kernel's, on a TUN device
-	{regexp.MustCompile(`(192\.168\.77\.\d+|\[fd00:77::\d+\]|\*|0\.0\.0\.0|\[::\]):(3[3-9]|[45]\d|6[0-5])\d{3} `), "$1:<any> "}, // the kernel chooses this port
+	{regexp.MustCompile(`(192\.168\.77\.\d+|\[fd00:77::\d+\]|\*|0\.0\.0\.0|\[::\]):(3[2-9]|[45]\d|6[0-5])\d{3} `), "$1:<any> "}, // the kernel chooses this port
 	{regexp.MustCompile(` state (UP|UNKNOWN) `), " state UP "},                                                                  // the kernel knows the state of a TUN device only after an event of its carrier
 	{regexp.MustCompile(`,?fd=\d+|pid=\d+,?`), ""},                                                                              // numbers of a process and of its files
 	{regexp.MustCompile(`^(UNCONN|LISTEN)\s+\d+\s+\d+`), ""},                                                                    // bytes that wait in a socket

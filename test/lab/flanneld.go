@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -27,7 +28,8 @@ type FlanneldOptions struct {
 // Daemon is one process of flanneld.
 type Daemon struct {
 	*process
-	host *Host
+	host  *Host
+	files []string // subnet files for which Ready waits
 }
 
 // StartFlanneld starts flanneld on the host and does not wait until it is ready. It passes the
@@ -52,7 +54,10 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	if err != nil {
 		return nil, fmt.Errorf("start flanneld: %w", err)
 	}
-	d := &Daemon{process: p, host: h}
+	d := &Daemon{process: p, host: h, files: h.lab.subnetFiles()}
+	if slices.ContainsFunc(o.Args, func(arg string) bool { return strings.Contains(arg, "networks") }) {
+		d.files = nil // the lab does not know the networks of these flags
+	}
 	h.mu.Lock()
 	h.daemons = append(h.daemons, d)
 	h.mu.Unlock()
@@ -99,14 +104,14 @@ func childEnv(extra []string) []string {
 }
 
 // Ready waits until the daemon reports that it is ready and the subnet files of the lab's networks
-// exist. It fails if the daemon exits before that.
+// exist, unless the arguments of the daemon name others. It fails if the daemon exits before that.
 func (d *Daemon) Ready(ctx context.Context) error {
 	const period = 20 * time.Millisecond
 	tick := time.NewTicker(period)
 	defer tick.Stop()
 	for {
 		_, reason, err := d.Get(ctx, "/readyz")
-		for _, file := range d.host.lab.subnetFiles() {
+		for _, file := range d.files {
 			if err == nil {
 				_, err = os.Stat(d.host.Path(file))
 			}

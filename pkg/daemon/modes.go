@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/state"
+)
+
+// leaveOtherMode removes what a daemon with the same store and files has left when it served several networks and this
+// one serves a single one, or the other way round. A network that another daemon serves now stays.
+func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
+	o := cfg.Options
+	names, err := lastknown.Files(o.StateDir)
+	if err != nil {
+		return err
+	}
+	for _, file := range names {
+		last, err := state.Read[lastknown.State](o.StateDir, file)
+		if err != nil {
+			continue // as if the host had no state; flannelctl cleanup reports the file
+		}
+		former, ok := ofOtherMode(o, file, last)
+		if !ok {
+			continue
+		}
+		log := klog.FromContext(ctx).WithValues("network", last.Config.Prefixes())
+		switch err := retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends}); {
+		case errors.Is(err, state.ErrInUse):
+			log.Info("another flanneld serves this network, so it stays", "subnetFile", former.SubnetFile)
+		case err != nil:
+			return fmt.Errorf("remove what a daemon with other --networks has left: %w", err)
+		default:
+			log.Info("removed what a daemon with other --networks has left", "subnetFile", former.SubnetFile)
+		}
+	}
+	return nil
+}
+
+// ofOtherMode returns the options of the network with the state last if the daemon in the other mode, but with the same
+// flags otherwise, would have its state in that file.
+func ofOtherMode(o options.Options, file string, last lastknown.State) (former options.Options, ok bool) {
+	former = o
+	if o.Several() {
+		former.Networks, former.WatchNetworks = nil, false
+	} else {
+		former = o.Network(last.Name)
+	}
+	single := last.Name == ""
+	return former, !o.KubeSubnetMgr && single == o.Several() && file == former.StateName()
+}
+
+func retire(ctx context.Context, c network.Config) error {
+	c.Progress = network.NewProgress(network.LogPhases(klog.FromContext(ctx)))
+	n, err := network.Open(ctx, c)
+	if err != nil {
+		return err
+	}
+	defer n.Close()
+	return n.Retire(ctx)
+}
