@@ -348,7 +348,9 @@ func TestOneNetworkOrSeveral(t *testing.T) {
 		{lab.FlanneldOptions{}, several, []string{networksRoot + "subnets/"}},
 		{several, lab.FlanneldOptions{}, []string{networksRoot + "red/subnets/", networksRoot + "green/subnets/"}},
 	} {
-		startAll(t, l, change.from)
+		for _, h := range l.Hosts() {
+			start(t, h, change.from)
+		}
 		for _, h := range l.Hosts() {
 			expectReady(t, h.Daemon())
 			expectStop(t, h.Daemon())
