@@ -267,7 +267,8 @@ func trafficSettings() []setting {
 		}, {
 			name: "iptables-resync", arg: "SECONDS", def: "5",
 			usage: "Interval at which the traffic rules are checked if the kernel does not announce " +
-				"changes, which is the case with legacy iptables: 1 or more.",
+				"changes, which is the case with legacy iptables: 1 or more. Beside thousands of rules " +
+				"they are checked less often.",
 			binding: to(func(o *Options) *time.Duration { return &o.IPTablesResync },
 				whole(time.Second, "seconds", 1, maxSeconds)),
 		}, {

@@ -26,7 +26,7 @@ func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCu
 		if v == Legacy && len(legacyTables(f)) == 0 {
 			continue // the program would create the tables
 		}
-		d, err := New(v).save(ctx, f, kind{nft: v == NFT})
+		d, _, err := New(v).save(ctx, f, kind{nft: v == NFT})
 		if err != nil {
 			return cut, err
 		}

@@ -12,6 +12,7 @@ import (
 	"maps"
 	"os/exec"
 	"slices"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/firewall/nftables"
@@ -27,7 +28,7 @@ const lockWait = 10
 type Applier struct {
 	programs  *Programs
 	corrector corrector
-	legacy    legacy
+	trusted   map[prefix.Family]trusted // only for the kernel's own iptables
 }
 
 // New returns an Applier that uses the programs of variant v.
@@ -35,12 +36,12 @@ func New(v Variant) *Applier { return NewPrograms(v).Applier() }
 
 // Applier returns an Applier that uses p.
 func (p *Programs) Applier() *Applier {
-	return &Applier{programs: p, corrector: corrector{variant: p.variant, targets: nftables.Targets}, legacy: newLegacy()}
+	return &Applier{programs: p, corrector: corrector{variant: p.variant, targets: nftables.Targets}, trusted: map[prefix.Family]trusted{}}
 }
 
 // Apply implements firewall.Applier. If nothing has changed it usually runs one program for
-// each family that the policies concern, and none if the programs implement the variant
-// Legacy.
+// each family that the policies concern. With the variant Legacy it runs none if the last call
+// has found the rules of the same policies, and reading them again now would take too much CPU time.
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -81,14 +82,11 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 		table = firewall.TableOf(f, policies...)
 	}
 	program := a.programs.variant.Program(f)
-	var now exact
-	if !k.nft {
-		var same bool
-		if now, same = a.legacy.unchanged(f, table); same {
-			return false, nil
-		}
+	if a.trusted[f].rests(table) {
+		return false, nil
 	}
-	have, hidden, err := a.read(ctx, f, k)
+	delete(a.trusted, f)
+	have, hidden, cost, err := a.read(ctx, f, k)
 	if err != nil {
 		err = fmt.Errorf("read rules: %w", err)
 	}
@@ -97,8 +95,8 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	}
 	script := plan(have, table)
 	if script == "" {
-		if err == nil {
-			a.legacy.remember(f, now)
+		if err == nil && !k.nft {
+			a.trusted[f] = trust(table, cost)
 		}
 		return false, err
 	}
@@ -112,23 +110,23 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	return true, err
 }
 
-// read returns the existing rules, and the names of the tables that iptables-save hides. If
-// it fails, have is nil, or contains nil for the tables that cannot be read.
-func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
-	have, err = a.save(ctx, f, k)
+// read returns the existing rules, the names of the tables that iptables-save hides, and the CPU
+// time of iptables-save. If it fails, have is nil, or contains nil for the tables that cannot be read.
+func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, cost time.Duration, err error) {
+	have, cost, err = a.save(ctx, f, k)
 	if err == nil && k.nft {
 		hidden, err = a.corrector.correct(ctx, f, have)
 	}
-	return have, hidden, err
+	return have, hidden, cost, err
 }
 
 // save returns the parsed output of iptables-save. A single rule of nft can make
 // iptables-save fail for all tables. In that case save reads the tables in Tables, and raw, one by
 // one, and leaves out those for which iptables-save fails. corrector.correct then reads these,
 // except raw.
-func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
+func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (_ dump, cost time.Duration, err error) {
 	program := a.programs.variant.Program(f) + "-save"
-	text, err := run(ctx, "", program)
+	text, cost, err := measure(ctx, "", program)
 	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
 		d := dump{}
 		for _, table := range append(Tables(), "raw") { // Docker has rules in raw
@@ -136,10 +134,10 @@ func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, erro
 				maps.Copy(d, parseSave(text))
 			}
 		}
-		return d, nil
+		return d, cost, nil
 	}
 	if err != nil {
-		return nil, err
+		return nil, cost, err
 	}
-	return parseSave(text), nil
+	return parseSave(text), cost, nil
 }

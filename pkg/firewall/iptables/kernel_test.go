@@ -3,6 +3,7 @@
 package iptables
 
 import (
+	"context"
 	"strings"
 	"testing"
 
@@ -23,6 +24,14 @@ func both(v Variant, script string) string {
 		}
 	}
 	return b.String()
+}
+
+// impatient is an Applier that reads the rules at each call, because the suite changes them in between.
+type impatient struct{ *Applier }
+
+func (a impatient) Apply(ctx context.Context, policies ...firewall.Policy) (bool, error) {
+	clear(a.trusted)
+	return a.Applier.Apply(ctx, policies...)
 }
 
 func flavour(v Variant) firewalltest.Flavour {
@@ -63,7 +72,7 @@ IPT -A FORWARD -d NET -m comment --comment "flanneld forward" -j ACCEPT`,
 		damage[name] = ofNetworks(v, script)
 	}
 	return firewalltest.Flavour{
-		New:    func() firewall.Applier { return New(v) },
+		New:    func() firewall.Applier { return impatient{New(v)} },
 		List:   func(t testing.TB) string { return firewalltest.Shell(t, both(v, "IPT-save\n")) },
 		Damage: damage,
 		Foreign: both(v, `IPT -N KUBE-FORWARD

@@ -128,9 +128,15 @@ func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 // ErrMissing if the program is not installed. Other errors contain the program's error
 // output.
 func run(ctx context.Context, stdin, name string, args ...string) (string, error) {
+	text, _, err := measure(ctx, stdin, name, args...)
+	return text, err
+}
+
+// measure is like run, and also returns the CPU time of the program.
+func measure(ctx context.Context, stdin, name string, args ...string) (text string, cost time.Duration, err error) {
 	path, err := exec.LookPath(name)
 	if err != nil {
-		return "", fmt.Errorf("%s: %w", name, ErrMissing)
+		return "", 0, fmt.Errorf("%s: %w", name, ErrMissing)
 	}
 	ctx, cancel := context.WithTimeout(ctx, runTimeout)
 	defer cancel()
@@ -142,9 +148,9 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
-		return "", fmt.Errorf("run %s: %w%s", name, err, shorten(stderr.String()))
+		return "", 0, fmt.Errorf("run %s: %w%s", name, err, shorten(stderr.String()))
 	}
-	return stdout.String(), nil
+	return stdout.String(), cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime(), nil
 }
 
 // shorten returns ": " and the beginning of a program's error output, in one line for the
