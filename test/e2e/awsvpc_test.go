@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -85,6 +86,27 @@ func TestAWSVPCNewHostWaits(t *testing.T) {
 	putKey(t, etcdClient(t, v.Lab), "/coreos.com/network/config", `{"Network": "10.5.0.0/16", "Backend": {"Type": "alloc"}}`)
 	expectReady(t, d)
 	expectLeaseCount(t, v.Lab, 1)
+}
+
+// TestAWSVPCTwoTables gives the cloud subnet of host 2 a table of its own, which host 1 does not write. Both hosts must
+// say that they do not reach each other, and name the table.
+//
+//stages:rest a host waits a minute for the route of another
+func TestAWSVPCTwoTables(t *testing.T) {
+	t.Parallel()
+	v, c := newVPC(t, 2, v4)
+	c.AddTable("rtb-2", "subnet-2")
+	for _, h := range v.Hosts() {
+		start(t, h, v.options())
+	}
+	for n, other := range []string{"rtb-2", "rtb-main"} {
+		within(t, 2*time.Minute, "the other table is named", func() error {
+			if code, body, _ := v.Host(n+1).Daemon().Get(testContext(t), "/readyz"); code == http.StatusOK || !strings.Contains(body, "follow the route tables "+other) {
+				return fmt.Errorf("status %d, %q", code, body)
+			}
+			return nil
+		})
+	}
 }
 
 // TestAWSVPCFaults checks that daemons recover from faults of EC2, and delete only the route of the
