@@ -86,8 +86,8 @@ func TestRouteThatModifyDoesNotSee(t *testing.T) {
 	}
 }
 
-//stages:rest a week takes a minute
-func TestWeek(t *testing.T) { bed().Live(t, 7, true) } // a new instance has a new id
+//stages:rest the days of a fleet take half a minute
+func TestFleet(t *testing.T) { bed().Live(t, 4, true) } // a new instance has a new id
 
 func TestLeader(t *testing.T) { bed().Leader(t, 12) }
 

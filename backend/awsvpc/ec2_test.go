@@ -227,8 +227,8 @@ func TestChoiceOfTables(t *testing.T) {
 
 func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 
-//stages:rest a week takes a minute
-func TestWeek(t *testing.T) { bed().Live(t, 7, true) } // a new instance has a new network interface
+//stages:rest the days of a fleet take half a minute
+func TestFleet(t *testing.T) { bed().Live(t, 4, true) } // a new instance has a new network interface
 
 func TestLeader(t *testing.T) { bed().Leader(t, 12) }
 

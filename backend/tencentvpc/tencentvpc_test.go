@@ -89,8 +89,8 @@ func TestOldAnswers(t *testing.T) {
 	}
 }
 
-//stages:rest a week takes a minute
-func TestWeek(t *testing.T) { bed().Live(t, 7, false) } // a new instance may have the address of an old one, to which routes lead
+//stages:rest the days of a fleet take half a minute
+func TestFleet(t *testing.T) { bed().Live(t, 4, false) } // a new instance may have the address of an old one, to which routes lead
 
 func TestLeader(t *testing.T) { bed().Leader(t, 11) }
 
