@@ -128,7 +128,10 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	for i, key := range keys {
 		p.remember(key, objects[i])
 	}
-	want := dataplane.StateOf(p.everything)
+	want := dataplane.NewState()
+	for _, of := range p.objects {
+		want.Add(of...)
+	}
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 	o, refused := p.outcome(report)
@@ -136,17 +139,6 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 		o.Again = p.Volatile
 	}
 	return o, oneline.Join(err, refused)
-}
-
-// everything iterates over the objects of all peers.
-func (p *Programmer) everything(yield func(dataplane.Object) bool) {
-	for _, of := range p.objects {
-		for _, o := range of {
-			if !yield(o) {
-				return
-			}
-		}
-	}
 }
 
 // desired returns the wanted objects of the peer with the lease key, with the MTUs of narrow paths.

@@ -128,7 +128,6 @@ func (c *cache) applyRouteEvent(r Route, e Event) bool {
 // applyWrites makes the cache contain the results of ops, which the kernel has
 // acknowledged. It invalidates the cache if the results are not certain.
 func (c *cache) applyWrites(ops []Op) {
-	c.reserveFor(ops)
 	for _, op := range ops {
 		switch o := op.Object.(type) {
 		case Link: // a change of a link deletes or resets objects on it

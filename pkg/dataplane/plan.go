@@ -31,7 +31,7 @@ type Changes struct {
 // If sweep is false, Plan deletes only objects that conflict with want, and detours that
 // were left behind. It never deletes a link that is not wanted.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
-	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep, puts: roomForPuts(have, want)}
+	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
 	p.links()
 	p.addrs()
 	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })

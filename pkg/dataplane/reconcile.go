@@ -177,7 +177,6 @@ func (r *Reconciler) Counts() map[string]Count {
 // few causes. The changes that have succeeded remain. The report counts the changes of all
 // passes, including those that failed.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
-	r.recorded = roomForRecorded(r.recorded, want, r.cache.scope)
 	r.Record(want)
 	r.want, r.all = want, true
 	return r.converge(ctx, sweep)

@@ -29,8 +29,8 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			continue
 		}
 		dev := device{name, index}
-		for _, read := range []func(context.Context, device, dataplane.Scope, *dataplane.State) error{k.readAddrs, k.readNeighs, k.readFDB} {
-			if err := read(ctx, dev, s, &state); err != nil {
+		for _, read := range []func(context.Context, device, dataplane.Scope, dataplane.State) error{k.readAddrs, k.readNeighs, k.readFDB} {
+			if err := read(ctx, dev, s, state); err != nil {
 				return state, err
 			}
 		}
@@ -46,7 +46,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		readRoutes = k.readConnected
 	}
 	for _, f := range families(s) {
-		if err := readRoutes(ctx, f, s, &state); err != nil {
+		if err := readRoutes(ctx, f, s, state); err != nil {
 			return state, err
 		}
 	}
@@ -114,7 +114,7 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	return attrs.Index, nil
 }
 
-func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, state *dataplane.State) error {
+func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
 	for _, f := range families(s) {
 		found, err := k.dumpAddrs(ctx, f, dev.index)
 		if err != nil {
@@ -136,7 +136,7 @@ const connectedMetric = 256
 // readConnected adds to state the routes that the kernel creates for the addresses of all
 // devices, if their destinations lie in the networks of s. It reads the addresses and not
 // the routes.
-func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
+func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
 	found, err := k.dumpAddrs(ctx, family, 0)
 	if err != nil {
 		return fmt.Errorf("dump addresses: %w", err)
@@ -203,7 +203,7 @@ func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset
 	})
 }
 
-func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state *dataplane.State) error {
+func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
 	for _, f := range families(s) {
 		var found []dataplane.Neigh
 		err := k.dumpNeighs(ctx, f, dev, func() { found = nil }, func(n neighbour) {
@@ -214,7 +214,6 @@ func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, 
 		if err != nil {
 			return fmt.Errorf("dump neighbours of %s: %w", dev.name, err)
 		}
-		state.Reserve(len(found), 0, 0)
 		for _, n := range found {
 			state.Neighs[n.NeighKey] = n
 		}
@@ -222,7 +221,7 @@ func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, 
 	return nil
 }
 
-func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state *dataplane.State) error {
+func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state dataplane.State) error {
 	var found []dataplane.FDB
 	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, func() { found = nil }, func(n neighbour) {
 		if n.mac.IsUnicast() {
@@ -232,14 +231,13 @@ func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, sta
 	if err != nil {
 		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
 	}
-	state.Reserve(0, len(found), 0)
 	for _, f := range found {
 		state.FDB[f.FDBKey] = f
 	}
 	return nil
 }
 
-func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
+func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
 	var found []routeReply
 	var others []uint32
 	err := k.sock.dump(ctx, func(m *message) {
@@ -265,7 +263,6 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		return fmt.Errorf("dump routes: %w", err)
 	}
 	k.nexthops.markUsedByOthers(others)
-	state.Reserve(0, 0, len(found))
 	names := map[int]string{0: ""}
 	for _, r := range found {
 		k.nexthops.addRoute(&r)

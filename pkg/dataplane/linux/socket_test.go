@@ -119,7 +119,7 @@ func TestKernelClosed(t *testing.T) {
 	if _, err := k.OnLink(t.Context(), netip.MustParseAddr("192.168.77.2"), "eth0"); !errors.Is(err, unix.EBADF) {
 		t.Errorf("OnLink: %v, want bad file descriptor", err)
 	}
-	if err := k.readRoutes(t.Context(), unix.AF_INET, dataplane.Scope{}, &dataplane.State{}); !errors.Is(err, unix.EBADF) {
+	if err := k.readRoutes(t.Context(), unix.AF_INET, dataplane.Scope{}, dataplane.NewState()); !errors.Is(err, unix.EBADF) {
 		t.Errorf("dump: %v, want bad file descriptor", err)
 	}
 	if failed := s.send(t.Context(), 2, func(i int, m *message) { neighMessage(i, 1)(m) }); len(failed) != 2 {
