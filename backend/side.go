@@ -70,10 +70,10 @@ type Sized interface {
 }
 
 // Reclaimer is a Network that can find out that Claim of its backend may now return more data than
-// the own lease has.
+// the own lease has, or that no peer keeps this host from the next subnet.Stage.
 type Reclaimer interface {
 	// Reclaim returns a channel that receives when the network finds that out. The owner of the
-	// network then publishes the new claim, and replaces the network by one with the new lease.
+	// network then publishes the new claim, and replaces the network by one with the new lease or stage.
 	Reclaim() <-chan struct{}
 }
 

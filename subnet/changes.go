@@ -37,7 +37,9 @@ func Changes(from, to Config) []string {
 	note("Backend.Type", from.BackendType, to.BackendType)
 	changes = append(changes, backendChanges("Backend", from.Backend, to.Backend)...)
 	note("NextBackend.Type", cmp.Or(from.NextType, "none"), cmp.Or(to.NextType, "none"))
-	return append(changes, backendChanges("NextBackend", from.NextBackend, to.NextBackend)...)
+	changes = append(changes, backendChanges("NextBackend", from.NextBackend, to.NextBackend)...)
+	note("stage of the migration", cmp.Or(from.Stage, "none"), cmp.Or(to.Stage, "none"))
+	return changes
 }
 
 type networkText struct{ net, pool string }
@@ -110,14 +112,19 @@ func backendKeys(raw json.RawMessage) map[string]backendKey {
 	return keys
 }
 
-func (k backendKey) public() bool { return Public(k.value) }
+func (k backendKey) public() bool { return Public(k.name, k.value) }
 
-// Public reports whether a value of the Backend object, other than its Type, may be
-// shown. A string may be a secret.
-func Public(value any) bool {
-	switch value.(type) {
+// words are the keys of the Backend object, in lower case, whose values are words and no secrets.
+var words = []string{"type", "mode", "implementation", "mtu", "samelocation", "overflow"}
+
+// Public reports whether a value of the Backend object may be shown. name is its key. A string may be a
+// secret, unless its key is known to have words only.
+func Public(name string, value any) bool {
+	switch value := value.(type) {
 	case nil, bool, float64, json.Number:
 		return true
+	case string:
+		return slices.Contains(words, strings.ToLower(name)) && value == Shorten(value)
 	}
 	return false
 }

@@ -26,7 +26,27 @@ type Config struct {
 	// Warnings are about keys at the top level that ParseConfig did not use, one line each. The backend
 	// checks the keys inside Backend.
 	Warnings []string `json:"-"`
+	// Stage is set while this host goes step by step toward the configuration in the store, which has no Stage.
+	Stage Stage `json:",omitempty"`
 }
+
+// Stage is a step of a host that has read the end of a migration, or another NextBackend. X is the next
+// backend:
+//
+//	{W, X}  --store has {X}-->     Finished  --no peer by W-->  Leaving  --no lease names W first-->  {X}
+//	 lease W, X                    lease W, X                   lease X, W                            lease X
+//
+//	{W, X}  --store has {W, Y}-->  Withdrawn  --all hosts had time to see that-->  {W, Y}
+//	 lease W, X                    lease W                                         lease W, Y
+type Stage string
+
+// The stages. A host that is Finished sends by both backends, one that is Leaving sends only by the next one, and
+// one that is Withdrawn has only the present one.
+const (
+	Finished  Stage = "finished"
+	Leaving   Stage = "leaving"
+	Withdrawn Stage = "withdrawn"
+)
 
 // Network is the flat network of one address family.
 type Network struct {
@@ -41,11 +61,13 @@ type Network struct {
 func (n Network) Family() prefix.Family { return prefix.FamilyOf(n.Prefix.Addr()) }
 
 // Migrates reports whether the network migrates from one backend to another.
-func (c Config) Migrates() bool { return c.NextBackend != nil }
+func (c Config) Migrates() bool { return c.NextBackend != nil && c.Stage != Withdrawn }
 
 // Present returns the configuration with the present backend alone.
 func (c Config) Present() Config {
-	c.NextType, c.NextBackend = "", nil
+	c.NextType = ""
+	c.NextBackend = nil
+	c.Stage = ""
 	return c
 }
 
@@ -58,6 +80,55 @@ func (c Config) Next() Config {
 // Without returns the configuration without the network of family f.
 func (c Config) Without(f prefix.Family) Config {
 	c.Networks = slices.DeleteFunc(slices.Clone(c.Networks), func(n Network) bool { return n.Family() == f })
+	return c
+}
+
+// Toward returns the configuration that a host with c uses when the store has stored: stored itself, unless the host
+// must go through stages because its peers do not read stored at the same moment.
+func (c Config) Toward(stored Config) Config {
+	stays := sameBackend(c.Present(), stored.Present())
+	switch {
+	case c.NextBackend == nil:
+	case !stays && sameBackend(c.Next(), stored.Present()) && stored.NextBackend == nil:
+		stored.NextType = c.NextType
+		stored.NextBackend = c.NextBackend
+		stored.BackendType = c.BackendType
+		stored.Backend = c.Backend
+		stored.Stage = Finished
+		if c.Stage == Leaving {
+			stored.Stage = Leaving
+		}
+	case stays && stored.NextBackend != nil && !sameBackend(c.Next(), stored.Next()):
+		stored.Stage = Withdrawn
+	}
+	return stored
+}
+
+// sameBackend reports whether two configurations without a next backend have the same backend.
+func sameBackend(a, b Config) bool {
+	return a.BackendType == b.BackendType && len(backendChanges("Backend", a.Backend, b.Backend)) == 0
+}
+
+// Step returns the configuration after the next step. c must have a Stage.
+func (c Config) Step() Config {
+	switch c.Stage {
+	case Finished:
+		c.Stage = Leaving
+	case Leaving:
+		return c.Next()
+	case Withdrawn:
+		fallthrough
+	default:
+		c.Stage = ""
+	}
+	return c
+}
+
+// Goal returns the configuration after the last step. Without a Stage, that is c.
+func (c Config) Goal() Config {
+	for c.Stage != "" {
+		c = c.Step()
+	}
 	return c
 }
 

@@ -193,6 +193,9 @@ func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
 // Claim implements backend.Backend. If the next backend cannot start on this host, or its Claim
 // fails, Claim logs the error and returns the claim of the present backend alone. Otherwise peers
 // could send by the next backend, and this host would be cut off.
+//
+// In the stage Leaving, the claim names the next backend as the present one, and the other way
+// round. So peers learn that this host sends nothing by the present backend any more.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim, err := b.parts[present].claim(ctx, prev)
 	if err != nil {
@@ -202,6 +205,14 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "cannot publish data of the next backend: peers go on with the present one", "next", b.parts[next].side.Type)
 		return claim, nil
+	}
+
+	if b.env.Config.Stage == subnet.Leaving {
+		more.NextType = b.parts[present].side.Type
+		for i := range more.Endpoints {
+			more.Endpoints[i].NextData = claim.Endpoints[i].Data
+		}
+		return more, nil
 	}
 	claim.NextType = b.parts[next].side.Type
 	for i := range claim.Endpoints {

@@ -37,6 +37,7 @@ type network struct {
 	peers    map[string]*peer                 // by lease key
 	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
 	onlyNext map[string]struct{}              // keys of leases that only the next backend can use
+	senders  map[string]struct{}              // keys of leases that name the present backend first: their hosts may send by it
 	bySubnet map[netip.Prefix]string          // lease keys of peers, by subnet
 	refused  []*peer                          // peers with a reason in peer.refused
 	byNext   int                              // number of peers to which the next backend carries the packets
@@ -79,7 +80,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n := &network{
 		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
 		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
-		leases: [sides]map[string]*subnet.Lease{{}, {}}, onlyNext: map[string]struct{}{},
+		leases: [sides]map[string]*subnet.Lease{{}, {}}, onlyNext: map[string]struct{}{}, senders: map[string]struct{}{},
 		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 	n.Forward(reconciler.Changed())
@@ -256,6 +257,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
 	out.Refused = n.refusals()
+	if set.Complete && err == nil && n.env.Config.Stage != "" && !n.held() {
+		n.claimable.Send()
+	}
 	if report.Rerouted { // the backends get Rerouted in the next pass
 		out.Again = sooner(out.Again, time.Second)
 	}
@@ -283,6 +287,15 @@ func (n *network) sharedDevice() string {
 		}
 	}
 	return ""
+}
+
+// held reports whether a peer keeps this host from the next step after the end of the migration: one to which
+// it sends by the present backend, or in the stage Leaving one that may send to it by that backend.
+func (n *network) held() bool {
+	if n.env.Config.Stage == subnet.Leaving {
+		return n.running[next] == nil || len(n.senders) > 0
+	}
+	return n.running[next] == nil || n.byNext < len(n.peers)
 }
 
 // sooner returns the shorter of two times. If a is zero, it means never. b must not be zero.
@@ -336,6 +349,7 @@ func (n *network) forget(key string) []netip.Prefix {
 		delete(n.leases[i], key)
 	}
 	delete(n.onlyNext, key)
+	delete(n.senders, key)
 	p.subnets, p.unusable = nil, ""
 	return subnets
 }
@@ -357,6 +371,9 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	}
 	if leases[present] == nil {
 		n.onlyNext[key] = struct{}{}
+	}
+	if leases[present] == l {
+		n.senders[key] = struct{}{}
 	}
 	for i, own := range leases {
 		if own == nil {
@@ -483,7 +500,7 @@ func (n *network) sideOf(key string, p *peer, probed bool) int {
 	switch {
 	case !byNext:
 		return present
-	case n.leases[present][key] == nil, probed:
+	case n.leases[present][key] == nil, probed, n.env.Config.Stage == subnet.Leaving:
 		return next
 	case p.decided:
 		return p.side

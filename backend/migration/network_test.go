@@ -392,6 +392,66 @@ func TestRestartKeepsTheRoutes(t *testing.T) {
 	}
 }
 
+// TestWayOut checks which peers hold a host in each stage after a migration, and its claims.
+func TestWayOut(t *testing.T) {
+	both, gone := lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7)), lease(2, "vxlan", dataOf(2, 7), "", nil)
+	leaving := lease(2, "vxlan", dataOf(2, 7), "vxlan", dataOf(2, 1))
+	for _, tt := range []struct {
+		stage  subnet.Stage
+		peer   *subnet.Lease
+		proven bool
+		best   string // device of the best route
+		holds  bool
+	}{
+		{subnet.Finished, both, false, "flannel.1", true},
+		{subnet.Finished, both, true, "flannel.7", false},
+		{subnet.Finished, leaving, false, "flannel.1", true},
+		{subnet.Finished, leaving, true, "flannel.7", false},
+		{subnet.Finished, gone, false, "flannel.7", false},
+		{subnet.Leaving, both, false, "flannel.7", true},
+		{subnet.Leaving, leaving, false, "flannel.7", false},
+		{subnet.Leaving, gone, false, "flannel.7", false},
+	} {
+		k := dataplanetest.New()
+		env := newEnv(k, vni1, vni7)
+		env.Config.Stage = tt.stage
+		b, err := newBackend(t, env)
+		if err != nil {
+			t.Fatal(err)
+		}
+		claim, err := b.Claim(t.Context(), lease(1, "vxlan", dataOf(1, 1), "vxlan", dataOf(1, 7)).Claim())
+		if err != nil {
+			t.Fatal(err)
+		}
+		main, second := dataOf(1, 1), dataOf(1, 7)
+		if tt.stage == subnet.Leaving {
+			main, second = second, main
+		}
+		e := claim.Endpoints[0]
+		if claim.NextType != "vxlan" || string(e.Data) != string(main) || string(e.NextData) != string(second) {
+			t.Errorf("%s: the claim is %+v, want the data %s and %s", tt.stage, claim, main, second)
+		}
+		started, err := b.Start(t.Context(), subnet.Lease{Key: "host1", BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer started.Close()
+		n := started.(*network)
+		set := backend.Set{Leases: map[string]*subnet.Lease{"host2": tt.peer}, All: true, Complete: true}
+		_, err = n.Sync(t.Context(), set)
+		if tt.proven && err == nil {
+			answer(n, "host2")
+			_, err = n.Sync(t.Context(), set)
+		}
+		if asks := len(n.Reclaim()) > 0; err != nil || asks == tt.holds {
+			t.Errorf("%+v: the network asks for the next step: %v, %v", tt, asks, err)
+		}
+		if got := routes(t.Context(), t, k, subnetOf(2)); len(got) == 0 || got[0] != tt.best {
+			t.Errorf("%+v: routes through %q", tt, got)
+		}
+	}
+}
+
 // TestUnusableNextData checks that a peer whose data for the next backend cannot be used is served
 // by the present one.
 func TestUnusableNextData(t *testing.T) {

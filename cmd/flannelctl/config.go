@@ -373,7 +373,7 @@ func flatten(text []byte, m map[string]leaf) {
 		}
 		text, _ := json.Marshal(v)                               // cannot fail for a decoded value
 		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores the case of keys
-		m[path] = leaf{string(text), (key == "backend" || key == "nextbackend") && below != "type" && !subnet.Public(v)}
+		m[path] = leaf{string(text), (key == "backend" || key == "nextbackend") && !subnet.Public(below, v)}
 	}
 	walk("", v)
 }

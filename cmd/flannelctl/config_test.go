@@ -22,6 +22,8 @@ func TestDifference(t *testing.T) {
 		{"changed", old, strings.Replace(old, "swordfish", "swordtuna", 1), "~ Backend.PSK: [redacted] (was [redacted])"},
 		{"removed", old, strings.Replace(old, `"PSK":"swordfish",`, "", 1), "- Backend.PSK: [redacted]"},
 		{"in another case", "{}", `{"backend":{"psk":"swordfish","type":"wireguard"}}`, `+ backend.psk: [redacted]; + backend.type: "wireguard"`},
+		{"a word", "{}", `{"Backend":{"Type":"udp","Mode":"kernel"},"NextBackend":{"Implementation":"userspace"}}`,
+			`+ Backend.Mode: "kernel"; + Backend.Type: "udp"; + NextBackend.Implementation: "userspace"`},
 		{"further below", "{}", `{"Backend":{"Keys":{"Type":"swordfish","On":true},"List":["swordfish"]}}`,
 			"+ Backend.Keys.On: true; + Backend.Keys.Type: [redacted]; + Backend.List: [redacted]"},
 		{"the backend itself", `{"Backend":"swordfish"}`, "{}", "- Backend: [redacted]"},

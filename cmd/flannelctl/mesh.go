@@ -30,18 +30,13 @@ a path is broken or no host has answered.`,
 		Example: "  flannelctl mesh\n  flannelctl mesh -w\n  flannelctl mesh -o svg > mesh.svg\n  flannelctl mesh -o json | jq -r '.broken[] | .from + \" \" + .to'\n" +
 			"  flannelctl mesh --kubeconfig-file ~/.kube/config --namespace kube-flannel",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			switch {
-			case f.port == 0:
-				return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
-			case f.timeout <= 0:
-				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
-			case f.interval < leastInterval:
+			if err := f.check(); err != nil {
+				return err
+			}
+			if f.interval < leastInterval {
 				return fmt.Errorf("--interval %s is invalid: expected at least %s", f.interval, leastInterval)
-			case !isNamespace(f.namespace):
-				return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
-			case !isSelector(f.selector):
-				return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
-			case watch:
+			}
+			if watch {
 				return watchMesh(cmd.Context(), cmd.OutOrStdout(), &f)
 			}
 			return showMesh(cmd, &f, out)
@@ -49,14 +44,34 @@ a path is broken or no host has answered.`,
 	}
 	f.store.addKubeTo(cmd)
 	out.addTo(cmd, "svg")
-	cmd.Flags().Uint16Var(&f.port, "statusz-port", 8287, "port of the daemons' --statusz-address")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", 5*time.Second, "time that a host may take to begin its answer, and again to send it")
+	f.addTo(cmd)
 	cmd.Flags().DurationVar(&f.interval, "interval", 10*time.Second, "with --watch: time between two questions, longer if a question takes more than half of it")
-	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods, on Kubernetes")
-	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods, on Kubernetes")
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every path that breaks or works again, a line each, until Ctrl-C")
 	cmd.MarkFlagsMutuallyExclusive("watch", "output")
 	return cmd
+}
+
+// addTo adds the flags about the question to all hosts.
+func (f *meshFlags) addTo(cmd *cobra.Command) {
+	cmd.Flags().Uint16Var(&f.port, "statusz-port", 8287, "port of the daemons' --statusz-address")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", 5*time.Second, "time that a host may take to begin its answer, and again to send it")
+	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods, on Kubernetes")
+	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods, on Kubernetes")
+}
+
+// check returns an error for an invalid value of a flag of addTo.
+func (f *meshFlags) check() error {
+	switch {
+	case f.port == 0:
+		return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
+	case f.timeout <= 0:
+		return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
+	case !isNamespace(f.namespace):
+		return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
+	case !isSelector(f.selector):
+		return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
+	}
+	return nil
 }
 
 // isNamespace reports whether text may be the name of a namespace of Kubernetes.

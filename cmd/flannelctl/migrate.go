@@ -83,30 +83,73 @@ func newMigrateStartCommand(store *storeFlags) *cobra.Command {
 
 func newMigrateFinishCommand(store *storeFlags) *cobra.Command {
 	var yes bool
+	var f meshFlags
 	cmd := &cobra.Command{
 		Use: "finish", Short: "Make the next backend the only one", Args: cobra.NoArgs,
-		Long: `Makes the next backend the only one. It refuses that as long as a host does not
-publish data for it, because such a host would be cut off. It does not notice a
-host that publishes data for a backend that has failed there: check
-flannel_migration_peers{backend="present"} of all hosts before.`,
+		Long: `Makes the next backend the only one. Before that it asks every host, as flannelctl
+mesh does, so the daemons need --statusz-address. It refuses if a host does not
+publish data for the next backend, does not answer, or still sends to a peer by
+the present backend. With --yes it asks nobody and finishes nevertheless: hosts then
+keep the present backend until they reach all peers by the next one.`,
 		Example: "  flannelctl migrate finish\n  flannelctl migrate finish --yes",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if !yes {
+				f.store = *store
+				if err := f.check(); err != nil {
+					return err
+				}
 				m, err := readMigration(cmd, store)
 				if err != nil {
 					return err
 				}
-				if n := m.Phases[phaseBefore]; n > 0 && !m.Ended {
-					return fmt.Errorf("hosts that do not publish data for %s, and would be cut off: %d (flannelctl migrate status names them): add --yes to finish nevertheless",
-						m.To, n)
+				if m.Ended {
+					return rewriteConfig(cmd, store, finishMigration) // which says that there is no NextBackend
+				}
+				if n := m.Phases[phaseBefore]; n > 0 {
+					return fmt.Errorf("hosts that do not publish data for %s: %d (flannelctl migrate status names them): add --yes to finish nevertheless", m.To, n)
+				}
+				if err := f.checkFinish(cmd); err != nil {
+					return fmt.Errorf("%w: add --yes to finish nevertheless", err)
 				}
 				m.warnOfRelays(cmd.ErrOrStderr())
 			}
 			return rewriteConfig(cmd, store, finishMigration)
 		},
 	}
-	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "finish although hosts are cut off")
+	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "finish although hosts still need the present backend")
+	f.addTo(cmd)
 	return cmd
+}
+
+// checkFinish asks all hosts, and returns an error if one still needs the present backend or does not answer. It
+// prints a line for each of the first such hosts.
+func (f *meshFlags) checkFinish(cmd *cobra.Command) error {
+	c, err := f.find(cmd.Context())
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	m, err := c.collect(cmd.Context(), f.timeout)
+	if err != nil {
+		return err
+	}
+
+	const shown = 10
+	held := 0
+	for i, h := range m.Hosts {
+		why := m.Held(i)
+		if why == "" {
+			continue
+		}
+		held++
+		if held <= shown {
+			fmt.Fprintf(cmd.ErrOrStderr(), "%s: %s\n", h.Name, why)
+		}
+	}
+	if held > 0 {
+		return fmt.Errorf("%d of %d hosts still need the present backend, or do not answer", held, len(m.Hosts))
+	}
+	return nil
 }
 
 func newMigrateAbortCommand(store *storeFlags) *cobra.Command {
@@ -195,7 +238,7 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 	if err != nil {
 		return m, err
 	}
-	present, next, err := sidesOf(cfg)
+	present, next, devices, err := sidesOf(cfg)
 	if err != nil {
 		return m, err
 	}
@@ -204,7 +247,9 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 		return m, err
 	}
 	if cfg.Migrates() {
-		return newMigration(present, next, leases), nil
+		m = newMigration(present, next, leases)
+		m.nameDevices(devices)
+		return m, nil
 	}
 	m, ended := endedMigration(present, leases)
 	if !ended {
@@ -213,22 +258,33 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 	return m, nil
 }
 
-// sidesOf returns the backends of a configuration. next is the zero Side unless the network migrates.
-func sidesOf(cfg subnet.Config) (present, next backend.Side, err error) {
+// nameDevices adds the devices to the names of two VNIs of vxlan, which have the same type. devices are those of both
+// backends.
+func (m *migration) nameDevices(devices []string) {
+	if m.From == m.To {
+		m.From += " (" + devices[0] + ")"
+		m.To += " (" + devices[len(devices)/2] + ")"
+	}
+}
+
+// sidesOf returns the backends of a configuration, and the devices of both. next is the zero Side unless the network
+// migrates.
+func sidesOf(cfg subnet.Config) (present, next backend.Side, devices []string, err error) {
 	backends, err := allBackends()
 	if err != nil {
-		return present, next, err
+		return present, next, nil, err
 	}
 	const usualMTU = 1500
 	be, _, err := backends.New(backend.Env{Config: cfg, Underlay: underlay.Interface{Name: "any", MTU: usualMTU}})
 	if err != nil {
-		return present, next, err
+		return present, next, nil, err
 	}
+	devices = be.Scope().Devices
 	if both, ok := be.(backend.TwoSided); ok {
 		present, next = both.Sides()
-		return present, next, nil
+		return present, next, devices, nil
 	}
-	return backend.NewSide(be, cfg.BackendType), next, nil
+	return backend.NewSide(be, cfg.BackendType), next, devices, nil
 }
 
 // allLeases returns the leases in the store. A lease that cannot be read contains only its key.
@@ -300,6 +356,9 @@ func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended
 		byFormer = !byNow || l.NextType != ""
 		if byFormer && m.From == "" {
 			m.From = former
+			if former == m.To { // another VNI of vxlan
+				m.From = "the former " + former
+			}
 		}
 		return byFormer, byNow
 	})

@@ -58,7 +58,7 @@ func TestMigrationState(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	present, next, err := sidesOf(cfg)
+	present, next, devices, err := sidesOf(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,6 +80,7 @@ func TestMigrationState(t *testing.T) {
 	if diff := cmp.Diff(map[string]int{phaseBefore: 2, phaseBoth: 1, phaseFinished: 1}, m.Phases); diff != "" {
 		t.Errorf("phases (-want +got):\n%s", diff)
 	}
+	m.nameDevices(devices)
 	m.addHost(status.Report{Network: status.Network{NextBackendType: "vxlan", MTU: 1450}, Peers: []status.Peer{
 		{Lease: status.Lease{Key: "old"}, Backend: "vxlan", Waiting: "it does not publish data for vxlan"},
 		{Lease: status.Lease{Key: "new"}, Backend: "vxlan"},
@@ -87,7 +88,7 @@ func TestMigrationState(t *testing.T) {
 	}})
 	var text strings.Builder
 	m.print(&text)
-	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "by vxlan: 1, by vxlan: 1", "rival is refused: its subnet is that of another lease", "MTU of new pods: 1450"} {
+	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "from vxlan (flannel.1) to vxlan (flannel.7)", "by vxlan (flannel.7): 1, by vxlan (flannel.1): 1", "rival is refused: its subnet is that of another lease", "MTU of new pods: 1450"} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("no %q in\n%s", want, text.String())
 		}
@@ -118,7 +119,7 @@ func TestMigrationNamesRelays(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		present, next, err := sidesOf(cfg)
+		present, next, _, err := sidesOf(cfg)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -173,7 +174,7 @@ func TestMigrationEnd(t *testing.T) {
 		{
 			"another VNI", `{"Type":"vxlan","VNI":7}`,
 			[]subnet.Lease{lease("old", "vxlan", "", one, ""), lease("both", "vxlan", "vxlan", one, seven), lease("new", "vxlan", "", seven, "")},
-			true, 1, 1, 1, []string{"old does not publish data for vxlan", "both still publishes data for vxlan"},
+			true, 1, 1, 1, []string{"old does not publish data for vxlan", "both still publishes data for the former vxlan"},
 		},
 		{
 			"finished, from udp", `{"Type":"host-gw"}`,
@@ -190,7 +191,7 @@ func TestMigrationEnd(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		now, _, err := sidesOf(cfg)
+		now, _, _, err := sidesOf(cfg)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -174,7 +174,7 @@ func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 // calls confirmed. The caller holds m.mu.
 func (m *member) confirm() bool {
 	cfg, _, err := m.validate(m.text)
-	if err != nil || len(subnet.Changes(m.config, cfg)) > 0 {
+	if err != nil || len(subnet.Changes(m.config.Goal(), cfg)) > 0 {
 		return false
 	}
 	m.config = cfg // equal, but with its warnings

@@ -31,6 +31,7 @@ var (
 // element after the other, because an element may take a hundred times the memory of its text.
 type answer struct {
 	Lease    struct{ Key string }
+	Network  struct{ Waiting *int }
 	Networks json.RawMessage
 	Paths    *struct{ Worst json.RawMessage }
 }
@@ -41,9 +42,23 @@ func (m *Matrix) Answer(i int, body []byte) {
 	r, err := m.parse(i, body)
 	if err != nil {
 		m.Fail(i, err)
+		if errors.Is(err, errNoProbes) {
+			m.rows[i].held = r.held
+		}
 		return
 	}
 	m.rows[i] = r
+}
+
+// held returns the text for Matrix.Held.
+func (a answer) held() string {
+	switch n := a.Network.Waiting; {
+	case n == nil:
+		return "it does not run NextBackend yet"
+	case *n > 0:
+		return fmt.Sprintf("it sends to %d peers by the present backend", *n)
+	}
+	return ""
 }
 
 func (m *Matrix) parse(i int, body []byte) (r row, err error) {
@@ -60,9 +75,9 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 	case a.Lease.Key != m.Hosts[i].Key:
 		return r, fmt.Errorf("the host that answers there has the lease %q", a.Lease.Key)
 	case a.Paths == nil:
-		return r, errNoProbes
+		return row{held: a.held()}, errNoProbes
 	}
-	r = row{cells: make([]cell, len(m.Hosts)), advice: map[int]unique.Handle[string]{}}
+	r = row{held: a.held(), cells: make([]cell, len(m.Hosts)), advice: map[int]unique.Handle[string]{}}
 	return r, eachPath(a.Paths.Worst, func(p status.Path) error { return m.add(&r, i, p) })
 }
 

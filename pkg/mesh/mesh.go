@@ -13,6 +13,7 @@ package mesh
 
 import (
 	"cmp"
+	"errors"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -62,6 +63,7 @@ type Matrix struct {
 // row is what one host knows.
 type row struct {
 	problem string                        // why the paths are not known; empty if they are
+	held    string                        // see Held
 	cells   []cell                        // by the number of the other host; nil if the paths are not known
 	advice  map[int]unique.Handle[string] // by the number of the other host; for at most maxAdvice paths, which have few different texts
 }
@@ -86,13 +88,20 @@ func New(hosts []Host) *Matrix {
 		h := &m.Hosts[i]
 		h.Name = Printable(h.Name)
 		m.index[h.Key] = i
-		m.rows[i].problem = "it was not asked"
+		m.Fail(i, errors.New("it was not asked"))
 	}
 	return m
 }
 
 // Fail records err as the reason why no paths are known from host i.
-func (m *Matrix) Fail(i int, err error) { m.rows[i] = row{problem: Printable(err.Error())} }
+func (m *Matrix) Fail(i int, err error) {
+	why := Printable(err.Error())
+	m.rows[i] = row{problem: why, held: why}
+}
+
+// Held returns why a migration of the backend must not be finished yet: host i still sends to peers by the present
+// backend, or nothing is known about that. Otherwise it returns an empty string. Host i need not check paths.
+func (m *Matrix) Held(i int) string { return m.rows[i].held }
 
 // Problem returns why nothing is known from host i, or an empty string.
 func (m *Matrix) Problem(i int) string { return m.rows[i].problem }

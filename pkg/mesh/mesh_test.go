@@ -132,6 +132,27 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
+// TestHeld checks which hosts keep a migration from being finished. A host that does not check paths can be asked, too.
+func TestHeld(t *testing.T) {
+	const own = `"lease":{"key":"10.5.1.0-24"}`
+	for name, tc := range map[string]struct{ body, want string }{
+		"all peers have changed": {`{` + own + `,"network":{"waiting":0},"paths":{"worst":[]}}`, ""},
+		"without --probe":        {`{` + own + `,"network":{"waiting":0}}`, ""},
+		"a peer waits":           {`{` + own + `,"network":{"waiting":1}}`, "it sends to 1 peers by the present backend"},
+		"it has not followed":    {`{` + own + `,"network":{}}`, "it does not run NextBackend yet"},
+		"another host":           {`{"lease":{"key":"10.5.2.0-24"},"network":{"waiting":0}}`, `the host that answers there has the lease "10.5.2.0-24"`},
+	} {
+		m := mesh.New(hosts(2))
+		m.Answer(0, []byte(tc.body))
+		if got := m.Held(0); got != tc.want {
+			t.Errorf("%s: %q, want %q", name, got, tc.want)
+		}
+		if got := m.Held(1); got != "it was not asked" {
+			t.Errorf("%s: the other host is held because %q", name, got)
+		}
+	}
+}
+
 // TestText compares what a terminal shows with golden files: words for few hosts, letters for more, and
 // the worst hosts of many.
 func TestText(t *testing.T) {

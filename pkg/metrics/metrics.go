@@ -192,7 +192,7 @@ func gauges() map[string]gauge {
 		"broken":   describe(g, "unreachable_peers", "Paths to other hosts that do not work, with --probe. If it is not 0, flannelctl status names the hosts and what to look at."),
 		"narrow":   describe(g, "narrow_paths", "Paths to other hosts that carry only packets smaller than the MTU of the device, with Backend.MTU \"probe\". Their routes have that MTU. If it is not 0, flannelctl status names the hosts: repair the MTU of the network between the hosts."),
 		"relayed":  describe(g, "relayed_peers", "Other hosts that this host does not reach, so that a relay carries the packets to them and sees their plaintext. If it is not 0, flannelctl status names the hosts and the relays."),
-		"carried":  describe(g, "migration_peers", "Other hosts by the backend that carries the packets to them, present or next, while the network migrates from one backend to another. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"),
+		"carried":  describe(g, "migration_peers", "Other hosts by the backend that carries the packets to them, present or next, while the host has two backends because of a migration, and otherwise 0. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
 			"Packets that the udp backend dropped, by reason.", "reason"),
 		"cloudCalls": describe(prometheus.CounterValue, "cloud_calls_total",

@@ -81,16 +81,19 @@ type Network struct {
 	Phase       string `json:"phase"`          // such as "serving"
 	BackendType string `json:"backendType"`
 	// NextBackendType is the type of the backend to which the network migrates.
-	NextBackendType string         `json:"nextBackendType,omitempty"`
-	Mode            string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
-	Prefixes        []netip.Prefix `json:"prefixes"`
-	MTU             int            `json:"mtu"`               // bytes, the same for every path
-	Devices         []string       `json:"devices,omitempty"` // devices that the backend has created; none for host-gw, alloc, extension, and clouds without Overflow
-	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
-	SubnetFile      string         `json:"subnetFile"`
-	Pool            *Pool          `json:"pool,omitempty"`     // nil if the store does not assign subnets
-	Cloud           *Cloud         `json:"cloud,omitempty"`    // nil unless the backend uses the routes of a cloud
-	Location        *Location      `json:"location,omitempty"` // nil without Backend.SameLocation
+	NextBackendType string `json:"nextBackendType,omitempty"`
+	// Waiting is the number of peers to which the host still sends by the present backend. It is nil if the
+	// network does not migrate, or if the number is not known.
+	Waiting    *int           `json:"waiting,omitempty"`
+	Mode       string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
+	Prefixes   []netip.Prefix `json:"prefixes"`
+	MTU        int            `json:"mtu"`               // bytes, the same for every path
+	Devices    []string       `json:"devices,omitempty"` // devices that the backend has created; none for host-gw, alloc, extension, and clouds without Overflow
+	Ports      []int          `json:"ports,omitempty"`   // UDP ports that peers send to
+	SubnetFile string         `json:"subnetFile"`
+	Pool       *Pool          `json:"pool,omitempty"`     // nil if the store does not assign subnets
+	Cloud      *Cloud         `json:"cloud,omitempty"`    // nil unless the backend uses the routes of a cloud
+	Location   *Location      `json:"location,omitempty"` // nil without Backend.SameLocation
 }
 
 // Location tells which backends carry the packets inside and between locations. ByInside and ByBetween

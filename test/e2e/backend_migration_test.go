@@ -278,6 +278,22 @@ func eventuallyPublished(t *testing.T, l *lab.Lab, hosts int, present, next stri
 	})
 }
 
+// eventuallyPublishedBy waits until the leases of hosts have data of exactly these types of backends.
+func eventuallyPublishedBy(t *testing.T, l *lab.Lab, present, next string, hosts ...*lab.Host) {
+	t.Helper()
+	for _, h := range hosts {
+		key := statusOf(t, h).Lease.Key
+		eventually(t, fmt.Sprintf("the lease of %s has data of %q and %q", h.Name(), present, next), func() error {
+			for _, one := range leases(t, l) {
+				if one.Key == key && strings.Contains(one.Value, fmt.Sprintf(`"BackendType":%q`, present)) && one.NextBackendType == next {
+					return nil
+				}
+			}
+			return errors.New("it has not")
+		})
+	}
+}
+
 // eventuallyWithout waits until kernelObjects of no host contains text, and no state file lists objects
 // to remove. text is a part of an object of a former backend.
 func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
@@ -623,7 +639,13 @@ func TestKubeBackendMigration(t *testing.T) {
 func TestFlannelctlMigrate(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))
-	startAll(t, l, oneByOne())
+	reachable := lab.FlanneldOptions{Args: []string{"--follow-config=false", "--statusz-address=0.0.0.0:8287"}}
+	startAll(t, l, reachable)
+	follow := func(t *testing.T, h *lab.Host) {
+		t.Helper()
+		expectStop(t, h.Daemon())
+		startOne(t, h, reachable)
+	}
 	h := l.Host(1)
 	expect := func(want string, args ...string) {
 		t.Helper()
@@ -644,14 +666,21 @@ func TestFlannelctlMigrate(t *testing.T) {
 	behind := statusOf(t, l.Host(3)).Lease.Key
 	expect("hosts with present backend only 1 hosts with both backends 2 hosts with next backend only 0 "+behind+" does not publish data for host-gw", "status")
 	expect("this host peers to which it sends by host-gw: 1, by vxlan: 1; MTU of new pods: 1450 "+behind+": it does not publish data for host-gw", "status", socketFlag)
-	expect("hosts that do not publish data for host-gw, and would be cut off: 1", "finish")
+	expect("hosts that do not publish data for host-gw: 1 (flannelctl migrate status names them): add --yes", "finish")
 	follow(t, l.Host(3))
 	eventuallyMigrated(t, l, "host-gw")
+	mute := l.Host(2)
+	nft(t, mute.Namespace, "table ip mute { chain input { type filter hook input priority filter ; tcp dport 8287 drop ; } ; }")
+	expect(":8287: i/o timeout", "finish", "--timeout=1s")
+	expect("1 of 3 hosts still need the present backend, or do not answer: add --yes", "finish", "--timeout=1s")
+	nft(t, mute.Namespace, "delete table ip mute")
 	expect(`~ Backend.Type: "host-gw" (was "vxlan") - NextBackend.Type: "host-gw" written`, "finish")
 	follow(t, h)
 	follow(t, l.Host(2))
 	expect("to host-gw alone: hosts keep their former devices until the last lease has followed", "status")
-	expect("hosts with both backends 1 hosts with next backend only 2 "+behind+" still publishes data for vxlan", "status")
+	eventuallyPublishedBy(t, l, "host-gw", "vxlan", h, l.Host(2))
+	expect("hosts with both backends 3 hosts with next backend only 0", "status")
+	expect(behind+" still publishes data for vxlan", "status")
 	follow(t, l.Host(3))
 	eventuallyPublished(t, l, 3, "host-gw", "")
 	expect("the network does not migrate", "status")

@@ -51,6 +51,11 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 	if s.behind {
 		stored = published
 	}
+	var withdrawn <-chan struct{} // set to published in the stage Withdrawn; nil never receives
+	var step <-chan time.Time     // receives when that stage ends; nil never receives
+	if s.begin.Load().Config.Stage == subnet.Withdrawn {
+		withdrawn = published
+	}
 	for ctx.Err() == nil {
 		cfg, changed := r.config.next()
 		var again <-chan time.Time // nil never receives
@@ -76,8 +81,21 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		case <-ctx.Done():
 		case <-changed:
 		case <-again:
+		case <-withdrawn:
+			withdrawn = nil
+			step = time.After(withdrawal)
+		case <-step:
+			if next := r.prepareStep(ctx, changed, m, s, published); next != nil {
+				prepared <- next
+				return nil
+			}
+			step = time.After(wait.Vary(refusedPause, 0.5))
 		case <-s.reclaim:
-			if next := r.prepareClaim(ctx, s); next != nil {
+			next := r.prepareClaim(ctx, s)
+			if next == nil {
+				next = r.prepareStep(ctx, changed, m, s, published)
+			}
+			if next != nil {
 				prepared <- next
 				return nil
 			}
@@ -106,6 +124,25 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		}
 	}
 	return ctx.Err()
+}
+
+// withdrawal is how long a host that has withdrawn the data of its next backend waits before it starts a changed one.
+// Until then its peers must have read that, or their packets to a device that changes are lost.
+const withdrawal = 30 * time.Second
+
+// prepareStep returns the change to the next step toward the configuration in the store. It returns nil if there is
+// none, or if this host cannot take it, which it logs.
+func (r *runner) prepareStep(ctx context.Context, changed <-chan struct{}, m Store, s *session, published <-chan struct{}) *change {
+	now := s.begin.Load().Config
+	if now.Stage == "" || r.config.hasGivenUp() {
+		return nil
+	}
+	c, err := r.prepareUnless(ctx, changed, m, s, now.Step(), published)
+	if err != nil {
+		r.config.refuse(ctx, now, err)
+		return nil
+	}
+	return c
 }
 
 // prepareClaim returns a change to the same configuration with another claim. It returns nil if the
@@ -261,12 +298,22 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 // changed records and logs that the network uses the configuration of c from now on.
 func (r *runner) changed(ctx context.Context, c *change) {
 	r.config.use(c.config)
-	log := klog.FromContext(ctx)
-	if c.same {
-		log.Info("the own lease gets more data", "backend", c.config.BackendType, "next", c.config.NextType)
+	log := klog.FromContext(ctx).WithValues("backend", c.config.BackendType, "next", c.config.NextType)
+	switch {
+	case c.same:
+		log.Info("the own lease gets more data")
+		return
+	case c.config.Stage == subnet.Finished:
+		log.Info("the migration is finished: this host keeps the former backend for peers that it does not reach by the next one")
+		return
+	case c.config.Stage == subnet.Leaving:
+		log.Info("this host sends to all peers by the next backend, and keeps the former one until all hosts do")
+		return
+	case c.config.Stage == subnet.Withdrawn:
+		log.Info("NextBackend has changed: this host goes back to the present backend first")
 		return
 	}
-	log.Info("the network uses the changed configuration", "backend", c.config.BackendType, "networks", c.config.Prefixes())
+	log.Info("the network uses the changed configuration", "networks", c.config.Prefixes())
 }
 
 // serveChanged starts a session with the configuration of c. before is the state that the last session

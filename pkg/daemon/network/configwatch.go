@@ -59,7 +59,8 @@ func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	if len(w.differs) == 0 || w.failed {
 		return nil, w.changed.Changed()
 	}
-	return w.stored, w.changed.Changed()
+	want := w.used.Toward(*w.stored)
+	return &want, w.changed.Changed()
 }
 
 // compare updates what follows from stored and used. The caller holds w.mu.
@@ -67,7 +68,7 @@ func (w *configWatch) compare() {
 	before := w.differs
 	w.differs = nil
 	if w.stored != nil && w.running {
-		w.differs = subnet.Changes(w.used, *w.stored)
+		w.differs = subnet.Changes(w.used.Goal(), *w.stored)
 	}
 	if w.stored != nil && len(w.differs) == 0 {
 		w.refused = ""
@@ -193,9 +194,16 @@ func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) 
 	}
 }
 
-// stores reports whether the store has cfg. The caller holds w.mu.
+// stores reports whether the store has cfg, or cfg is a step toward what it has. The caller holds w.mu.
 func (w *configWatch) stores(cfg subnet.Config) bool {
-	return w.stored != nil && len(subnet.Changes(*w.stored, cfg)) == 0
+	return w.stored != nil && len(subnet.Changes(*w.stored, cfg.Goal())) == 0
+}
+
+// hasGivenUp reports whether the configuration in the store, or a step toward it, was tried and did not start.
+func (w *configWatch) hasGivenUp() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.failed
 }
 
 // recordRefusal records why the configuration in the store cannot be used. The caller has logged it.

@@ -254,3 +254,29 @@ func TestConfigWatchOfLongTexts(t *testing.T) {
 		}
 	}
 }
+
+// TestConfigWatchEndOfMigration checks what the network should use after the end of a migration. A daemon that
+// ends at a changed configuration must do so once, and not again at each start until it has left the former
+// backend.
+func TestConfigWatchEndOfMigration(t *testing.T) {
+	const during, after = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`
+	w := newConfigWatch(true, subnet.ParseConfig, nil)
+	used := parseConfig(t, during)
+	w.use(used)
+	w.apply(t.Context(), []byte(after))
+	next, _ := w.next()
+	if next == nil || next.Stage != subnet.Finished {
+		t.Fatalf("after the end the network should use %+v, want both backends", next)
+	}
+	for _, cfg := range []subnet.Config{*next, next.Step(), next.Goal()} {
+		w.use(cfg)
+		if next, _ := w.next(); next != nil || w.restartNeeded() != "" || w.refusal() != "" {
+			t.Errorf("in stage %q the network should use %+v, %q", cfg.Stage, next, w.restartNeeded())
+		}
+	}
+	w.use(*next)
+	w.apply(t.Context(), []byte(during))
+	if next, _ = w.next(); next == nil || next.Stage != "" || !next.Migrates() {
+		t.Errorf("when the end is taken back, the network should use %+v", next)
+	}
+}

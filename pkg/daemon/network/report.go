@@ -87,9 +87,7 @@ func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
-	if now.Config.Migrates() {
-		l.Carried = map[string]int{"present": 0, "next": 0}
-	}
+	l.Carried = carried(now, in)
 	if o := in.Overflow; o != nil {
 		l.CloudPeers = map[string]int{"cloud": o.ByCloud, "tunnel": o.ByTunnel}
 	}
@@ -102,13 +100,6 @@ func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.
 			l.Relayed++
 		}
 		switch {
-		case l.Carried == nil || p.Choice.Backend == "":
-		case p.Choice.Waiting == "":
-			l.Carried["next"]++
-		default:
-			l.Carried["present"]++
-		}
-		switch {
 		case p.Refused != "":
 			l.Peers["refused"]++
 		case p.Held:
@@ -117,6 +108,22 @@ func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.
 			l.Peers["served"]++
 		}
 	}
+}
+
+// carried returns the numbers of peers by the backend of a migration that carries the packets to them. They are
+// zero, and not absent, without a migration, because a short one may be over before the metric is read.
+func carried(now lastknown.State, in backend.Inspection) map[string]int {
+	numbers := map[string]int{"present": 0, "next": 0}
+	for _, p := range in.Peers {
+		switch {
+		case !now.Config.Migrates() || p.Choice.Backend == "": // other networks with two backends have a Choice, too
+		case p.Choice.Waiting == "":
+			numbers["next"]++
+		default:
+			numbers["present"]++
+		}
+	}
+	return numbers
 }
 
 // poolUse returns how much of the range of subnets is in use, for the family with the
@@ -146,7 +153,10 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	now, in, known := o.inspect(ctx, !q.AllPaths)
 	r := status.NewReport(o.host.Started, o.host.Journal, o.opts.StoreKind())
 	r.Network = status.Network{
-		Name: o.name, Phase: string(o.progress.Phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
+		Name: o.name, Phase: string(o.progress.Phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
+	}
+	if now.Config.Migrates() {
+		r.Network.NextBackendType = now.Config.NextType
 	}
 	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
@@ -156,6 +166,10 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
 	if known {
+		if now.Config.Migrates() {
+			waiting := carried(now, in)["present"]
+			r.Network.Waiting = &waiting
+		}
 		r.Network.Pool = (*status.Pool)(o.poolUse(now, in))
 	}
 	for _, a := range now.Interface.Addrs {

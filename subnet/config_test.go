@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package subnet
+
+import "testing"
+
+// TestWayOutOfAMigration checks which configuration a host uses when the store has another one, and the steps
+// after a finished migration.
+func TestWayOutOfAMigration(t *testing.T) {
+	const (
+		network = `{"Network":"10.5.0.0/16","Backend":`
+		before  = network + `{"Type":"vxlan"}}`
+		during  = network + `{"Type":"vxlan"},"NextBackend":{"Type":"udp","Mode":"userspace"}}`
+		edited  = network + `{"Type":"vxlan"},"NextBackend":{"Type":"udp","Port":8477}}`
+		after   = network + `{"type":"UDP","Mode":"userspace"}}`
+	)
+	parse := func(text string) Config {
+		t.Helper()
+		cfg, err := ParseConfig([]byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cfg
+	}
+	withdrawn := parse(edited)
+	withdrawn.Stage = Withdrawn
+	staged := func(s Stage) Config {
+		cfg := parse(during)
+		cfg.Stage = s
+		return cfg
+	}
+	for _, tt := range []struct {
+		name         string
+		used, stored Config
+		want         Config
+	}{
+		{"the first configuration", Config{}, parse(after), parse(after)},
+		{"a migration starts", parse(before), parse(during), parse(during)},
+		{"it goes on", parse(during), parse(during), parse(during)},
+		{"it is aborted", parse(during), parse(before), parse(before)},
+		{"it is finished", parse(during), parse(after), staged(Finished)},
+		{"it stays finished", staged(Finished), parse(after), staged(Finished)},
+		{"the host leaves", staged(Leaving), parse(after), staged(Leaving)},
+		{"the end is taken back", staged(Leaving), parse(during), parse(during)},
+		{"another next backend", parse(during), parse(network + `{"Type":"udp"}}`), parse(network + `{"Type":"udp"}}`)},
+		{"the host has left", parse(after), parse(after), parse(after)},
+		{"NextBackend is edited", parse(during), parse(edited), withdrawn},
+		{"it is edited again", withdrawn, parse(during), func() Config { c := parse(during); c.Stage = Withdrawn; return c }()},
+		{"it is edited and then aborted", withdrawn, parse(before), parse(before)},
+		{"it is edited and then finished", withdrawn, parse(network + `{"Type":"udp","Port":8477}}`), func() Config { c := parse(edited); c.Stage = Finished; return c }()},
+	} {
+		if got := tt.used.Toward(tt.stored); len(Changes(got, tt.want)) > 0 || got.Stage != tt.want.Stage {
+			t.Errorf("%s: %+v, want %+v", tt.name, got, tt.want)
+		}
+	}
+
+	changed := parse(`{"Network":"10.4.0.0/15","Backend":{"Type":"udp","Mode":"userspace"}}`)
+	if got := parse(during).Toward(changed); got.Networks[0] != changed.Networks[0] || got.Stage != Finished {
+		t.Errorf("with another network: %+v, want both backends, and the network of the store", got)
+	}
+	leaving := staged(Finished).Step()
+	if leaving.Stage != Leaving || !leaving.Migrates() {
+		t.Errorf("the first step leads to %+v", leaving)
+	}
+	if alone := leaving.Step(); len(Changes(alone, parse(after))) > 0 || len(Changes(alone, staged(Finished).Goal())) > 0 {
+		t.Errorf("the second step leads to %+v", alone)
+	}
+	if withdrawn.Migrates() || len(Changes(withdrawn.Step(), parse(edited))) > 0 || len(Changes(withdrawn.Goal(), parse(edited))) > 0 {
+		t.Errorf("the step from %+v leads to %+v", withdrawn, withdrawn.Step())
+	}
+}
