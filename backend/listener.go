@@ -5,6 +5,7 @@ package backend
 import (
 	"context"
 	"fmt"
+	"strings"
 
 	"github.com/flanneld/flanneld/pkg/endpoint"
 )
@@ -38,6 +39,11 @@ func PortsByType(b Backend, configured string) map[string][]int {
 	}
 	return map[string][]int{configured: Ports(b)}
 }
+
+// SharePort reports whether the kernel lets devices of these two types, as in the result of PortsByType, listen on one
+// port. It does so for vxlan if their VNIs differ, and both or neither have GBP: see vxlan_find_sock, which compares
+// the flags.
+func SharePort(a, b string) bool { return a == b && strings.HasPrefix(a, "vxlan") }
 
 // Checker is a Backend that can find out before Start whether the host has what it needs.
 type Checker interface {

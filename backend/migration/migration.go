@@ -99,7 +99,7 @@ func (b *Backend) check() error {
 	}
 	for kind, ports := range backend.PortsByType(to.be, to.side.Type) {
 		for used, others := range backend.PortsByType(from.be, from.side.Type) {
-			if kind == "vxlan" && used == "vxlan" { // the kernel shares a port between vxlan devices of different VNIs
+			if backend.SharePort(kind, used) { // the devices differ, so the VNIs do
 				continue
 			}
 			for _, port := range ports {

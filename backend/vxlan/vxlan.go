@@ -53,6 +53,15 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 // Ports implements backend.Listener.
 func (b *Backend) Ports() []int { return []int{b.config.Port} }
 
+// PortsByType implements backend.SeveralListener. See backend.SharePort.
+func (b *Backend) PortsByType() map[string][]int {
+	kind := "vxlan"
+	if b.config.GBP {
+		kind += " with GBP"
+	}
+	return map[string][]int{kind: b.Ports()}
+}
+
 // Tunnel implements backend.Tunneler.
 func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}

@@ -21,7 +21,7 @@ type claims struct {
 	files    []string
 }
 
-// port is a UDP port on which a backend of the type in backend listens.
+// port is a UDP port on which a backend listens. backend is its type, as in the result of backend.PortsByType.
 type port struct {
 	number  int
 	backend string
@@ -80,12 +80,9 @@ func (c claims) clash(other claims) string {
 	}
 	for _, p := range c.ports {
 		for _, o := range other.ports {
-			// The kernel lets vxlan devices of one family share a port if their VNIs differ. Devices with
-			// equal VNIs have equal names, which the comparison of devices above finds. Devices of different
-			// families have separate sockets anyway. The option GBP is not compared here: if only one of two
-			// devices has it, the kernel refuses to set the second one up.
-			shared := p.backend == "vxlan" && o.backend == "vxlan"
-			if p.number == o.number && !shared {
+			// Devices with equal VNIs have equal names, which the comparison of devices above finds. Devices of
+			// different families have separate sockets anyway.
+			if p.number == o.number && !backend.SharePort(p.backend, o.backend) {
 				return fmt.Sprintf("both have UDP port %d", p.number)
 			}
 		}

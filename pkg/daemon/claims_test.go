@@ -77,6 +77,7 @@ func TestClaimsOfAMigration(t *testing.T) {
 		"from vxlan to its port":       {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2,"Port":1},"NextBackend":{"Type":"udp","Port":8472}}`, "8472"},
 		"from the port to vxlan":       {`{"Network":"10.6.0.0/16","Backend":{"Type":"udp","Port":8472},"NextBackend":{"Type":"vxlan","VNI":2,"Port":1}}`, "8472"},
 		"no migration, but with udp":   {`{"Network":"10.6.0.0/16","Backend":{"Type":"udp","Port":8472}}`, "8472"},
+		"vxlan with GBP on its port":   {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2,"GBP":true}}`, "8472"},
 		"no migration, but with vxlan": {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`, ""},
 	} {
 		other := of(tt.other)

@@ -186,12 +186,15 @@ func (f *fleet) left(name string, now etcd.NetworkConfigs) bool {
 }
 
 // admit makes all members decide about configurations that were not admitted yet, in the order in
-// which they have joined. It closes f.up once the store has answered and isUp is true for all members.
+// which they have joined. If networks wait for each other, it makes one of them release what it has. It closes f.up once the store has answered and isUp is true for all members.
 func (f *fleet) admit(ctx context.Context) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, m := range f.members {
 		m.admit(ctx)
+	}
+	if name := f.roster.knot(); f.listed && name != "" {
+		f.find(name).yield(ctx)
 	}
 	if f.listed && !slices.ContainsFunc(f.members, func(m *member) bool { return !m.isUp() }) {
 		f.once.Do(func() { close(f.up) })

@@ -53,6 +53,7 @@ type member struct {
 	missing    error              // why m goes on although the store has no configuration; nil if the store has one
 	seen       subnet.Observation // last recorded observation before net was opened; zero if there is none
 	recalled   chan struct{}      // closed when the start may go on after the store has answered; nil unless config is of the last process
+	yields     bool               // m must remove what this host has of the network, except for its lease, and begin again
 	began      bool               // this host may have objects, files or a lease of the network
 	net        *network.Network   // while it is served
 	last       *network.Network   // the last one that was served, when that has ended; nil while net is set, and since a removal began
@@ -154,6 +155,19 @@ func (m *member) admit(ctx context.Context) {
 	m.decided()
 }
 
+// yield makes m release what this host has of the network, because another network waits for it, and m waits for
+// another network.
+func (m *member) yield(ctx context.Context) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.yields || m.admitted || !m.began {
+		return
+	}
+	klog.FromContext(ctx).Info("networks wait for each other, so this one removes its devices and routes, and then begins again", "network", m.name, "reason", m.refused)
+	m.yields = true
+	m.decided()
+}
+
 // validate parses a configuration of m, and returns the configuration and its claims.
 func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
@@ -213,7 +227,7 @@ func (m *member) lastSeen() subnet.Observation {
 // task is the work of a member at a moment.
 type task struct {
 	serve      bool // the network has a configuration that it can use
-	retire     bool // the network was deleted, and has left something
+	retire     bool // the network was deleted or yields, and has left something
 	admitted   bool // text was admitted
 	text       []byte
 	config     subnet.Config   // that of text if it was admitted, otherwise the one that the network has used last
@@ -232,7 +246,7 @@ func (m *member) next() task {
 // task is next for a caller that holds m.mu.
 func (m *member) task() task {
 	t := task{
-		serve: m.admitted || m.began && m.has(), retire: !m.has() && m.began, admitted: m.admitted,
+		serve: m.admitted || m.began && m.has() && !m.yields, retire: m.began && (!m.has() || m.yields), admitted: m.admitted,
 		text: m.text, config: m.config, generation: m.generation, refused: m.refused, confirmed: m.recalled,
 	}
 	if !m.admitted {
@@ -392,27 +406,35 @@ func (m *member) closed(n *network.Network) {
 	m.host.Tuner.Ended(m.name)
 }
 
-// retire removes everything of a network whose configuration was deleted.
+// retire removes everything of a network whose configuration was deleted, or that yields. A network that yields keeps its
+// lease in the store, and so its subnets. It keeps no last known state, with which a next process would begin.
 func (m *member) retire(ctx context.Context) error {
 	m.mu.Lock()
 	m.last = nil // Retire does what its Shutdown would do
+	yields := m.has()
 	m.mu.Unlock()
 	n, err := m.open(ctx, task{})
 	if err != nil {
 		return err
 	}
 	defer n.Close()
-	if err := n.Retire(ctx); err != nil {
+	if err := n.Retire(ctx, yields); err != nil {
 		return err
 	}
-	klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
+	if yields {
+		klog.FromContext(ctx).Info("network has released its devices, routes, rules and files")
+	} else {
+		klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
+	}
 	return m.retired()
 }
 
 // retired records that nothing of the network is left.
 func (m *member) retired() error {
 	m.mu.Lock()
-	m.began, m.seen = false, subnet.Observation{}
+	m.began = false
+	m.yields = false
+	m.seen = subnet.Observation{}
 	m.decided()
 	m.mu.Unlock()
 	return m.claim(nil)

@@ -65,5 +65,5 @@ func retire(ctx context.Context, c network.Config) error {
 		return err
 	}
 	defer n.Close()
-	return n.Retire(ctx)
+	return n.Retire(ctx, false)
 }

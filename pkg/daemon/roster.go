@@ -25,6 +25,7 @@ type roster struct {
 type entry struct {
 	name     string
 	promised *claims  // claims of the admitted configuration; nil if there is none
+	wanted   *claims  // claims of the configuration that was refused because of another network; nil if there is none
 	claimed  []claims // claims of the configuration in use, and then of former ones that have left something on this host
 }
 
@@ -34,18 +35,64 @@ func newRoster() *roster { return &roster{} }
 func (r *roster) join(name string) { r.change(name, func(*entry) {}) }
 
 // promise records what a network may begin to use. The new promise replaces an earlier one. promise
-// returns an error, and changes nothing, if another network has claimed or was promised a part of it.
+// returns an error, and only records what was wanted, if another network has claimed or was promised a part of it.
 func (r *roster) promise(name string, wanted claims) (err error) {
 	r.change(name, func(e *entry) {
-		if err = r.clash(name, wanted); err == nil {
-			e.promised = &wanted
+		if err = r.clash(name, wanted); err != nil {
+			e.wanted = &wanted
+			return
 		}
+		e.promised = &wanted
+		e.wanted = nil
 	})
 	return err
 }
 
-// withdraw removes the promise to a network.
-func (r *roster) withdraw(name string) { r.change(name, func(e *entry) { e.promised = nil }) }
+// knot returns the network that must release what it has claimed, because networks wait for each other in a cycle, or
+// an empty string if there is no cycle. Of all networks in cycles that is the one with the last name, so that all hosts
+// choose the same one.
+func (r *roster) knot() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var waiting []*entry
+	for _, e := range r.entries {
+		if e.wanted != nil && len(e.claimed) > 0 {
+			waiting = append(waiting, e)
+		}
+	}
+
+	// Each turn removes networks for which no other one in waiting waits, and networks that wait for others, which would go on
+	// to wait if a cycle were broken.
+	for before := -1; before != len(waiting); {
+		before = len(waiting)
+		waiting = slices.DeleteFunc(waiting, func(e *entry) bool {
+			needed := slices.ContainsFunc(waiting, func(o *entry) bool { return o != e && o.wanted.clash(e.claimed[0]) != "" })
+			return !needed || slices.ContainsFunc(r.entries, func(o *entry) bool { return o != e && e.waitsFor(o, slices.Contains(waiting, o)) })
+		})
+	}
+	name := ""
+	for _, e := range waiting {
+		name = max(name, e.name)
+	}
+	return name
+}
+
+// waitsFor reports whether network o keeps e from getting what e wants. releases is set if o releases what it has. Of two
+// that want the same, the one with the first name gets it.
+func (e *entry) waitsFor(o *entry, releases bool) bool {
+	if releases {
+		return o.name < e.name && e.wanted.clash(*o.wanted) != ""
+	}
+	return o.promised != nil && e.wanted.clash(*o.promised) != "" || slices.ContainsFunc(o.claimed, func(c claims) bool { return e.wanted.clash(c) != "" })
+}
+
+// withdraw removes the promise to a network, and what it wanted.
+func (r *roster) withdraw(name string) {
+	r.change(name, func(e *entry) {
+		e.promised = nil
+		e.wanted = nil
+	})
+}
 
 // begin adds the promised claims of a network to what it has claimed, because the network may use them
 // from now on.
@@ -127,6 +174,8 @@ func (r *roster) clash(name string, wanted claims) error {
 		for i, has := range e.claimed {
 			switch why := wanted.clash(has); {
 			case why == "":
+			case i == 0 && e.wanted != nil && wanted.clash(*e.wanted) == "":
+				return fmt.Errorf("it waits until network %s, which has another configuration now, has released this: %s", e.name, why)
 			case i == 0:
 				return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
 			default:

@@ -4,6 +4,7 @@ package daemon
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -234,5 +235,70 @@ func TestRefusedConfigurationAfterAFailure(t *testing.T) {
 	red.offer(nil)
 	if now := red.next(); now.serve || !now.retire {
 		t.Errorf("when it is deleted: %+v, want retire", now)
+	}
+}
+
+// TestRosterKnot lets networks change to what others have, in any order of joining. If they wait for each other, the one
+// with the last name must release what it has. After that all must get what they want.
+func TestRosterKnot(t *testing.T) {
+	on := func(network string, number int) claims {
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}, devices: []string{fmt.Sprint("flannel-", number)}}
+	}
+	type change struct{ from, to claims }
+	a, b, c := on("10.1.0.0/16", 1), on("10.2.0.0/16", 2), on("10.3.0.0/16", 3)
+	portOf := func(c claims, of claims) claims {
+		return claims{networks: c.networks, ports: of.ports, devices: of.devices}
+	}
+	for name, tt := range map[string]struct {
+		changes map[string]change
+		want    string
+	}{
+		"two swap their ports":          {map[string]change{"green": {a, portOf(a, b)}, "red": {b, portOf(b, a)}}, "red"},
+		"two swap their ranges":         {map[string]change{"green": {a, portOf(b, a)}, "red": {b, portOf(a, b)}}, "red"},
+		"three in a circle":             {map[string]change{"blue": {a, b}, "green": {b, c}, "red": {c, a}}, "red"},
+		"one more waits for the circle": {map[string]change{"blue": {a, b}, "green": {b, a}, "red": {c, portOf(c, a)}}, "green"},
+		"only one changes":              {map[string]change{"green": {a, b}, "red": {b, b}}, ""},
+		"a chain":                       {map[string]change{"blue": {a, b}, "green": {b, c}, "red": {c, c}}, ""},
+		"both want the same":            {map[string]change{"green": {a, portOf(b, c)}, "red": {b, portOf(a, c)}}, ""},
+		"one also waits for a third":    {map[string]change{"blue": {a, portOf(a, b)}, "green": {b, claims{networks: c.networks, ports: a.ports, devices: a.devices}}, "red": {c, c}}, ""},
+	} {
+		for _, reversed := range []bool{false, true} {
+			names := slices.Sorted(maps.Keys(tt.changes))
+			if reversed {
+				slices.Reverse(names)
+			}
+			r := newRoster()
+			for _, n := range names {
+				r.recall(n, tt.changes[n].from)
+			}
+			for range 2 {
+				for _, n := range names {
+					_ = r.promise(n, tt.changes[n].to)
+				}
+			}
+			got := r.knot()
+			if got != tt.want {
+				t.Errorf("%s, in the order %v: %q must release what it has, want %q", name, names, got, tt.want)
+			}
+			if got == "" {
+				continue
+			}
+			if err := r.promise(got, tt.changes[got].to); err == nil || !strings.Contains(err.Error(), "it waits until network ") {
+				t.Errorf("%s, in the order %v: refused because %v", name, names, err)
+			}
+			_ = r.claim(got)
+			for range names {
+				for _, n := range names {
+					if r.promise(n, tt.changes[n].to) == nil {
+						_ = r.claim(n, tt.changes[n].to)
+					}
+				}
+			}
+			for _, n := range names {
+				if err := r.promise(n, tt.changes[n].to); err != nil && n <= got && name != "one more waits for the circle" { // the order of joining decides then
+					t.Errorf("%s, in the order %v: %s still waits: %v", name, names, n, err)
+				}
+			}
+		}
 	}
 }

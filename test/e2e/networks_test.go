@@ -270,6 +270,81 @@ func TestRefusedNetworkIsServedAgain(t *testing.T) {
 	expectAnswers(t, podsIn(l, "10.5."))
 }
 
+// TestNetworksSwap lets three networks exchange their VNIs in a circle, and two of them their ranges, while they are
+// served and while the daemons are down. All must be served with the new configuration in the end. With another VNI a host
+// keeps its subnets. A host that has never served the networks must get the same result.
+func TestNetworksSwap(t *testing.T) {
+	t.Parallel()
+	for _, live := range []bool{true, false} {
+		t.Run(fmt.Sprintf("live %v", live), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3}, "")
+			s := etcdClient(t, l)
+			names := []string{"blue", "green", "red"}
+			put := func(ranges, vnis [3]int) {
+				for i, name := range names {
+					putKey(t, s, networksRoot+name+"/config", fmt.Sprintf(`{"Network":"10.%d.0.0/16","Backend":{"Type":"vxlan","VNI":%d}}`, ranges[i], vnis[i]))
+				}
+			}
+			hosts := l.Hosts()[:2]
+			restart := func(change func()) {
+				if live {
+					change()
+					return
+				}
+				for _, h := range hosts {
+					expectStop(t, h.Daemon())
+				}
+				change()
+				for _, h := range hosts {
+					start(t, h, lab.FlanneldOptions{Args: []string{"--watch-networks"}})
+				}
+			}
+			expect := func(ranges, vnis [3]int) (subnets []string) {
+				t.Helper()
+				for _, h := range hosts {
+					for i, name := range names {
+						eventually(t, name+" on "+h.Name(), func() error {
+							n := overviewOf(t, h)[name]
+							if n.Phase != "serving" || !n.Ready || len(n.Reasons) > 0 || len(n.Subnets) != 1 || !strings.HasPrefix(n.Subnets[0].String(), fmt.Sprintf("10.%d.", ranges[i])) {
+								return fmt.Errorf("%+v", n)
+							}
+							return nil
+						})
+						expectInOutput(t, h, fmt.Sprintf("ip route show root 10.%d.0.0/16", ranges[i]), fmt.Sprintf("flannel.%d", vnis[i]))
+						subnets = append(subnets, overviewOf(t, h)[name].Subnets[0].String())
+					}
+				}
+				return subnets
+			}
+
+			before := [3]int{1, 2, 3}
+			ranges := [3]int{5, 6, 7}
+			put(ranges, before)
+			for _, h := range hosts {
+				start(t, h, lab.FlanneldOptions{Args: []string{"--watch-networks"}})
+			}
+			had := expect(ranges, before)
+
+			circle := [3]int{2, 3, 1}
+			restart(func() { put(ranges, circle) })
+			if has := expect(ranges, circle); !slices.Equal(has, had) {
+				t.Errorf("after the VNIs have changed the hosts have the subnets %v, want %v", has, had)
+			}
+
+			swapped := [3]int{6, 5, 7}
+			restart(func() { put(swapped, circle) })
+			expect(swapped, circle)
+			start(t, l.Host(3), lab.FlanneldOptions{Args: []string{"--watch-networks"}})
+			hosts = l.Hosts()
+			expect(swapped, circle)
+			for _, name := range names {
+				expectAnswers(t, addNetworkPods(t, l, name))
+			}
+		})
+	}
+}
+
 // podsIn returns the pods whose first address begins with the text.
 func podsIn(l *lab.Lab, begin string) []*lab.Pod {
 	return slices.DeleteFunc(l.Pods(), func(p *lab.Pod) bool { return !strings.HasPrefix(p.Addrs()[0].String(), begin) })

@@ -260,9 +260,9 @@ func (n *Network) Refuse(why error) { n.config.recordRefusal(why) }
 // Refusal returns why the configuration in the store cannot be used, or "" if it can.
 func (n *Network) Refusal() string { return n.config.refusal() }
 
-// Retire removes everything that the network has on this host, and its lease in the store. The
+// Retire removes everything that the network has on this host, and its lease in the store unless keep is set. The
 // caller must not have called Run.
-func (n *Network) Retire(ctx context.Context) error { return n.retireAll(ctx) }
+func (n *Network) Retire(ctx context.Context, keep bool) error { return n.retireAll(ctx, keep) }
 
 // Alive implements health.Source.
 func (n *Network) Alive() error { return n.ready.health.Alive() }

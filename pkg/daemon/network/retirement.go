@@ -131,9 +131,9 @@ func (r *retirement) run(ctx context.Context) {
 	r.done()
 }
 
-// retireAll removes everything that the network has on this host, and its lease in the store. There must
-// be no session.
-func (p *parts) retireAll(ctx context.Context) error {
+// retireAll removes everything that the network has on this host, and its lease in the store unless keep is set. There
+// must be no session.
+func (p *parts) retireAll(ctx context.Context, keep bool) error {
 	last := p.past
 	if now, ok := p.state.Get(); ok {
 		last = now
@@ -157,7 +157,7 @@ func (p *parts) retireAll(ctx context.Context) error {
 	if err := p.rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
 		return err
 	}
-	if s, ok := p.store.(subnet.Releaser); ok {
+	if s, ok := p.store.(subnet.Releaser); ok && !keep {
 		if err := s.Release(ctx, last.Own); err != nil {
 			return fmt.Errorf("release the lease: %w", err)
 		}
