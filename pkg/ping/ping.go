@@ -155,7 +155,9 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		mode := unix.IP_PMTUDISC_DONT
 		if o.DontFragment {
-			mode = unix.IP_PMTUDISC_DO
+			// With IP_PMTUDISC_DO a forged "fragmentation needed" for the destination would count, which a pod
+			// with CAP_NET_RAW can send.
+			mode = unix.IP_PMTUDISC_PROBE
 		}
 		cerr := c.Control(func(fd uintptr) {
 			// Without a filter each socket would also receive the requests of all peers.
