@@ -49,8 +49,10 @@ type Env struct {
 	// StateDir is the folder for files that must survive a reboot. If it is empty,
 	// nothing is stored.
 	StateDir string
-	// Blackhole requests a blackhole route to the own subnet.
+	// Blackhole requests an unreachable route to the own subnet.
 	Blackhole bool
+	// Elsewhere is set if packets to peers may take routes that are not on this host: those of a cloud.
+	Elsewhere bool
 	// Used contains the types of the backends whose data this host has published until now. It is
 	// empty if they are unknown.
 	Used []string
@@ -112,14 +114,30 @@ func (e Env) Direct(ctx context.Context, dst netip.Addr) (dev string, err error)
 	return e.Kernel.OnLink(ctx, dst, e.Underlay.Name)
 }
 
-// Base returns the state that the kernel should have for the own lease with any backend: the
-// blackhole routes if Blackhole is set, and otherwise nothing.
+// Base returns the state that the kernel should have for the own lease with any backend: unreachable
+// routes to the own subnets if Blackhole is set, and otherwise nothing.
 func (e Env) Base(own subnet.Lease) dataplane.State {
 	base := dataplane.NewState()
 	if e.Blackhole {
 		for _, ep := range own.Endpoints {
-			base.Add(dataplane.NewBlackhole(ep.Subnet))
+			base.Add(dataplane.NewUnreachable(ep.Subnet))
 		}
+	}
+	return base
+}
+
+// TunnelBase replaces Base for a backend that has a route to each peer: it contains an unreachable
+// route to each network, which includes the own subnet. So a packet to a pod never follows another
+// route, such as the default route: in clear text if the tunnel's device is gone, or in a loop if no
+// host has the subnet. TunnelBase is Base if packets may have to follow other routes: to peers by way
+// of a cloud, or to hosts with addresses in the network, which flannel accepts.
+func (e Env) TunnelBase(own subnet.Lease) dataplane.State {
+	base := dataplane.NewState()
+	for _, n := range e.Config.Networks {
+		if e.Elsewhere || slices.ContainsFunc(e.Locals(), n.Prefix.Contains) {
+			return e.Base(own)
+		}
+		base.Add(dataplane.NewUnreachable(n.Prefix))
 	}
 	return base
 }

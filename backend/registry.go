@@ -143,6 +143,7 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys", subnet.Shorten(c.Overflow.Type), strings.Join(r.tunnels(), ", "))
 	}
 	env := c.Env
+	env.Elsewhere = true
 	env.Config.BackendType, env.Config.Backend = c.Overflow.Type, c.Overflow.Raw
 	tunnel, more, err := r.one(env)
 	if err != nil {

@@ -840,7 +840,7 @@ func TestRandomWalk(t *testing.T) {
 // exactly if it is requested.
 func TestBlackhole(t *testing.T) {
 	n := newNode(t, map[string]any{})
-	hole := dataplane.NewBlackhole(netip.MustParsePrefix("10.5.1.0/24"))
+	hole := dataplane.NewUnreachable(netip.MustParsePrefix("10.5.1.0/24"))
 	for _, on := range []bool{true, false} {
 		n.env.Blackhole = on
 		n.mustStart()

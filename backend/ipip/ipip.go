@@ -178,10 +178,10 @@ func (b *Backend) MTU() int {
 // Check implements backend.Network.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// base returns the wanted state without any peers: that of Env.Base, and for each family a
+// base returns the wanted state without any peers: that of Env.TunnelBase, and for each family a
 // device with the base address of the own subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
-	want := b.env.Base(own)
+	want := b.env.TunnelBase(own)
 	for _, e := range own.Endpoints {
 		f := e.Family()
 		addr, ok := b.env.Underlay.Family(f)

@@ -88,7 +88,9 @@ func TestBase(t *testing.T) {
 		dataplane.Link{Name: "flannel.ipip", Kind: "ipip", MTU: 1480, Up: true, Tunnel: dataplane.Tunnel{Local: netip.MustParseAddr("192.168.77.1")}},
 		dataplane.Link{Name: "flannel-v6.ipip", Kind: "ip6tnl", MTU: 1460, Up: true, Tunnel: dataplane.Tunnel{Local: netip.MustParseAddr("fd00:77::1")}},
 		dataplane.Addr{Dev: "flannel.ipip", Prefix: netip.MustParsePrefix("10.5.1.0/32")},
-		dataplane.Addr{Dev: "flannel-v6.ipip", Prefix: netip.MustParsePrefix("fd00:10:5:1::/128")})
+		dataplane.Addr{Dev: "flannel-v6.ipip", Prefix: netip.MustParsePrefix("fd00:10:5:1::/128")},
+		dataplane.NewUnreachable(netip.MustParsePrefix("10.5.0.0/16")),
+		dataplane.NewUnreachable(netip.MustParsePrefix("fd00:10:5::/48")))
 	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b }), cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })); diff != "" {
 		t.Error(diff)
 	}

@@ -46,7 +46,7 @@ func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Networ
 	if err != nil {
 		return nil, err
 	}
-	base := e.env.Base(own)
+	base := e.env.TunnelBase(own)
 	link := dataplane.Link{Name: device, Kind: dataplane.KindVXLAN, MAC: dataplane.MAC{2}, MTU: 1440, Up: true} // the kernel in memory has no other kind of tunnel device
 	link.VXLAN = dataplane.VXLAN{VNI: 99, Port: 51820, Local: e.env.Underlay.Addrs[0].Local, Underlay: "eth0"}
 	base.Add(link,
@@ -196,7 +196,8 @@ func (b *bed) expectInside(what string, want ...string) {
 	if !slices.Equal(got, want) {
 		b.Errorf("%s: inside are %v, want %v", what, got, want)
 	}
-	if wide := have.Routes[b.env.Config.Networks[0].Prefix]; len(wide) != 1 || wide[0].Dev != device {
+	network := b.env.Config.Networks[0].Prefix
+	if wide := have.Routes[network]; len(wide) != 2 || wide[0].Dev != device || wide[1] != dataplane.NewUnreachable(network) {
 		b.Errorf("%s: the routes to the network are %v", what, wide)
 	}
 	if b.same.Type == vxlan.Type && (len(have.FDB) != len(want) || len(have.Neighs) != len(want)) {

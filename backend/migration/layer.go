@@ -203,7 +203,9 @@ func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 			continue
 		}
 		for _, wide := range v.want.Routes[n] {
-			return dataplane.NewRoute(dst, netip.Addr{}, wide.Dev, false), true
+			if wide.Type == dataplane.Unicast {
+				return dataplane.NewRoute(dst, netip.Addr{}, wide.Dev, false), true
+			}
 		}
 	}
 	return dataplane.Route{}, false

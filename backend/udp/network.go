@@ -34,10 +34,10 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// base returns the wanted state: that of Env.Base, the device with the base addresses of the own
+// base returns the wanted state: that of Env.TunnelBase, the device with the base addresses of the own
 // subnets, and a route to each network through the device.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
-	want := b.env.Base(own)
+	want := b.env.TunnelBase(own)
 	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
 	for _, e := range own.Endpoints {
 		want.Add(dataplane.Addr{Dev: b.device(), Prefix: prefix.Host(e.Subnet.Addr())})

@@ -69,15 +69,16 @@ func TestMTU(t *testing.T) {
 }
 
 func TestBase(t *testing.T) {
+	const refused4, refused6 = "route unreachable 10.5.0.0/16 metric 1073741824", "route unreachable fd00:10:5::/48 metric 1073741824"
 	for _, tc := range []struct {
 		families []prefix.Family
 		want     []string
 	}{
-		{[]prefix.Family{prefix.IPv4}, []string{"address 10.5.7.0/32 dev flannel0", "route 10.5.0.0/16 dev flannel0"}},
-		{[]prefix.Family{prefix.IPv6}, []string{"address fd00:10:5:7::/128 dev flannel0", "route fd00:10:5::/48 dev flannel0"}},
+		{[]prefix.Family{prefix.IPv4}, []string{"address 10.5.7.0/32 dev flannel0", "route 10.5.0.0/16 dev flannel0", refused4}},
+		{[]prefix.Family{prefix.IPv6}, []string{"address fd00:10:5:7::/128 dev flannel0", "route fd00:10:5::/48 dev flannel0", refused6}},
 		{[]prefix.Family{prefix.IPv4, prefix.IPv6}, []string{
 			"address 10.5.7.0/32 dev flannel0", "address fd00:10:5:7::/128 dev flannel0",
-			"route 10.5.0.0/16 dev flannel0", "route fd00:10:5::/48 dev flannel0",
+			"route 10.5.0.0/16 dev flannel0", "route fd00:10:5::/48 dev flannel0", refused4, refused6,
 		}},
 	} {
 		b := &Backend{env: backendtest.Env(1500, tc.families...)}

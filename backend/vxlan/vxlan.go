@@ -205,10 +205,10 @@ func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error)
 	return b.env.Direct(ctx, e.PublicIP)
 }
 
-// base returns the wanted state without any peers: that of Env.Base, and for each family a
+// base returns the wanted state without any peers: that of Env.TunnelBase, and for each family a
 // device with the MAC in the own lease and the base address of the own subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
-	want := b.env.Base(own)
+	want := b.env.TunnelBase(own)
 	offload, _ := b.config.txChecksum()
 	for _, e := range own.Endpoints {
 		f := e.Family()

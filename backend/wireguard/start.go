@@ -169,11 +169,10 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 	return nil
 }
 
-// base returns the wanted state without peers: that of Env.Base, the devices with the base
-// addresses of the own subnets, and one route for each network. Without that route, packets to
-// unused or unknown subnets could leave unencrypted by another route.
+// base returns the wanted state without peers: that of Env.TunnelBase, the devices with the base
+// addresses of the own subnets, and one route for each network.
 func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
-	want := b.env.Base(own)
+	want := b.env.TunnelBase(own)
 	for _, t := range b.tunnels() {
 		want.Add(dataplane.Link{Name: t.name, Kind: kind, MTU: b.config.deviceMTU(b.env.Underlay.MTU, t), Up: true})
 		for _, n := range b.env.Config.Networks {

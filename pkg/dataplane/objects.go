@@ -146,8 +146,8 @@ type RouteType uint8
 
 // The route types that a wanted state may contain.
 const (
-	Unicast   RouteType = 1
-	Blackhole RouteType = 6
+	Unicast     RouteType = 1
+	Unreachable RouteType = 7
 )
 
 // Protocol is the route protocol number (rtm_protocol) of the routes that flanneld
@@ -175,7 +175,7 @@ type RouteKey struct {
 type Route struct {
 	RouteKey
 	Gateway  netip.Addr // invalid if there is none
-	Dev      string     // empty if the route has no device or several, like a blackhole or multipath route
+	Dev      string     // empty if the route has no device or several, like an unreachable or multipath route
 	OnLink   bool
 	Protocol uint8
 	// Multipath is set if the route has several next hops, or attributes that Route does
@@ -217,7 +217,7 @@ func NewDetour(gateway netip.Addr, dev string) Route {
 func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
 
 // standbyMetric is the metric of standby routes. It is higher than the metric of any other
-// route of flanneld, except for blackhole routes.
+// route of flanneld, except for unreachable routes.
 const standbyMetric = 1 << 20
 
 // Standby returns r with a high metric. Such a route carries packets only if there is no
@@ -240,15 +240,15 @@ func (r Route) AsPlain() Route {
 	return r
 }
 
-// lastResort is the metric of blackhole routes. It is higher than the metric of any other
+// lastResort is the metric of unreachable routes. It is higher than the metric of any other
 // route. So the route to a bridge or a pod with addresses of the subnet takes precedence,
 // even if it is newer.
 const lastResort = 1 << 30
 
-// NewBlackhole returns the route that drops a packet to dst, unless there is another route to
+// NewUnreachable returns the route that refuses a packet to dst, unless there is another route to
 // dst or to a part of dst that contains the destination of the packet.
-func NewBlackhole(dst netip.Prefix) Route {
-	return Route{RouteKey: RouteKey{Dst: dst, Type: Blackhole, Priority: lastResort}, Protocol: Protocol}
+func NewUnreachable(dst netip.Prefix) Route {
+	return Route{RouteKey: RouteKey{Dst: dst, Type: Unreachable, Priority: lastResort}, Protocol: Protocol}
 }
 
 // same reports whether r forwards packets as want does. The Reconciler adopts such a
@@ -300,8 +300,8 @@ func (f FDB) String() string { return fmt.Sprintf("FDB entry %s dst %s dev %s", 
 // String describes r in the form of ip(8).
 func (r Route) String() string {
 	s := "route " + r.Dst.String()
-	if r.Type == Blackhole {
-		s = "route blackhole " + r.Dst.String()
+	if r.Type == Unreachable {
+		s = "route unreachable " + r.Dst.String()
 	}
 	if r.Gateway.IsValid() {
 		s += " via " + r.Gateway.String()

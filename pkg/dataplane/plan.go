@@ -191,10 +191,10 @@ func (p *planner) sweepRoutes(routes []Route) {
 
 // destination plans the wanted route w. have contains the result of candidates for it.
 func (p *planner) destination(w Route, have []Route) {
-	if w.Type == Blackhole { // a blackhole is the last resort, so other routes are handled as if it were not wanted
-		isBlackhole := func(h Route) bool { return h.Type == Blackhole }
-		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isBlackhole))
-		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isBlackhole(h) })
+	if w.Type == Unreachable { // it is the last resort, so other routes are handled as if it were not wanted
+		isUnreachable := func(h Route) bool { return h.Type == Unreachable }
+		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isUnreachable))
+		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isUnreachable(h) })
 	}
 	for _, h := range have {
 		if h.Protocol == protoKernel {

@@ -39,7 +39,7 @@ func stateOf(objects ...dataplane.Object) dataplane.State {
 // for routes to one destination.
 func TestPlan(t *testing.T) {
 	all := []dataplane.Object{link, addr, neigh, fdb, route}
-	hole := dataplane.NewBlackhole(route.Dst)
+	hole := dataplane.NewUnreachable(route.Dst)
 	bridge := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway, r.OnLink = 2, "cni0", netip.Addr{}, false })
 	foreign := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway = 3, "eth0", other.Gateway })
 	standby := dataplane.NewRoute(route.Dst, netip.MustParseAddr("192.168.77.3"), "eth0", false).Standby()
@@ -56,13 +56,13 @@ func TestPlan(t *testing.T) {
 			"put link flannel.1", "put address 10.5.1.0/32", "put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00", "put route 10.5.3.0/24"}},
 		{name: "children leave first", have: all, want: []dataplane.Object{link}, ops: []string{
 			"delete route 10.5.3.0/24", "delete FDB entry 02:03:00:00:00:00", "delete neighbour 10.5.3.0", "delete address 10.5.1.0/32"}},
-		{name: "a blackhole is added beside a bridge", have: []dataplane.Object{bridge}, want: []dataplane.Object{hole},
-			ops: []string{"put route blackhole 10.5.3.0/24"}},
-		{name: "an existing blackhole stays", have: []dataplane.Object{hole, bridge}, want: []dataplane.Object{hole}},
-		{name: "a blackhole remains where a peer was", have: []dataplane.Object{hole, route}, want: []dataplane.Object{hole},
+		{name: "an unreachable route is added beside a bridge", have: []dataplane.Object{bridge}, want: []dataplane.Object{hole},
+			ops: []string{"put " + hole.String()}},
+		{name: "an existing unreachable route stays", have: []dataplane.Object{hole, bridge}, want: []dataplane.Object{hole}},
+		{name: "an unreachable route remains where a peer was", have: []dataplane.Object{hole, route}, want: []dataplane.Object{hole},
 			ops: []string{"delete route 10.5.3.0/24"}},
-		{name: "an unwanted blackhole is deleted", have: []dataplane.Object{hole, bridge},
-			ops: []string{"delete route blackhole 10.5.3.0/24"}},
+		{name: "an unwanted unreachable route is deleted", have: []dataplane.Object{hole, bridge},
+			ops: []string{"delete " + hole.String()}},
 		{name: "links are not swept", have: []dataplane.Object{link}},
 		{name: "nothing is deleted without sweep", have: append(all, other), want: []dataplane.Object{link}, keep: true},
 		{name: "nothing to do", have: all, want: all},
@@ -149,7 +149,7 @@ func TestStrings(t *testing.T) {
 		"neighbour 10.5.3.0 lladdr 02:03:00:00:00:00 dev flannel.1":      neigh,
 		"FDB entry 02:03:00:00:00:00 dst 192.168.77.3 dev flannel.1":     fdb,
 		"route 10.5.3.0/24 via 10.5.3.0 dev flannel.1 metric 5 tos 0x08": with(route, func(r *dataplane.Route) { r.Priority, r.TOS = 5, 8 }),
-		"route blackhole 10.5.3.0/24":                                    dataplane.Route{RouteKey: dataplane.RouteKey{Dst: route.Dst, Type: dataplane.Blackhole}},
+		"route unreachable 10.5.3.0/24":                                  dataplane.Route{RouteKey: dataplane.RouteKey{Dst: route.Dst, Type: dataplane.Unreachable}},
 		"route fd00:10::/64 via fd00:10:: dev flannel.1":                 dataplane.NewRoute(netip.MustParsePrefix("fd00:10::/64"), netip.MustParseAddr("fd00:10::"), "flannel.1", true),
 	} {
 		if o.String() != want {

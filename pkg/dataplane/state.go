@@ -126,7 +126,7 @@ func (s State) AllRoutes() iter.Seq[Route] {
 }
 
 // usesDevices reports whether the state has a route through a device, and not only routes
-// without one, such as blackhole routes.
+// without one, such as unreachable routes.
 func (s State) usesDevices() bool {
 	for r := range s.AllRoutes() {
 		if r.Dev != "" {

@@ -279,7 +279,7 @@ func trafficSettings() []setting {
 				oneOf(FirewallConfig, FirewallAuto, FirewallIPTables, FirewallNFTables)),
 		}, {
 			name: "ip-blackhole-route", def: "false",
-			usage:   "Drop packets to unused addresses of this host's subnet.",
+			usage:   "Refuse packets to unused addresses of this host's subnet. Tunnels always do.",
 			binding: toToggle(func(o *Options) *bool { return &o.IPBlackholeRoute }),
 		}, {
 			name: "resync", arg: "DURATION", def: "5m",

@@ -200,3 +200,31 @@ func testClearTextEnds(t *testing.T, wireguard string) {
 		}
 	}
 }
+
+// TestNothingLeavesWithoutTheTunnel removes the routes and the device of wireguard, as another program could
+// do it, while pods send. No packet of theirs may leave the host in clear text by the default route.
+func TestNothingLeavesWithoutTheTunnel(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(userspace))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	h := l.Host(1)
+	c := captureSent(t, h)
+	sendMarkers(t, l, l.Pods()[0], l.Pods()[1])
+	for _, damage := range []string{
+		"ip route flush dev flannel-wg; ip -6 route flush dev flannel-wg-v6",
+		"ip link set flannel-wg down; ip link set flannel-wg-v6 down",
+		"ip link del flannel-wg; ip link del flannel-wg-v6",
+	} {
+		for range 5 {
+			shell(t, h.Namespace, damage)
+			expectConverged(t, l)
+		}
+		if n := c.marked.Load(); n > 0 {
+			t.Fatalf("%d of %d frames left in clear text after %q", n, c.frames.Load(), damage)
+		}
+	}
+	if c.frames.Load() == 0 {
+		t.Error("the capture has seen no frame")
+	}
+}

@@ -60,7 +60,7 @@ var underlayDamages = []damage{
 
 // deleteAllRoutes deletes each route of the backend once. "ip route flush" repeats until no route is
 // left, while flanneld restores routes. In rare cases it then fails with "No such process".
-const deleteAllRoutes = `{ip} route show proto 98 | sed -E 's/^((blackhole )?[^ ]+).*/route del \1/' | {ip} -batch -`
+const deleteAllRoutes = `{ip} route show proto 98 | sed -E 's/^((unreachable )?[^ ]+).*/route del \1/' | {ip} -batch -`
 
 // damages contains the damages of the kernel's objects of each backend.
 var damages = map[string][]damage{

@@ -374,7 +374,7 @@ func onLink(f *fixture) {
 			Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic},
 		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("198.18.0.0/24"), Type: dataplane.Unicast}, Dev: "eth0", Protocol: protoStatic},
 	))
-	for n, typ := range []dataplane.RouteType{dataplane.Blackhole, 7, 8} { // unreachable, prohibit
+	for n, typ := range []dataplane.RouteType{dataplane.Unreachable, 6, 8} { // blackhole, prohibit
 		r := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix(fmt.Sprintf("100.64.%d.0/24", n)), Type: typ}, Protocol: protoStatic}
 		f.must(f.Append(r))
 		r.Dst, r.Priority = netip.MustParsePrefix(fmt.Sprintf("2001:db9:%d::/48", n)), 1024
@@ -386,7 +386,7 @@ func onLink(f *fixture) {
 		"198.18.0.7":  "eth0",                                 // a route without a gateway
 		"192.0.2.1":   "",                                     // no route
 		"2001:dba::1": "",                                     // no route
-		"100.64.0.1":  "", "100.64.1.1": "", "100.64.2.1": "", // blackhole, unreachable, prohibit
+		"100.64.0.1":  "", "100.64.1.1": "", "100.64.2.1": "", // unreachable, blackhole, prohibit
 		"2001:db9::1": "", "2001:db9:1::1": "", "2001:db9:2::1": "",
 		"192.168.77.1": "", "fd00:77::1": "", // own addresses
 	} {

@@ -95,7 +95,7 @@ func driftCases() []contractCase {
 		other := directRoutes(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
-		f.must(f.Append(blackholeLike(other), other))
+		f.must(f.Append(unreachableLike(other), other))
 	})
 	add("two IPv4 duplicates through one device, one of them without a gateway", func(f *fixture) {
 		// A delete request without a gateway matches IPv4 routes with any gateway. So
@@ -116,12 +116,12 @@ func driftCases() []contractCase {
 			f.Errorf("the routes are %v, want only the multipath route", have)
 		}
 	})
-	add("an IPv6 route with two duplicates, one through a nexthop object, one a blackhole", func(f *fixture) {
+	add("an IPv6 route with two duplicates, one through a nexthop object, one unreachable", func(f *fixture) {
 		// A route through a nexthop object matches a delete request with any next hop. So
-		// deleting the blackhole deletes the other route.
+		// deleting the unreachable route deletes the other route.
 		other := directRoutes(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
-		f.must(f.Append(other, blackholeLike(other)))
+		f.must(f.Append(other, unreachableLike(other)))
 	})
 	return cases
 }
@@ -130,24 +130,24 @@ func driftCases() []contractCase {
 // route.
 func duplicateCases() []contractCase {
 	return []contractCase{
-		{"an IPv6 route without a gateway, and a blackhole behind it", blackholeBehind},
+		{"an IPv6 route without a gateway, and an unreachable one behind it", unreachableBehind},
 		{"an adopted IPv6 route through a nexthop object, and a duplicate", adoptedDuplicate},
 		{"a duplicate that differs only by its nexthop object", nexthopDuplicate},
 	}
 }
 
-// blackholeLike returns a blackhole with the key of r.
-func blackholeLike(r dataplane.Route) dataplane.Route {
+// unreachableLike returns an unreachable route with the key of r.
+func unreachableLike(r dataplane.Route) dataplane.Route {
 	hole := dataplane.Route{RouteKey: r.RouteKey, Protocol: r.Protocol}
-	hole.Type = dataplane.Blackhole
+	hole.Type = dataplane.Unreachable
 	return hole
 }
 
-func blackholeBehind(f *fixture) {
+func unreachableBehind(f *fixture) {
 	own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
 	want := state(Base(), own)
 	f.reconcile(want, true)
-	f.must(f.Append(blackholeLike(own))) // a request to delete the blackhole deletes own
+	f.must(f.Append(unreachableLike(own))) // a request to delete the unreachable route deletes own
 	f.reconcile(want, true)
 	f.expect(want)
 }
@@ -194,8 +194,8 @@ func peer[T dataplane.Object](i, variant int) []T {
 // original, by the name of the change. A function returns false if the family of the route
 // does not allow that.
 func duplicates() map[string]func(*dataplane.Route) bool {
-	blackhole := func(r *dataplane.Route) bool {
-		r.Type, r.Gateway, r.Dev = dataplane.Blackhole, netip.Addr{}, ""
+	unreachable := func(r *dataplane.Route) bool {
+		r.Type, r.Gateway, r.Dev = dataplane.Unreachable, netip.Addr{}, ""
 		return true
 	}
 	return map[string]func(*dataplane.Route) bool{
@@ -209,10 +209,10 @@ func duplicates() map[string]func(*dataplane.Route) bool {
 		},
 		"no gateway":     func(r *dataplane.Route) bool { r.Gateway = netip.Addr{}; return true },
 		"nexthop object": func(r *dataplane.Route) bool { r.NexthopID = 40 + uint32(r.Dst.Bits()); return true },
-		"blackhole":      func(r *dataplane.Route) bool { return r.Dst.Addr().Is6() && blackhole(r) },
-		"blackhole with a metric": func(r *dataplane.Route) bool {
+		"unreachable":    func(r *dataplane.Route) bool { return r.Dst.Addr().Is6() && unreachable(r) },
+		"unreachable with a metric": func(r *dataplane.Route) bool {
 			r.Priority = 77
-			return blackhole(r)
+			return unreachable(r)
 		},
 	}
 }

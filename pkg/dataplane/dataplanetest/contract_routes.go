@@ -27,7 +27,7 @@ func routeCases() []contractCase {
 		{"a gateway that is not another host", noOtherHost},
 		{"routes through nexthop objects", nexthopObjects},
 		{"detours left behind", detoursLeft},
-		{"a blackhole", blackhole},
+		{"an unreachable route", lastResort},
 		{"an exclusive put", exclusivePut},
 		{"a route with its own MTU", ownMTU},
 	}
@@ -263,7 +263,7 @@ func connectedNetwork(f *fixture) {
 }
 
 // others returns objects that flanneld does not own: routes in its networks on another
-// device, objects outside of its networks on its devices, and a blackhole route outside of
+// device, objects outside of its networks on its devices, and an unreachable route outside of
 // its networks.
 func others() []dataplane.Object {
 	var all []dataplane.Object
@@ -277,7 +277,7 @@ func others() []dataplane.Object {
 	return append(all, out4, out6,
 		dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("172.30.0.1/32")},
 		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev6, IP: netip.MustParseAddr("fd00:30::1")}, MAC: dataplane.MAC{2, 9}},
-		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("10.0.0.0/7"), Type: dataplane.Blackhole}, Protocol: protoStatic})
+		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("10.0.0.0/7"), Type: dataplane.Unreachable}, Protocol: protoStatic})
 }
 
 func othersSurvive(f *fixture) {
@@ -499,10 +499,10 @@ func nexthopObjects(f *fixture) {
 	f.expect(Base())
 }
 
-func blackhole(f *fixture) {
+func lastResort(f *fixture) {
 	var want []dataplane.Route
 	for _, r := range directRoutes(2, 9) {
-		want = append(want, dataplane.Route{RouteKey: dataplane.RouteKey{Dst: r.Dst, Priority: r.Priority, Type: dataplane.Blackhole}, Protocol: dataplane.Protocol})
+		want = append(want, dataplane.Route{RouteKey: dataplane.RouteKey{Dst: r.Dst, Priority: r.Priority, Type: dataplane.Unreachable}, Protocol: dataplane.Protocol})
 	}
 	f.reconcile(state(Base(), objects(want)...), true)
 	f.expect(state(Base(), objects(want)...))

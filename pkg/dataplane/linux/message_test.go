@@ -30,7 +30,7 @@ func TestRouteRoundTrip(t *testing.T) {
 	v4.TOS, v4.Priority, v4.MTU = 8, 70000, 1300
 	v6 := dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:77::9"), "", false)
 	v6.MTU = 1280
-	hole := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: v6.Dst, Priority: 1024, Type: dataplane.Blackhole}, Protocol: 4}
+	hole := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: v6.Dst, Priority: 1024, Type: dataplane.Unreachable}, Protocol: 4}
 	for _, r := range []dataplane.Route{v4, v6, hole} {
 		got := parseRoute(routeMessage(t, dataplane.Op{Object: r}, 42)[unix.NLMSG_HDRLEN:])
 		if got.route != r || got.oif != 42 || got.table != unix.RT_TABLE_MAIN || got.fromSource {

@@ -276,7 +276,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		}
 		r.route.Dev = name
 		if r.route.Type != dataplane.Unicast {
-			r.route.Dev = "" // the kernel shows "dev lo" for an IPv6 blackhole and no device for an IPv4 one
+			r.route.Dev = "" // the kernel shows "dev lo" for an unreachable IPv6 route and no device for an IPv4 one
 		}
 		if s.Shows(r.route) {
 			state.AddRoute(r.route)
