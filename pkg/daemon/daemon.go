@@ -10,6 +10,7 @@ package daemon
 
 import (
 	"context"
+	"os"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -36,6 +37,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
+	protectLock(ctx)
 	h := network.NewHost(journal, cfg.Tuner)
 	if err := leaveOtherMode(ctx, h, cfg); err != nil {
 		return err
@@ -75,6 +77,19 @@ func Run(ctx context.Context, cfg Config) error {
 		s.Shutdown(context.WithoutCancel(ctx))
 	}
 	return err
+}
+
+// protectLock lets only root read the lock that iptables programs share. Whoever can read it can hold it, and so keep
+// rules away. These programs create it like that, but touch and kubelet do not.
+func protectLock(ctx context.Context) {
+	const lock = "/run/xtables.lock"
+	info, err := os.Lstat(lock)
+	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm()&0o077 == 0 {
+		return
+	}
+	if err := os.Chmod(lock, 0o600); err != nil {
+		klog.FromContext(ctx).Error(err, "any user can hold the lock of iptables, and so keep rules away")
+	}
 }
 
 // announce tells the log and systemd that the daemon is ready, when up is closed.

@@ -850,3 +850,18 @@ func TestBlackhole(t *testing.T) {
 		})
 	}
 }
+
+// TestLockOfIptables starts a daemon on a host on which every user can read, and so hold, the lock of iptables.
+func TestLockOfIptables(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, backendConfig("vxlan"))
+	h := l.Host(1)
+	if out, err := h.Exec(testContext(t), "sh", "-c", "touch /run/xtables.lock && chmod 644 /run/xtables.lock"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	startAll(t, l, lab.FlanneldOptions{})
+	info, err := os.Stat(h.Path("/run/xtables.lock"))
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v: want the mode 0600", info, err)
+	}
+}
