@@ -94,7 +94,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 }
 
 // foreign contains flags of other programs that the pages mention.
-var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr", "can-ip-forward"}
+var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr", "can-ip-forward", "quota-backend-bytes", "max-request-bytes", "auto-compaction-retention"}
 
 func known(name string) bool {
 	return slices.Contains(foreign, name) || strings.Contains(options.Help(), "--"+name) || hasFlag(newRoot(), name)

@@ -307,7 +307,7 @@ func TestFlannelctlStatus(t *testing.T) {
 		}
 		return nil
 	})
-	expectFlannelctl(t, a, []string{"status"}, "ready, version", "vxlan, network 10.5.0.0/16, mtu 1450", "etcd connected since", "1 in place", "route 1/1", "firewall    iptables\n")
+	expectFlannelctl(t, a, []string{"status"}, "ready, version", "vxlan, network 10.5.0.0/16, mtu 1450", "etcd connected since", "1 in place", "route 2/2", "firewall    iptables\n")
 	expectFlannelctl(t, a, []string{"status", "--peers"}, "route "+statusOf(t, b).Lease.Subnets[0].String(), b.Addr(v4[0]).String())
 	expectFlannelctl(t, a, []string{"status", "--url", "http://" + b.Addr(v4[0]).String() + ":8099"}, statusOf(t, b).Lease.Key)
 	var r status.Report

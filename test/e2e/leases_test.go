@@ -498,7 +498,7 @@ func TestGarbageInTheStore(t *testing.T) {
 	// After these invalid leases, the daemon must write the route, neighbour and FDB entry of a valid one.
 	putKey(t, c, subnets+"10.5.230.0-24", vxlanLease("192.168.77.230", "02:00:00:00:00:30"))
 	expectKernel(t, h, datapathLines("10.5.230.0/24", "192.168.77.230", "02:00:00:00:00:30"), []string{
-		"10.5.210.0", "10.5.211.0", "10.5.212.0", "10.5.213.0", "10.5.214.0", "10.6.0.0", "0.0.0.0/1", "127.0.0.0/8", "10.5.0.0/16", "10.5.220.0",
+		"10.5.210.0", "10.5.211.0", "10.5.212.0", "10.5.213.0", "10.5.214.0", "10.6.0.0", "0.0.0.0/1", "127.0.0.0/8", "10.5.0.0/16 via", "10.5.220.0",
 	})
 	expectMatrix(t, l)
 	for key, g := range garbage {

@@ -62,7 +62,9 @@ func (c netConf) network(f prefix.Family) string {
 }
 
 // inUserspace reports whether the daemon carries packets, or may do so.
-func (c netConf) inUserspace() bool { return strings.Contains(c.backend+c.next, "userspace") }
+func (c netConf) inUserspace() bool {
+	return strings.Contains(c.backend+c.next, "userspace") || strings.Contains(c.backend+c.next, `"udp"`)
+}
 
 // routed reports whether packets get from one host to others.
 func (c netConf) routed() bool { return c.backend != alloc }
