@@ -79,7 +79,7 @@ func Run(ctx context.Context, cfg Config) error {
 	return err
 }
 
-// protectLock lets only root read the lock that iptables programs share. Whoever can read it can hold it, and so keep
+// protectLock lets only root read the lock that iptables programs share. A user who can read it can hold it, and so keep
 // rules away. These programs create it like that, but touch and kubelet do not.
 func protectLock(ctx context.Context) {
 	const lock = "/run/xtables.lock"
