@@ -151,7 +151,9 @@ func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Rout
 			continue
 		}
 		for _, r := range base.Routes[network] {
-			return dataplane.NewRoute(dst, netip.Addr{}, r.Dev, false), true
+			if r.Type == dataplane.Unicast {
+				return dataplane.NewRoute(dst, netip.Addr{}, r.Dev, false), true
+			}
 		}
 	}
 	return dataplane.Route{}, false

@@ -85,7 +85,7 @@ var damages = map[string][]damage{
 	},
 	"udp": {
 		{name: "route deleted", do: deleteAllRoutes},
-		{name: "wrong device", do: "{ip} route replace $({ip} route show proto 98 | cut -d' ' -f1) via {router} dev eth0"},
+		{name: "wrong device", do: "{ip} route replace $({ip} route show proto 98 | sed '/^unreachable/d; s/ .*//') via {router} dev eth0"},
 		{name: "device deleted", do: "ip link del flannel0"},
 		{name: "device down", do: "ip link set flannel0 down"},
 		{name: "MTU changed", do: "ip link set flannel0 mtu 1300"},

@@ -477,7 +477,7 @@ func TestKubeImageSwapKeepsThePublishedAddress(t *testing.T) {
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	p := &damagedHost{lab: c.Lab, host: c.Host(1)}
 	p.run(t, fmt.Sprintf(`ip addr flush dev eth0; ip addr add 192.168.7.1/24 dev eth0; ip addr add %[1]s/32 dev eth0
-		ip route add %[2]s dev eth0; ip route add 192.168.77.0/24 via %[2]s; ip route add default via %[2]s`, p.host.Addr(prefix.IPv4), routerOf(prefix.IPv4)))
+		ip route add %[2]s dev eth0 src %[1]s; ip route add 192.168.77.0/24 via %[2]s; ip route add default via %[2]s`, p.host.Addr(prefix.IPv4), routerOf(prefix.IPv4)))
 	c.deleteNode(1)
 	c.addNode(1, c.peerAnnotations(1))
 	c.startDaemons()

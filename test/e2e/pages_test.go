@@ -452,7 +452,7 @@ func TestPagesAboutAHost(t *testing.T) {
 		"systemctl daemon-reload": gone, "FLANNEL_": shown, "I1121": shown, "E1121": shown, "…": shown,
 		"curl -si": func(m *machine, command string) { m.run(strings.Replace(command, "8471", "8081", 1)) },
 		"systemd-analyze security flanneld": func(_ *machine, command string) {
-			m.run(strings.Replace(command, "flanneld", "--offline=true dist/systemd/flanneld.service", 1) + " | grep ' 2.5 OK'")
+			m.run(strings.Replace(command, "flanneld", "--offline=true dist/systemd/flanneld.service", 1) + " | grep ' 2.4 OK'")
 		},
 		"systemctl restart flanneld": func(m *machine, _ string) {
 			expectStop(t, m.Daemon())

@@ -11,6 +11,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Cell is the connectivity from one pod to another in one address family. RTT and BitsPerSecond are
@@ -84,9 +85,11 @@ func (c *Cell) reach(ctx context.Context) error {
 			return fmt.Errorf("%s has no %v address", p.name, c.Family)
 		}
 	}
-	// Try twice: the first packet may be lost while the kernel resolves the neighbour's address.
+	// The first packets may be lost while the kernel resolves the neighbour's address, and are refused until the host
+	// has a route to the other one.
+	const patience, pause = 2 * time.Second, 50 * time.Millisecond
 	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
-	if err != nil {
+	for begin := time.Now(); err != nil && time.Since(begin) < patience && wait.For(ctx, pause) == nil; {
 		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 	}
 	if err != nil {
