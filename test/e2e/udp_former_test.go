@@ -52,7 +52,7 @@ func TestVMUDPFormerKernelPath(t *testing.T) {
 	putKey(t, etcdClient(t, l), lab.Prefix+"/subnets/10.5.202.0-24", `{"PublicIP":"192.168.77.2"}`)
 
 	expectOnce(t, startOne(t, h, lab.FlanneldOptions{}), `Backend.Mode is \"kernel\"`)
-	if now := udpObjects(t, h); now != "tun type tun 10.5.0.0/16 dev flannel0" {
+	if now := udpObjects(t, h); now != "tun type tun 10.5.0.0/16 dev flannel0 unreachable 10.5.0.0/16 metric 1073741824" {
 		t.Errorf("objects %q, want only those of this version", now)
 	}
 	if err := h.AddPods(testContext(t)); err != nil {
