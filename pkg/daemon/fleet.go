@@ -186,7 +186,8 @@ func (f *fleet) left(name string, now etcd.NetworkConfigs) bool {
 }
 
 // admit makes all members decide about configurations that were not admitted yet, in the order in
-// which they have joined. If networks wait for each other, it makes one of them release what it has. It closes f.up once the store has answered and isUp is true for all members.
+// which they have joined. If networks wait for each other, it makes one of them release what it has. It closes f.up once
+// the store has answered and isUp is true for all members.
 func (f *fleet) admit(ctx context.Context) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

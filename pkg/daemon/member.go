@@ -150,6 +150,7 @@ func (m *member) admit(ctx context.Context) {
 	m.refused, m.admitted = err, err == nil
 	if m.admitted { // otherwise m goes on with its last configuration
 		m.config, m.generation = cfg, m.generation+1
+		m.yields = false // otherwise its session would end at each wake, and never be retired
 	}
 	m.confirmed()
 	m.decided()

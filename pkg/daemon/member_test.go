@@ -95,3 +95,31 @@ func TestMemberPhases(t *testing.T) {
 		}
 	}
 }
+
+// TestYieldEndsWithAnotherConfiguration lets a network yield, and gives it a configuration that it can use before it has
+// removed anything. It must then serve that one, and remove nothing.
+func TestYieldEndsWithAnotherConfiguration(t *testing.T) {
+	dir := t.TempDir()
+	s := &shared{
+		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
+		roster: newRoster(), news: wait.NewSignal(),
+	}
+	red := newMember(s, "red")
+	offer := func(text string) {
+		red.offer([]byte(text))
+		red.admit(t.Context())
+	}
+	offer(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	if !red.begin(red.next(), nil) {
+		t.Fatal("the network cannot begin")
+	}
+	offer(`{`)
+	red.yield(t.Context())
+	if now := red.next(); now.serve || !now.retire {
+		t.Errorf("while it yields: %+v, want that it removes what it has", now)
+	}
+	offer(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)
+	if now := red.next(); !now.serve || now.retire {
+		t.Errorf("with a configuration that it can use: %+v, want that it serves", now)
+	}
+}
