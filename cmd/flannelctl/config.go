@@ -225,9 +225,9 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	}
 	if len(stranded) > 0 && !c.yes {
 		if c.piped {
-			return fmt.Errorf("%d leases would no longer fit: add --yes to write it nevertheless", len(stranded))
+			return fmt.Errorf("%d leases would no longer fit: add --yes to write it anyway", len(stranded))
 		}
-		fmt.Fprintf(out, "%d leases no longer fit. Write it nevertheless? [y/N] ", len(stranded))
+		fmt.Fprintf(out, "%d leases no longer fit. Write it anyway? [y/N] ", len(stranded))
 		if !confirmed(cmd.Context(), cmd.InOrStdin()) {
 			return errors.New("nothing was written")
 		}

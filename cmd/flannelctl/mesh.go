@@ -3,6 +3,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"regexp"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/mesh"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -90,13 +92,18 @@ func isSelector(text string) bool {
 	return regexp.MustCompile(`^` + one + `(,` + one + `)*$`).MatchString(text)
 }
 
-func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
-	c, err := f.find(cmd.Context())
+// ask asks all hosts once.
+func (f *meshFlags) ask(ctx context.Context) (*mesh.Matrix, error) {
+	c, err := f.find(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer c.close()
-	m, err := c.collect(cmd.Context(), f.timeout)
+	return c.collect(ctx, f.timeout)
+}
+
+func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
+	m, err := f.ask(cmd.Context())
 	if err != nil {
 		return err
 	}

@@ -89,8 +89,8 @@ func newMigrateFinishCommand(store *storeFlags) *cobra.Command {
 		Long: `Makes the next backend the only one. Before that it asks every host, as flannelctl
 mesh does, so the daemons need --statusz-address. It refuses if a host does not
 publish data for the next backend, does not answer, or still sends to a peer by
-the present backend. With --yes it asks nobody and finishes nevertheless: hosts then
-keep the present backend until they reach all peers by the next one.`,
+the present backend. With --yes it asks no host and finishes anyway: hosts then keep
+the present backend until they reach all peers through the next one.`,
 		Example: "  flannelctl migrate finish\n  flannelctl migrate finish --yes",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if !yes {
@@ -106,10 +106,10 @@ keep the present backend until they reach all peers by the next one.`,
 					return rewriteConfig(cmd, store, finishMigration) // which says that there is no NextBackend
 				}
 				if n := m.Phases[phaseBefore]; n > 0 {
-					return fmt.Errorf("hosts that do not publish data for %s: %d (flannelctl migrate status names them): add --yes to finish nevertheless", m.To, n)
+					return fmt.Errorf("hosts that do not publish data for %s: %d (flannelctl migrate status names them): add --yes to finish anyway", m.To, n)
 				}
 				if err := f.checkFinish(cmd); err != nil {
-					return fmt.Errorf("%w: add --yes to finish nevertheless", err)
+					return fmt.Errorf("%w: add --yes to finish anyway", err)
 				}
 				m.warnOfRelays(cmd.ErrOrStderr())
 			}
@@ -124,12 +124,7 @@ keep the present backend until they reach all peers by the next one.`,
 // checkFinish asks all hosts, and returns an error if one still needs the present backend or does not answer. It
 // prints a line for each of the first such hosts.
 func (f *meshFlags) checkFinish(cmd *cobra.Command) error {
-	c, err := f.find(cmd.Context())
-	if err != nil {
-		return err
-	}
-	defer c.close()
-	m, err := c.collect(cmd.Context(), f.timeout)
+	m, err := f.ask(cmd.Context())
 	if err != nil {
 		return err
 	}
