@@ -136,7 +136,7 @@ func observeHost(ctx context.Context, l *lab.Lab, h *lab.Host) (hostReport, erro
 	for _, route := range routes {
 		f := prefix.FamilyOf(route.Dst.Addr())
 		kernels := route.Protocol == unix.RTPROT_KERNEL || l.IsBridge(route.Dev)
-		if !kernels && slices.Contains(own, f) && l.HasPods(route.Dst) {
+		if !kernels && !route.Refuses && slices.Contains(own, f) && l.HasPods(route.Dst) {
 			r.Routes = append(r.Routes, route.String())
 		}
 	}

@@ -151,7 +151,7 @@ func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 			}
 			n := 0
 			for _, r := range routes {
-				if r.Protocol == ownProtocol || r.Protocol == bootProtocol && r.Via.IsValid() && r.Dst.Bits() > 0 {
+				if r.Protocol == ownProtocol && !r.Refuses || r.Protocol == bootProtocol && r.Via.IsValid() && r.Dst.Bits() > 0 {
 					n++
 				}
 			}

@@ -154,14 +154,18 @@ func (h *Host) running() []*Daemon {
 type Route struct {
 	Dst      netip.Prefix // ::/0 or 0.0.0.0/0 for a default route
 	Via      netip.Addr   // zero if there is no gateway
-	Dev      string       // empty if there is none, as with blackhole routes
+	Dev      string       // empty if there is none, as with unreachable routes
 	OnLink   bool         // the gateway counts as directly reachable
+	Refuses  bool         // packets are refused or dropped: the route is unreachable, a blackhole or prohibited
 	Protocol int          // number of the program that created it, as in /etc/iproute2/rt_protos
 }
 
 // String returns the route in the syntax of ip(8), without the protocol.
 func (r Route) String() string {
 	var b strings.Builder
+	if r.Refuses {
+		b.WriteString("unreachable ")
+	}
 	fmt.Fprint(&b, r.Dst)
 	if r.Via.IsValid() {
 		fmt.Fprint(&b, " via ", r.Via)
@@ -194,7 +198,9 @@ func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
 			}
 			for _, r := range have {
 				route := toRoute(r, family)
-				route.Dev = dev[r.LinkIndex]
+				if !route.Refuses { // the kernel shows lo for an unreachable IPv6 route
+					route.Dev = dev[r.LinkIndex]
+				}
 				if a := route.Dst.Addr(); a.IsLinkLocalUnicast() || a.IsMulticast() {
 					continue
 				}
@@ -207,7 +213,10 @@ func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
 }
 
 func toRoute(r netlink.Route, family int) Route {
-	out := Route{Protocol: int(r.Protocol), OnLink: r.Flags&int(netlink.FLAG_ONLINK) != 0}
+	out := Route{
+		Protocol: int(r.Protocol), OnLink: r.Flags&int(netlink.FLAG_ONLINK) != 0,
+		Refuses: slices.Contains([]int{unix.RTN_UNREACHABLE, unix.RTN_BLACKHOLE, unix.RTN_PROHIBIT}, r.Type),
+	}
 	if via, ok := netip.AddrFromSlice(r.Gw); ok {
 		out.Via = via.Unmap()
 	}
