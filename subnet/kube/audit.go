@@ -133,7 +133,8 @@ func (c *nodeCache) correct(is *entry, name string) {
 	if e := c.entries[name]; e != nil {
 		is.loggedProblem = e.loggedProblem
 		if e.order == is.order {
-			is.cidrs, is.cidrsErr, is.lease, is.fresh = e.cidrs, e.cidrsErr, e.lease, false
+			is.cidrs, is.cidrsErr, is.ofLease = e.cidrs, e.cidrsErr, e.ofLease
+			is.lease, is.fresh = e.lease, false
 		}
 	}
 	c.entries[name] = is

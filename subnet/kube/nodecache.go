@@ -15,6 +15,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
@@ -54,6 +55,7 @@ type entry struct {
 	host          string // value of the label wire.HostnameLabel, while the podCIDRs have to be requested
 	order         uint64
 	cidrs         []netip.Prefix // the podCIDRs; nil if they are not known, empty and not nil if they cannot be used
+	ofLease       bool           // cidrs are the subnets of a lease of the last known state; the Node may have another podCIDR
 	cidrsErr      error          // why the podCIDRs cannot be used; nil if they can, or are not known
 	notes         annotation.Notes
 	err           error         // why the Node has no lease now; with annotation.ErrNotManaged it need not have one
@@ -67,7 +69,16 @@ type entry struct {
 // needsRequest reports whether the Node has to be requested, because flannel manages it and its
 // podCIDRs are not known. It reports false if e is nil.
 func (e *entry) needsRequest() bool {
-	return e != nil && e.cidrs == nil && e.managed()
+	return e != nil && e.managed() && (e.cidrs == nil || e.ofLease && e.hasGainedFamily())
+}
+
+// hasGainedFamily reports whether the annotations have an address of a family in which no podCIDR
+// is known.
+func (e *entry) hasGainedFamily() bool {
+	return slices.ContainsFunc(families, func(f prefix.Family) bool {
+		_, known := prefix.OfFamily(e.cidrs, f)
+		return e.notes[annotation.Of(f).Public].Present && !known
+	})
 }
 
 // managed reports whether flannel manages the Node.
@@ -191,6 +202,8 @@ func (e *entry) setNotes(n *wire.Node) (changed bool) {
 // setCIDRs replaces the podCIDRs of e by cidrs. err is the error with which the function podCIDRs
 // has returned them.
 func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
+	e.ofLease = false
+
 	switch {
 	case err == nil:
 		e.cidrs, e.cidrsErr = cidrs, nil

@@ -30,7 +30,7 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 	cache.store = f.known.Store
 	cache.entries = map[string]*entry{}
 	add := func(l subnet.Lease) {
-		e := &entry{name: l.Key, order: l.Order, lease: &l}
+		e := &entry{name: l.Key, order: l.Order, lease: &l, ofLease: true}
 		cache.entries[l.Key] = e
 		for _, n := range cfg.Networks {
 			ep, ok := l.Endpoint(n.Family())

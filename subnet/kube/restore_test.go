@@ -213,6 +213,29 @@ func TestRestartAfterChanges(t *testing.T) {
 	}
 }
 
+// TestFamilyIsGainedAfterARestart has a peer write its IPv6 address after node 1 was restarted. The
+// lease of the last known state has only IPv4, but the Node has had an IPv6 podCIDR all along.
+func TestFamilyIsGainedAfterARestart(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	f.peer(t, 3)
+	k := &restartableNode{f: f}
+	p := newProxy(t, f.server)
+	through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
+
+	k.restart(t, nil, has("node2", "node3"))
+	p.answer(nil)
+
+	f.note(t, "node3", map[string]any{annotationKey("public-ipv6"): "2001:db8::3"})
+	k.restart(t, nil, func(known map[string]string) bool {
+		return strings.Contains(known["node3"], cidrs(3)[1]+" 2001:db8::3")
+	}, through)
+	if lists := p.lists(t); len(lists) > 0 {
+		t.Errorf("all Nodes were listed: %q", lists)
+	}
+}
+
 func without(all map[string]string, key string) map[string]string {
 	less := maps.Clone(all)
 	delete(less, key)
