@@ -189,10 +189,7 @@ func TestHostileHostVXLAN(t *testing.T) {
 
 func surviveHostileHost(t *testing.T, families []prefix.Family, backend string, d time.Duration, args ...string) {
 	t.Helper()
-	seed := *walkSeed
-	if seed == 0 {
-		seed = rand.Uint64()
-	}
+	seed := seed(t)
 	t.Logf("this attack again: -seed %d", seed)
 	conf := netConf{backend: backend}
 	for _, f := range families {

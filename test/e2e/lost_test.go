@@ -688,7 +688,7 @@ func TestTwoDaemonsOnOneDevice(t *testing.T) {
 func TestKilledWhileStarting(t *testing.T) {
 	t.Parallel()
 	const runs, every = 100, 20
-	seed := rand.Uint64()
+	seed := seed(t)
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
 	configs := []json.RawMessage{

@@ -3,7 +3,6 @@
 package e2e
 
 import (
-	"cmp"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -25,7 +24,7 @@ import (
 )
 
 var (
-	walkSeed  = flag.Uint64("seed", 0, "seed of the first walk; 0 picks one")
+	walkSeed  = flag.Uint64("seed", 0, "seed of the first walk; 0 picks one for this version")
 	walkSteps = flag.Int("steps", 8, "number of steps of one walk")
 	walkFor   = flag.Duration("for", 0, "for how long TestWalks starts new walks")
 )
@@ -594,10 +593,19 @@ func (n *walkedNetwork) stopFlows(f prefix.Family) {
 	}
 }
 
-// TestWalk takes short walks: one that is the same each time, and one with a random seed.
+// seed returns the seed of a random test: that of the flag, or see lab.Seed.
+func seed(t *testing.T) uint64 {
+	t.Helper()
+	if *walkSeed != 0 {
+		return *walkSeed
+	}
+	return lab.Seed(t, flanneld())
+}
+
+// TestWalk takes short walks: one that is the same each time, and one that each version takes in another way.
 func TestWalk(t *testing.T) {
 	t.Parallel()
-	for _, seed := range []uint64{1, rand.Uint64() &^ 2} { // make test does not build the etcds of other seeds
+	for _, seed := range []uint64{1, lab.Seed(t, flanneld()) &^ 2} { // make test does not build the etcds of other seeds
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			t.Parallel()
 			walkWithEtcd(t, seed, *walkSteps)
@@ -609,10 +617,7 @@ func TestWalk(t *testing.T) {
 //
 //stages:rest TestWalk takes walks too
 func TestWalks(t *testing.T) {
-	seed := *walkSeed
-	if seed == 0 {
-		seed = rand.Uint64()
-	}
+	seed := seed(t)
 	for began := time.Now(); ; seed++ {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) { walkWithEtcd(t, seed, *walkSteps) })
 		if time.Since(began) >= *walkFor {
@@ -626,7 +631,7 @@ func TestWalks(t *testing.T) {
 //stages:rest the daemons read the file of the configuration every ten seconds
 func TestKubeWalk(t *testing.T) {
 	t.Parallel()
-	seed := cmp.Or(*walkSeed, rand.Uint64())
+	seed := seed(t)
 	t.Logf("seed %d", seed)
 	w := newWalk(t, seed)
 	n := w.add("")

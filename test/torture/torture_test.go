@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -22,13 +21,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestTorture checks that flanneld keeps all promises in a short run with few hosts. The seed is
-// random.
+// TestTorture checks that flanneld keeps all promises in a short run with few hosts. Each
+// version gets another seed.
 //
 //stages:rest it runs for more than a minute
 func TestTorture(t *testing.T) {
 	o := options{
-		hosts: 5, duration: time.Minute, seed: rand.Uint64(), dir: t.TempDir(),
+		hosts: 5, duration: time.Minute, seed: lab.Seed(t, "../../bin/flanneld"), dir: t.TempDir(),
 		flanneld: "../../bin/flanneld", etcd: "../../bin/tools/etcd-3.5,../../bin/tools/etcd-3.6",
 	}
 	var report strings.Builder
