@@ -9,12 +9,9 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
-
-	"github.com/flanneld/flanneld/test/lab"
 )
 
 func main() {
-	lab.RunChild()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // stop catching signals, so that a second one kills the process
 	if err := newRoot().ExecuteContext(ctx); err != nil {

@@ -4,22 +4,14 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"net/netip"
-	"os"
 	"strings"
 	"testing"
 
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/pkg/version"
-	"github.com/flanneld/flanneld/test/lab"
 )
-
-func TestMain(m *testing.M) {
-	lab.RunChild()
-	os.Exit(m.Run())
-}
 
 func run(t *testing.T, args ...string) (stdout string, err error) {
 	t.Helper()
@@ -74,60 +66,15 @@ func TestHelpHasExamples(t *testing.T) {
 
 func TestArgumentsAreRefused(t *testing.T) {
 	for args, want := range map[string]string{
-		"nonsense":                             `unknown command "nonsense"`,
-		"version x":                            `unknown command "x"`,
-		"lab x":                                `unknown command "x"`,
-		"config sett x":                        `unknown command "sett"`,
-		"completion x":                         `unknown command "x"`,
-		"lab --bogus":                          "unknown flag: --bogus",
-		"lab --hosts many":                     `invalid argument "many" for "--hosts"`,
-		"lab --ipv6 --dual":                    "--ipv6 and --dual are both given",
-		"lab --hosts 0":                        "--hosts: 0 is not positive",
-		"lab --mtu -1":                         "--mtu: -1 is not positive",
-		"lab --interval 0s":                    "--interval: 0s is not positive",
-		"lab --backend-config []":              `--backend-config: want a JSON object, got "[]"`,
-		"lab --backend-config null":            `--backend-config: want a JSON object, got "null"`,
-		`lab --backend-config {"Type":"udp"}`:  "--backend-config: Type is udp, but --backend says vxlan",
-		"lab --backend vxlan,host-gw":          "--backend: several types need --networks",
-		"lab --flanneld /nowhere":              "/nowhere: no such file",
-		"lab --flanneld /bin/true --hosts 201": "hosts: 201 is not in 1 to 200",
-		"lab --flanneld /bin/true --mtu 1000":  "underlay MTU: 1000 is not in 1280 to 65535",
+		"nonsense":      `unknown command "nonsense"`,
+		"version x":     `unknown command "x"`,
+		"config sett x": `unknown command "sett"`,
+		"completion x":  `unknown command "x"`,
 	} {
 		_, err := run(t, strings.Fields(args)...)
 		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: got %v, want one line with %s", args, err, want)
 		}
-	}
-}
-
-// TestInterruptedLab checks that an interrupted lab counts as a success. With --once it
-// must fail, because its output is missing.
-func TestInterruptedLab(t *testing.T) {
-	for once, want := range map[string]string{"--once": "interrupted: ", "--once=false": ""} {
-		ctx, cancel := context.WithCancel(t.Context())
-		root := newRoot()
-		root.SetArgs([]string{"lab", once, "--hosts", "1", "--flanneld", "/bin/true"})
-		root.SetErr(writer(func([]byte) { cancel() })) // interrupts the lab when it prints its first step
-		err := root.ExecuteContext(ctx)
-		if want == "" && err != nil || want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)) {
-			t.Errorf("%s: %v, want %q", once, err, want)
-		}
-	}
-}
-
-type writer func([]byte)
-
-func (w writer) Write(b []byte) (int, error) {
-	w(b)
-	return len(b), nil
-}
-
-// TestFlanneldThatFails checks that the error names the host whose flanneld fails, and
-// its exit status.
-func TestFlanneldThatFails(t *testing.T) {
-	_, err := run(t, "lab", "--once", "--hosts", "1", "--flanneld", "/bin/false")
-	if err == nil || !strings.Contains(err.Error(), "host1 flanneld: exit status 1") {
-		t.Errorf("got %v, want the host and the exit status", err)
 	}
 }
 
@@ -141,7 +88,6 @@ func TestFlagsRefuseNonsense(t *testing.T) {
 		{"status --url=http://", `--url "http://" is invalid: expected a URL such as http://host:port`},
 		{"leases --etcd-endpoints=etcd", `--etcd-endpoints "etcd" is invalid: endpoint 1: expected host:port, or http:// or https:// with host:port`},
 		{"config get --net-config-map=x", `--net-config-map "x" is invalid: expected NAMESPACE/NAME, such as kube-flannel/kube-flannel-cfg`},
-		{"lab --interval=0s", "--interval: 0s is not positive"},
 		{"mesh --statusz-port=0", "--statusz-port 0 is invalid: expected a port from 1 to 65535"},
 		{"mesh --statusz-port=70000", `invalid argument "70000" for "--statusz-port"`},
 		{"mesh --timeout=0s", "--timeout 0s is invalid: expected a time above zero"},

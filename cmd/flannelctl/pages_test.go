@@ -30,6 +30,9 @@ func TestPagesNameExistingCommands(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		if filepath.Base(path) == "lab.md" { // the test of flannel-lab reads it
+			continue
+		}
 		for line := range strings.SplitSeq(string(raw), "\n") {
 			c, f := inspect(t, path, line)
 			commands, flags = commands+c, flags+f

@@ -13,13 +13,13 @@ import (
 func newRoot() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "flannelctl",
-		Short:         "Operate flanneld and try it out",
+		Short:         "Operate flanneld",
 		SilenceUsage:  true, // an error is one line
 		SilenceErrors: true, // main prints the error
 	}
 	root.AddCommand(
 		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(), newRolesCommand(),
-		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
+		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newCleanupCommand(), newVersionCommand(),
 	)
 	addCompletion(root)
 	for _, cmd := range root.Commands() {

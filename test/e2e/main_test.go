@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, "these tests make network namespaces: run them as root")
 		os.Exit(1)
 	}
-	for _, name := range []string{"flanneld", "flannelctl"} {
+	for _, name := range []string{"flanneld", "flannelctl", "flannel-lab"} {
 		if _, err := os.Stat(built(name)); err != nil {
 			fmt.Fprintln(os.Stderr, "no program to test (make build):", err)
 			os.Exit(1)
@@ -119,7 +119,7 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		}
 		cfg.Network = reserveSubnetsFrom200(t, network)
 	}
-	cfg.Flanneld, cfg.Etcd.Program = flanneld(), built("flannelctl")
+	cfg.Flanneld, cfg.Etcd.Program = flanneld(), built("flannel-lab")
 	// The store has little to do. With several threads, most of its CPU time would be spent on waking
 	// them.
 	cfg.Etcd.Env = []string{"GOMAXPROCS=1"}

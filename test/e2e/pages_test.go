@@ -264,7 +264,7 @@ func TestPageGettingStarted(t *testing.T) {
 				m.run(strings.Replace(command, "10.5.43.2", pod, 1))
 			}
 		},
-		"bin/flannelctl lab": nothing, // runs until Ctrl-C
+		"bin/flannel-lab": nothing, // runs until Ctrl-C
 	})
 }
 
@@ -438,7 +438,7 @@ func TestPagesAboutAHost(t *testing.T) {
 	followPage(t, "troubleshooting.md", []*machine{m}, nil)
 	followPage(t, "status.md", []*machine{m}, nil)
 	followPage(t, "backends/vxlan.md", []*machine{m}, map[string]func(*machine, string){
-		`{"VNI"`: shown, "E1121": shown, "bin/flannelctl lab": shown,
+		`{"VNI"`: shown, "E1121": shown, "bin/flannel-lab": shown,
 		"ip route show proto flannel": func(m *machine, command string) {
 			m.run("install -D dist/rt_protos.d/flannel.conf /etc/iproute2/rt_protos.d/flannel.conf")
 			if out := m.run(command); !strings.Contains(out, "dev flannel.1 onlink") {
@@ -559,7 +559,7 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 	}
 }
 
-// TestPagesOnTheLab runs all commands that begin with bin/flannelctl lab and contain --once, from
+// TestPagesOnTheLab runs all commands that begin with bin/flannel-lab and contain --once, from
 // all pages. It runs a command only once if several pages contain it.
 //
 //stages:rest it runs many commands of the documentation
@@ -571,13 +571,13 @@ func TestPagesOnTheLab(t *testing.T) {
 		t.Fatal(err)
 	}
 	fails := map[string]bool{ // commands that must fail, as their pages say
-		"bin/flannelctl lab --hosts 2 --once --backend alloc":          true,
-		"bin/flannelctl lab --hosts 3 --l2 2 --backend host-gw --once": true,
+		"bin/flannel-lab --hosts 2 --once --backend alloc":          true,
+		"bin/flannel-lab --hosts 3 --l2 2 --backend host-gw --once": true,
 	}
 	seen := map[string]bool{}
 	for _, path := range append(paths, more...) {
 		for _, command := range pageCommands(t, strings.TrimPrefix(path, "../../Documentation/")) {
-			if !strings.HasPrefix(command, "bin/flannelctl lab ") || !strings.Contains(command, "--once") || seen[command] {
+			if !strings.HasPrefix(command, "bin/flannel-lab ") || !strings.Contains(command, "--once") || seen[command] {
 				continue
 			}
 			seen[command] = true

@@ -29,7 +29,7 @@ type EtcdOptions struct {
 	TLS, ClientCerts bool
 
 	// Program is the path of the binary that runs the store; empty means this binary. Its main
-	// must call RunChild first, like that of flannelctl. A test that is built with the race
+	// must call RunChild first, like that of flannel-lab. A test that is built with the race
 	// detector names a binary that is not, because the race detector multiplies the CPU time
 	// of the store.
 	Program string

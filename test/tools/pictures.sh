@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Makes the pictures of the README from a running lab: the output of flannelctl lab as an
+# Makes the pictures of the README from a running lab: the output of flannel-lab as an
 # SVG, and the status page of a host as a browser shows it: pictures.sh FOLDER
 set -eu
 
 folder=$1
-command='flannelctl lab --hosts 3 --backend vxlan'
+command='flannel-lab --hosts 3 --backend vxlan'
 work=$(mktemp -d)
 lab=''
 trap '[ -z "$lab" ] || { kill "$lab"; wait "$lab" || true; }; rm -rf "$work"' EXIT

@@ -102,10 +102,10 @@ func addTest(ctx context.Context, root, dir string, j job.Job) error {
 	return os.CopyFS(filepath.Join(root, j.Dir, "testdata"), os.DirFS(data))
 }
 
-// addPrograms copies flanneld and flannelctl from bin to the same relative path in the
+// addPrograms copies the programs that tests run from bin to the same relative path in the
 // guest, if make build has built them.
 func addPrograms(root, module string) error {
-	for _, name := range []string{"flanneld", "flannelctl"} {
+	for _, name := range []string{"flanneld", "flannelctl", "flannel-lab"} {
 		from := filepath.Join(module, "bin", name)
 		if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
 			continue // tests that need the program report that it is missing

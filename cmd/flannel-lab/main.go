@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Flannel-lab builds a network of hosts on this machine, from network namespaces.
 package main
 
 import (
@@ -9,8 +10,10 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -20,20 +23,30 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-const labExamples = `  # three hosts with vxlan; watch until Ctrl-C
-  flannelctl lab
+func main() {
+	lab.RunChild()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // stop catching signals, so that a second one kills the process
+	if err := newCommand().ExecuteContext(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "flannel-lab:", err)
+		os.Exit(1)
+	}
+}
+
+const examples = `  # three hosts with vxlan; watch until Ctrl-C
+  flannel-lab
 
   # check once, for scripts: exits 1 unless every pod reaches every other
-  flannelctl lab --once --backend host-gw --dual
+  flannel-lab --once --backend host-gw --dual
 
   # four hosts on two routed segments, plain routes within each
-  flannelctl lab --hosts 4 --l2 2 --backend-config '{"DirectRouting": true}'
+  flannel-lab --hosts 4 --l2 2 --backend-config '{"DirectRouting": true}'
 
   # several networks on every host, with a backend each
-  flannelctl lab --networks red,green --backend vxlan,host-gw`
+  flannel-lab --networks red,green --backend vxlan,host-gw`
 
-// labOptions are the flags of flannelctl lab.
-type labOptions struct {
+// options are the flags of flannel-lab.
+type options struct {
 	cfg           lab.Config
 	networks      []string
 	backend       string
@@ -44,10 +57,10 @@ type labOptions struct {
 	interval      time.Duration
 }
 
-func newLabCommand() *cobra.Command {
-	var o labOptions
+func newCommand() *cobra.Command {
+	var o options
 	cmd := &cobra.Command{
-		Use:   "lab",
+		Use:   "flannel-lab",
 		Short: "Build a network of hosts on this machine and watch its pods talk",
 		Long: `Builds hosts from network namespaces, with an etcd, and with a flanneld and a pod
 on every host. Until Ctrl-C it shows which pods reach each other, the leases, and
@@ -55,8 +68,12 @@ the routes of flanneld.
 
 It only needs root. It does not touch the machine's own network, and leaves
 nothing behind, even if it is killed.`,
-		Example: labExamples,
+		Example: examples,
 		Args:    cobra.NoArgs,
+
+		SilenceUsage:  true, // an error is one line
+		SilenceErrors: true, // main prints the error
+
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return o.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
@@ -77,12 +94,12 @@ nothing behind, even if it is killed.`,
 	f.BoolVar(&o.once, "once", false, "show the state once, and exit with 1 if a pod is unreachable")
 	f.BoolVar(&o.json, "json", false, "print JSON: one object, or one at each refresh")
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between refreshes")
-	f.StringVar(&o.cfg.Flanneld, "flanneld", "", "flanneld binary (default: beside flannelctl)")
+	f.StringVar(&o.cfg.Flanneld, "flanneld", "", "flanneld binary (default: beside flannel-lab)")
 	return cmd
 }
 
 // complete checks the flags and completes o.cfg, the configuration of the lab, from them.
-func (o *labOptions) complete() error {
+func (o *options) complete() error {
 	if o.ipv6 && o.dual {
 		return errors.New("--ipv6 and --dual are both given: expected at most one")
 	}
@@ -124,7 +141,7 @@ func (o *labOptions) complete() error {
 }
 
 // configure converts the flags about networks to network configurations.
-func (o *labOptions) configure() error {
+func (o *options) configure() error {
 	var backend map[string]any
 	if err := json.Unmarshal([]byte(o.backendConfig), &backend); err != nil || backend == nil {
 		return fmt.Errorf("--backend-config: want a JSON object, got %q", o.backendConfig)
@@ -149,7 +166,7 @@ func (o *labOptions) configure() error {
 	return err
 }
 
-func (o *labOptions) run(ctx context.Context, out, progress io.Writer) error {
+func (o *options) run(ctx context.Context, out, progress io.Writer) error {
 	if err := o.complete(); err != nil {
 		return err
 	}
@@ -182,7 +199,7 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 // unlessStopped returns err while ctx is in use. If ctx has ended, the user has ended the lab.
 // This is the normal end of a lab, so unlessStopped returns nil. With --once it returns an
 // error, because the lab has ended before its output.
-func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
+func (o *options) unlessStopped(ctx context.Context, err error) error {
 	switch {
 	case ctx.Err() == nil || err == nil:
 		return err
@@ -196,7 +213,7 @@ func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
 // watch shows the lab's state until ctx ends or, with --once, once. It redraws a terminal.
 // To another output it prints a state only if it differs from the last one. With --json it
 // prints every state.
-func (o *labOptions) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
+func (o *options) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
 	tick := time.NewTicker(o.interval)
 	defer tick.Stop()
 	redraw := !o.once && !o.json && isTerminal(out)
@@ -226,7 +243,7 @@ func (o *labOptions) watch(ctx context.Context, l *lab.Lab, out io.Writer) error
 	}
 }
 
-func (o *labOptions) show(out io.Writer, r report, redraw bool) error {
+func (o *options) show(out io.Writer, r report, redraw bool) error {
 	if o.json {
 		return json.NewEncoder(out).Encode(r)
 	}
