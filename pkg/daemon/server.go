@@ -25,13 +25,10 @@ const journalSize = 200
 // If another address cannot be opened, listen returns an error. The caller must then end members,
 // because group may already serve the others.
 func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
-	page, err := status.Handler(s.status)
-	if err != nil {
-		return err
-	}
 	mux := http.NewServeMux()
 	mux.Handle("/metrics", metrics.Handler(s.all))
 	mux.Handle("/", health.Handler(s))
+	page := status.Handler(s.status)
 	local := http.NewServeMux()
 	local.Handle("/statusz", page)
 	local.Handle("/statusz.json", page)

@@ -70,10 +70,7 @@ func TestBrowser(t *testing.T) {
 		}
 		r.Peers = append(r.Peers, p)
 	}
-	page, err := status.Handler(func(context.Context, status.Query) (status.Report, error) { return r, nil })
-	if err != nil {
-		t.Fatal(err)
-	}
+	page := status.Handler(func(context.Context, status.Query) (status.Report, error) { return r, nil })
 	var mu sync.Mutex
 	var asked []string
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

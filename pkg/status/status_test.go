@@ -50,14 +50,10 @@ func report() status.Report {
 
 func get(t *testing.T, source status.Source, path, accept string) *httptest.ResponseRecorder {
 	t.Helper()
-	h, err := status.Handler(source)
-	if err != nil {
-		t.Fatal(err)
-	}
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, nil)
 	r.Header.Set("Accept", accept)
 	w := httptest.NewRecorder()
-	h.ServeHTTP(w, r)
+	status.Handler(source).ServeHTTP(w, r)
 	return w
 }
 

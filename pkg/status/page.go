@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"cmp"
+	_ "embed"
+	"fmt"
+	"html"
+	"maps"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+var (
+	//go:embed page.css
+	style markup
+	//go:embed page.js
+	script markup
+)
+
+// markup is HTML, which is not escaped again.
+type markup string
+
+// tag returns format with values in place of each %s. It escapes all values that are not markup.
+//
+// html/template would do that too, but calls methods by name. So the linker could not drop a method of
+// any type, and flanneld would be larger by 6 MB.
+func tag(format string, values ...any) markup {
+	escaped := make([]any, len(values))
+	for i, v := range values {
+		text, ok := v.(markup)
+		if !ok {
+			text = markup(html.EscapeString(fmt.Sprint(v)))
+		}
+		escaped[i] = text
+	}
+	return markup(fmt.Sprintf(format, escaped...))
+}
+
+// some is like tag with one value, but returns nothing for an empty text.
+func some(format, text string) markup {
+	return when(text != "", format, text)
+}
+
+// when is like tag if the condition holds, and otherwise returns nothing.
+func when(condition bool, format string, values ...any) markup {
+	if !condition {
+		return ""
+	}
+	return tag(format, values...)
+}
+
+// each joins what write returns for each value.
+func each[T any](values []T, separator markup, write func(T) markup) markup {
+	var all strings.Builder
+	for i, v := range values {
+		if i > 0 {
+			all.WriteString(string(separator))
+		}
+		all.WriteString(string(write(v)))
+	}
+	return markup(all.String())
+}
+
+// bad returns the class of what is shown as bad.
+func bad(condition bool) markup {
+	return when(condition, ` class="bad"`)
+}
+
+// page returns the report as a page that contains all that it needs.
+func page(r Report) markup {
+	content := networks(r.Networks)
+	end := markup("")
+	if len(r.Networks) == 0 {
+		content = cards(r) + paths(r) + sharedAddresses(r.SharedPublicIPs) + peers(r)
+		end = tag("<script>\n%s</script>\n", script)
+	}
+
+	return tag(`<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>flanneld%s</title>
+<style>
+%s</style>
+</head>
+<body>
+<h1>flanneld%s%s <span class="soft">%s</span></h1>
+%s%s%s%s</body>
+</html>
+`,
+		some(" %s", join(r.Lease.Subnets)), style,
+		some(", network %s", r.Network.Name), some(" on %s", r.Interface.Name),
+		each(r.Interface.Addresses, ", ", func(a Address) markup { return tag("%s", a.Public) }),
+		state(r), content, events(r), end)
+}
+
+func state(r Report) markup {
+	ready := tag(`<p class="state bad">not ready</p>`)
+	if r.Ready {
+		ready = tag(`<p class="state good">ready</p>`)
+	}
+
+	return tag("%s\n%s%s%s", ready,
+		when(len(r.Reasons) > 0, `<ul class="bad">%s</ul>`, each(r.Reasons, "", func(reason string) markup { return tag("<li>%s</li>", reason) })),
+		some(`<p class="state warn">restart needed: %s</p>`, r.RestartNeeded),
+		some(`<p class="state warn">configuration rejected: %s</p>`, r.ConfigRejected))
+}
+
+func networks(all []NetworkSummary) markup {
+	return tag(`<h2>Networks <span class="soft">%s</span></h2>
+<div class="scroll"><table>
+<thead><tr><th>Network</th><th>Phase</th><th>Backend</th><th>Range</th><th>Subnet</th><th>Reason</th></tr></thead>
+<tbody>%s</tbody></table></div>
+`, len(all), each(all, "", func(n NetworkSummary) markup {
+		return tag(`<tr><td data-name="Network"><a href="?network=%s">%s</a></td><td data-name="Phase"%s>%s</td><td data-name="Backend">%s</td>`+
+			`<td data-name="Range">%s</td><td data-name="Subnet">%s</td><td data-name="Reason">%s</td></tr>`+"\n",
+			url.QueryEscape(n.Name), n.Name, bad(!n.Ready), n.Phase, n.BackendType, join(n.Prefixes), join(n.Subnets), strings.Join(n.Reasons, "; "))
+	}))
+}
+
+// cards returns what is known about this host, the network and the kernel.
+func cards(r Report) markup {
+	i := r.Interface
+	addresses := each(i.Addresses, ", ", func(a Address) markup {
+		return tag("%s", a.Local) + when(a.Local != a.Public, " (public %s)", a.Public)
+	})
+
+	objects := each([]string{"link", "address", "neighbour", "fdb", "route"}, "", func(kind string) markup {
+		n := r.Kernel.Objects[kind]
+		return tag("<dt>%s</dt><dd%s>%s of %s</dd>\n", kind, bad(n.Present < n.Wanted), n.Present, n.Wanted)
+	})
+
+	return tag(`<div class="grid">
+<section class="card"><h2>This host</h2><dl>
+<dt>Subnet</dt><dd>%s</dd>
+<dt>Lease</dt><dd>%s%s</dd>
+<dt>Interface</dt><dd>%s, MTU %s%s</dd>
+<dt>Addresses</dt><dd>%s</dd>
+<dt>Version</dt><dd>%s</dd>
+<dt>Running</dt><dd>since %s, pid %s</dd>
+</dl></section>
+%s<section class="card"><h2>Kernel</h2><dl>
+<dt>Last in sync</dt><dd>%s%s</dd>
+%s</dl></section>
+</div>
+`,
+		cmp.Or(join(r.Lease.Subnets), "none yet"), r.Lease.Key, validity(r),
+		i.Name, i.MTU, some(` <span class="soft">(%s)</span>`, i.Reason), addresses,
+		r.Version, utc(r.Started), r.PID,
+		network(r),
+		ago(r.Now, r.Kernel.LastSync), some(`: <span class="bad">%s</span>`, r.Kernel.Error), objects)
+}
+
+func validity(r Report) markup {
+	if r.Lease.Permanent {
+		return " (permanent)"
+	}
+	return when(!r.Lease.Expires.IsZero(), ", expires %s unless renewed", ago(r.Now, r.Lease.Expires))
+}
+
+func network(r Report) markup {
+	n := r.Network
+	var more markup
+	if p := n.Pool; p != nil {
+		more += tag("<dt>Subnets</dt><dd%s>%s free, %s leased, %s reserved</dd>\n", bad(p.Free == 0), p.Free, p.Leased, p.Reserved)
+	}
+	if l := n.Location; l != nil {
+		more += tag("<dt>Location</dt><dd>%s<br>%s peers by %s, %s by %s</dd>\n", cmp.Or(l.Name, "none"), l.ByInside, l.Inside, l.ByBetween, l.Between)
+	}
+	if c := n.Cloud; c != nil {
+		more += cloud(r.Now, *c)
+	}
+
+	store := tag(`<span class="bad">away</span>`)
+	if r.Datastore.Connected {
+		store = tag(`<span class="good">connected</span>`)
+	}
+
+	f := r.Firewall
+	rules := tag("no rules configured")
+	if f.Kind != "" || f.Error != "" {
+		rules = tag("%s%s%s", f.Kind, when(f.Kind != "" && f.Error != "", ": "), some(`<span class="bad">%s</span>`, f.Error))
+	}
+
+	return tag(`<section class="card"><h2>Network</h2><dl>
+<dt>Phase</dt><dd>%s</dd>
+<dt>Backend</dt><dd>%s%s</dd>
+<dt>Network</dt><dd>%s</dd>
+<dt>MTU</dt><dd>%s</dd>
+%s<dt>Subnet file</dt><dd>%s</dd>
+<dt>Datastore</dt><dd>%s, %s%s%s</dd>
+<dt>Firewall</dt><dd>%s</dd>
+</dl></section>
+`,
+		n.Phase, n.BackendType, some(", %s", n.Mode), join(n.Prefixes), n.MTU, more, n.SubnetFile,
+		r.Datastore.Kind, store, when(!r.Datastore.Since.IsZero(), " since %s", ago(r.Now, r.Datastore.Since)), some(": %s", r.Datastore.Error),
+		rules)
+}
+
+func cloud(now time.Time, c Cloud) markup {
+	routes := each(c.Routes, "", func(route CloudRoute) markup {
+		return tag("<br><span%s>%s%s</span>", bad(!route.Present), route, when(!route.Present, ": missing"))
+	})
+	unrouted := each(c.Unrouted, "", func(u Unrouted) markup {
+		return tag(`<br><span class="bad">no route to %s: %s</span>`, u.Destination, u.Reason)
+	})
+	overflow := markup("")
+	if o := c.Overflow; o != nil {
+		overflow = tag("<br>%s peers by the cloud, %s by %s%s", o.ByCloud, o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
+	}
+
+	return tag("<dt>Cloud</dt><dd>written by %s, last in order %s%s%s%s</dd>\n", c.WrittenBy(), ago(now, c.LastGood), routes, unrouted, overflow)
+}
+
+func paths(r Report) markup {
+	if r.Paths == nil {
+		return ""
+	}
+
+	var bar markup
+	for _, result := range slices.Sorted(maps.Keys(r.Paths.Results)) {
+		n := r.Paths.Results[result]
+		bar += when(n > 0, `<span class="%s" style="flex-grow: %s">%s %s</span>`, result, n, n, result)
+	}
+	rows := each(r.Paths.Worst, "", func(p Path) markup {
+		class, result := "bad", p.Broken
+		if p.OK {
+			class, result = "good", "ok"
+		}
+		return tag(`<tr><td data-name="Path to">%s</td><td data-name="Public IP">%s</td><td data-name="Result" class="%s">%s</td>`+
+			`<td data-name="Round trip">%s</td><td data-name="Since">%s</td><td data-name="Advice">%s</td></tr>`+"\n",
+			p.Subnet, p.PublicIP, class, result, when(p.RTT != 0, "%s ms", strconv.FormatFloat(p.RTT, 'f', 2, 64)), ago(r.Now, p.Since), p.Advice)
+	})
+
+	return tag(`<h2>Paths to peers</h2>
+<div class="bar" role="img" aria-label="Paths by result">%s</div>
+<div class="scroll"><table>
+<thead><tr><th>Worst paths</th><th>Public IP</th><th>Result</th><th>Round trip</th><th>Since</th><th>Advice</th></tr></thead>
+<tbody>%s</tbody></table></div>
+`, bar, rows)
+}
+
+func sharedAddresses(all []SharedPublicIP) markup {
+	return when(len(all) > 0, "<h2>Shared public addresses</h2>\n"+`<ul class="warn">%s</ul>`+"\n", each(all, "", func(s SharedPublicIP) markup {
+		return tag("<li>%s: %s</li>", s.PublicIP, strings.Join(s.Leases, ", "))
+	}))
+}
+
+func peers(r Report) markup {
+	columns := each([]string{"Subnet", "Public IP", "Type", "State", "Kernel", "Changed", "Error"}, "", func(name string) markup {
+		return tag(`<th><button type="button">%s</button></th>`, name)
+	})
+	classes := map[State]string{InPlace: "good", Held: "warn"}
+	carriers := r.Network.Cloud != nil || r.Network.Location != nil
+	rows := each(r.Peers, "", func(p Peer) markup {
+		objects := each(p.Objects, "", func(o Object) markup {
+			return tag("<code%s>%s</code><br>", when(!o.Present, ` class="bad" title="missing"`), o.Text)
+		})
+		return tag(`<tr data-state="%s"><td data-name="Subnet">%s</td><td data-name="Public IP">%s</td><td data-name="Type">%s</td>`+
+			`<td data-name="State" class="%s">%s</td><td data-name="Kernel">%s</td><td data-name="Changed" data-sort="%s">%s</td><td data-name="Error">%s%s%s</td></tr>`+"\n",
+			p.State, join(p.Subnets), join(p.PublicIPs), p.Type,
+			cmp.Or(classes[p.State], "bad"), p.State, when(len(p.Objects) > 0, "<details><summary>%s</summary>%s</details>", len(p.Objects), objects),
+			p.Changed.Unix(), ago(r.Now, p.Changed),
+			p.Error, when(carriers && p.Waiting != "", " by %s: %s", p.Backend, p.Waiting), some(" %s", p.ByRelay()))
+	})
+
+	return tag(`<h2>Peers <span class="soft" id="shown">%s</span></h2>
+<div class="tools"><input id="filter" type="search" placeholder="filter: subnet, address, type, error" aria-label="Filter peers" size="34">
+<select id="state" aria-label="State"><option value="">all states</option><option>in place</option><option>missing</option><option>held</option><option>refused</option></select></div>
+<div class="scroll"><table id="peers">
+<thead><tr>%s</tr></thead>
+<tbody>
+%s</tbody></table></div>
+`, len(r.Peers), columns, rows)
+}
+
+// events returns the events, newest first.
+func events(r Report) markup {
+	newest := slices.Clone(r.Events)
+	slices.Reverse(newest)
+
+	return tag(`<h2>Recent events</h2>
+<ol>%s</ol>
+<p class="soft">As of %s. For JSON, request /statusz.json.</p>
+`, each(newest, "", func(e Event) markup {
+		return tag(`<li%s><time datetime="%s">%s</time> %s</li>`, bad(e.Error), e.Time.UTC().Format(time.RFC3339), e.Time.UTC().Format(time.DateTime), e.Text)
+	}), utc(r.Now))
+}
+
+func utc(t time.Time) string { return t.UTC().Format(time.DateTime + " UTC") }
+
+// join returns the elements of a list of prefixes or addresses as one text, separated by commas.
+func join(values any) string {
+	return strings.ReplaceAll(strings.Trim(fmt.Sprint(values), "[]"), " ", ", ")
+}
+
+// ago describes how long before now t was, in rough units. It says "in" for a time in the future,
+// and "never" for the zero time.
+func ago(now, t time.Time) string {
+	if t.IsZero() {
+		return "never"
+	}
+	d := now.Sub(t)
+	if d < 0 {
+		return "in " + coarse(-d)
+	}
+	return coarse(d) + " ago"
+}
+
+func coarse(d time.Duration) string {
+	switch {
+	case d < time.Second:
+		return "a moment"
+	case d < 2*time.Minute:
+		return d.Truncate(time.Second).String()
+	case d < 2*time.Hour:
+		return strings.TrimSuffix(d.Truncate(time.Minute).String(), "0s")
+	case d < 48*time.Hour:
+		return strings.TrimSuffix(d.Truncate(time.Hour).String(), "0m0s")
+	default:
+		return strings.TrimSuffix((d/24).Truncate(time.Hour).String(), "h0m0s") + "d"
+	}
+}
