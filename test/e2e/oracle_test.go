@@ -27,12 +27,6 @@ func expectLikeFresh(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.Flann
 	t.Helper()
 	var walked []string
 	eventually(t, "the hosts are settled", func() error {
-		before := endState(t, l)
-		pause(t, 2*time.Second)
-		walked = endState(t, l)
-		if diff := difference(before, walked); diff != "" {
-			return fmt.Errorf("they still change:\n%s", diff)
-		}
 		for _, h := range l.Hosts() {
 			for _, name := range networkNames(t, h) {
 				r, err := reportOf(t, h, name)
@@ -43,6 +37,13 @@ func expectLikeFresh(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.Flann
 					return fmt.Errorf("%s: network %q: ready %v %q, phase %q", h.Name(), name, r.Ready, r.Reasons, r.Network.Phase)
 				}
 			}
+		}
+
+		before := endState(t, l) // after the phases: a host that still removes something may do it between two states
+		pause(t, 2*time.Second)
+		walked = endState(t, l)
+		if diff := difference(before, walked); diff != "" {
+			return fmt.Errorf("they still change:\n%s", diff)
 		}
 		return nil
 	})
@@ -91,7 +92,8 @@ func difference(fresh, walked []string) string {
 	return text.String()
 }
 
-// stateScript prints all that a daemon may have made on a host. The line that begins with == names what follows.
+// stateScript prints all that a daemon may have made on a host. The line that begins with == names what follows. One process
+// of nft shows targets of iptables in one family only.
 const stateScript = `
 echo == link; ip -o -d link
 echo == address; ip -o addr
@@ -104,7 +106,7 @@ echo == fou; ip fou show 2>/dev/null
 echo == socket; ss -Hulnp; ss -Htlnp
 echo == sysctl; grep -rs . /proc/sys/net/ipv4/conf /proc/sys/net/ipv6/conf
 echo == file; find /run /var/lib -type f -o -type s
-echo == firewall; nft -s list ruleset 2>/dev/null
+echo == firewall; for family in ip ip6 inet; do nft -s list ruleset $family 2>/dev/null; done
 `
 
 // arbitrary are the parts of the output of stateScript that do not depend on the daemon.
