@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -101,10 +102,26 @@ func lossBetween(from, to netConf, f prefix.Family) string {
 		return "the backend alloc leaves the routes to others"
 	case strings.Contains(from.backend+from.next, `"udp"`) && (from.v4 != to.v4 || from.v6 != to.v6):
 		return "udp opens its tunnel again"
+	case strings.Contains(from.backend, `"extension"`) && (from.v4 != to.v4 || from.v6 != to.v6):
+		return "the commands of extension run again"
 	case next != present && next != wayOf(from.next) && present != wayOf(to.next):
 		return "neither configuration has the backends of both"
 	}
 	return ""
+}
+
+// extensionOn returns a backend whose commands make a device, and routes like those of host-gw. Any of them may have run
+// before: they are killed together with the daemon.
+func extensionOn(device string) string {
+	text, _ := json.Marshal(map[string]string{
+		"Type":                "extension",
+		"PreStartupCommand":   "ip link show " + device + " >/dev/null 2>&1 || ip link add " + device + " address 02:00:00:00:00:01 type bridge",
+		"PostStartupCommand":  "ip link set " + device + " up",
+		"SubnetAddCommand":    `[ -z "$SUBNET" ] || ip route replace $SUBNET via $PUBLIC_IP; [ -z "$IPV6SUBNET" ] || ip route replace $IPV6SUBNET via $PUBLIC_IPV6`,
+		"SubnetRemoveCommand": `[ -z "$SUBNET" ] || ip route del $SUBNET; [ -z "$IPV6SUBNET" ] || ip route del $IPV6SUBNET; true`,
+		"ShutdownCommand":     "ip link del " + device,
+	})
+	return string(text)
 }
 
 // pick returns one of values at random.
@@ -116,13 +133,18 @@ func randomBackend(r *rand.Rand, i int, other string) string {
 	for {
 		vxlan := `{"Type":"vxlan"` + pick(r, fmt.Sprintf(`,"VNI":%d`, 1+i), fmt.Sprintf(`,"VNI":%d`, 7+i)) + pick(r, "", `,"Port":8473`) +
 			pick(r, "", `,"MTU":1400`) + pick(r, "", `,"DirectRouting":true`) + pick(r, "", `,"ChecksumOffload":"off"`) + "}"
-		backend := pick(r, hostGW, hostGW, alloc, vxlan, vxlan, vxlan,
+		backend := pick(r, hostGW, hostGW, alloc, extensionOn(fmt.Sprintf("ext%d", i)), vxlan, vxlan, vxlan,
 			fmt.Sprintf(`{"Type":"udp","Port":%d}`, 8285+i),
 			fmt.Sprintf(`{"Type":"wireguard","Implementation":"userspace","ListenPort":%d,"ListenPortV6":%d}`, 51820+2*i, 51821+2*i))
-		if other == "" || deviceOf(backend) != deviceOf(other) && backend != alloc {
+		if other == "" || deviceOf(backend) != deviceOf(other) && isNext(backend) && isNext(other) {
 			return backend
 		}
 	}
+}
+
+// isNext reports whether a backend can be the next one, or have one.
+func isNext(backend string) bool {
+	return backend != alloc && !strings.Contains(backend, `"extension"`)
 }
 
 // deviceOf returns the type of a backend and, with vxlan, the VNI, because two backends of which these are equal have the
@@ -145,7 +167,7 @@ func (c netConf) edited(r *rand.Rand, i int) netConf {
 	for before := c; ; c = before {
 		c.more = strings.ReplaceAll(c.more, least, "")
 		switch edit := r.IntN(10); {
-		case edit < 2 && c.next == "" && c.routed():
+		case edit < 2 && c.next == "" && isNext(c.backend):
 			c.next = randomBackend(r, i, c.backend)
 		case edit < 4 && c.next != "":
 			c = c.finished(r)
@@ -203,7 +225,7 @@ func (w *walk) options(h *lab.Host) lab.FlanneldOptions {
 	if w.kube == nil {
 		return lab.FlanneldOptions{Args: []string{"--ip-masq"}}
 	}
-	return w.kube.options(slices.Index(w.lab.Hosts(), h)+1, "--ip-masq", "--net-config-path="+w.file(h))
+	return w.kube.options(slices.Index(w.lab.Hosts(), h)+1, "--ip-masq", "--allow-extension-backend", "--net-config-path="+w.file(h))
 }
 
 // file returns the path of the file from which a host reads its network configuration in a cluster of Kubernetes.
@@ -329,9 +351,11 @@ func (n *walkedNetwork) hasPodCIDRs(c netConf) bool {
 // all hosts use the last one.
 func (n *walkedNetwork) edit(confs ...netConf) {
 	n.t.Helper()
-	var kill, fault func()
+	var kill, freeze, fault func()
 	if n.r.IntN(4) == 0 {
 		kill = n.killDaemon
+	} else if n.r.IntN(6) == 0 {
+		freeze = n.freezeDaemon
 	}
 	if n.kube == nil && n.r.IntN(6) == 0 {
 		fault = n.fault()
@@ -344,7 +368,7 @@ func (n *walkedNetwork) edit(confs ...netConf) {
 			next = confs
 		}
 		for _, f := range dual {
-			if why := o.mayLose(next, kill != nil, f); why != "" && o.flows[f] != nil {
+			if why := o.mayLose(next, kill != nil || freeze != nil, f); why != "" && o.flows[f] != nil {
 				n.log("%s %s may lose packets: %s", o.name, f, why)
 				o.stopFlows(f)
 			}
@@ -356,7 +380,7 @@ func (n *walkedNetwork) edit(confs ...netConf) {
 		}
 		n.log("put %s %s", n.name, c)
 		n.put(c)
-		for _, act := range []func(){kill, fault} {
+		for _, act := range []func(){kill, freeze, fault} {
 			if act != nil && when == i {
 				n.pause(0, 300)
 				act()
@@ -388,6 +412,15 @@ func (w *walk) killDaemon() {
 	w.log("kill the daemon of %s", h.Name())
 	h.Daemon().Kill()
 	start(w.t, h, w.options(h))
+}
+
+// freezeDaemon freezes the daemon of a random host for up to five seconds.
+func (w *walk) freezeDaemon() {
+	h, duration := w.hosts()[w.r.IntN(len(w.hosts()))], milliseconds(w.r.IntN(5000))
+	w.log("freeze the daemon of %s for %s", h.Name(), duration)
+	w.try(h.Daemon().Signal(syscall.SIGSTOP))
+	pause(w.t, duration)
+	w.try(h.Daemon().Signal(syscall.SIGCONT))
 }
 
 // fault returns a function that causes a random fault of the store and ends it.
@@ -422,7 +455,7 @@ func (n *walkedNetwork) mayLose(confs []netConf, kill bool, f prefix.Family) str
 	confs = append([]netConf{n.now}, confs...)
 	for i, from := range confs {
 		if kill && from.inUserspace() {
-			return "the daemon that carries packets is killed"
+			return "the daemon that carries packets is killed or frozen"
 		}
 		for _, to := range confs[i+1:] {
 			if why := lossBetween(from, to, f); why != "" {
