@@ -11,7 +11,10 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"syscall"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Limits on the resources that a client can use. shutdownTimeout is short so that a stop does not wait
@@ -62,9 +65,13 @@ func respond(w http.ResponseWriter, code int, state string, reasons ...string) {
 	_, _ = io.WriteString(w, strings.Join(append([]string{state}, reasons...), "\n"))
 }
 
-// Listen opens the health port at addr, "address:port".
-func Listen(ctx context.Context, addr string) (net.Listener, error) {
-	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+// Listen opens the health port at addr, "address:port". If the port is in use, Listen tries again for a
+// moment: see wait.WhileInUse.
+func Listen(ctx context.Context, addr string) (ln net.Listener, err error) {
+	wait.WhileInUse(ctx, func() bool {
+		ln, err = (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		return errors.Is(err, syscall.EADDRINUSE)
+	})
 	if err != nil {
 		return nil, fmt.Errorf("open health port: %w", err)
 	}

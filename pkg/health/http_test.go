@@ -198,6 +198,22 @@ func TestListenNamesTheAddress(t *testing.T) {
 	}
 }
 
+// TestListenOnAPortThatIsFreedLater stands for the start after a crash, when a child of the former process
+// still has its port.
+func TestListenOnAPortThatIsFreedLater(t *testing.T) {
+	former, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	time.AfterFunc(100*time.Millisecond, func() { former.Close() })
+
+	ln, err := Listen(t.Context(), former.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln.Close()
+}
+
 func TestServeReturnsAFailure(t *testing.T) {
 	ln, err := Listen(t.Context(), "127.0.0.1:0")
 	if err != nil {

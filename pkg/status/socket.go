@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // SocketPath returns the path of the socket of the daemon that writes the given subnet
@@ -27,16 +29,25 @@ func SocketPath(subnetFile string) string {
 
 // Listen opens a local socket at path that only root can use (0600). It creates the
 // folder if that is missing, and replaces a socket that an earlier daemon has left. If a
-// process answers on the socket, Listen returns an error.
+// process answers on the socket, Listen tries again for a moment, as wait.WhileInUse says,
+// and then returns an error.
 func Listen(ctx context.Context, path string) (net.Listener, error) {
 	fail := func(err error) (net.Listener, error) { return nil, fmt.Errorf("open status socket: %w", err) }
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return fail(err)
 	}
-	if conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path); err == nil {
-		_ = conn.Close()
+	var err error
+	wait.WhileInUse(ctx, func() bool {
+		var conn net.Conn
+		if conn, err = (&net.Dialer{}).DialContext(ctx, "unix", path); err == nil {
+			_ = conn.Close()
+		}
+		return err == nil
+	})
+	if err == nil {
 		return fail(fmt.Errorf("%s is in use by another process", path))
-	} else if info, statErr := os.Lstat(path); statErr == nil && info.Mode().Type() == os.ModeSocket && errors.Is(err, syscall.ECONNREFUSED) {
+	}
+	if info, statErr := os.Lstat(path); statErr == nil && info.Mode().Type() == os.ModeSocket && errors.Is(err, syscall.ECONNREFUSED) {
 		if err := os.Remove(path); err != nil {
 			return fail(err)
 		}

@@ -279,6 +279,24 @@ func TestSocket(t *testing.T) {
 	}
 }
 
+// TestSocketThatIsFreedLater stands for the start after a crash, when a child of the former process still
+// has its socket.
+func TestSocketThatIsFreedLater(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "flanneld.sock")
+	former, err := status.Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	former.(*net.UnixListener).SetUnlinkOnClose(false)
+	time.AfterFunc(100*time.Millisecond, func() { former.Close() })
+
+	ln, err := status.Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln.Close()
+}
+
 func TestSocketLeftBehindIsReplaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "flanneld.sock")
 	ln, err := status.Listen(t.Context(), path)
