@@ -34,6 +34,7 @@ type keyStore struct {
 	path     string // empty if the key is not stored
 	fallback string // path of the file to read if path does not exist; empty if there is none
 	written  string // path of the list of written key files; empty if there is no list
+	foreign  bool   // the key in path may belong to another host
 }
 
 // keyFileVariable is the environment variable with the path of the private key.
@@ -60,14 +61,14 @@ func newKeyStore(stateDir, network string) keyStore {
 	return keyStore{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
 }
 
-// key returns the private key that is stored in s.path or else in s.fallback. If there is
-// none, it returns device, the key of the existing device. If device is zero, it makes a new
+// key returns the private key that is stored in s.path, unless it may belong to another host, or else in
+// s.fallback. If there is none, it returns device, the key of the existing device. If device is zero, it makes a new
 // key. When key returns without an error, the key is in s.path, unless s.path is empty. It
 // returns an error if a file cannot be read or contains no key, or if the key cannot be
 // stored.
 func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 	for _, path := range []string{s.path, s.fallback} {
-		if path == "" {
+		if path == "" || path == s.path && s.foreign {
 			continue
 		}
 		key, err := readKey(path)

@@ -23,7 +23,7 @@ import (
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	key, err := b.key()
+	key, err := b.key(true)
 	if err != nil {
 		return nil, err
 	}

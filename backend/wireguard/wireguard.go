@@ -109,7 +109,7 @@ func (b *Backend) Ports() []int {
 // Claim implements backend.Backend. It may create the private key, because the key must
 // be on disk before the public key is published.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	key, err := b.key()
+	key, err := b.key(len(prev.Endpoints) > 0)
 	if err != nil {
 		return subnet.Claim{}, err
 	}
@@ -189,8 +189,9 @@ func (b *Backend) CheckRelay() error {
 func (b *Backend) usesRelays() bool { return b.CheckRelay() == nil }
 
 // key returns the private key of this host: the stored one, or else the key of an existing
-// device, or else a new one. It also stores the key, if newKeyStore has a path for it.
-func (b *Backend) key() (wgtypes.Key, error) {
+// device, or else a new one. It also stores the key, if newKeyStore has a path for it. known means that
+// this host has had a lease.
+func (b *Backend) key(known bool) (wgtypes.Key, error) {
 	var have wgtypes.Key
 	client, err := wgctrl.New()
 	if err != nil {
@@ -202,7 +203,11 @@ func (b *Backend) key() (wgtypes.Key, error) {
 			have = d.PrivateKey
 		}
 	}
-	return newKeyStore(b.env.StateDir, b.env.Network).key(have)
+	store := newKeyStore(b.env.StateDir, b.env.Network)
+
+	// A cloned disk has the key of another host, and peers refuse the second lease with a key.
+	store.foreign = !known && os.Getenv(keyFileVariable) == ""
+	return store.key(have)
 }
 
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds

@@ -24,6 +24,7 @@ func TestAddressChangesWhileStopped(t *testing.T) {
 		families []prefix.Family
 		also     string // script that changes more
 		does     string // name of that change
+		anew     bool   // nothing proves that the lease is this host's, so it must take another one
 	}{
 		{backend: "vxlan", families: v4},
 		{backend: "vxlan", families: v6},
@@ -33,6 +34,7 @@ func TestAddressChangesWhileStopped(t *testing.T) {
 		{backend: "udp", families: v4},
 		{backend: userspace, families: dual},
 		{backend: userspace, families: v6, also: reboot, does: ", reboot"},
+		{backend: userspace, families: v4, also: reboot + "; find /var/lib/flannel -type f ! -name wgkey -delete", does: ", reboot, state lost but the key", anew: true},
 	} {
 		t.Run(fmt.Sprintf("%s, %s%s", tc.backend, familiesName(tc.families), tc.does), func(t *testing.T) {
 			t.Parallel()
@@ -57,9 +59,17 @@ func TestAddressChangesWhileStopped(t *testing.T) {
 			}), "sleep 2; ", "", 1)+tc.also)
 
 			startOne(t, p.host, lab.FlanneldOptions{})
+			if tc.anew { // a reboot ends all pods
+				if err := p.host.RemovePods(testContext(t)); err != nil {
+					t.Fatal(err)
+				}
+				if err := p.host.AddPods(testContext(t)); err != nil {
+					t.Fatal(err)
+				}
+			}
 			expectMatrix(t, p.lab)
-			if now := keys(); !slices.Equal(now, had) {
-				t.Errorf("the leases are %q, want %q", now, had)
+			if now := keys(); slices.Equal(now, had) == tc.anew {
+				t.Errorf("the leases are %q, they were %q", now, had)
 			}
 			for _, h := range p.lab.Hosts() {
 				for _, peer := range statusOf(t, h).Peers {

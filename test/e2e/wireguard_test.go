@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -173,41 +172,50 @@ func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel-wg is of type bridge, want tun: remove it (ip link delete flannel-wg)")
 }
 
-// TestUserspaceWireGuardClonedDisk checks that two hosts with the same private key refuse each
-// other's lease and log why. After the commands of the page on troubleshooting on the second host,
-// the two must reach each other.
+// TestUserspaceWireGuardClonedDisk starts a daemon with a copy of the state of another host, or of its key
+// alone. The two hosts must have different keys and reach each other. If an operator gives both the same key,
+// they must refuse each other's lease and log why.
 //
 //stages:rest TestClonedDisk has the state of another host
 func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
-	one, two := l.Host(1), l.Host(2)
-	startOne(t, one, lab.FlanneldOptions{})
-	const file = "/var/lib/flannel/wgkey"
-	key, err := os.ReadFile(one.Path(file))
-	if err == nil {
-		err = os.MkdirAll(filepath.Dir(two.Path(file)), 0o700)
+	const disk = "/var/lib/flannel"
+	for name, tc := range map[string]struct {
+		keep    string // files that are copied
+		env     []string
+		refused bool
+	}{
+		"state and key":       {keep: "*"},
+		"key":                 {keep: "wgkey"},
+		"key of the operator": {keep: "wgkey", env: []string{"WIREGUARD_KEY_FILE=" + disk + "/wgkey"}, refused: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
+			one, two := l.Host(1), l.Host(2)
+			startOne(t, one, lab.FlanneldOptions{})
+			expectStop(t, one.Daemon()) // it has written its state
+			if err := os.CopyFS(two.Path(disk), os.DirFS(one.Path(disk))); err != nil {
+				t.Fatal(err)
+			}
+			if out, err := two.Exec(testContext(t), "find", disk, "-type", "f", "!", "-name", tc.keep, "-delete"); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			startOne(t, one, lab.FlanneldOptions{})
+			startOne(t, two, lab.FlanneldOptions{Env: tc.env})
+			if !tc.refused {
+				if err := l.AddPods(testContext(t)); err != nil {
+					t.Fatal(err)
+				}
+				expectMatrix(t, l)
+				return
+			}
+			shared := wg(t, one, "show", "flannel-wg", "public-key")
+			for _, h := range l.Hosts() {
+				expectLog(t, h.Daemon(), fmt.Sprintf(`reason="its public key %s is that of this node"`, shared))
+			}
+		})
 	}
-	if err == nil {
-		err = os.WriteFile(two.Path(file), key, 0o600)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	startOne(t, two, lab.FlanneldOptions{})
-	shared := wg(t, one, "show", "flannel-wg", "public-key")
-	for _, h := range l.Hosts() {
-		expectLog(t, h.Daemon(), fmt.Sprintf(`reason="its public key %s is that of this node"`, shared))
-	}
-	expectStop(t, two.Daemon())
-	if out, err := two.Exec(testContext(t), "sh", "-ec", "ip link delete flannel-wg; rm "+file); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
-	startOne(t, two, lab.FlanneldOptions{})
-	if err := l.AddPods(testContext(t)); err != nil {
-		t.Fatal(err)
-	}
-	expectMatrix(t, l)
 }
 
 // TestUserspaceWireGuardNetworkConflict checks a host on which another device takes the packets to
