@@ -41,6 +41,9 @@ func add(args *skel.CmdArgs) error {
 			return err
 		}
 	}
+	if err := c.enableIPv6(d); err != nil {
+		return err
+	}
 	stdin, plugin, err := d.call()
 	if err != nil {
 		return err

@@ -167,7 +167,8 @@ func (c *cni) left() (files []string) {
 }
 
 // TestCNI checks pods that the real plugins attach on two hosts, in every version of the CNI
-// specification that the plugins support.
+// specification that the plugins support, also where new devices get no IPv6, which many guides on hardening
+// recommend.
 func TestCNI(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
@@ -175,15 +176,19 @@ func TestCNI(t *testing.T) {
 		families []prefix.Family
 		backend  string
 		mtu      int
+		off      string // net.ipv6.conf.default.disable_ipv6
 	}{
-		{"0.3.1", v4, `{"Type":"vxlan"}`, 1450},
-		{"0.4.0", v6, `{"Type":"vxlan"}`, 1430},
-		{"1.0.0", dual, `{"Type":"vxlan"}`, 1430},
-		{"1.1.0", dual, `{"Type":"host-gw"}`, 1500},
+		{"0.3.1", v4, `{"Type":"vxlan"}`, 1450, "0"},
+		{"0.4.0", v6, `{"Type":"vxlan"}`, 1430, "1"},
+		{"1.0.0", dual, `{"Type":"vxlan"}`, 1430, "1"},
+		{"1.1.0", dual, `{"Type":"host-gw"}`, 1500, "0"},
 	} {
 		t.Run(tc.version+"/"+familiesName(tc.families), func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: tc.families}, tc.backend)
+			for _, h := range l.Hosts() {
+				shell(t, h.Namespace, "sysctl -w net.ipv6.conf.default.disable_ipv6="+tc.off)
+			}
 			if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{}); err != nil {
 				t.Fatal(err)
 			}
