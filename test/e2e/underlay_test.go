@@ -178,6 +178,77 @@ func TestImageSwapKeepsThePublishedAddress(t *testing.T) {
 	expectMatrix(t, l)
 }
 
+// TestAddressOnLoopback uses addresses that the hosts have on lo, as with BGP to the host. Packets of full size
+// must reach the pods, so the MTU must be that of the interface which carries them. host-gw must give pods that
+// MTU too, and refuse the peers.
+func TestAddressOnLoopback(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		backend  string
+		families []prefix.Family
+		mtu      int
+	}{
+		{"vxlan", dual, 1430}, {"host-gw", v4, 1500}, {"udp", v4, 1472}, {userspace, dual, 1420},
+	} {
+		t.Run(tc.backend+", "+familiesName(tc.families), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: tc.families}, backendConfig(tc.backend))
+			for i, h := range l.Hosts() {
+				own, peer := i+1, 2-i
+				shell(t, h.Namespace, fmt.Sprintf("ip addr add 192.168.77.10%[1]d/32 dev lo; ip addr add fd00:255::%[1]d/128 dev lo nodad", own))
+				iface := fmt.Sprintf("--iface=192.168.77.10%d", own)
+				if len(tc.families) > 1 {
+					shell(t, h.Namespace, fmt.Sprintf("ip -6 route add fd00:255::%d via %s dev eth0 src fd00:255::%d", peer, l.Host(peer).Addr(prefix.IPv6), own))
+					iface += fmt.Sprintf(",fd00:255::%d", own)
+				}
+				startOne(t, h, lab.FlanneldOptions{Args: []string{iface}})
+				expectOnce(t, h.Daemon(), `"using interface" name="lo"`)
+			}
+			if err := l.AddPods(testContext(t)); err != nil {
+				t.Fatal(err)
+			}
+			if tc.backend == "host-gw" { // there is no gateway on lo
+				for _, h := range l.Hosts() {
+					expectLog(t, h.Daemon(), "is not on a network of lo")
+					if mtu := h.Pods()[0].MTU(); mtu != tc.mtu {
+						t.Errorf("the MTU of a pod of %s is %d, want %d", h.Name(), mtu, tc.mtu)
+					}
+				}
+				return
+			}
+			expectMatrix(t, l)
+			expectMTU(t, l, tc.mtu)
+		})
+	}
+}
+
+// TestHostRouteOfVPN adds routes to a peer through a VPN in another table, as Tailscale does. The VPN drops packets
+// from pods. With DirectRouting none may be lost, also over a restart: a host route does not prove that the peer is
+// in a network of this host, so VXLAN must carry them.
+func TestHostRouteOfVPN(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan","DirectRouting":true}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	flows := startFlows(t, l, 100)
+
+	one, two := l.Host(1), l.Host(2)
+	shell(t, one.Namespace, "ip link add vpn0 type veth peer name vpn0 netns "+two.NetNS())
+	mac := shell(t, two.Namespace, `ip link set vpn0 up; ip -br link show vpn0 | tr -s " " | cut -d" " -f3
+		for p in iptables ip6tables; do $p -t raw -A PREROUTING -i vpn0 ! -p udp -j DROP; done`)
+	shell(t, one.Namespace, fmt.Sprintf(`ip link set vpn0 up; ip addr add 100.64.0.1/32 dev vpn0; ip addr add fd00:64::1/128 dev vpn0 nodad
+		for peer in %s %s; do
+			ip neigh add $peer lladdr %s dev vpn0
+			ip route add $peer dev vpn0 table 52
+		done
+		ip rule add pref 5270 lookup 52; ip -6 rule add pref 5270 lookup 52`, two.Addr(prefix.IPv4), two.Addr(prefix.IPv6), strings.TrimSpace(mac)))
+	pause(t, 1500*time.Millisecond) // three times as long as a change of the routes takes
+	expectStop(t, one.Daemon())
+	startOne(t, one, lab.FlanneldOptions{})
+	pause(t, 500*time.Millisecond)
+	expectNothingLost(t, flows)
+	expectMatrix(t, l)
+}
+
 // TestIPv6OffByDefault starts daemons on hosts where new devices get no IPv6, which many guides on
 // hardening recommend. In dual stack both families must work all the same.
 func TestIPv6OffByDefault(t *testing.T) {
