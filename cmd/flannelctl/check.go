@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/flanneld/flanneld/pkg/doctor"
 	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -32,8 +33,8 @@ type verdict struct {
 	OK       bool         `json:"ok"`
 	RTT      float64      `json:"rttMilliseconds,omitempty"`
 	// Broken is the part of the path that does not work: underlay, network, mtu or
-	// checksum. It is empty if OK is true, or if the check cannot tell whether a part is
-	// broken.
+	// checksum, or the cause that was found on this host, such as refused or forwarding. It is empty
+	// if OK is true, or if the check cannot tell whether a part is broken.
 	Broken string `json:"broken,omitempty"`
 	// Largest is the size in bytes of the largest packet that passes, if Broken is mtu.
 	Largest int    `json:"largest,omitempty"`
@@ -59,7 +60,9 @@ func newCheckCommand() *cobra.Command {
 		Long: `Sends a few packets to every peer that this host's flanneld knows: to its public
 address, to its address in the network, to that address with packets of the full
 MTU that must not be fragmented, and over a TCP connection. The output names the
-first step that fails and where to look. The exit code is 1 if a step fails.
+first step that fails and where to look. It also asks the kernel of this host what it
+does with packets of pods, like flannelctl doctor. The exit code is 1 if a path is
+broken, and 2 if flanneld cannot be asked.
 
 It needs root. The address in the network is that of the tunnel device (10.5.7.0 of
 10.5.7.0/24). With host-gw, alloc, aws-vpc, gce, ali-vpc, tencent-vpc and extension, which have no device, it is
@@ -110,18 +113,20 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 		broken   int
 		ways     = pathsOf(r)
 	)
+	findings, unread := examine(cmd.Context(), []status.Report{r}, nil)
 	group, ctx := errgroup.WithContext(cmd.Context())
 	group.SetLimit(checkAtOnce)
 	for _, p := range r.Peers {
-		if p.State == status.Refused {
-			continue
-		}
 		for i, s := range p.Subnets {
 			if !chosen(only, s, p.PublicIPs[i]) {
 				continue
 			}
 			group.Go(func() error {
-				v := verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways))
+				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i]}
+				if p.State != status.Refused { // nothing is sent to these
+					v = verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways))
+				}
+				v = v.because(findings)
 				mu.Lock()
 				defer mu.Unlock()
 				verdicts = append(verdicts, v)
@@ -154,7 +159,18 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 	case broken > 0:
 		return fmt.Errorf("%d of %d ways are broken", broken, len(verdicts))
 	}
-	return nil
+	return unread
+}
+
+// because returns the verdict with the cause that was found on this host, if there is one. A peer whose host is
+// not reached at all keeps its verdict.
+func (v verdict) because(findings []doctor.Finding) verdict {
+	i := slices.IndexFunc(findings, func(f doctor.Finding) bool { return f.Concerns(v.Subnet) })
+	if i >= 0 && v.Broken != string(paths.Underlay) {
+		f := findings[i]
+		v = verdict{Subnet: v.Subnet, PublicIP: v.PublicIP, Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
+	}
+	return v
 }
 
 func chosen(only []netip.Prefix, s netip.Prefix, public netip.Addr) bool {

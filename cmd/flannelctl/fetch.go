@@ -29,6 +29,16 @@ const statusTimeout = 10 * time.Second
 // maxReport limits the size of an answer, in bytes. A report about 10,000 peers has some 20 MB.
 const maxReport = 128 << 20
 
+// unknownError makes the exit code 2: the command could not ask flanneld, so it does not know whether something is
+// broken.
+type unknownError struct{ cause error }
+
+// Error implements error.
+func (e unknownError) Error() string { return "ask flanneld for its status: " + e.cause.Error() }
+
+// Unwrap returns the cause.
+func (e unknownError) Unwrap() error { return e.cause }
+
 // errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
 
@@ -41,7 +51,9 @@ func addNetworkTo(cmd *cobra.Command) *string {
 // fetch asks the daemon at the URL base for its report about one network. If network is empty, a
 // daemon with one network reports about that one, and a daemon with several lists them in Networks.
 func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
-	fail := func(err error) (status.Report, error) { return r, fmt.Errorf("ask flanneld for its status: %w", err) }
+	fail := func(err error) (status.Report, error) {
+		return r, unknownError{cause(err)} // without the URL, which only stands for the socket
+	}
 	address, err := url.JoinPath(base, "statusz.json")
 	if err != nil {
 		return fail(err)
@@ -83,6 +95,14 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	return r, nil
 }
 
+// cause returns an error of the HTTP client without the method and the URL.
+func cause(err error) error {
+	if e := (*url.Error)(nil); errors.As(err, &e) {
+		return e.Err
+	}
+	return err
+}
+
 // printable returns a JSON document with all strings on one line and without characters that control a
 // terminal. Reports contain texts that other hosts have written.
 func printable(document []byte) ([]byte, error) {
@@ -116,6 +136,23 @@ func printable(document []byte) ([]byte, error) {
 
 // socketURL is the base of the URLs of the daemon of this host, which is asked through its socket.
 const socketURL = "http://flanneld"
+
+// fetchAll asks the daemon of this host for the reports about all its networks, or about one of them.
+func fetchAll(ctx context.Context, client *http.Client, network string) ([]status.Report, error) {
+	r, err := fetch(ctx, client, socketURL, network)
+	if err != nil || len(r.Networks) == 0 {
+		return []status.Report{r}, err
+	}
+	var all []status.Report
+	for _, n := range r.Networks {
+		one, err := fetch(ctx, client, socketURL, n.Name)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, one)
+	}
+	return all, nil
+}
 
 // fetchOne asks the daemon of this host for the report about one network. If network is empty and the
 // daemon serves several, the error names them.

@@ -5,6 +5,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/signal"
@@ -16,6 +17,14 @@ func main() {
 	context.AfterFunc(ctx, stop) // stop catching signals, so that a second one kills the process
 	if err := newRoot().ExecuteContext(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, "flannelctl:", err)
-		os.Exit(1)
+		os.Exit(exitCode(err))
 	}
+}
+
+// exitCode returns 2 if the command could not ask flanneld, and otherwise 1.
+func exitCode(err error) int {
+	if errors.As(err, &unknownError{}) {
+		return 2
+	}
+	return 1
 }

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -180,7 +179,7 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 	}
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil, errors.New(cause(err)) // without the URL, which has a long query
+		return nil, cause(err) // without the URL, which has a long query
 	}
 	if resp.StatusCode != http.StatusOK {
 		_ = resp.Body.Close()

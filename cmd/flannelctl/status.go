@@ -15,6 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/doctor"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
@@ -29,7 +30,9 @@ func newStatusCommand() *cobra.Command {
 		Use: "status", Short: "Show the status of the daemon on this host or another one", Args: cobra.NoArgs,
 		Long: `Shows the status of this host's flanneld, through its local socket, or of another
 one, at the address of its --statusz-address. Peers without a problem are only
-counted unless --peers is given. The exit code is 1 if the daemon is not ready.`,
+counted unless --peers is given. The status of this host also contains the problems that
+flannelctl doctor finds. The exit code is 1 if the daemon is not ready, and 2 if it
+cannot be asked.`,
 		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			client, base := status.Client(socket), socketURL
@@ -48,7 +51,14 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 			if len(r.Networks) > 0 {
 				return printOverview(cmd.OutOrStdout(), r, &out)
 			}
-			if err := out.print(cmd.OutOrStdout(), r, func(w io.Writer) { printStatus(w, r, all) }); err != nil {
+			err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
+				var findings []doctor.Finding
+				if where == "" {
+					findings, _ = examine(cmd.Context(), []status.Report{r}, nil) // doctor says what cannot be examined
+				}
+				printStatus(w, r, findings, all)
+			})
+			if err != nil {
 				return err
 			}
 			if !r.Ready {
@@ -66,7 +76,7 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 	return cmd
 }
 
-func printStatus(w io.Writer, r status.Report, all bool) {
+func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bool) {
 	row := func(name string, value ...any) {
 		fmt.Fprintf(w, "%s\t%s\n", name, strings.TrimSpace(fmt.Sprintln(value...)))
 	}
@@ -77,6 +87,11 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	row("flanneld", state+", version", r.Version)
 	for _, reason := range r.Reasons {
 		row("", reason)
+	}
+	for _, f := range findings {
+		if f.Word != "" {
+			row("problem", f.Problem+" (see flannelctl doctor)")
+		}
 	}
 	if p := r.Network.Phase; p != "" && p != "serving" {
 		row("phase", p)

@@ -76,13 +76,13 @@ func TestLocation(t *testing.T) {
 	r.Peers[0].Subnets = []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}
 	const row, peer = "location\teast: sends to 1 peers by host-gw, to 2 by wireguard\n", "\t10.5.2.0/24 by wireguard: no route to it\n"
 	var out strings.Builder
-	printStatus(&out, r, false)
+	printStatus(&out, r, nil, false)
 	if !strings.Contains(out.String(), row+peer) {
 		t.Errorf("no %q in\n%s", row+peer, out.String())
 	}
 	out.Reset()
 	r.Network.NextBackendType, r.Network.Location.Name = "vxlan", ""
-	printStatus(&out, r, false)
+	printStatus(&out, r, nil, false)
 	if !strings.Contains(out.String(), "location\tnone: sends") || strings.Contains(out.String(), peer) {
 		t.Errorf("during a migration:\n%s", out.String())
 	}

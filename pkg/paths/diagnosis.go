@@ -59,6 +59,10 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	}
 	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
 	rtt, err := s.echo(ctx, inner, smallPacket)
+	if err != nil && s.await(ctx) == nil && s.refused(ctx, inner) {
+		v.OK, v.Advice = true, inner.String()+" answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
+		return v
+	}
 	switch {
 	case err != nil && outerErr != nil:
 		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
@@ -74,7 +78,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
 	}
 	if err = s.await(ctx); err == nil {
-		err = s.knock(ctx, inner)
+		err = answered(s.knock(ctx, inner))
 	}
 	if err != nil {
 		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
@@ -120,19 +124,31 @@ func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
 	})
 }
 
-// knock opens a TCP connection to port 1, and returns nil if dst answers. A refusal by the host or by a
-// firewall counts as an answer. If there is no answer within answerTimeout, knock returns an error.
+// refused reports whether dst itself answers a TCP connection. An error that this host or a router can cause
+// is no answer.
+func (s sender) refused(ctx context.Context, dst netip.Addr) bool {
+	err := s.knock(ctx, dst)
+	return err == nil || errors.Is(err, syscall.ECONNREFUSED)
+}
+
+// answered returns nil if the error of a TCP connection is an answer. A refusal by the host or by a firewall is
+// one.
+func answered(err error) error {
+	for _, answer := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EACCES} {
+		if errors.Is(err, answer) {
+			return nil
+		}
+	}
+	return err
+}
+
+// knock opens a TCP connection to port 1. If there is no answer within answerTimeout, it returns an error.
 func knock(ctx context.Context, dst netip.Addr) error {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
 	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(dst, 1).String())
 	if err == nil {
 		return conn.Close()
-	}
-	for _, answer := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EACCES} {
-		if errors.Is(err, answer) {
-			return nil
-		}
 	}
 	return err
 }

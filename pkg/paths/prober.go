@@ -110,7 +110,7 @@ func NewProber(c Config) *Prober {
 			rtt, err = p.ping(ctx, dst, way, answerTimeout)
 		}
 		if err == nil && c.Limit.Allow() {
-			err = p.knocked(path, p.send.knock(ctx, dst))
+			err = p.knocked(path, answered(p.send.knock(ctx, dst)))
 		}
 		return Verdict{Path: path, OK: true, RTT: rtt}, err
 	}

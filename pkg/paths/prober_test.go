@@ -195,7 +195,13 @@ func TestRateOfDiagnoses(t *testing.T) {
 				p.ping = func(ctx context.Context, dst netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error) {
 					return p.send.ping(ctx, dst, ping.Options{Size: way.Size, Timeout: timeout})
 				}
-				p.send.knock = func(context.Context, netip.Addr) error { packets.Add(1); return nil }
+				p.send.knock = func(_ context.Context, dst netip.Addr) error {
+					packets.Add(1)
+					if answers(dst, ping.Options{Size: smallPacket}) {
+						return nil
+					}
+					return errors.New("no answer")
+				}
 				ctx, cancel := context.WithCancel(t.Context())
 				var wg sync.WaitGroup
 				wg.Go(func() { p.Run(ctx) })

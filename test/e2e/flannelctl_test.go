@@ -88,9 +88,15 @@ func expectFlannelctl(t *testing.T, h *lab.Host, args []string, want ...string) 
 // contains all of want.
 func expectFlannelctlFails(t *testing.T, h *lab.Host, args []string, want ...string) {
 	t.Helper()
+	expectFlannelctlExits(t, h, 1, args, want...)
+}
+
+// expectFlannelctlExits is expectFlannelctlFails for any exit code other than 0.
+func expectFlannelctlExits(t *testing.T, h *lab.Host, code int, args []string, want ...string) {
+	t.Helper()
 	out, err := flannelctl(t, h, args...)
-	if failure := (*exec.ExitError)(nil); !errors.As(err, &failure) || failure.ExitCode() != 1 {
-		t.Errorf("flannelctl %s: %v, want exit code 1\n%s", strings.Join(args, " "), err, out)
+	if failure := (*exec.ExitError)(nil); !errors.As(err, &failure) || failure.ExitCode() != code {
+		t.Errorf("flannelctl %s: %v, want exit code %d\n%s", strings.Join(args, " "), err, code, out)
 	}
 	expectOutput(t, args, out, want)
 }
@@ -298,7 +304,7 @@ func TestFlannelctlStatus(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	a, b := l.Host(1), l.Host(2)
-	expectFlannelctlFails(t, a, []string{"status"}, "ask flanneld for its status", "no such file")
+	expectFlannelctlExits(t, a, 2, []string{"status"}, "ask flanneld for its status", "no such file")
 	startOne(t, a, lab.FlanneldOptions{})
 	startOne(t, b, lab.FlanneldOptions{Args: []string{"--statusz-address=0.0.0.0:8099"}})
 	eventually(t, "they know each other", func() error {

@@ -1,27 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package doctor
 
 import (
-	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"net"
 	"net/netip"
-	"net/url"
-	"os"
-	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
+	"testing/fstest"
+	"time"
 
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // healthy returns the report of a daemon without problems.
 func healthy() *status.Report {
 	return &status.Report{
-		Ready: true, Interface: status.Interface{Name: "eth0"},
+		Ready: true, Interface: status.Interface{Name: "eth0"}, Datastore: status.Datastore{Kind: "etcd", Connected: true},
+		Peers: []status.Peer{{
+			Lease: status.Lease{Key: "10.5.7.0-24", Subnets: []netip.Prefix{peer}}, State: status.InPlace,
+			Objects: []status.Object{{Text: "route 10.5.7.0/24 via 10.5.7.0 dev flannel.1", Present: true}},
+		}},
 		Lease:   status.Lease{Subnets: []netip.Prefix{netip.MustParsePrefix("10.5.49.0/24"), netip.MustParsePrefix("fd00:10:5:49::/64")}},
 		Network: status.Network{BackendType: "vxlan", MTU: 1450, Ports: []int{8472}, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}},
 	}
@@ -38,27 +43,46 @@ func soundHost() map[string]string {
 		"proc/sys/net/ipv4/conf/eth0/rp_filter":        "2\n",
 		"proc/net/udp":                                 "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref pointer drops\n",
 		"sys/module/vxlan/version":                     "",
-		"sys/class/net/cni0/mtu":                       "1450\n",
+		"proc/sys/net/ipv4/conf/cni0/forwarding":       "1\n",
+		"proc/sys/net/ipv4/conf/flannel.1/forwarding":  "1\n",
 		"usr/lib/systemd/network/99-default.link":      "[Link]\nMACAddressPolicy=persistent\n",
 		"etc/systemd/network/50-flannel.link":          "[Match]\nOriginalName=flannel*\n",
 	}
 }
 
 // newHost returns a host with these files. The content "-" stands for a missing file.
-func newHost(t *testing.T, files map[string]string) host {
-	t.Helper()
-	h := host{root: t.TempDir(), report: healthy()}
-	for path, text := range files {
-		if path = filepath.Join(h.root, path); text != "-" {
-			if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-				t.Fatal(err)
-			}
-			if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-				t.Fatal(err)
-			}
+func newHost(files map[string]string) Facts {
+	root := fstest.MapFS{}
+	for name, text := range files {
+		if text != "-" {
+			root[name] = &fstest.MapFile{Data: []byte(text)}
 		}
 	}
-	return h
+	return Facts{
+		Files: root, Report: healthy(), Release: "6.1",
+		Bridges: []Bridge{{Name: "cni0", MTU: 1450, PortMTU: 1450, Addresses: []netip.Prefix{netip.MustParsePrefix("10.5.49.1/24"), netip.MustParsePrefix("fd00:10:5:49::1/64")}}},
+		Rules:   []Rule{{Family: prefix.IPv4, Table: 255}, {Family: prefix.IPv4, Priority: 32766, Table: 254}, {Family: prefix.IPv4, Priority: 32767, Table: 253}},
+		Ways: []Way{
+			{Subnet: peer, In: "cni0", From: pod, To: remote, Route: Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254}},
+			{Subnet: peer, Back: true, In: "flannel.1", From: remote, To: pod, Route: Route{Dev: "cni0", Table: 254}},
+		},
+	}
+}
+
+// The subnet of a peer, and a pod on each of the two hosts.
+var (
+	peer   = netip.MustParsePrefix("10.5.7.0/24")
+	pod    = netip.MustParseAddr("10.5.49.2")
+	remote = netip.MustParseAddr("10.5.7.2")
+)
+
+// ruled puts a rule before the others, and changes the way out.
+func ruled(rule Rule, way Route) func(*Facts) {
+	return func(h *Facts) {
+		rule.Family = prefix.IPv4
+		h.Rules = slices.Insert(h.Rules, 1, rule)
+		h.Ways[0].Route = way
+	}
 }
 
 // udpSocket returns a list of UDP sockets that contains one socket on a port, which is in
@@ -83,13 +107,15 @@ func TestDoctor(t *testing.T) {
 		name    string
 		change  map[string]string // file: content; "-" removes it
 		report  func(*status.Report)
+		facts   func(*Facts)
 		want    string // part of the only finding's problem; empty if nothing should be found
 		fix     string
 		serious bool
+		word    string
 	}{
 		{name: "sound host"},
-		{name: "no forwarding", change: map[string]string{"proc/sys/net/ipv4/ip_forward": "0"}, want: "IPv4 is not forwarded", fix: "sysctl -w net.ipv4.ip_forward=1", serious: true},
-		{name: "no IPv6 forwarding", change: map[string]string{"proc/sys/net/ipv6/conf/all/forwarding": "0"}, want: "IPv6 is not forwarded", fix: "net.ipv6.conf.all.forwarding=1", serious: true},
+		{name: "no forwarding", change: map[string]string{"proc/sys/net/ipv4/ip_forward": "0"}, want: "IPv4 is not forwarded", fix: "sysctl -w net.ipv4.ip_forward=1", word: "forwarding"},
+		{name: "no IPv6 forwarding", change: map[string]string{"proc/sys/net/ipv6/conf/all/forwarding": "0"}, want: "IPv6 is not forwarded", fix: "net.ipv6.conf.all.forwarding=1", word: "forwarding"},
 		{name: "bridge filter off", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "0"}, want: "bridge-nf-call-iptables is 0", fix: "sysctl -w net.bridge"},
 		{name: "bridge filter off on Kubernetes", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "0"}, report: kubernetes, want: "bridge-nf-call-iptables is 0", fix: "sysctl -w net.bridge", serious: true},
 		{name: "no bridge filter on Kubernetes", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "-"}, report: kubernetes, want: "br_netfilter is not loaded", fix: "modprobe br_netfilter", serious: true},
@@ -102,7 +128,7 @@ func TestDoctor(t *testing.T) {
 		{name: "ufw", change: map[string]string{"etc/ufw/ufw.conf": "# set\nENABLED=yes\n"}, want: "ufw is enabled", fix: "ufw default allow routed; ufw allow 8472/udp"},
 		{name: "ufw with wireguard", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=yes\n", "sys/module/wireguard/version": ""}, report: wireguard, want: "ufw is enabled", fix: "; ufw allow 51820/udp; ufw allow 51821/udp"},
 		{name: "ufw off", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=no\n"}},
-		{name: "bridge MTU", change: map[string]string{"sys/class/net/cni0/mtu": "1500"}, want: "cni0 has MTU 1500, the network carries 1450", fix: "ip link set cni0 mtu 1450", serious: true},
+		{name: "bridge MTU", facts: func(h *Facts) { h.Bridges[0].MTU = 1500 }, want: "cni0 has MTU 1500, the network carries 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-"}, want: "udev may change", fix: "MACAddressPolicy=none"},
 		{name: "port taken", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, want: "process 77 uses UDP port 8472", fix: "ss -lunp", serious: true},
 		{name: "port of the kernel", change: map[string]string{"proc/net/udp": udpSocket("2118", "43")}},
@@ -112,31 +138,56 @@ func TestDoctor(t *testing.T) {
 		{name: "leases with one public address", report: shared(2), want: "the leases lease1, lease2 have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
 		{name: "many leases with one public address", report: shared(10), want: "lease8, and 2 more have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
 		{name: "Nodes with one public address", report: func(r *status.Report) { shared(2)(r); kubernetes(r) }, want: "lease1, lease2 have", fix: "kubectl delete node NODE"},
+		{name: "a refused peer", report: func(r *status.Report) { r.Peers[0].State, r.Peers[0].Error = status.Refused, "another backend" }, want: "refuses the peer 10.5.7.0-24 (another backend)", fix: "flannelctl status", word: "refused"},
+		{name: "a peer without a route", report: func(r *status.Report) { r.Peers[0].State = status.Missing }, want: "the kernel lacks objects for the peer 10.5.7.0-24", fix: "flannelctl status", word: "missing"},
+		{name: "no store", report: func(r *status.Report) {
+			r.Datastore = status.Datastore{Kind: "etcd", Since: time.Unix(0, 0), Error: "refused"}
+		}, want: "etcd is away since 1970-01-01T00:00:00Z: refused", fix: "flannelctl status"},
+		{name: "bridge of a former subnet", facts: func(h *Facts) { h.Bridges[0].Addresses[0] = netip.MustParsePrefix("10.5.9.1/24") }, want: "cni0 has the address 10.5.9.1/24, but this host's subnet is 10.5.49.0/24", fix: "ip link delete cni0", word: "bridge"},
+		{name: "bridge MTU smaller than that of pods", facts: func(h *Facts) { h.Bridges[0].MTU = 1280 }, want: "cni0 has MTU 1280, its pods have 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
+		{name: "bridge and pods with a small MTU", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU = 1280, 1280 }},
+		{name: "bridge without pods", facts: func(h *Facts) { h.Bridges[0].PortMTU, h.Ways = 0, nil }},
+		{name: "device does not forward", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/forwarding": "0"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EHOSTUNREACH} }, want: "flannel.1 does not forward IPv4", fix: "net/ipv4/conf/flannel.1/forwarding=1", word: "forwarding"},
+		{name: "rule for another table", facts: ruled(Rule{Priority: 5270, From: netip.PrefixFrom(pod, 24).Masked(), Table: 52}, Route{Dev: "tailscale0", Table: 52}), want: "pods do not reach 10.5.7.0/24: a rule with priority 5270 looks up packets from pods in table 52, which leads to dev tailscale0", fix: "ip rule add pref 5269 to 10.5.0.0/16 lookup main", word: "rule"},
+		{name: "rule for a table with the same route", facts: ruled(Rule{Priority: 5270, Table: 52}, Route{Dev: "flannel.1", Via: peer.Addr(), Table: 52})},
+		{name: "rule that drops", facts: ruled(Rule{Priority: 5270, To: peer, Refuses: true}, Route{Err: syscall.EINVAL}), want: "a rule with priority 5270 drops or refuses packets from pods", fix: "pref 5269", word: "rule"},
+		{name: "rule for a table that drops", facts: func(h *Facts) {
+			ruled(Rule{Priority: 5270, Table: 52}, Route{Err: syscall.EINVAL})(h)
+			h.Refusals = []Refusal{{To: peer, Table: 52}}
+		}, want: "looks up packets from pods in table 52, which drops them (blackhole)", fix: "pref 5269", word: "rule"},
+		{name: "rule for packets of others, and a route that drops", facts: func(h *Facts) {
+			ruled(Rule{Priority: 5270, In: "tun0", Table: 52}, Route{Err: syscall.EINVAL})(h)
+			h.Ways[0].Sent.Err = syscall.EINVAL
+			h.Refusals = []Refusal{{To: peer, Table: 52}, {To: peer, Table: 254}}
+		}, want: "the route of packets from pods drops them (blackhole)", fix: "ip route get 10.5.7.2 from 10.5.49.2 iif cni0", word: "route"},
+		{name: "missing route", facts: func(h *Facts) {
+			h.Ways[0].Route = Route{Dev: "eth0", Via: netip.MustParseAddr("192.0.2.1"), Table: 254}
+		}, want: "the route of packets from pods leads to 192.0.2.1 dev eth0", fix: "ip route get", word: "route"},
+		{name: "strict filter that drops, older kernel", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EXDEV} }, want: "rp_filter is strict on flannel.1", fix: "net/ipv4/conf/flannel.1/rp_filter=2", word: "rp_filter"},
+		{name: "strict filter that drops", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EINVAL} }, want: "rp_filter is strict on flannel.1", fix: "net/ipv4/conf/flannel.1/rp_filter=2", word: "rp_filter"},
+		{name: "strict filter that drops nothing", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			files := soundHost()
 			maps.Copy(files, tc.change)
-			h := newHost(t, files)
-			fds := filepath.Join(h.root, "proc/77/fd")
-			if err := errors.Join(os.MkdirAll(fds, 0o755), os.Symlink("socket:[4242]", filepath.Join(fds, "3"))); err != nil {
-				t.Fatal(err)
-			}
-			if text := files["sys/module/vxlan/version"]; text == "-" {
-				os.RemoveAll(filepath.Join(h.root, "sys/module/vxlan"))
+			h := newHost(files)
+			h.Files.(fstest.MapFS)["proc/77/fd/3"] = &fstest.MapFile{Mode: fs.ModeSymlink, Data: []byte("socket:[4242]")}
+			if tc.facts != nil {
+				tc.facts(&h)
 			}
 			if tc.report != nil {
-				tc.report(h.report)
+				tc.report(h.Report)
 			}
-			found := h.examine(t.Context())
+			found := Examine(h)
 			switch {
 			case tc.want == "" && len(found) > 0:
 				t.Errorf("found %+v, want nothing", found)
 			case tc.want == "":
 			case len(found) != 1:
 				t.Errorf("found %+v, want one finding with %q", found, tc.want)
-			case !strings.Contains(found[0].Problem, tc.want) || !strings.Contains(found[0].Fix, tc.fix) || found[0].Serious != tc.serious:
-				t.Errorf("found %+v, want %q, fix %q, serious %v", found[0], tc.want, tc.fix, tc.serious)
+			case !strings.Contains(found[0].Problem, tc.want) || !strings.Contains(found[0].Fix, tc.fix) || found[0].Serious != (tc.serious || tc.word != "") || found[0].Word != tc.word:
+				t.Errorf("found %+v, want %q, fix %q, serious %v, word %q", found[0], tc.want, tc.fix, tc.serious, tc.word)
 			}
 		})
 	}
@@ -150,8 +201,8 @@ func TestDoctorWithoutADaemon(t *testing.T) {
 		{syscall.ENOENT, "no flanneld answers on the local socket: dial unix /x: no such file or directory", "systemctl status flanneld"},
 		{syscall.EACCES, "only root may use the local socket: dial unix /x: permission denied", "sudo flannelctl doctor"},
 	} {
-		away := fmt.Errorf("ask flanneld: %w", &url.Error{Op: "Get", URL: "http://flanneld/statusz.json", Err: &net.OpError{Op: "dial", Net: "unix /x", Err: tc.err}})
-		found := host{root: t.TempDir(), away: away}.examine(t.Context())
+		away := &net.OpError{Op: "dial", Net: "unix /x", Err: tc.err}
+		found := Examine(Facts{Files: fstest.MapFS{}, Away: away})
 		if len(found) == 0 || !found[0].Serious || found[0].Problem != tc.problem || !strings.HasPrefix(found[0].Fix, tc.fix) {
 			t.Errorf("found %+v, want first %q, fix %q", found, tc.problem, tc.fix)
 		}

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// toolFault is a fault of one host, and what flannelctl must say about it.
+type toolFault struct {
+	name string
+	// cause causes the fault and returns the function that mends it.
+	cause func(f toolFaults) (cure func())
+	cut   bool // pods do not reach each other
+	// The texts that doctor, check and status must print. If one is empty, only the exit code counts.
+	doctor, check, status string
+	away                  bool // the daemon cannot be asked
+}
+
+// toolFaults is the lab of all faults. They are on host a, and its peer is host b.
+type toolFaults struct {
+	t          *testing.T
+	l          *lab.Lab
+	a, b       *lab.Host
+	ownA, ownB netip.Prefix // the subnets
+}
+
+// TestToolsNameTheFault causes one fault after the other on a host. It measures whether pods reach each
+// other, and then asks doctor, check and status on that host. If pods are cut off, the tools must fail and name the
+// cause. Otherwise they must succeed. After the cure they must find nothing.
+//
+//stages:rest it waits seconds for the missing answers of each fault
+func TestToolsNameTheFault(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	f := toolFaults{t, l, l.Host(1), l.Host(2), statusOf(t, l.Host(1)).Lease.Subnets[0], statusOf(t, l.Host(2)).Lease.Subnets[0]}
+	f.expectFine("before all faults")
+	for _, fault := range toolFaultTable() {
+		ok := t.Run(fault.name, func(t *testing.T) {
+			f.t = t
+			cure := sync.OnceFunc(fault.cause(f))
+			defer cure()
+			f.expectPods(fault.cut)
+			f.expectTools(fault)
+			cure()
+			f.expectPods(false)
+			f.expectFine("after the cure")
+		})
+		if !ok && t.Context().Err() != nil {
+			return
+		}
+	}
+}
+
+// toolFaultTable returns the faults.
+func toolFaultTable() []toolFault {
+	return []toolFault{
+		{
+			name: "peer is refused", cut: true,
+			cause: func(f toolFaults) func() {
+				// The peer's daemon must not write its lease again.
+				f.signal(f.b, unix.SIGSTOP)
+				other := func(from, to string) { f.editLease(f.ownB, from, to) }
+				other(`"vxlan"`, `"host-gw"`)
+				return func() {
+					other(`"host-gw"`, `"vxlan"`)
+					f.signal(f.b, unix.SIGCONT)
+				}
+			},
+			doctor: "refuses the peer", check: "refused", status: "1 refused",
+		},
+		{
+			name: "route is missing and the daemon hangs", cut: true, away: true,
+			cause: func(f toolFaults) func() {
+				f.signal(f.a, unix.SIGSTOP)
+				f.run("ip", "route", "del", f.ownB.String())
+				return func() { f.signal(f.a, unix.SIGCONT) }
+			},
+			doctor: "no flanneld answers",
+		},
+		{
+			name: "bridge has the address of a former subnet", cut: true,
+			cause: func(f toolFaults) func() {
+				own := netip.PrefixFrom(f.ownA.Addr().Next(), f.ownA.Bits()).String()
+				f.run("ip", "addr", "add", "10.5.250.1/24", "dev", lab.PodBridge)
+				f.run("ip", "addr", "del", own, "dev", lab.PodBridge)
+				return func() {
+					f.run("ip", "addr", "add", own, "dev", lab.PodBridge)
+					f.run("ip", "addr", "del", "10.5.250.1/24", "dev", lab.PodBridge)
+				}
+			},
+			doctor: "cni0 has the address 10.5.250.1/24", check: "bridge", status: "cni0 has the address",
+		},
+		{
+			name: "bridge has a smaller MTU than its pods", cut: true,
+			cause: func(f toolFaults) func() {
+				f.run("ip", "link", "set", lab.PodBridge, "mtu", "1280")
+				return func() { f.run("ip", "link", "set", lab.PodBridge, "mtu", "1450") }
+			},
+			doctor: "cni0 has MTU 1280", check: "mtu", status: "cni0 has MTU",
+		},
+		{
+			name: "rule sends packets to another table", cut: true,
+			cause: func(f toolFaults) func() {
+				f.run("ip", "link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
+				f.run("ip", "link", "set", "vpn0", "up")
+				f.run("ip", "route", "add", "default", "dev", "vpn0", "table", "52")
+				f.run("ip", "rule", "add", "from", f.ownA.String(), "lookup", "52", "pref", "5270")
+				return func() {
+					f.run("ip", "rule", "del", "pref", "5270")
+					f.run("ip", "link", "del", "vpn0")
+				}
+			},
+			doctor: "5270", check: "rule", status: "5270",
+		},
+		{
+			name: "rule leads to a table with the same route",
+			cause: func(f toolFaults) func() {
+				f.run("ip", "route", "add", f.ownB.String(), "via", f.ownB.Addr().String(), "dev", "flannel.1", "onlink", "table", "77")
+				f.run("ip", "rule", "add", "to", f.ownB.String(), "lookup", "77", "pref", "5271")
+				return func() {
+					f.run("ip", "rule", "del", "pref", "5271")
+					f.run("ip", "route", "flush", "table", "77")
+				}
+			},
+		},
+		{
+			name: "rule drops packets", cut: true,
+			cause: func(f toolFaults) func() {
+				f.run("ip", "rule", "add", "from", f.ownA.String(), "blackhole", "pref", "5272")
+				return func() { f.run("ip", "rule", "del", "pref", "5272") }
+			},
+			doctor: "5272", check: "rule", status: "5272",
+		},
+		{
+			name: "longer route drops packets", cut: true,
+			cause: func(f toolFaults) func() {
+				half := netip.PrefixFrom(f.ownB.Addr(), f.ownB.Bits()+1).String()
+				f.run("ip", "route", "add", "blackhole", half)
+				return func() { f.run("ip", "route", "del", "blackhole", half) }
+			},
+			doctor: "route", check: "route", status: "route",
+		},
+		{
+			name: "strict reverse-path filter drops packets that come another way", cut: true,
+			cause: func(f toolFaults) func() {
+				mend := directRoute(f)
+				f.run("sysctl", "-w", "net/ipv4/conf/flannel.1/rp_filter=1")
+				return func() {
+					f.run("sysctl", "-w", "net/ipv4/conf/flannel.1/rp_filter=0")
+					mend()
+				}
+			},
+			doctor: "rp_filter", check: "rp_filter", status: "rp_filter",
+		},
+		{name: "packets take another way that works", cause: directRoute},
+		{
+			name: "device of the tunnel does not forward", cut: true,
+			cause:  sysctlFault("net/ipv4/conf/flannel.1/forwarding"),
+			doctor: "net/ipv4/conf/flannel.1/forwarding", check: "forwarding", status: "flannel.1 does not forward",
+		},
+		{
+			name: "bridge does not forward", cut: true,
+			cause:  sysctlFault("net/ipv4/conf/cni0/forwarding"),
+			doctor: "net/ipv4/conf/cni0/forwarding", check: "forwarding", status: "cni0 does not forward",
+		},
+		{
+			name: "host drops pings",
+			cause: func(f toolFaults) func() {
+				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; meta l4proto icmp drop ; } ; }")
+				return func() { nft(f.t, f.b.Namespace, "delete table inet quiet") }
+			},
+			check: "icmp filtered",
+		},
+		{
+			name: "store is unreachable",
+			cause: func(f toolFaults) func() {
+				f.run("ip", "route", "add", "blackhole", "192.168.77.254")
+				return func() { f.run("ip", "route", "del", "blackhole", "192.168.77.254") }
+			},
+		},
+	}
+}
+
+// directRoute makes the host send packets to pods without the tunnel. They arrive, because hosts of one segment reach
+// each other directly.
+func directRoute(f toolFaults) func() {
+	half := netip.PrefixFrom(f.ownB.Addr(), f.ownB.Bits()+1).String()
+	f.run("ip", "route", "add", half, "via", f.b.Addr(v4[0]).String(), "dev", "eth0")
+	return func() { f.run("ip", "route", "del", half) }
+}
+
+// sysctlFault returns a fault that sets a sysctl from 1 to 0.
+func sysctlFault(key string) func(toolFaults) func() {
+	return func(f toolFaults) func() {
+		f.run("sysctl", "-w", key+"=0")
+		return func() { f.run("sysctl", "-w", key+"=1") }
+	}
+}
+
+// run runs a program on the host with the fault.
+func (f toolFaults) run(program string, args ...string) {
+	f.t.Helper()
+	if out, err := f.a.Exec(testContext(f.t), program, args...); err != nil {
+		f.t.Fatalf("%s %s: %v: %s", program, strings.Join(args, " "), err, out)
+	}
+}
+
+// editLease replaces a text in the lease of a subnet.
+func (f toolFaults) editLease(subnet netip.Prefix, from, to string) {
+	f.t.Helper()
+	ctx, client := testContext(f.t), etcdClient(f.t, f.l)
+	key := subnets + strings.ReplaceAll(subnet.String(), "/", "-")
+	have, err := client.Get(ctx, key)
+	if err != nil || len(have.Kvs) != 1 {
+		f.t.Fatalf("%s: %v, %v", key, have, err)
+	}
+	value := strings.ReplaceAll(string(have.Kvs[0].Value), from, to)
+	if _, err := client.Put(ctx, key, value, clientv3.WithIgnoreLease()); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+func (f toolFaults) signal(h *lab.Host, s unix.Signal) {
+	f.t.Helper()
+	if err := h.Daemon().Signal(s); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+// expectPods waits until pods reach each other with packets of the full MTU in both directions, or until they do not.
+func (f toolFaults) expectPods(cut bool) {
+	f.t.Helper()
+	eventually(f.t, fmt.Sprintf("pods are cut off: %v", cut), func() error {
+		err := errors.Join(f.ping(f.a, f.b), f.ping(f.b, f.a))
+		if cut && err == nil {
+			return errors.New("all pings are answered")
+		}
+		if cut {
+			return nil
+		}
+		return err
+	})
+}
+
+func (f toolFaults) ping(from, to *lab.Host) error {
+	_, err := from.Pods()[0].Ping(testContext(f.t), to.Pods()[0].Addrs()[0], ping.Options{Size: 1450, DontFragment: true, Timeout: time.Second})
+	return err
+}
+
+// ask returns the exit code and the output of a command of flannelctl on the host with the fault.
+func (f toolFaults) ask(command string) (code int, out string) {
+	f.t.Helper()
+	out, err := flannelctl(f.t, f.a, command)
+	if failure := (*exec.ExitError)(nil); errors.As(err, &failure) {
+		return failure.ExitCode(), out
+	}
+	if err != nil {
+		f.t.Fatalf("flannelctl %s: %v\n%s", command, err, out)
+	}
+	return 0, out
+}
+
+func (f toolFaults) expectTools(fault toolFault) {
+	f.t.Helper()
+	broken, unasked := 0, 0
+	if fault.cut {
+		broken = 1
+	}
+	if fault.away {
+		unasked = 2
+	}
+	for _, tool := range []struct {
+		command, text string
+		code          int
+	}{
+		{"doctor", fault.doctor, broken}, {"check", fault.check, max(broken, unasked)}, {"status", fault.status, unasked},
+	} {
+		code, out := f.ask(tool.command)
+		if code != tool.code || !strings.Contains(out, tool.text) {
+			f.t.Errorf("flannelctl %s exits with %d, want %d and %q in\n%s", tool.command, code, tool.code, tool.text, out)
+		}
+	}
+}
+
+// expectFine waits until no tool finds anything. A host needs a moment for that after a cure.
+func (f toolFaults) expectFine(when string) {
+	f.t.Helper()
+	const limit = 20 * time.Second
+	within(f.t, limit, when, func() error {
+		for _, command := range []string{"doctor", "check", "status"} {
+			if code, out := f.ask(command); code != 0 || strings.Contains(out, "PROBLEM") {
+				return fmt.Errorf("flannelctl %s exits with %d:\n%s", command, code, out)
+			}
+		}
+		return nil
+	})
+}
