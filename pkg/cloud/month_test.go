@@ -24,6 +24,7 @@ func (m member) Join(context.Context) (string, error) { return m.self, nil }
 func TestMonth(t *testing.T) {
 	for name, renamed := range map[string]bool{"the same names": false, "new names, a full table": true} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			m := &cloudtest.Memory{Hosts: map[string][]netip.Addr{}, Tabs: []cloud.Table{{ID: "table-1", Own: true}}}
 			target := func(number int) string { return fmt.Sprintf("host-%d", number) }
 			cloudtest.Live(t, cloudtest.Fleet{

@@ -26,8 +26,14 @@ type outside struct {
 	pause wait.Backoff
 }
 
-// name identifies a host by its addresses.
-func (h Host) name() string { return fmt.Sprint(h.Addresses) }
+// name identifies a host by its addresses. It takes most of the time of a comparison without changes.
+func (h Host) name() string {
+	var name []byte
+	for _, a := range h.Addresses {
+		name = append(a.AppendTo(name), ' ')
+	}
+	return string(name)
+}
 
 // find returns one result for each of hosts, in the same order. It asks the cloud only for hosts whose targets it
 // does not remember. Once in a resync period it asks for all hosts again, except for those outside of the cloud. For
@@ -41,9 +47,10 @@ func (t *targets) find(ctx context.Context, c Cloud, hosts []Host, resync time.D
 	ask, before := []Host(nil), t.outside
 	t.outside = map[string]*outside{}
 	for i, h := range hosts {
-		known, ok := t.known[h.name()]
-		if o := before[h.name()]; o != nil {
-			t.outside[h.name()] = o
+		name := h.name()
+		known, ok := t.known[name]
+		if o := before[name]; o != nil {
+			t.outside[name] = o
 			known, ok = o.Found, time.Now().Before(o.again)
 		}
 		if found[i] = known; !ok || lost[known.Target] {

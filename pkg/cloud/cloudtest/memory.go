@@ -165,15 +165,24 @@ func (m *Memory) Find(_ context.Context, hosts []cloud.Host, _ bool) ([]cloud.Fo
 	if err := m.fail("read"); err != nil {
 		return nil, err
 	}
+
+	// A fleet that lives a month asks millions of times.
+	targets := map[netip.Addr]string{}
+	for target, addresses := range m.Hosts {
+		for _, a := range addresses {
+			targets[a] = target
+		}
+	}
+
 	var found []cloud.Found
 	for _, h := range hosts {
-		one := cloud.NotFound(h)
-		for target, addresses := range m.Hosts {
-			if slices.ContainsFunc(addresses, func(a netip.Addr) bool { return slices.Contains(h.Addresses, a) }) {
-				one = cloud.Found{Target: target, Table: cmp.Or(m.Follow[target], m.Tabs[0].ID), Err: m.Unfit[target]}
-			}
+		i := slices.IndexFunc(h.Addresses, func(a netip.Addr) bool { return targets[a] != "" })
+		if i < 0 {
+			found = append(found, cloud.NotFound(h))
+			continue
 		}
-		found = append(found, one)
+		target := targets[h.Addresses[i]]
+		found = append(found, cloud.Found{Target: target, Table: cmp.Or(m.Follow[target], m.Tabs[0].ID), Err: m.Unfit[target]})
 	}
 	return found, nil
 }
