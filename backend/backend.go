@@ -288,6 +288,8 @@ type Outcome struct {
 	Again time.Duration
 	// Repaired is the number of repaired changes by other programs.
 	Repaired int
+	// Recheck is set if the results of Check or CheckNext may have changed for leases that have not.
+	Recheck bool
 }
 
 // Reconciler makes the kernel's state equal to a wanted state. Its methods have the

@@ -93,6 +93,10 @@ type Selector interface {
 	// Selects reports whether the network can use l. It is pure, and safe for concurrent
 	// use.
 	Selects(l *subnet.Lease) bool
+	// CheckNext returns the identities that l claims for the next backend, and l as it would be
+	// without that backend. It returns no identities if that backend does not run, or does not use l,
+	// or if l has no data for the present one. It is pure, and safe for concurrent use.
+	CheckNext(l subnet.Lease) (identities []string, without *subnet.Lease)
 }
 
 // TwoSided is a Backend that consists of two backends, which can use different leases.

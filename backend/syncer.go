@@ -80,19 +80,28 @@ type Syncer struct {
 // NewSyncer returns a Syncer. Until the first snapshot it serves the peers in the ledger
 // and removes nothing.
 func NewSyncer(c SyncerConfig) *Syncer {
-	own := subnet.Claimant{Lease: &c.Own}
 	side := Side{Type: c.Config.BackendType, LeaseType: c.Own.BackendType}
 	if m, ok := c.Network.(Matcher); ok {
 		side.Matches = m.Matches
 	}
-	own.Identities, _ = c.Network.Check(c.Own) // if the check fails, no identity of a peer contradicts the own lease
 	s := &Syncer{
-		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
+		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, claimantOf(c.Network, c.Own)), all: true, changed: map[string]struct{}{},
 		kernel: map[string]string{}, log: newSyncLog(c.OnRefused), repairs: newRepairs(),
 		side: side, moving: map[string]struct{}{},
 	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
+}
+
+// claimantOf returns own with its identities. If a check fails, no identity of a peer contradicts own.
+func claimantOf(n Network, own subnet.Lease) subnet.Claimant {
+	c := subnet.Claimant{Lease: &own}
+	c.Identities, _ = n.Check(own)
+	if s, ok := n.(Selector); ok {
+		ids, _ := s.CheckNext(own)
+		c.Identities = slices.Concat(c.Identities, ids)
+	}
+	return c
 }
 
 // Publish applies an update of a manager's Watch to the ledger, and wakes the loop. It does not
@@ -186,6 +195,13 @@ func (s *Syncer) step(ctx context.Context) error {
 // fail.
 func (s *Syncer) again(o Outcome) error {
 	after := o.Again
+	if o.Recheck {
+		s.mu.Lock()
+		s.arbiter.SetOwn(claimantOf(s.Network, s.Own))
+		s.all = true
+		s.mu.Unlock()
+		after = time.Nanosecond
+	}
 	if !o.Retry {
 		s.retry.Reset()
 	} else if pause := s.retry.Next(); after == 0 || pause < after {
@@ -290,11 +306,11 @@ func (s *Syncer) validate(key string) bool {
 		if s.Migrated {
 			s.noteMoving(l)
 		}
-		used, ids, why := s.check(l)
+		used, why := s.check(l)
 		if why != "" {
 			s.unusable[key] = why
 		} else {
-			c = s.backdate(subnet.Claimant{Lease: used, Identities: ids})
+			c = s.backdate(used)
 		}
 	}
 	return s.arbiter.Change(c)
@@ -313,6 +329,11 @@ func (s *Syncer) backdate(c subnet.Claimant) subnet.Claimant {
 	lease := *c.Lease
 	lease.Kept = kept
 	c.Lease = &lease
+	if c.Less != nil {
+		less := *c.Less.Lease
+		less.Kept = kept
+		c.Less = &subnet.Claimant{Lease: &less, Identities: c.Less.Identities}
+	}
 	return c
 }
 
@@ -330,7 +351,7 @@ func (s *Syncer) validateAll() {
 		}
 	}
 	why := make([]string, n)
-	parallel.For(n, func(i int) { all[i].Lease, all[i].Identities, why[i] = s.check(all[i].Lease) })
+	parallel.For(n, func(i int) { all[i], why[i] = s.check(all[i].Lease) })
 	s.unusable = map[string]string{}
 	usable := all[:0]
 	for i, c := range all {
@@ -375,20 +396,30 @@ func (s *Syncer) noteMoving(l *subnet.Lease) {
 // check validates a lease without regard to others. It returns the lease as the network uses it,
 // its identities, and the reason if it is unusable; otherwise the reason is "". It does not refuse
 // a lease without an endpoint of an enabled family: the arbiter does.
-func (s *Syncer) check(l *subnet.Lease) (used *subnet.Lease, identities []string, unusable string) {
+func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
+	c.Lease = l
 	used, ok := s.choose(l)
 	if !ok {
-		return l, nil, fmt.Sprintf("its backend type is %q, ours %q", subnet.Shorten(l.BackendType), s.Config.BackendType)
+		return c, fmt.Sprintf("its backend type is %q, ours %q", subnet.Shorten(l.BackendType), s.Config.BackendType)
 	}
+	c.Lease = used
 	checked := *used
 	if checked.Endpoints = s.enabled(used.Endpoints); len(checked.Endpoints) == 0 {
-		return used, nil, ""
+		return c, ""
 	}
 	identities, err := s.Network.Check(checked)
 	if err != nil {
-		return used, nil, err.Error()
+		return c, err.Error()
 	}
-	return used, identities, ""
+
+	c.Identities = identities
+	if n, ok := s.Network.(Selector); ok {
+		if more, without := n.CheckNext(checked); len(more) > 0 {
+			c.Less = &subnet.Claimant{Lease: without, Identities: identities}
+			c.Identities = slices.Concat(identities, more)
+		}
+	}
+	return c, ""
 }
 
 // choose returns the part of l that the network can use. ok is false if it can use nothing of l.

@@ -150,13 +150,13 @@ func deltaUpdate(revision int64, leases []subnet.Lease, gone ...string) subnet.U
 
 // run starts a Syncer of host 1 in the synctest bubble. known contains the peers in the state on
 // disk, if there is one. The returned function returns the text that was logged until now.
-func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
+func run(t *testing.T, n backend.Network, known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	return runOnSync(t, n, nil, known...)
 }
 
 // runOnSync is like run, and calls onSync after every pass.
-func runOnSync(t *testing.T, n *network, onSync func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
+func runOnSync(t *testing.T, n backend.Network, onSync func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	ledger := &subnet.Ledger{}
 	if known != nil {
@@ -462,6 +462,60 @@ func TestAcceptedPeerKeepsItsIdentity(t *testing.T) {
 		expectSyncs(t, restarted, "", "*host3")
 		if want := "its MAC three is that of host3"; !strings.Contains(log(), want) {
 			t.Errorf("%q is not in the log:\n%s", want, log())
+		}
+	})
+}
+
+// migrating implements Selector. The next backend starts in the second pass. Leases claim their
+// NextType for it.
+type migrating struct{ *network }
+
+func (migrating) Selects(*subnet.Lease) bool { return true }
+
+func (n migrating) CheckNext(l subnet.Lease) ([]string, *subnet.Lease) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	switch {
+	case len(n.sets) < 2:
+		return nil, nil
+	case l.Key == "host1":
+		return []string{"key one"}, nil
+	}
+	without := l
+	without.NextType = ""
+	return []string{"key " + l.NextType}, &without
+}
+
+func (n migrating) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	out, err := n.network.Sync(ctx, peers)
+	out.Recheck = len(n.syncs()) == 2
+	return out, err
+}
+
+// TestIdentityForTheNextBackend lets a host write the identities of others for a next backend, which
+// starts after the leases have come. Its lease must go on without that backend.
+func TestIdentityForTheNextBackend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		write := func(revision uint64, n int, next string) subnet.Lease {
+			l := lease(n, fmt.Sprint(n))
+			l.Claimed, l.NextType = revision, next
+			return l
+		}
+		n := &network{}
+		s, log := run(t, migrating{n})
+		s.Publish(fullUpdate(snapshot(5, write(5, 2, "three"), write(3, 3, "three"), write(5, 4, "one"))))
+		advance(time.Second)
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		for key, want := range map[string]string{"host2": "", "host3": "three", "host4": ""} {
+			if l := n.last.Leases[key]; l == nil || l.NextType != want {
+				t.Errorf("%s is served as %+v, want the next type %q", key, l, want)
+			}
+		}
+		for _, want := range []string{"its key three is that of host3", "its key one is that of this node"} {
+			if !strings.Contains(log(), want) {
+				t.Errorf("%q is not in the log:\n%s", want, log())
+			}
 		}
 	})
 }

@@ -22,6 +22,9 @@ type Refusal struct {
 type Claimant struct {
 	Lease      *Lease   // read-only
 	Identities []string // in the form that messages show
+	// Less is what remains if another lease has one of the identities: a lease of the same host without
+	// the data of its next backend. Nil means that nothing remains.
+	Less *Claimant
 }
 
 // Arbiter decides which leases may be programmed into the kernel, and gives the reasons why it
@@ -34,7 +37,8 @@ type Claimant struct {
 //   - A public address in the subnet of another lease is refused, because a host can write any
 //     address at any time. If hosts get no subnets from that part of the network, because it is
 //     outside of SubnetMin and SubnetMax, the subnet is refused instead.
-//   - An identity, such as a VTEP MAC, belongs to the lease that claimed it first.
+//   - An identity, such as a VTEP MAC, belongs to the lease that claimed it first. A lease that has an
+//     identity of another one only for its next backend is used without that backend.
 //
 // The arbiter validates each family by itself: it may accept one family of a lease and refuse the
 // other. It silently drops endpoints of families that the configuration does not enable. Several
@@ -59,6 +63,9 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 	a.Reset(nil)
 	return a
 }
+
+// SetOwn replaces the own lease. It does not decide again about others.
+func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 
 // Reset replaces all claimants and decides about each of them.
 func (a *Arbiter) Reset(all []Claimant) {
@@ -99,7 +106,7 @@ func (a *Arbiter) Change(c Claimant) bool {
 	var old Claimant
 	l, had := a.accepted[key]
 	if had {
-		old = Claimant{l, a.identitiesOf[key]}
+		old = Claimant{Lease: l, Identities: a.identitiesOf[key]}
 		a.withdraw(old)
 	}
 	// An endpoint that is refused may still be the reason why another one is.
@@ -266,21 +273,56 @@ func (a *Arbiter) settleIdentities(all []Claimant) {
 	}
 
 	for _, c := range all {
-		lost := slices.IndexFunc(c.Identities, func(id string) bool { return holders[id] != c.Lease })
-		if lost < 0 {
-			a.accept(c)
-			continue
+		holds := c.Lease
+		rest, ok := a.whatRemains(c, func(id string) (whose, by string) {
+			if h := holders[id]; h != holds {
+				return h.Key, h.Key
+			}
+			return "", ""
+		})
+		if ok {
+			a.accept(rest)
 		}
-		id := c.Identities[lost]
-		by := holders[id].Key
-		a.refuse(c, fmt.Sprintf("its %s is that of %s", id, by), by)
 	}
+}
+
+// whatRemains returns c, or what remains of it without the identities of others. ok is false if nothing
+// does. taken returns whose an identity is, with the key of that lease if it is not the own one; "" if it
+// is not taken.
+func (a *Arbiter) whatRemains(c Claimant, taken func(id string) (whose, by string)) (rest Claimant, ok bool) {
+	lost := ""
+	isTaken := func(id string) bool {
+		whose, by := taken(id)
+		if whose != "" && id != lost {
+			a.refuse(c, fmt.Sprintf("its %s is that of %s", id, whose), by)
+			lost = id
+		}
+		return whose != ""
+	}
+	for rest = c; slices.ContainsFunc(rest.Identities, isTaken); rest = rest.less() {
+		if rest.Less == nil {
+			return rest, false
+		}
+	}
+	return rest, true
+}
+
+// less returns Less with the endpoints that c still has.
+func (c Claimant) less() Claimant {
+	return c.Less.without(func(e Endpoint) bool {
+		return !slices.ContainsFunc(c.Lease.Endpoints, func(has Endpoint) bool { return has.Subnet == e.Subnet })
+	})
 }
 
 // checkAlone returns c without the endpoints that are wrong even if there are no other leases, and records why.
 func (a *Arbiter) checkAlone(c Claimant) Claimant {
-	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
-		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
+	c, ok := a.whatRemains(c, func(id string) (whose, by string) {
+		if slices.Contains(a.own.Identities, id) {
+			return "this node", ""
+		}
+		return "", ""
+	})
+	if !ok {
 		return c.without(func(Endpoint) bool { return true })
 	}
 

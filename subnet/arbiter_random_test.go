@@ -123,10 +123,14 @@ func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
 	}
 	l := lease(key, uint64(rnd.IntN(10)), ends...)
 	l.Claimed = uint64(rnd.IntN(5))
-	return subnet.Claimant{
-		Lease:      &l,
-		Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))},
+	c := subnet.Claimant{Lease: &l, Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))}}
+	if rnd.IntN(3) == 0 {
+		less, identities := l, c.Identities
+		l.NextType = "another"
+		c.Less = &subnet.Claimant{Lease: &less, Identities: identities}
+		c.Identities = append(slices.Clone(identities), fmt.Sprintf("MAC %d", rnd.IntN(40)))
 	}
+	return c
 }
 
 // TestChangeCostsOneLease adds, changes and removes leases that contradict no other lease. The

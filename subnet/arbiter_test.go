@@ -5,7 +5,6 @@ package subnet_test
 import (
 	gocmp "cmp"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -280,6 +279,12 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 		l.Claimed = claimed
 		return subnet.Claimant{Lease: &l, Identities: identities}
 	}
+	migrating := func(c subnet.Claimant, identity string) subnet.Claimant {
+		less := c
+		l := *c.Lease
+		l.NextType = "wireguard"
+		return subnet.Claimant{Lease: &l, Identities: append(slices.Clone(c.Identities), identity), Less: &less}
+	}
 	for _, tc := range []struct {
 		name    string
 		all     []subnet.Claimant
@@ -309,6 +314,25 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 			refused: []subnet.Refusal{{"a", "its MAC 2 is that of b"}},
 		},
 		{
+			name: "of the next backend: the lease is used without it", want: []string{"first by wireguard", "second"},
+			all: []subnet.Claimant{
+				migrating(claimant("second", 1, 30, 2, "MAC 1"), "key 7"), migrating(claimant("first", 10, 10, 3, "MAC 2"), "key 7"),
+			},
+			refused: []subnet.Refusal{{"second", "its key 7 is that of first"}},
+		},
+		{
+			name: "of the next backend and of the present one", want: []string{"first by wireguard"},
+			all: []subnet.Claimant{
+				migrating(claimant("second", 1, 30, 2, "MAC 2"), "key 7"), migrating(claimant("first", 10, 10, 3, "MAC 2"), "key 7"),
+			},
+			refused: []subnet.Refusal{{"second", "its MAC 2 is that of first"}},
+		},
+		{
+			name: "of the next backend, in the own lease", want: []string{"second"},
+			all:     []subnet.Claimant{migrating(claimant("second", 1, 30, 2, "MAC 1"), "own key")},
+			refused: []subnet.Refusal{{"second", "its own key is that of this node"}},
+		},
+		{
 			name: "a lease whose subnet is refused has no identity", want: []string{"first", "other"},
 			all: []subnet.Claimant{
 				claimant("first", 1, 1, 2, "MAC 1"), claimant("twin", 2, 2, 2, "MAC 7"), claimant("other", 3, 3, 3, "MAC 7"),
@@ -317,9 +341,16 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &subnet.Lease{}})
+			a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &subnet.Lease{}, Identities: []string{"own key"}})
 			a.Reset(tc.all)
-			if got := slices.Sorted(maps.Keys(a.Accepted())); !slices.Equal(got, tc.want) {
+			var got []string
+			for key, l := range a.Accepted() {
+				if l.NextType != "" {
+					key += " by " + l.NextType
+				}
+				got = append(got, key)
+			}
+			if slices.Sort(got); !slices.Equal(got, tc.want) {
 				t.Errorf("accepted %v, want %v", got, tc.want)
 			}
 			if diff := cmp.Diff(tc.refused, a.AllRefused()); diff != "" {

@@ -231,11 +231,32 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return n.running[next].Check(*leases[next])
 }
 
+// CheckNext implements backend.Selector.
+func (n *network) CheckNext(l subnet.Lease) (identities []string, without *subnet.Lease) {
+	leases := n.split(&l)
+	if leases[present] == nil || leases[next] == nil || n.running[next] == nil {
+		return nil, nil
+	}
+
+	identities, err := n.running[next].Check(*leases[next])
+	if err != nil {
+		return nil, nil // the present backend serves the peer, see remember
+	}
+	less := *leases[present]
+	less.NextType, less.Endpoints = "", slices.Clone(less.Endpoints)
+	for i := range less.Endpoints {
+		less.Endpoints[i].NextData = nil
+	}
+	return identities, &less
+}
+
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
+	started := false
 	if n.running[next] == nil && time.Now().After(n.nextStart) {
 		n.startNext(ctx)
-		set.All = set.All || n.running[next] != nil // the next backend knows no peers yet
+		started = n.running[next] != nil
+		set.All = set.All || started // the next backend knows no peers yet
 	}
 	n.layer.deferred = true
 	changed, probed := n.update(set), n.prober.take()
@@ -256,7 +277,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	}
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
-	out.Refused = n.refusals()
+	out.Refused, out.Recheck = n.refusals(), started
 	if set.Complete && err == nil && n.env.Config.Stage != "" && !n.held() {
 		n.claimable.Send()
 	}

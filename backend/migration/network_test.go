@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -235,6 +236,42 @@ func TestDecisions(t *testing.T) {
 				set = backend.Set{Leases: leases, Changed: []string{"host2"}, Complete: true}
 			}
 		})
+	}
+}
+
+// TestIdentitiesOfTheNextBackend checks which identities leases claim for the next backend, and what
+// remains without that backend. A next backend that starts late must make all leases be checked again.
+func TestIdentitiesOfTheNextBackend(t *testing.T) {
+	n := start(t, dataplanetest.New(), vni1, vni7)
+	first := lease(2, "vxlan", dataOf(2, 1), "", nil)
+	for name, tt := range map[string]struct {
+		lease *subnet.Lease
+		want  *subnet.Lease // nil: it claims none
+	}{
+		"it does not follow":              {first, nil},
+		"it follows":                      {lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7)), first},
+		"it migrates the other way":       {lease(2, "vxlan", dataOf(2, 7), "vxlan", dataOf(2, 1)), first},
+		"it has only the next backend":    {lease(2, "vxlan", dataOf(2, 7), "", nil), nil},
+		"its next data cannot be used":    {lease(2, "vxlan", dataOf(2, 1), "vxlan", json.RawMessage(`{"VNI":7}`)), nil},
+		"its next backend is a third one": {lease(2, "vxlan", dataOf(2, 1), "udp", nil), nil},
+	} {
+		ids, without := n.CheckNext(*tt.lease)
+		if !reflect.DeepEqual(without, tt.want) {
+			t.Errorf("%s: without it the lease is %+v, want %+v", name, without, tt.want)
+		}
+		if tt.want != nil && !slices.Equal(ids, []string{"IPv4 VTEP MAC 02:00:00:00:07:02"}) {
+			t.Errorf("%s: the identities are %q", name, ids)
+		}
+	}
+
+	n.running[next] = nil
+	if ids, _ := n.CheckNext(*lease(2, "vxlan", dataOf(2, 1), "vxlan", dataOf(2, 7))); ids != nil {
+		t.Errorf("while the next backend does not run, the identities are %q", ids)
+	}
+	for i, want := range []bool{true, false} {
+		if out, err := n.Sync(t.Context(), backend.Set{Complete: true}); err != nil || out.Recheck != want {
+			t.Errorf("pass %d: %+v, %v, want Recheck: %v", i, out, err, want)
+		}
 	}
 }
 
