@@ -115,9 +115,13 @@ func (c *cluster) startAPI(etcd string) {
 	}
 	audit := c.write("audit.yaml", fmt.Appendf(nil, `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
 "rules":[{"level":"Metadata","users":[%q]},{"level":"None"}]}`, flannelUser))
+	tokens := []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"}
+	for i := range c.Hosts() { // of the kubelets
+		tokens = append(tokens, nodeName(i+1)+",system:node:"+nodeName(i+1)+","+nodeName(i+1)+",system:nodes")
+	}
 	c.starting(func(ctx context.Context) error {
 		c.api, err = c.StartAPIServer(ctx, lab.APIServerOptions{
-			Path: binary, Tokens: []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"},
+			Path: binary, Tokens: tokens,
 			Args: []string{"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking"},
 			Etcd: etcd,
 		})

@@ -121,7 +121,7 @@ func (s *APIServer) args() []string {
 		"--tls-cert-file=" + s.files.serverCert, "--tls-private-key-file=" + s.files.serverKey,
 		"--service-account-issuer=https://kubernetes.default.svc",
 		"--service-account-key-file=" + s.files.serverCert, "--service-account-signing-key-file=" + s.files.serverKey,
-		"--authorization-mode=RBAC", "--token-auth-file=" + apiServerDir + "/tokens.csv", "--allow-privileged=true",
+		"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--token-auth-file=" + apiServerDir + "/tokens.csv", "--allow-privileged=true",
 		"--service-cluster-ip-range=" + services, "--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s",
 	}
 }
