@@ -8,6 +8,7 @@ import (
 	"net/netip"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/health"
@@ -29,17 +30,20 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 	mux.Handle("/metrics", metrics.Handler(s.all))
 	mux.Handle("/", health.Handler(s))
 	page := status.Handler(s.status)
-	local := http.NewServeMux()
-	local.Handle("/statusz", page)
-	local.Handle("/statusz.json", page)
-	local.Handle("/", mux)
+	with := func(page http.Handler) http.Handler {
+		local := http.NewServeMux()
+		local.Handle("/statusz", page)
+		local.Handle("/statusz.json", page)
+		local.Handle("/", mux)
+		return local
+	}
 
 	if path := o.SocketPath(); path != "" {
 		ln, err := status.Listen(ctx, path)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "continuing without the status socket: flannelctl status will not work")
 		} else {
-			group.Go(func() error { return health.Serve(members, ln, local) })
+			group.Go(func() error { return health.Serve(members, ln, with(page)) })
 		}
 	}
 	serve := func(addr string, h http.Handler) error {
@@ -52,10 +56,27 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 		}
 		return err
 	}
-	if err := serve(o.HealthzAddr(), onLoopback(local, mux)); err != nil {
+	if err := serve(o.HealthzAddr(), onLoopback(with(throttled(page)), mux)); err != nil {
 		return err
 	}
-	return serve(o.StatuszAddress, local)
+	return serve(o.StatuszAddress, with(throttled(page)))
+}
+
+// Limits of throttled. With thousands of peers a report takes milliseconds of CPU time.
+const (
+	pagesPerSecond = 20
+	pagesAtOnce    = 20
+)
+
+// throttled returns a handler that lets requests for h wait if there are too many. The local socket needs
+// no such limit, because only root can use it.
+func throttled(h http.Handler) http.Handler {
+	limit := rate.NewLimiter(pagesPerSecond, pagesAtOnce)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if limit.Wait(r.Context()) == nil {
+			h.ServeHTTP(w, r)
+		}
+	})
 }
 
 // onLoopback returns a handler that passes a request to local if it comes from a loopback

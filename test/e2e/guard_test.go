@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -265,6 +267,37 @@ func TestGuardVXLAN(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestGuardBeforePort checks that a running daemon guards the new port of the tunnel before it opens it.
+func TestGuardBeforePort(t *testing.T) {
+	t.Parallel()
+	f := flavours()[1]
+	p := newPrograms(t, f)
+	for _, name := range []string{"iptables-restore", "iptables-nft-restore"} {
+		p.write(t, name, fmt.Sprintf(`rules=$(cat)
+case "$rules" in
+*8473*) ip -details link show flannel.1 | grep -o 'dstport [0-9]*' >>%s/opened ;;
+esac
+echo "$rules" | exec /usr/sbin/iptables-nft-restore "$@"`, p.dir))
+	}
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{Args: f.args, Env: []string{p.env}})
+	putConfig(t, l, `{"Type":"vxlan","Port":8473}`)
+	eventually(t, "the port is guarded", func() error {
+		opened, err := os.ReadFile(filepath.Join(p.dir, "opened"))
+		if err == nil && !strings.HasPrefix(string(opened), "dstport 8472\n") {
+			t.Fatalf("when the rules for port 8473 were written, the device had the %s", opened)
+		}
+		return err
+	})
+	eventually(t, "the port is open", func() error {
+		out, err := l.Host(1).Exec(testContext(t), "ip", "-details", "link", "show", "flannel.1")
+		if err == nil && !strings.Contains(string(out), "dstport 8473") {
+			err = fmt.Errorf("it is not: %s", out)
+		}
+		return err
+	})
 }
 
 // TestVMGuardIPIP checks that a pod with CAP_NET_RAW cannot send packets into the network by

@@ -72,6 +72,30 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	}
 }
 
+// guardFirst makes one attempt to write the traffic rules of the next session before its backend starts, if
+// that backend opens a tunnel that the rules of the last session do not guard. Otherwise pods could send into
+// the tunnel until the session writes its rules. The last session must have ended.
+func (p *parts) guardFirst(ctx context.Context, last *session, be backend.Backend, now lastknown.State) {
+	var guarded []firewall.Payload
+	for _, n := range p.rulePolicy(last.be, *last.begin.Load()).Networks {
+		guarded = append(guarded, n.Tunnels...)
+	}
+	choice, policy := firewallChoice(p.opts.Firewall, now), p.rulePolicy(be, now)
+	opened := slices.ContainsFunc(policy.Networks, func(n firewall.Network) bool {
+		return slices.ContainsFunc(n.Tunnels, func(t firewall.Payload) bool { return !slices.Contains(guarded, t) })
+	})
+	if !opened {
+		return
+	}
+
+	if p.others != nil {
+		prefixes, _ := p.others()
+		policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+	}
+	ctx, tried := context.WithCancel(ctx)
+	p.rules.Keep(ctx, choice, policy, tried)
+}
+
 // rulePolicy returns the traffic rules of a session. They also guard the tunnels of the backends in
 // now.Former, because the host receives packets from these tunnels until they are removed.
 func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {

@@ -114,6 +114,7 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	r.host.Tuner.Network(r.name, r.catalog.OneThread(now.Config))
 	if replaces {
 		r.state.Change(func(to *lastknown.State) { to.Attempt(now) })
+		r.guardFirst(ctx, r.serving.Load(), be, now)
 	} else {
 		now = r.state.Change(change)
 	}
