@@ -5,6 +5,7 @@ package wireguard
 import (
 	"context"
 	"maps"
+	"net"
 	"net/netip"
 	"slices"
 	"time"
@@ -39,6 +40,7 @@ type nat struct {
 	devices []*device
 	names   *resolver
 
+	addrs     func() ([]net.Addr, error) // of this host
 	shared    sharedIndex
 	sharer    sharer
 	republish wait.Signal
@@ -65,7 +67,7 @@ func newNAT(b *Backend, key wgtypes.Key, devices []*device, names *resolver, own
 	b.published.Store(&before)
 	interval := time.Duration(b.config.EndpointSharingInterval) * time.Second
 	return &nat{
-		backend: b, own: key, devices: devices, names: names,
+		backend: b, own: key, devices: devices, names: names, addrs: net.InterfaceAddrs,
 		sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal(),
 	}
 }
@@ -129,7 +131,21 @@ func (n *nat) candidates(d *device, p peer) []netip.AddrPort {
 			all = append(all, shared)
 		}
 	}
-	return all
+	if len(all) == 0 {
+		return nil
+	}
+
+	addrs, _ := n.addrs()
+	return slices.DeleteFunc(all, func(e netip.AddrPort) bool { return isBroadcast(e.Addr(), addrs) })
+}
+
+// isBroadcast reports whether a is the broadcast address of a network to which one of addrs, the addresses
+// of this host, belongs. Any host can name it as an endpoint, and WireGuard would send handshakes to it.
+func isBroadcast(a netip.Addr, addrs []net.Addr) bool {
+	return slices.ContainsFunc(addrs, func(one net.Addr) bool {
+		p, err := netip.ParsePrefix(one.String())
+		return err == nil && p.Addr().Is4() && p.Bits() < 31 && a == prefix.Last(p)
+	})
 }
 
 // noteNames adds the names of the wanted peers to d.named. It also makes the resolver look up the
