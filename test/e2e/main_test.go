@@ -337,13 +337,7 @@ func startFlowsAt(t *testing.T, l *lab.Lab, rate int) []flow {
 // stops all flows at once, because each may wait for late packets.
 func expectNothingLost(t *testing.T, flows []flow) {
 	t.Helper()
-	results := make([]lab.FlowStats, len(flows))
-	var stopping sync.WaitGroup
-	for i, f := range flows {
-		stopping.Go(func() { results[i] = f.Stop() })
-	}
-	stopping.Wait()
-	for i, s := range results {
+	for i, s := range stopFlows(flows) {
 		if len(s.Lost) > 0 || s.Sent == 0 {
 			const clock = "15:04:05.000"
 			t.Errorf("%s: %d of %d packets were lost, the first at %s, the last at %s, longest gap %v, last error: %v%s",
@@ -351,6 +345,17 @@ func expectNothingLost(t *testing.T, flows []flow) {
 				droppedBetween(s.Begin, s.End.Add(time.Second)))
 		}
 	}
+}
+
+// stopFlows stops the flows and returns their statistics.
+func stopFlows(flows []flow) []lab.FlowStats {
+	results := make([]lab.FlowStats, len(flows))
+	var stopping sync.WaitGroup
+	for i, f := range flows {
+		stopping.Go(func() { results[i] = f.Stop() })
+	}
+	stopping.Wait()
+	return results
 }
 
 // nft runs commands of nft(8) in a namespace, such as those that add or delete a table.

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"fmt"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -81,17 +82,72 @@ func testDefaultRoutesOfOthers(t *testing.T, labs ...[]prefix.Family) {
 
 				for _, device := range []string{"cni0", "tun0", "dead0"} { // some backends remove their own when they stop
 					flows := startFlows(t, l, 100)
+					stopped := time.Now()
 					expectStop(t, p.host.Daemon())
 					route("route replace default dev %s metric 50", device)
 					startOne(t, p.host, lab.FlanneldOptions{})
+					ready := time.Now()
 					kept("restart with " + device)
 					expectMatrix(t, l)
-					if backend == "vxlan" || backend == "host-gw" { // others carry packets in the process
+					pause(t, 500*time.Millisecond)
+					if backend == "vxlan" || backend == "host-gw" {
 						expectNothingLost(t, flows)
+						continue
+					}
+
+					// The daemon itself carries the packets, so those on the way and those of the time without it
+					// are lost.
+					stopped = stopped.Add(-100 * time.Millisecond)
+					for i, s := range stopFlows(flows) {
+						t.Logf("restart with %s: %s: %d of %d lost, longest gap %v, away for %v", device, flows[i].name, len(s.Lost), s.Sent, s.Gap, ready.Sub(stopped))
+						if s.Sent == 0 || len(s.Lost) > 0 && (s.Begin.Before(stopped) || s.End.After(ready.Add(time.Second))) {
+							t.Errorf("restart with %s: %s lost %d of %d packets from %v to %v, the daemon was away from %v to %v", device, flows[i].name, len(s.Lost), s.Sent, s.Begin, s.End, stopped, ready)
+						}
 					}
 				}
 			})
 		}
+	}
+}
+
+// TestAloneUnderlayIsFollowed changes the address, the prefix and the network card of a host. No flow may have a
+// gap of more than three seconds. The test needs the whole machine, because it measures times.
+//
+//stages:rest TestHealing has the same changes without a limit of the time
+func TestAloneUnderlayIsFollowed(t *testing.T) {
+	const router = "ip -6 route add fd00:78::/64 dev "
+	for name, script := range map[string]string{
+		"address gone": `ip addr del 192.168.77.1/24 dev eth0; ip addr del fd00:77::1/64 dev eth0
+			ip addr add 192.168.77.101/24 dev eth0; ip addr add fd00:77::101/64 dev eth0 nodad
+			ip route add default via 192.168.77.254; ip -6 route replace default via fd00:77::fe dev eth0`,
+		"prefix renumbered by router advertisements": `ip addr add fd00:78::1/64 dev eth0 nodad valid_lft 3600 preferred_lft 3600
+			ip addr change fd00:77::1/64 dev eth0 valid_lft 7200 preferred_lft 0`,
+		"network card replaced": "",
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newDamagedHost(t, "vxlan", dual)
+			own := leaseOf(t, p.lab, p.host)
+			if script == "" {
+				script = "ip link del eth0; " + p.recreateScript() + "; " + strings.Replace(p.restoreScript(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }), "sleep 2; ", "", 1)
+			}
+			for _, h := range p.lab.Hosts()[1:] {
+				shell(t, h.Namespace, router+"eth0")
+			}
+			shell(t, p.lab.Underlay(), router+"l2-1")
+			flows := startFlows(t, p.lab, 100)
+			p.run(t, script)
+			pause(t, 5*time.Second)
+			for i, s := range stopFlows(flows) {
+				t.Logf("%s: %d of %d lost, longest gap %v", flows[i].name, len(s.Lost), s.Sent, s.Gap)
+				if s.Sent == 0 || s.Gap > 3*time.Second {
+					t.Errorf("%s: a gap of %v in %d packets, want at most 3s", flows[i].name, s.Gap, s.Sent)
+				}
+			}
+			expectMatrix(t, p.lab)
+			if same := slices.Contains(leases(t, p.lab), own); same != strings.Contains(name, "card") {
+				t.Errorf("the leases are %v, that of the host was %v", leases(t, p.lab), own)
+			}
+		})
 	}
 }
 
