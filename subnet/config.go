@@ -87,6 +87,20 @@ func (c Config) Without(f prefix.Family) Config {
 // must go through stages because its peers do not read stored at the same moment.
 func (c Config) Toward(stored Config) Config {
 	stays := sameBackend(c.Present(), stored.Present())
+	differs := stays && !sameBackend(c.Next(), stored.Next())
+
+	// With other networks a host may get a lease with another key. Peers read that lease before this host has
+	// changed its routes. At this time it must not send over a next backend that the lease does not have, and
+	// the lease must not have one that does not run yet. So the networks change in a step of their own.
+	if differs && !slices.Equal(c.Networks, stored.Networks) {
+		switch {
+		case c.Migrates():
+			stored.Networks = c.Networks
+		case c.NextBackend == nil:
+			return stored.Present()
+		}
+	}
+
 	switch {
 	case c.NextBackend == nil:
 	case !stays && sameBackend(c.Next(), stored.Present()) && stored.NextBackend == nil:
@@ -98,7 +112,7 @@ func (c Config) Toward(stored Config) Config {
 		if c.Stage == Leaving {
 			stored.Stage = Leaving
 		}
-	case stays && stored.NextBackend != nil && !sameBackend(c.Next(), stored.Next()):
+	case stored.NextBackend != nil && (differs || stays && c.Stage == Withdrawn):
 		stored.Stage = Withdrawn
 	}
 	return stored

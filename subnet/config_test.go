@@ -12,6 +12,7 @@ func TestWayOutOfAMigration(t *testing.T) {
 		before  = network + `{"Type":"vxlan"}}`
 		during  = network + `{"Type":"vxlan"},"NextBackend":{"Type":"udp","Mode":"userspace"}}`
 		edited  = network + `{"Type":"vxlan"},"NextBackend":{"Type":"udp","Port":8477}}`
+		other   = `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}`
 		after   = network + `{"type":"UDP","Mode":"userspace"}}`
 	)
 	parse := func(text string) Config {
@@ -46,6 +47,12 @@ func TestWayOutOfAMigration(t *testing.T) {
 		{"the host has left", parse(after), parse(after), parse(after)},
 		{"NextBackend is edited", parse(during), parse(edited), withdrawn},
 		{"it is edited again", withdrawn, parse(during), func() Config { c := parse(during); c.Stage = Withdrawn; return c }()},
+		{"it is aborted for another network", parse(during), parse(other + `}`), parse(before)},
+		{"the network changes after that", parse(before), parse(other + `}`), parse(other + `}`)},
+		{"a migration starts with another network", parse(before), parse(other + during[len(before)-1:]), parse(other + `}`)},
+		{"it starts after that", parse(other + `}`), parse(other + during[len(before)-1:]), parse(other + during[len(before)-1:])},
+		{"NextBackend is edited for another network", parse(during), parse(other + edited[len(before)-1:]), withdrawn},
+		{"the network changes meanwhile", withdrawn, parse(other + edited[len(before)-1:]), func() Config { c := parse(other + edited[len(before)-1:]); c.Stage = Withdrawn; return c }()},
 		{"it is edited and then aborted", withdrawn, parse(before), parse(before)},
 		{"it is edited and then finished", withdrawn, parse(network + `{"Type":"udp","Port":8477}}`), func() Config { c := parse(edited); c.Stage = Finished; return c }()},
 	} {

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -208,4 +209,40 @@ func eventuallyByNext(t *testing.T, h, to *lab.Host) {
 		}
 		return fmt.Errorf("it does not")
 	})
+}
+
+// TestBackendMigrationWithFamily aborts a migration and disables IPv6 in one edit, and takes that back a moment
+// later, again and again. Each host gets a lease with another key then. IPv4 must not lose a packet.
+//
+//stages:rest it makes many changes, one after the other
+func TestBackendMigrationWithFamily(t *testing.T) {
+	t.Parallel()
+	dualMigrating := netConf{v4: "10.5.0.0/16", v6: "fd00:5::/48", backend: `{"Type":"vxlan"}`, next: `{"Type":"wireguard","Implementation":"userspace"}`}
+	v4Alone := netConf{v4: dualMigrating.v4, backend: dualMigrating.backend}
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: json.RawMessage(dualMigrating.String())}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	n := &walkedNetwork{walk: &walk{t: t, lab: l}, flows: map[prefix.Family][]flow{}}
+	n.nets = append(n.nets, n)
+	put := func(c netConf) {
+		n.now = c
+		if err := l.PutNetwork(testContext(t), json.RawMessage(c.String())); err != nil {
+			t.Fatal(err)
+		}
+	}
+	settle := func() {
+		n.now = dualMigrating
+		n.settle()
+		eventuallyCarriedBy(t, l.Host(1), "wireguard", l.Host(2))
+		eventuallyCarriedBy(t, l.Host(2), "wireguard", l.Host(1))
+	}
+
+	settle()
+	n.startFlowsOf(prefix.IPv4)
+	for i := range 10 {
+		put(v4Alone)
+		pause(t, milliseconds(50+50*i))
+		put(dualMigrating)
+		settle()
+	}
+	n.stopFlows(prefix.IPv4)
 }

@@ -196,7 +196,7 @@ func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) 
 
 // stores reports whether the store has cfg, or cfg is a step toward what it has. The caller holds w.mu.
 func (w *configWatch) stores(cfg subnet.Config) bool {
-	return w.stored != nil && len(subnet.Changes(*w.stored, cfg.Goal())) == 0
+	return w.stored != nil && (len(subnet.Changes(*w.stored, cfg.Goal())) == 0 || len(subnet.Changes(w.used.Toward(*w.stored), cfg)) == 0)
 }
 
 // hasGivenUp reports whether the configuration in the store, or a step toward it, was tried and did not start.
