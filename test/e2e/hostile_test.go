@@ -205,7 +205,7 @@ func TestVMHostileHost(t *testing.T) {
 			if out, err := exec.CommandContext(testContext(t), "modprobe", name).CombinedOutput(); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
-			surviveHostileHost(t, v4, conf, attack{hosts: 3, rate: 20, d: 20 * time.Second, unrestricted: true})
+			surviveHostileHost(t, v4, conf, attack{hosts: 3, rate: 20, d: 8 * time.Second, unrestricted: true})
 		})
 	}
 }
