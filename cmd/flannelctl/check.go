@@ -113,7 +113,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 		broken   int
 		ways     = pathsOf(r)
 	)
-	findings, unread := examine(cmd.Context(), []status.Report{r}, nil)
+	findings := examine(cmd.Context(), []status.Report{r}, nil)
 	group, ctx := errgroup.WithContext(cmd.Context())
 	group.SetLimit(checkAtOnce)
 	for _, p := range r.Peers {
@@ -159,7 +159,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 	case broken > 0:
 		return fmt.Errorf("%d of %d ways are broken", broken, len(verdicts))
 	}
-	return unread
+	return nil
 }
 
 // because returns the verdict with the cause that was found on this host, if there is one. A peer whose host is

@@ -13,7 +13,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/doctor"
 	"github.com/flanneld/flanneld/pkg/doctor/linux"
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
@@ -33,7 +32,7 @@ there is a serious problem.`,
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			reports, away := fetchAll(cmd.Context(), status.Client(socket), *network)
-			findings, unread := examine(cmd.Context(), reports, away)
+			findings := examine(cmd.Context(), reports, away)
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
 				if len(findings) == 0 {
 					fmt.Fprintln(w, "nothing found")
@@ -46,13 +45,10 @@ there is a serious problem.`,
 					fmt.Fprintf(w, "%s\t%s\n\tfix: %s\n", weight, f.Problem, f.Fix)
 				}
 			})
-			switch {
-			case err != nil:
-				return err
-			case slices.ContainsFunc(findings, func(f doctor.Finding) bool { return f.Serious }):
-				return errors.New("there are problems")
+			if err == nil && slices.ContainsFunc(findings, func(f doctor.Finding) bool { return f.Serious }) {
+				err = errors.New("there are problems")
 			}
-			return unread
+			return err
 		},
 	}
 	out.addTo(cmd)
@@ -62,19 +58,17 @@ there is a serious problem.`,
 }
 
 // examine returns the problems of this host. If away is not nil it says why no daemon answers, and there are no
-// reports. err says what could not be examined; the findings are then incomplete.
-func examine(ctx context.Context, reports []status.Report, away error) (findings []doctor.Finding, err error) {
+// reports.
+func examine(ctx context.Context, reports []status.Report, away error) []doctor.Finding {
 	if away != nil {
 		if e := (unknownError{}); errors.As(away, &e) {
 			away = e.cause
 		}
-		return doctor.Examine(linux.Host(away)), nil
+		return doctor.Examine(linux.Host(away))
 	}
 	var networks []doctor.Facts
 	for _, r := range reports {
-		facts, e := linux.Gather(ctx, r)
-		networks = append(networks, facts)
-		err = oneline.Join(err, e)
+		networks = append(networks, linux.Gather(ctx, r))
 	}
-	return doctor.Examine(networks...), err
+	return doctor.Examine(networks...)
 }

@@ -54,7 +54,7 @@ cannot be asked.`,
 			err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
 				var findings []doctor.Finding
 				if where == "" {
-					findings, _ = examine(cmd.Context(), []status.Report{r}, nil) // doctor says what cannot be examined
+					findings = examine(cmd.Context(), []status.Report{r}, nil)
 				}
 				printStatus(w, r, findings, all)
 			})

@@ -5,7 +5,7 @@
 // Facts are gathered by pkg/doctor/linux. Examine only judges them:
 //   - doctor.go judges the settings of the host, other firewalls and the report of the daemon.
 //   - ways.go judges how the kernel carries the packets of pods.
-//   - docker.go judges the rules of Docker.
+//   - rules.go judges the rules of Docker and of other firewalls.
 package doctor
 
 import (
@@ -19,6 +19,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -28,6 +29,7 @@ import (
 type Facts struct {
 	Report  *status.Report // nil if no daemon answers
 	Away    error          // why no daemon answers, or nil
+	Unread  error          // which facts could not be read, or nil
 	Files   fs.FS          // the file system of the host, from its root
 	Release string         // of the kernel
 	Bridges []Bridge
@@ -36,6 +38,7 @@ type Facts struct {
 	// Refusals are the routes that refuse packets. They may be missing unless a Way is refused.
 	Refusals []Refusal
 	Docker   []Docker
+	Blocks   []firewall.Block // rules that drop packets of the network
 }
 
 // Finding is a problem of a host that affects the network.
@@ -69,7 +72,7 @@ func Examine(networks ...Facts) []Finding {
 	findings := []Finding{} // not nil, so that JSON contains [] if there is none
 	for _, h := range networks {
 		for _, check := range []func() []Finding{
-			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.dockers, h.udev, h.port, h.modules,
+			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules,
 		} {
 			for _, f := range check() {
 				// Both families, and several networks, may have the same finding.
@@ -150,6 +153,9 @@ func (h Facts) daemon() []Finding {
 	}
 
 	var found []Finding
+	if h.Unread != nil {
+		found = append(found, note("not everything could be examined: "+h.Unread.Error(), "run flannelctl as root"))
+	}
 	for _, r := range h.Report.Reasons {
 		found = append(found, serious("flanneld is not ready: "+r, "flannelctl status"))
 	}

@@ -15,6 +15,7 @@ import (
 	"testing/fstest"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 )
@@ -166,6 +167,16 @@ func TestDoctor(t *testing.T) {
 		{name: "strict filter that drops, older kernel", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EXDEV} }, want: "rp_filter is strict on flannel.1", fix: "net/ipv4/conf/flannel.1/rp_filter=2", word: "rp_filter"},
 		{name: "strict filter that drops", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EINVAL} }, want: "rp_filter is strict on flannel.1", fix: "net/ipv4/conf/flannel.1/rp_filter=2", word: "rp_filter"},
 		{name: "strict filter that drops nothing", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}},
+		{name: "facts missing", facts: func(h *Facts) { h.Unread = syscall.EPERM }, want: "not everything could be examined: operation not permitted", fix: "as root"},
+		{name: "firewall drops the tunnel", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "eth0", Src: remote, Port: 8472}, Program: "iptables-nft", Table: "filter", Chain: "INPUT", Rule: "policy DROP"}}
+		}, want: "iptables-nft drops packets of other hosts to UDP port 8472 in chain INPUT of table filter: policy DROP", fix: "iptables-nft -t filter -I INPUT -p udp --dport 8472 -j ACCEPT", word: "firewall"},
+		{name: "firewall drops packets of pods", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop"}}
+		}, want: "nft drops forwarded packets of pods from cni0 to flannel.1 in chain y of table inet x", fix: "nft insert rule inet x y ip saddr 10.5.0.0/16 accept", word: "firewall"},
+		{name: "firewall may drop packets of pods", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop", Doubtful: true}}
+		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

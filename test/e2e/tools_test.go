@@ -180,6 +180,34 @@ func toolFaultTable() []toolFault {
 			doctor: "net/ipv4/conf/cni0/forwarding", check: "forwarding", status: "cni0 does not forward",
 		},
 		{
+			name: "iptables-legacy drops the tunnel", cut: true,
+			cause:  iptablesFault("iptables-legacy", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"),
+			doctor: "iptables-legacy drops packets of other hosts to UDP port 8472", check: "firewall", status: "iptables-legacy drops",
+		},
+		{
+			name: "iptables-nft rejects packets before the rules of flanneld", cut: true,
+			cause:  iptablesFault("iptables-nft", "FORWARD", "-i", "cni0", "-j", "REJECT"),
+			doctor: "iptables-nft drops forwarded packets of pods from cni0 to flannel.1", check: "firewall", status: "iptables-nft drops",
+		},
+		{
+			name: "nftables drops all but a few ports", cut: true,
+			cause:  nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto icmp accept ; tcp dport { 22, 443 } accept ; }"),
+			doctor: "nft drops packets of other hosts to UDP port 8472 in chain in of table inet foreign: policy drop", check: "firewall", status: "nft drops",
+		},
+		{
+			name: "nftables rejects forwarded packets", cut: true,
+			cause:  nftFault("chain through { type filter hook forward priority -5 ; iifname cni0 reject ; }"),
+			doctor: "nft drops forwarded packets of pods from cni0 to flannel.1", check: "firewall", status: "nft drops",
+		},
+		{
+			name:  "nftables drops other packets",
+			cause: nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; iifname { eth0, flannel.1 } accept ; } ; chain through { type filter hook forward priority 0 ; tcp dport 25 drop ; }"),
+		},
+		{
+			name:  "iptables drops another port",
+			cause: iptablesFault("iptables-nft", "INPUT", "-p", "udp", "--dport", "8473", "-j", "DROP"),
+		},
+		{
 			name: "host drops pings",
 			cause: func(f toolFaults) func() {
 				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; meta l4proto icmp drop ; } ; }")
@@ -203,6 +231,22 @@ func directRoute(f toolFaults) func() {
 	half := netip.PrefixFrom(f.ownB.Addr(), f.ownB.Bits()+1).String()
 	f.run("ip", "route", "add", half, "via", f.b.Addr(v4[0]).String(), "dev", "eth0")
 	return func() { f.run("ip", "route", "del", half) }
+}
+
+// nftFault returns a fault that adds a table with nft.
+func nftFault(content string) func(toolFaults) func() {
+	return func(f toolFaults) func() {
+		nft(f.t, f.a.Namespace, "table inet foreign { "+content+" ; }")
+		return func() { nft(f.t, f.a.Namespace, "delete table inet foreign") }
+	}
+}
+
+// iptablesFault returns a fault that puts a rule of a variant of iptables before all others.
+func iptablesFault(program, chain string, rule ...string) func(toolFaults) func() {
+	return func(f toolFaults) func() {
+		f.run(program, append([]string{"-I", chain}, rule...)...)
+		return func() { f.run(program, append([]string{"-D", chain}, rule...)...) }
+	}
 }
 
 // sysctlFault returns a fault that sets a sysctl from 1 to 0.

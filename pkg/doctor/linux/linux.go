@@ -32,10 +32,9 @@ func Host(away error) doctor.Facts {
 	return doctor.Facts{Away: away, Files: os.DirFS("/"), Release: release()}
 }
 
-// Gather returns the facts about this host and one of its networks. A part of the facts that cannot be read is
-// missing, and err says why.
-func Gather(ctx context.Context, r status.Report) (f doctor.Facts, err error) {
-	f = Host(nil)
+// Gather returns the facts about this host and one of its networks.
+func Gather(ctx context.Context, r status.Report) doctor.Facts {
+	f := Host(nil)
 	f.Report = &r
 
 	var errs []error
@@ -55,7 +54,15 @@ func Gather(ctx context.Context, r status.Report) (f doctor.Facts, err error) {
 		}
 	}
 	f.Docker = docker(ctx, r, f.Bridges)
-	return f, oneline.Join(errs...)
+	packets := packets(r, f.Ways)
+	inIPTables, e := iptables.Blocks(ctx, packets)
+	inNFTables, e2 := nftables.Blocks(packets)
+	if e = oneline.Join(e, e2); e != nil {
+		errs = append(errs, fmt.Errorf("read the rules of other firewalls: %w", e))
+	}
+	f.Blocks = slices.Concat(inIPTables, inNFTables)
+	f.Unread = oneline.Join(errs...)
+	return f
 }
 
 func release() string {
@@ -262,6 +269,53 @@ func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doc
 		all = append(all, d)
 	}
 	return all
+}
+
+// packets returns the packets that no firewall may drop: those of the backend from another host, and those between
+// pods for each pair of devices.
+func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
+	var all []firewall.Packet
+	for _, own := range r.Interface.Addresses {
+		other := peerAddress(r, own.Local.Is4())
+		for _, port := range r.Network.Ports {
+			if other.IsValid() {
+				all = append(all, firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: firewall.UDP, Port: uint16(port)})
+			}
+		}
+	}
+	for _, w := range ways {
+		if w.Route.Err != nil {
+			continue
+		}
+		own, ok := prefix.OfFamily(r.Lease.Subnets, prefix.FamilyOf(w.Subnet.Addr()))
+		if !ok {
+			continue
+		}
+		// These addresses are hardly those of pods, which may have rules of their own. Nothing uses TCP port 1.
+		p := firewall.Packet{In: w.In, Out: w.Route.Dev, Src: prefix.Last(own).Prev(), Dst: prefix.Last(w.Subnet).Prev(), Protocol: firewall.TCP, Port: 1}
+		if w.Back {
+			p.Src, p.Dst = p.Dst, p.Src
+		}
+		same := func(other firewall.Packet) bool {
+			return other.In == p.In && other.Out == p.Out && other.Src.Is4() == p.Src.Is4()
+		}
+		if !slices.ContainsFunc(all, same) {
+			all = append(all, p)
+		}
+	}
+	return all
+}
+
+// peerAddress returns the public address of a peer, or the zero Addr if there is none of that family.
+func peerAddress(r status.Report, v4 bool) netip.Addr {
+	for _, p := range r.Peers {
+		for _, a := range p.PublicIPs {
+			if p.State != status.Refused && a.Is4() == v4 {
+				return a
+			}
+		}
+	}
+	return netip.Addr{}
 }
 
 func toPrefix(n *net.IPNet) (netip.Prefix, bool) {

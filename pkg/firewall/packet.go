@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package firewall
+
+import "net/netip"
+
+// TCP is the number of the protocol.
+const TCP = 6
+
+// Packet is the first packet of a connection, without a mark.
+type Packet struct {
+	In, Out  string // devices; Out is empty if the packet is for this host
+	Src, Dst netip.Addr
+	Protocol uint8
+	Port     uint16 // of the destination; 0 if the protocol has no ports
+}
+
+// Block is a rule, or the policy of a chain, that drops or rejects a packet.
+type Block struct {
+	Packet
+	Program      string // the program that shows the rule, such as iptables-legacy
+	Table, Chain string
+	Rule         string
+	Doubtful     bool // an earlier rule may accept the packet
+}
