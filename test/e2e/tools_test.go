@@ -74,12 +74,12 @@ func toolFaultTable() []toolFault {
 			name: "peer is refused", cut: true,
 			cause: func(f toolFaults) func() {
 				// The peer's daemon must not write its lease again.
-				f.signal(f.b, unix.SIGSTOP)
+				f.freeze(f.b)
 				other := func(from, to string) { f.editLease(f.ownB, from, to) }
 				other(`"vxlan"`, `"host-gw"`)
 				return func() {
 					other(`"host-gw"`, `"vxlan"`)
-					f.signal(f.b, unix.SIGCONT)
+					f.thaw(f.b)
 				}
 			},
 			doctor: "refuses the peer", check: "refused", status: "1 refused",
@@ -87,9 +87,9 @@ func toolFaultTable() []toolFault {
 		{
 			name: "route is missing and the daemon hangs", cut: true, away: true,
 			cause: func(f toolFaults) func() {
-				f.signal(f.a, unix.SIGSTOP)
+				f.freeze(f.a)
 				f.run("ip", "route", "del", f.ownB.String())
-				return func() { f.signal(f.a, unix.SIGCONT) }
+				return func() { f.thaw(f.a) }
 			},
 			doctor: "no flanneld answers",
 		},
@@ -280,9 +280,16 @@ func (f toolFaults) editLease(subnet netip.Prefix, from, to string) {
 	}
 }
 
-func (f toolFaults) signal(h *lab.Host, s unix.Signal) {
+func (f toolFaults) freeze(h *lab.Host) {
 	f.t.Helper()
-	if err := h.Daemon().Signal(s); err != nil {
+	if err := h.Daemon().Freeze(); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+func (f toolFaults) thaw(h *lab.Host) {
+	f.t.Helper()
+	if err := h.Daemon().Signal(unix.SIGCONT); err != nil {
 		f.t.Fatal(err)
 	}
 }

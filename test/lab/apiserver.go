@@ -229,7 +229,7 @@ func (s *APIServer) Kill() {
 
 // Stop freezes the API server with SIGSTOP: it still accepts connections but does not
 // answer until Cont.
-func (s *APIServer) Stop() error { return s.process().freeze() }
+func (s *APIServer) Stop() error { return s.process().Freeze() }
 
 // Cont resumes a frozen API server.
 func (s *APIServer) Cont() error { return s.process().Signal(syscall.SIGCONT) }

@@ -228,7 +228,7 @@ func (e *Etcd) Kill() {
 
 // Stop freezes the store with SIGSTOP: it still accepts connections but does not answer until
 // Cont.
-func (e *Etcd) Stop() error { return e.process().freeze() }
+func (e *Etcd) Stop() error { return e.process().Freeze() }
 
 // Cont resumes a frozen store.
 func (e *Etcd) Cont() error { return e.process().Signal(syscall.SIGCONT) }

@@ -123,10 +123,10 @@ func (p *process) PID() int { return p.cmd.Process.Pid }
 // Signal sends sig. It returns os.ErrProcessDone if the process has ended.
 func (p *process) Signal(sig os.Signal) error { return p.cmd.Process.Signal(sig) }
 
-// freeze stops the process with SIGSTOP and waits until it is stopped. One thread of the
+// Freeze stops the process with SIGSTOP and waits until it is stopped. One thread of the
 // process handles SIGSTOP. On a busy machine the other threads continue until that thread
 // runs.
-func (p *process) freeze() error {
+func (p *process) Freeze() error {
 	if err := p.Signal(unix.SIGSTOP); err != nil {
 		return err
 	}
