@@ -38,12 +38,12 @@ func meshOf(t *testing.T, h *lab.Host, args ...string) (m mesh.Data, failure err
 
 // breakDirection breaks the path from one host to another, and leaves the path back as it is. The
 // parameter from is the sending host, and the parameter to is the receiving host. The receiving host
-// drops the probes of the sending host. It does not drop the answers to its own probes.
+// drops the pings and the TCP connections of the sending host. It does not drop the answers to its own.
 func breakDirection(t *testing.T, from, to *lab.Host) {
 	t.Helper()
 	device := statusOf(t, from).Lease.Subnets[0].Addr()
-	nft(t, to.Namespace, fmt.Sprintf(
-		"table netdev broken { chain in { type filter hook ingress device flannel.1 priority 0; ip saddr %s icmp type echo-request drop; } ; }", device))
+	nft(t, to.Namespace, fmt.Sprintf("table netdev broken { chain in { type filter hook ingress device flannel.1 priority 0; "+
+		"ip saddr %[1]s icmp type echo-request drop; ip saddr %[1]s tcp flags & (syn | ack) == syn drop; } ; }", device))
 }
 
 // TestMesh breaks one direction between two of four hosts. The last host sends no probes. flannelctl mesh

@@ -313,6 +313,10 @@ func (r *runner) changed(ctx context.Context, c *change) {
 		log.Info("NextBackend has changed: this host goes back to the present backend first")
 		return
 	}
+	if more, _ := r.config.next(); more != nil {
+		log.Info("the network has made a step toward the changed configuration", "networks", c.config.Prefixes())
+		return
+	}
 	log.Info("the network uses the changed configuration", "networks", c.config.Prefixes())
 }
 
