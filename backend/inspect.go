@@ -3,7 +3,6 @@
 package backend
 
 import (
-	"cmp"
 	"context"
 	"net/netip"
 	"slices"
@@ -176,7 +175,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		}
 		in.Peers = append(in.Peers, p)
 	}
-	slices.SortFunc(in.Peers, func(a, b PeerReport) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
+	slices.SortFunc(in.Peers, func(a, b PeerReport) int { return a.Lease.Compare(b.Lease) })
 	return in
 }
 

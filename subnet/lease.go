@@ -50,6 +50,12 @@ type Lease struct {
 // Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.
 func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
 
+// Compare orders leases for people: by their subnets as numbers, and equal ones by key. A lease without
+// subnets comes first.
+func (l Lease) Compare(other Lease) int {
+	return cmp.Or(slices.CompareFunc(l.Subnets(), other.Subnets(), netip.Prefix.Compare), cmp.Compare(l.Key, other.Key))
+}
+
 // Claim returns the claim of a node that wants exactly the lease l: with its backend types and
 // its endpoints.
 func (l Lease) Claim() Claim {

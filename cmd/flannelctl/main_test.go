@@ -31,6 +31,16 @@ func TestVersion(t *testing.T) {
 	}
 }
 
+// TestWrongArguments expects that a command with wrong arguments names its usage.
+func TestWrongArguments(t *testing.T) {
+	for _, args := range [][]string{{"reserve"}, {"revoke"}, {"leases", "all"}, {"migrate", "start"}} {
+		_, err := run(t, args...)
+		if err == nil || !strings.Contains(err.Error(), "the usage is flannelctl "+args[0]) {
+			t.Errorf("flannelctl %s: %v", strings.Join(args, " "), err)
+		}
+	}
+}
+
 // TestHelpHasExamples checks that every help text has examples, with existing commands
 // and flags.
 func TestHelpHasExamples(t *testing.T) {

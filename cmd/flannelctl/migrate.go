@@ -12,6 +12,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -19,6 +20,7 @@ import (
 	"github.com/flanneld/flanneld/backend/wireguard"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
@@ -162,6 +164,7 @@ func newMigrateStatusCommand(store *storeFlags) *cobra.Command {
 	var (
 		out    output
 		socket string
+		waits  bool
 	)
 	cmd := &cobra.Command{
 		Use: "status", Short: "Show how far the hosts are, and what holds them up", Args: cobra.NoArgs,
@@ -170,10 +173,19 @@ leases, and names those that do not publish data for the next backend. A host
 that does need not have it in order: look there too. If a daemon runs on this
 host, the output also shows which peers it does not send to by the next backend,
 and why. After finish and abort, the output names the hosts that have not
-followed yet: all others keep the former devices for them.`,
-		Example: "  flannelctl migrate status\n  flannelctl migrate status -o json",
+followed yet: all others keep the former devices for them. With --wait the
+command ends when all have followed.`,
+		Example: "  flannelctl migrate status\n  flannelctl migrate status --wait",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			m, err := readMigration(cmd, store)
+			for waits && err == nil {
+				if err = wait.For(cmd.Context(), migrationPause); err == nil {
+					m, err = readMigration(cmd, store)
+				}
+			}
+			if errors.Is(err, errNoMigration) {
+				return out.print(cmd.OutOrStdout(), m, func(w io.Writer) { fmt.Fprintln(w, err) })
+			}
 			if err != nil {
 				return err
 			}
@@ -185,8 +197,15 @@ followed yet: all others keep the former devices for them.`,
 	}
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	cmd.Flags().BoolVar(&waits, "wait", false, "wait until the network does not migrate any more")
 	return cmd
 }
+
+// migrationPause is the time between two looks at the leases with --wait.
+const migrationPause = 2 * time.Second
+
+// errNoMigration means that the configuration has one backend, and all leases are for it.
+var errNoMigration = errors.New("the network does not migrate")
 
 // The phases of a host in a migration: the backends for which its lease has data.
 const (
@@ -223,7 +242,8 @@ type hostMigration struct {
 }
 
 // readMigration reads the configuration and all leases, and returns the state of the migration. It
-// returns an error if the network does not migrate and no lease has data for a former backend.
+// returns errNoMigration, wrapped, if the network does not migrate and no lease has data for a former
+// backend.
 func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err error) {
 	text, kubernetes, err := currentConfig(cmd.Context(), store)
 	if err != nil {
@@ -248,7 +268,7 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 	}
 	m, ended := endedMigration(present, leases)
 	if !ended {
-		return m, fmt.Errorf("the network does not migrate: its configuration has no NextBackend, its backend is %s, and no lease has data for another one", cfg.BackendType)
+		return m, fmt.Errorf("%w: its configuration has no NextBackend, its backend is %s, and no lease has data for another one", errNoMigration, cfg.BackendType)
 	}
 	return m, nil
 }

@@ -25,7 +25,23 @@ func newRoot() *cobra.Command {
 	for _, cmd := range root.Commands() {
 		refuseUnknown(cmd)
 	}
+	nameUsage(root)
 	return root
+}
+
+// nameUsage makes cmd and its subcommands name their usage when they get wrong arguments.
+func nameUsage(cmd *cobra.Command) {
+	if check := cmd.Args; check != nil {
+		cmd.Args = func(cmd *cobra.Command, args []string) error {
+			if err := check(cmd, args); err != nil {
+				return fmt.Errorf("%w: the usage is %s", err, cmd.UseLine())
+			}
+			return nil
+		}
+	}
+	for _, sub := range cmd.Commands() {
+		nameUsage(sub)
+	}
 }
 
 // refuseUnknown makes cmd return an error if it is called with an unknown subcommand.

@@ -52,7 +52,7 @@ type Entry struct {
 // Config returns the text of the network configuration in the store, and its revision. The revision
 // is zero and the text is nil if there is no configuration.
 func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err error) {
-	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
+	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.configKey())
 		if err == nil && len(resp.Kvs) > 0 {
 			text, revision = resp.Kvs[0].Value, resp.Kvs[0].ModRevision
@@ -74,20 +74,22 @@ func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) erro
 // swap does op if key is still at revision, zero meaning absent. Otherwise it returns ErrChanged,
 // wrapped. verb names op in errors.
 func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op clientv3.Op) error {
-	err := a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
+	changed := false
+	err := a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(op).Commit()
-		if err == nil && !resp.Succeeded {
-			return ErrChanged
-		}
+		changed = err == nil && !resp.Succeeded
 		return err
 	})
+	if changed {
+		err = ErrChanged
+	}
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", verb, key, err)
 	}
 	return nil
 }
 
-// Entries returns every lease and reservation, sorted by key. If ttl is true, it also reads the
+// Entries returns every lease and reservation, in the order of subnet.Lease.Compare. If ttl is true, it also reads the
 // time that each lease has left, by one request for each lease.
 func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	l, err := a.m.list(ctx)
@@ -105,12 +107,13 @@ func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 		}
 		found = append(found, out)
 	}
+	slices.SortFunc(found, func(a, b Entry) int { return a.Lease.Compare(b.Lease) })
 	return found, nil
 }
 
 // left returns the time until an etcd lease expires, or zero if it has expired.
 func (a *Admin) left(ctx context.Context, id clientv3.LeaseID) (ttl time.Duration, err error) {
-	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
+	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.TimeToLive(ctx, id)
 		if errors.Is(err, rpctypes.ErrLeaseNotFound) || err == nil && resp.TTL <= 0 {
 			return nil
@@ -192,17 +195,17 @@ func named(l subnet.Lease) string {
 
 // get returns one key below subnets/, or ErrNotFound, wrapped.
 func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
-	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
+	found := false
+	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.dir+key)
-		switch {
-		case err != nil:
-			return err
-		case len(resp.Kvs) == 0:
-			return ErrNotFound
+		if found = err == nil && len(resp.Kvs) > 0; found {
+			e = a.m.entry(resp.Kvs[0])
 		}
-		e = a.m.entry(resp.Kvs[0])
-		return nil
+		return err
 	})
+	if err == nil && !found {
+		err = ErrNotFound
+	}
 	if err != nil {
 		return e, fmt.Errorf("read %s: %w", a.m.dir+key, err)
 	}

@@ -4,6 +4,7 @@ package etcd
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -56,7 +57,7 @@ func TestAdminEntries(t *testing.T) {
 	if err != nil || len(entries) != 3 {
 		t.Fatalf("%+v, %v", entries, err)
 	}
-	leased, reserved, broken := entries[0], entries[1], entries[2]
+	broken, leased, reserved := entries[0], entries[1], entries[2]
 	if leased.Lease.Permanent || leased.TTL < time.Minute || leased.TTL > 10*time.Minute || leased.Lease.BackendType != "host-gw" {
 		t.Errorf("lease: %+v", leased)
 	}
@@ -135,11 +136,19 @@ func TestAdminRevoke(t *testing.T) {
 }
 
 // TestAdminDoesNotWait expects that an Admin returns an error if the store refuses connections, and
-// does not try again.
+// does not try again. The error is for operators: it has the endpoint, and no words of gRPC.
 func TestAdminDoesNotWait(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	a := &Admin{f.manager(t, func(c *Config) { c.Endpoints = []string{"http://" + freeAddr(t)} })}
-	if _, _, err := a.Config(t.Context()); err == nil || !strings.Contains(err.Error(), "refused") {
-		t.Errorf("without a store: %v", err)
+	_, _, read := a.Config(t.Context())
+	_, list := a.Entries(t.Context(), true)
+	for name, err := range map[string]error{
+		"Config": read, "Entries": list,
+		"SetConfig": a.SetConfig(t.Context(), []byte("{}"), 0),
+		"Revoke":    a.Revoke(t.Context(), "10.5.1.0-24", false),
+	} {
+		if text := fmt.Sprint(err); !strings.Contains(text, "refused") || strings.Contains(text, "rpc") || !strings.Contains(text, a.m.cfg.Endpoints[0]) {
+			t.Errorf("%s without a store: %s", name, text)
+		}
 	}
 }

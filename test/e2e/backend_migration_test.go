@@ -678,11 +678,23 @@ func TestFlannelctlMigrate(t *testing.T) {
 	follow(t, h)
 	follow(t, l.Host(2))
 	expect("to host-gw alone: hosts keep their former devices until the last lease has followed", "status")
+	over := make(chan string, 1)
+	go func() {
+		out, err := flannelctl(t, h, "migrate", "status", "--wait")
+		over <- fmt.Sprint(out, err)
+	}()
 	eventuallyPublishedBy(t, l, "host-gw", "vxlan", h, l.Host(2))
 	expect("hosts with both backends 3 hosts with next backend only 0", "status")
 	expect(behind+" still publishes data for vxlan", "status")
 	follow(t, l.Host(3))
+	select {
+	case out := <-over:
+		t.Errorf("flannelctl migrate status --wait has ended before the migration: %s", out)
+	default:
+	}
 	eventuallyPublished(t, l, 3, "host-gw", "")
-	expect("the network does not migrate", "status")
+	if out := <-over; !strings.Contains(out, "the network does not migrate") || !strings.HasSuffix(out, "<nil>") {
+		t.Errorf("flannelctl migrate status --wait: %s", out)
+	}
 	expect("there is no NextBackend to remove", "abort")
 }
