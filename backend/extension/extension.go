@@ -198,7 +198,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if b.outdated(prev) {
 		b.host.store.invalidateSetup()
 	}
-	if err := b.prepare(ctx); err != nil {
+	if err := b.prepare(ctx, claim.Endpoints); err != nil {
 		return claim, err
 	}
 	if !b.config.pre.configured() {
@@ -232,8 +232,8 @@ func (b *Backend) outdated(prev subnet.Claim) bool {
 // prepare runs PreStartupCommand and records its output. If another setup has run since the boot,
 // prepare first undoes that. It does nothing if the recorded command is the same, and has run for
 // the same external interface and addresses. It returns an error if the command fails, or if its
-// output is too large for the lease.
-func (b *Backend) prepare(ctx context.Context) error {
+// output is too large for the lease. own is the part of the own lease that is known.
+func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	b.host.setting.Lock()
 	defer b.host.setting.Unlock()
 
@@ -252,7 +252,8 @@ func (b *Backend) prepare(ctx context.Context) error {
 	}
 	b.host.undo(ctx, b.config.timeout)
 	s := setup{Number: store.setup().Number + 1}
-	store.setSetup(s) // the key stays empty until the command has succeeded
+	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)} // the configuration may change again before Start
+	store.setSetup(s)                                                    // the key stays empty until the command has succeeded
 	store.flush(ctx)
 	var err error
 	if s.Output, err = b.attempt(ctx, b.config.pre, input{}); err != nil {

@@ -441,6 +441,37 @@ func TestRetire(t *testing.T) {
 	}
 }
 
+// TestRetireBeforeStart checks that Retire also undoes PreStartupCommand if another configuration has come before
+// the network was started. The next process knows that, too.
+func TestRetireBeforeStart(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		n := newNode(t, logging())
+		n.host = NewHost(Settings{Allow: true, StateDir: filepath.Join(n.dir, "state"), Name: "test"})
+		n.host.store.boot = n.boot
+		raw, err := json.Marshal(n.config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, _, err := n.host.New(raw, n.env)
+		if err != nil {
+			t.Fatal(err)
+		}
+		had := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix(n.subnet), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
+
+		if _, err := b.Claim(t.Context(), had); err != nil {
+			t.Fatal(err)
+		}
+		if restarted {
+			n.host = NewHost(n.host.settings)
+			n.host.store.boot = n.boot
+		}
+		if err := n.host.Retire(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		n.expect("pre []", "shutdown 10.5.1.0/24")
+	}
+}
+
 // TestRetireWhileShutdownHangs checks that Retire runs ShutdownCommand again if the last Retire has
 // killed that command because its context has ended, also in another process.
 func TestRetireWhileShutdownHangs(t *testing.T) {

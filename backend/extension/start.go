@@ -12,12 +12,12 @@ import (
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if err := b.prepare(ctx); err != nil {
+	if err := b.prepare(ctx, own.Endpoints); err != nil {
 		return nil, err
 	}
 	store := b.host.store
 	s := store.setup()
-	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)}
+	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own.Endpoints)}
 	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
 		again := s
 		again.Key = "" // if the command fails, the next start begins with PreStartupCommand
@@ -45,10 +45,14 @@ const (
 	noAddress = "<nil>"
 )
 
-// ownVariables returns the variables for PostStartupCommand and ShutdownCommand.
-func (b *Backend) ownVariables(own subnet.Lease) []string {
+// ownVariables returns the variables for PostStartupCommand and ShutdownCommand. Those of a family are empty
+// as long as its endpoint in own has no subnet.
+func (b *Backend) ownVariables(own []subnet.Endpoint) []string {
 	values := map[string]string{"IPV6SUBNET": noSubnet, "PUBLIC_IPV6": noAddress}
-	for _, e := range own.Endpoints {
+	for _, e := range own {
+		if !e.Subnet.IsValid() {
+			continue
+		}
 		names := namesOf(e.Family())
 		values[names.subnet] = e.Subnet.String()
 		if n, ok := b.env.Config.Network(e.Family()); ok {

@@ -115,7 +115,7 @@ func lossBetween(from, to netConf, f prefix.Family) string {
 func extensionOn(device string) string {
 	text, _ := json.Marshal(map[string]string{
 		"Type":                "extension",
-		"PreStartupCommand":   "ip link show " + device + " >/dev/null 2>&1 || ip link add " + device + " address 02:00:00:00:00:01 type bridge",
+		"PreStartupCommand":   "ip link show " + device + " >/dev/null 2>&1 || ip tuntap add mode tun name " + device,
 		"PostStartupCommand":  "ip link set " + device + " up",
 		"SubnetAddCommand":    `[ -z "$SUBNET" ] || ip route replace $SUBNET via $PUBLIC_IP; [ -z "$IPV6SUBNET" ] || ip route replace $IPV6SUBNET via $PUBLIC_IPV6`,
 		"SubnetRemoveCommand": `[ -z "$SUBNET" ] || ip route del $SUBNET; [ -z "$IPV6SUBNET" ] || ip route del $IPV6SUBNET; true`,
