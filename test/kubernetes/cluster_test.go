@@ -189,7 +189,7 @@ func (c *cluster) startAPI() {
 	c.api, err = c.lab.StartAPIServer(background(c.t), lab.APIServerOptions{
 		Path: tool(c.t, "kube-apiserver"), Tokens: tokens, ServiceAddrs: services,
 		Args: []string{
-			"--authorization-mode=Node", "--kubelet-preferred-address-types=InternalIP", "--enable-admission-plugins=NodeRestriction", "--endpoint-reconciler-type=lease",
+			"--kubelet-preferred-address-types=InternalIP", "--endpoint-reconciler-type=lease",
 			"--service-cluster-ip-range=" + c.serviceNetworks(),
 			"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking",
 		},
