@@ -74,7 +74,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	defer resp.Body.Close()
 	if resp.StatusCode == http.StatusNotFound && network != "" {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
-		return fail(errors.New(strings.TrimSpace(string(text))))
+		return r, errors.New(strings.TrimSpace(string(text)))
 	}
 	if resp.StatusCode != http.StatusOK {
 		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))
