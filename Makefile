@@ -118,7 +118,7 @@ fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 
 bench: build deps components ## measure the daemon and the kernel's own limit (an hour; with QUICK=1 some minutes)
 	go build -o bin/tools/bench ./test/bench
-	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
+	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/internals/benchmarks -page Documentation/internals/benchmarks.md) $(BENCHFLAGS)
 
 torture: build deps components ## cause faults of a store of three members at random, five runs of ten minutes (TORTUREFLAGS='-seed 7 -runs 1')
 	go build -o bin/tools/torture ./test/torture
@@ -130,7 +130,7 @@ walk: build deps components-short ## change a network at random, and compare its
 comma := ,
 storm: deps components ## measure stores under thousands of hosts at once (half an hour, 12 GB of memory; with QUICK=1 some minutes)
 	go build -o bin/tools/storm ./test/storm
-	bin/tools/storm $(if $(QUICK),-n 200,-n 1000$(comma)5000 -kube-n 300$(comma)1000 -out Documentation/benchmarks/storms -page Documentation/benchmarks/storms.md) $(STORMFLAGS)
+	bin/tools/storm $(if $(QUICK),-n 200,-n 1000$(comma)5000 -kube-n 300$(comma)1000 -out Documentation/internals/storms -page Documentation/internals/storms.md) $(STORMFLAGS)
 
 bin/tools/stages: FORCE
 	@$(GO_ENV) go build -o $@ ./test/stages

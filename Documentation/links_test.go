@@ -103,11 +103,11 @@ func TestLinks(t *testing.T) {
 // references lists the pages that readers search instead of reading them to the end, each with
 // the reason. They may have more words than other pages.
 var references = map[string]string{
-	"../CHANGELOG.md":                        "one line for each change",
-	"../Documentation/benchmarks.md":         "results of measurements",
-	"../Documentation/decisions.md":          "one entry for each decision",
-	"../Documentation/firewall-internals.md": "details of the traffic rules",
-	"../Documentation/reference.md":          "generated lists",
+	"../CHANGELOG.md":                          "one line for each change",
+	"../Documentation/internals/benchmarks.md": "results of measurements",
+	"../Documentation/decisions.md":            "one entry for each decision",
+	"../Documentation/internals/firewall.md":   "details of the traffic rules",
+	"../Documentation/reference.md":            "generated lists",
 }
 
 var indented = regexp.MustCompile(`(?m)^(    |\t|\|).*\n`)

@@ -60,7 +60,7 @@ var flagText = regexp.MustCompile("(?:^|[ (`])--([a-z][a-z0-9-]+)")
 // other pages and the help name.
 func TestTextsNameExistingFlags(t *testing.T) {
 	pages, err := filepath.Glob("../../Documentation/*.md")
-	more, _ := filepath.Glob("../../Documentation/backends/*.md")
+	more, _ := filepath.Glob("../../Documentation/*/*.md")
 	if err != nil {
 		t.Fatal(err)
 	}

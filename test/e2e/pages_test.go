@@ -566,7 +566,7 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 func TestPagesOnTheLab(t *testing.T) {
 	t.Parallel()
 	paths, err := filepath.Glob("../../Documentation/*.md")
-	more, _ := filepath.Glob("../../Documentation/backends/*.md")
+	more, _ := filepath.Glob("../../Documentation/*/*.md")
 	if err != nil {
 		t.Fatal(err)
 	}
