@@ -138,7 +138,7 @@ bin/tools/stages: FORCE
 ## Keep it tidy
 lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license lint-unit lint-rules ## check code, language, modules, scripts, licenses and units
 
-pictures: build ## make the pictures of the README again, from a running lab
+pictures: build ## make the pictures of the pages again, from a running lab
 	test/tools/pictures.sh Documentation/pictures
 
 fmt: $(GOLANGCI) ## format the code

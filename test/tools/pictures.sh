@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Makes the pictures of the README from a running lab: the output of flannel-lab as an
+# Makes the pictures of the documentation from a running lab: the output of flannel-lab as an
 # SVG, and the status page of a host as a browser shows it: pictures.sh FOLDER
 set -eu
 
