@@ -103,6 +103,29 @@ func TestReport(t *testing.T) {
 	}
 }
 
+// TestMarkdown checks the tables on the page: a row for each measure, a column for each size.
+func TestMarkdown(t *testing.T) {
+	var page strings.Builder
+	testReport().markdown(&page)
+	_, tables, _ := strings.Cut(page.String(), "### ")
+	want := `one
+
+| measure | N=5 | N=10 |
+|---|---|---|
+| fast, ms | 1.00 | 2.00 (1.00–9.00) ≤3.00 |
+
+### two
+
+| measure | value |
+|---|---|
+| size, MB | 36.0 ≤35.0 missed |
+| lost | 0.00 (0.00–1.00) ≤0.00 missed |
+`
+	if diff := cmp.Diff(want, tables); diff != "" {
+		t.Errorf("tables (-want +got):\n%s", diff)
+	}
+}
+
 // TestSave checks that save writes the results and removes a chart for which this run has no data.
 func TestSave(t *testing.T) {
 	dir := t.TempDir()

@@ -200,13 +200,73 @@ func (r *report) verdict() string {
 	return verdict
 }
 
-// markdown writes the report as it stands on the page of the documentation.
+// markdown writes the report as it stands on the page of the documentation: a table for each group, with
+// a column for each number of peers.
 func (r *report) markdown(out io.Writer) {
 	fmt.Fprintf(out, "%s.\n%s.\n", r.heading(), r.verdict())
+
 	for _, group := range r.groups() {
-		fmt.Fprintf(out, "\n### %s\n\n| %s |\n|%s\n", group[0].Group, strings.Join(columns, " | "), strings.Repeat("---|", len(columns)))
+		var sizes []int
+		var names []string
 		for _, m := range group {
-			fmt.Fprintf(out, "| %s |\n", strings.Join(m.cells(), " | "))
+			if !slices.Contains(sizes, m.N) {
+				sizes = append(sizes, m.N)
+			}
+			if !slices.Contains(names, m.Name) {
+				names = append(names, m.Name)
+			}
+		}
+
+		fmt.Fprintf(out, "\n### %s\n\n| measure |", group[0].Group)
+		for _, n := range sizes {
+			if n < 0 {
+				fmt.Fprint(out, " value |")
+			} else {
+				fmt.Fprintf(out, " N=%d |", n)
+			}
+		}
+		fmt.Fprintf(out, "\n|%s\n", strings.Repeat("---|", len(sizes)+1))
+
+		for _, name := range names {
+			title := name
+			cells := make([]string, len(sizes))
+			for i, n := range sizes {
+				if m := r.find(group[0].Group, name, n); m != nil {
+					title = m.title()
+					cells[i] = m.cell()
+				}
+			}
+			fmt.Fprintf(out, "| %s | %s |\n", title, strings.Join(cells, " | "))
 		}
 	}
+}
+
+// title returns the name with the unit.
+func (m *metric) title() string {
+	if m.Unit == "" {
+		return m.Name
+	}
+	return m.Name + ", " + m.Unit
+}
+
+// cell returns the median, the least and the greatest value in brackets unless all are equal, and the
+// target.
+func (m *metric) cell() string {
+	text := chart.Number(m.median())
+	if least, most := slices.Min(m.Values), slices.Max(m.Values); least < most {
+		text += fmt.Sprintf(" (%s–%s)", chart.Number(least), chart.Number(most))
+	}
+	if m.Target == nil {
+		return text
+	}
+
+	sign := "≤"
+	if m.Floor {
+		sign = "≥"
+	}
+	text += " " + sign + chart.Number(*m.Target)
+	if !m.met() {
+		text += " missed"
+	}
+	return text
 }

@@ -5,7 +5,6 @@ package main
 import (
 	"fmt"
 	"io"
-	"slices"
 	"time"
 
 	"github.com/flanneld/flanneld/test/chart"
@@ -31,35 +30,20 @@ func (r *result) String() string {
 	return text
 }
 
-// titles returns the headings on the page, by name of the scenario.
-func titles() map[string]string {
-	return map[string]string{
-		"boot": "All hosts boot at once, the store is empty", "reboot": "All hosts boot at once, with their last known state",
-		"restart": "The store is restarted under all hosts", "renew": "All hosts renew their leases",
-		"churn": "A tenth of the hosts leaves and as many join, within a minute",
-	}
-}
-
-// markdown writes the tables of results as they stand on the page of the
-// documentation.
+// markdown writes the table of results as it stands on the page of the documentation.
 func (r *report) markdown(out io.Writer) {
-	fmt.Fprintf(out, "flanneld %s on %s, %s.\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine)
+	fmt.Fprintf(out, "flanneld %s on %s, %s.\n\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine)
+	fmt.Fprintln(out, "| scenario | store, hosts | leases, s | half right, s | all right, s | CPU, s | memory, MB | sent, MB | a host, kB | requests | bystander, s | CPU of hosts, s |")
+	fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|---|")
+
 	for _, sc := range scenarios() {
-		some := slices.DeleteFunc(slices.Clone(r.Results), func(r *result) bool { return r.Scenario != sc.name })
-		if len(some) == 0 {
-			continue
-		}
-		fmt.Fprintf(out, "\n### %s\n\n", titles()[sc.name])
-		fmt.Fprintln(out, "| store | hosts | all have leases after | half are right after | all are right after | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
-		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|---|")
-		for _, one := range some {
-			fmt.Fprintf(out, "| %s | %d | %s | %s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
+		for _, one := range r.Results {
+			if one.Scenario != sc.name {
+				continue
+			}
+			fmt.Fprintf(out, "| %s | %s, %d | %s | %s | %s | %s | %.0f | %s | %s | %.0f | %s | %s |\n", sc.name, one.Store, one.N,
 				seconds(one.Leased), seconds(one.Half), chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
 				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.Total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
-		}
-		fmt.Fprintln(out)
-		for _, one := range some {
-			fmt.Fprintf(out, "- %s, %d hosts: %s.\n", one.Store, one.N, one.Calls)
 		}
 	}
 }
@@ -69,7 +53,7 @@ func seconds(s float64) string {
 	if s <= 0 {
 		return ""
 	}
-	return chart.Number(s) + " s"
+	return chart.Number(s)
 }
 
 // charts returns the charts for which there are results, by file name without
