@@ -160,7 +160,7 @@ func (h Facts) daemon() []Finding {
 		found = append(found, serious("flanneld is not ready: "+r, "flannelctl status"))
 	}
 	if d := h.Report.Datastore; !d.Connected && !d.Since.IsZero() {
-		found = append(found, note(fmt.Sprintf("%s is away since %s: %s; pods keep their network", d.Kind, d.Since.UTC().Format(time.RFC3339), d.Error), "flannelctl status; see etcd-outages.md"))
+		found = append(found, note(fmt.Sprintf("%s is away since %s: %s; pods keep their network", d.Kind, d.Since.UTC().Format(time.RFC3339), d.Error), "flannelctl status; see etcd.md"))
 	}
 	return found
 }

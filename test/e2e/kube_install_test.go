@@ -156,13 +156,13 @@ func (c *cluster) runBlock(page, begins string) {
 	}
 }
 
-// TestPageKubernetesInstall runs the commands of kubernetes-install.md, except those that
+// TestPageKubernetesInstall runs the commands of kubernetes.md, except those that
 // remove flanneld, and checks the images and the configuration after them.
 //
 //stages:rest it needs kubectl and helm, which take minutes to build
 func TestPageKubernetesInstall(t *testing.T) {
 	t.Parallel()
-	const page, name = "kubernetes-install.md", "registry.example.com/flanneld:v1"
+	const page, name = "kubernetes.md", "registry.example.com/flanneld:v1"
 	for how, begins := range map[string]string{"kubectl": "kubectl apply -k .", "helm": "helm install"} {
 		t.Run(how, func(t *testing.T) {
 			c := newBareCluster(t, lab.Config{Hosts: 1})

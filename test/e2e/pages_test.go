@@ -299,7 +299,7 @@ func (m *machine) enable(program, settings string) {
 	})
 }
 
-// TestPageEtcd runs the commands of etcd.md and etcd-outages.md on hosts of two labs. Some
+// TestPageEtcd runs the commands of etcd.md on hosts of two labs. Some
 // commands switch on authentication in the store of the first lab. The store of the second lab
 // requires client certificates.
 //
@@ -334,9 +334,8 @@ func TestPageEtcd(t *testing.T) {
 		guarded.run("chown root: " + path + " && chmod 0600 " + path)
 		set(guarded, line)
 	}
-	followPage(t, "etcd-outages.md", []*machine{first}, map[string]func(*machine, string){"I1121": seen, "E1121": seen})
 	followPage(t, "etcd.md", []*machine{first}, map[string]func(*machine, string){
-		"I1121": seen, "E1121": seen,
+		"I1121": seen, "E1121": seen, "etcd grpc-proxy": seen,
 		"etcdctl get": func(m *machine, command string) {
 			out := m.run(strings.Replace(command, "10.5.43.0-24", own, 1))
 			if !strings.Contains(out, own+"\n{") || !strings.Contains(out, `"BackendType":"vxlan"`) {

@@ -64,7 +64,7 @@ func (c *cluster) installFlannel(i install) {
 }
 
 // installBase applies the base manifests through an overlay, as
-// Documentation/kubernetes-install.md shows.
+// Documentation/kubernetes.md shows.
 func (c *cluster) installBase() {
 	c.t.Helper()
 	if err := os.CopyFS(filepath.Join(c.dir, "dist/kubernetes/base"), os.DirFS("../../dist/kubernetes/base")); err != nil {
@@ -210,7 +210,7 @@ func (c *cluster) refused() []string {
 }
 
 // takeOut removes flanneld, and everything that it has left on the nodes, with the commands on
-// the page Documentation/kubernetes-install.md. It checks that nothing is left.
+// the page Documentation/kubernetes.md. It checks that nothing is left.
 func (c *cluster) takeOut() {
 	c.t.Helper()
 	switch c.installed {
@@ -254,7 +254,7 @@ func (c *cluster) typed(begins string) {
 
 func installPage(t *testing.T) string {
 	t.Helper()
-	page, err := os.ReadFile("../../Documentation/kubernetes-install.md")
+	page, err := os.ReadFile("../../Documentation/kubernetes.md")
 	if err != nil {
 		t.Fatal(err)
 	}
