@@ -106,7 +106,6 @@ var references = map[string]string{
 	"../CHANGELOG.md":                          "one line for each change",
 	"../Documentation/internals/benchmarks.md": "results of measurements",
 	"../Documentation/decisions.md":            "one entry for each decision",
-	"../Documentation/internals/firewall.md":   "details of the traffic rules",
 	"../Documentation/reference.md":            "generated lists",
 }
 
