@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/test/lab"
@@ -21,9 +23,9 @@ import (
 
 // expectLikeFresh checks that every host is in the state in which a new host would be, so that its past has left nothing.
 // It waits until the hosts are settled, and then replaces each host by a new one with the same addresses, the daemon of
-// which has the given options and finds its lease in the store. The hosts must then have the same state. Afterwards the lab
-// has no pods.
-func expectLikeFresh(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.FlanneldOptions) {
+// which has the given options and finds its lease in the store. The hosts must then have the same state, and the results of
+// more must be the same. Afterwards the lab has no pods.
+func expectLikeFresh(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.FlanneldOptions, more ...func() []string) {
 	t.Helper()
 	var walked []string
 	eventually(t, "the hosts are settled", func() error {
@@ -39,9 +41,9 @@ func expectLikeFresh(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.Flann
 			}
 		}
 
-		before := endState(t, l) // after the phases: a host that still removes something may do it between two states
+		before := endState(t, l, more...) // after the phases: a host that still removes something may do it between two states
 		pause(t, 2*time.Second)
-		walked = endState(t, l)
+		walked = endState(t, l, more...)
 		if diff := difference(before, walked); diff != "" {
 			return fmt.Errorf("they still change:\n%s", diff)
 		}
@@ -62,7 +64,7 @@ func expectLikeFresh(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.Flann
 		expectReady(t, h.Daemon())
 	}
 	eventually(t, "the hosts are like new ones (-) after what happened to them (+)", func() error {
-		if diff := difference(endState(t, l), walked); diff != "" {
+		if diff := difference(endState(t, l, more...), walked); diff != "" {
 			return fmt.Errorf("they differ:\n%s", diff)
 		}
 		return nil
@@ -140,12 +142,12 @@ func withoutArbitrary(line string) string {
 var notOfTheDaemon = regexp.MustCompile(`\b(cni0|br-\w+|pod\d+|lo)\b|^(content of|file) /run/xtables.lock|^(content of|file) /var/lib/flannel/wgkey|stable_secret|` +
 	`^firewall table ip6? (filter|mangle|nat) \{ chain [A-Z]+ \{ rule [01]: type `)
 
-// memory matches what a state file keeps of the past on purpose: why the interface is in use, and the subnets that the host
-// had, so that it gets one of them again.
-var memory = regexp.MustCompile(` state (interface Reason|subnets \d+) = `)
+// memory matches what a state file keeps of the past on purpose: why the interface is in use, the subnets that the host
+// had, so that it gets one of them again, and how often extension was set up, with the sums that contain this number.
+var memory = regexp.MustCompile(` state (interface Reason|subnets \d+|setup number|setup post|subnets \S+ hash) = `)
 
-// endState returns the state of all hosts and the leases as sorted lines, each once.
-func endState(t *testing.T, l *lab.Lab) (lines []string) {
+// endState returns the state of all hosts, what they have in etcd, and the results of more as sorted lines, each once.
+func endState(t *testing.T, l *lab.Lab, more ...func() []string) (lines []string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
 		out, err := h.Exec(testContext(t), "sh", "-c", stateScript)
@@ -187,17 +189,42 @@ func endState(t *testing.T, l *lab.Lab) (lines []string) {
 		for _, name := range networkNames(t, h) {
 			of = append(of, statusLines(t, h, name)...)
 		}
+		of = append(of, gauges(t, h)...)
 		for _, line := range of {
 			if !notOfTheDaemon.MatchString(line) {
 				lines = append(lines, h.Name()+" "+withoutArbitrary(line))
 			}
 		}
 	}
-	for _, lease := range leases(t, l) {
-		lines = append(lines, withoutArbitrary(fmt.Sprintf("lease %s %s", lease.Key, lease.Value)))
+	stored, err := etcdClient(t, l).Get(testContext(t), lab.Prefix, clientv3.WithPrefix()) // also leases of networks that no host has any more
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, kv := range stored.Kvs {
+		lines = append(lines, withoutArbitrary(fmt.Sprintf("key %s %s", kv.Key, kv.Value)))
+	}
+	for _, stored := range more {
+		for _, line := range stored() {
+			lines = append(lines, withoutArbitrary(line))
+		}
 	}
 	slices.Sort(lines)
 	return slices.Compact(lines)
+}
+
+// gauges returns the metrics of a host that say what is, not what has been.
+func gauges(t *testing.T, h *lab.Host) (lines []string) {
+	t.Helper()
+	_, text := getStatus(t, h, "/metrics", "")
+	isGauge := false
+	for line := range strings.Lines(text) {
+		if strings.HasPrefix(line, "# TYPE ") {
+			isGauge = strings.HasPrefix(line, "# TYPE flannel_") && strings.HasSuffix(line, " gauge\n") && !strings.Contains(line, "_timestamp_seconds")
+		} else if isGauge && !strings.HasPrefix(line, "#") {
+			lines = append(lines, "metric "+line)
+		}
+	}
+	return lines
 }
 
 // contentOf returns the content of a file of the daemon.
@@ -308,8 +335,8 @@ func flatten(path string, value any) []string {
 	return lines
 }
 
-// TestOracle checks that expectLikeFresh accepts hosts on which nothing has happened, and that difference names what
-// others do not have.
+// TestOracle checks that difference names what others do not have, and that expectLikeFresh accepts hosts on which nothing
+// has happened, and those that lost their state directory while another configuration came: the lease tells what they had.
 func TestOracle(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
@@ -325,5 +352,14 @@ func TestOracle(t *testing.T) {
 	if out, err := l.Host(1).Exec(testContext(t), "ip", "route", "del", "10.5.250.0/24"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
+
+	for _, h := range l.Hosts() {
+		expectStop(t, h.Daemon())
+		if err := os.RemoveAll(h.Path("/var/lib/flannel")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	putNetwork(t, l, dual, vni7)
+	startAll(t, l, lab.FlanneldOptions{})
 	expectLikeFresh(t, l, func(*lab.Host) lab.FlanneldOptions { return lab.FlanneldOptions{} })
 }

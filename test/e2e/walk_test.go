@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"cmp"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -180,7 +181,7 @@ func (c netConf) edited(r *rand.Rand, i int) netConf {
 		case edit == 8:
 			c.v4, c.v6 = pick(r, five, six), pick(r, c.v6, six6)
 		case edit == 9:
-			c.v4, c.v6 = pick(r, five, c.v4), pick(r, "", five6)
+			c.v4, c.v6 = pick(r, five, cmp.Or(c.v4, five)), pick(r, "", five6)
 			if c.v6 != "" {
 				c.v4 = pick(r, "", five, c.v4)
 			}
@@ -196,7 +197,16 @@ func (c netConf) edited(r *rand.Rand, i int) netConf {
 
 // finished returns c after the end of its migration, or after it has been aborted.
 func (c netConf) finished(r *rand.Rand) netConf {
-	c.backend, c.next = pick(r, c.backend, c.next), ""
+	if r.IntN(2) == 0 {
+		return c.migrated()
+	}
+	c.next = ""
+	return c
+}
+
+// migrated returns c with the next backend alone.
+func (c netConf) migrated() netConf {
+	c.backend, c.next = c.next, ""
 	return c
 }
 
@@ -208,7 +218,8 @@ type walk struct {
 	lab   *lab.Lab
 	kube  *cluster // of the lab; nil with etcd
 	nets  []*walkedNetwork
-	away  *lab.Host // a host whose daemon does not run; nil without one
+	other []*walkedNetwork // those that the hosts served, or nil, before the last change between one network and several
+	away  *lab.Host        // a host whose daemon does not run; nil without one
 }
 
 // walkedNetwork is a network of a walk.
@@ -223,7 +234,7 @@ type walkedNetwork struct {
 // options returns the options of the daemon of a host.
 func (w *walk) options(h *lab.Host) lab.FlanneldOptions {
 	if w.kube == nil {
-		return lab.FlanneldOptions{Args: []string{"--ip-masq"}}
+		return lab.FlanneldOptions{Args: []string{"--ip-masq", "--statusz-address=[::]:8287"}}
 	}
 	return w.kube.options(slices.Index(w.lab.Hosts(), h)+1, "--ip-masq", "--allow-extension-backend", "--net-config-path="+w.file(h))
 }
@@ -248,6 +259,9 @@ func (w *walk) add(name string) *walkedNetwork {
 	return n
 }
 
+// several are the names of the networks of a walk that does not have only one.
+var several = []string{"green", "red"}
+
 // walkWithEtcd makes a lab with one or two networks, and takes random steps. The same seed takes the same steps.
 func walkWithEtcd(t *testing.T, seed uint64, steps int) {
 	t.Logf("this walk again: make walk WALKFLAGS='-seed %d -steps %d'", seed, steps)
@@ -257,7 +271,7 @@ func walkWithEtcd(t *testing.T, seed uint64, steps int) {
 	if w.r.IntN(3) > 0 {
 		cfg.Network = json.RawMessage(w.add("").now.String())
 	} else {
-		for _, name := range []string{"green", "red"} {
+		for _, name := range several {
 			cfg.Networks = append(cfg.Networks, lab.Network{Name: name, Config: json.RawMessage(w.add(name).now.String())})
 		}
 	}
@@ -285,6 +299,10 @@ func (w *walk) take(steps int) {
 		w.startFlows()
 	}
 	for range steps {
+		if w.kube == nil && w.r.IntN(2*steps) == 0 {
+			w.changeMode()
+			continue
+		}
 		n := w.nets[w.r.IntN(len(w.nets))]
 		n.edit(n.burst()...)
 	}
@@ -303,7 +321,62 @@ func (w *walk) take(steps int) {
 		w.stopFlows()
 	}
 	w.log("compare with new hosts")
-	expectLikeFresh(w.t, w.lab, w.options)
+	expectLikeFresh(w.t, w.lab, w.options, w.nodes)
+}
+
+// nodes returns the annotations and conditions of the Nodes that a daemon sets.
+func (w *walk) nodes() (lines []string) {
+	if w.kube == nil {
+		return nil
+	}
+	for i := range w.lab.Hosts() {
+		n := w.kube.node(i + 1)
+		lines = append(lines, n.Metadata.Name+" NetworkUnavailable "+n.networkUnavailable())
+		for key, value := range n.Metadata.Annotations {
+			lines = append(lines, fmt.Sprintf("%s %s = %s", n.Metadata.Name, key, value))
+		}
+	}
+	return lines
+}
+
+// changeMode restarts the daemons with several networks in place of one, or the other way round.
+func (w *walk) changeMode() {
+	w.t.Helper()
+	w.stopFlows()
+	for _, h := range w.lab.Hosts() {
+		w.try(h.RemovePods(testContext(w.t)))
+	}
+
+	w.nets, w.other = w.other, w.nets
+	var names []string
+	if w.other[0].name == "" {
+		names = several
+	}
+	w.log("change to networks %q", names)
+	w.lab.SetNetworks(names...)
+	if w.nets == nil && names == nil {
+		w.add("")
+	} else if w.nets == nil {
+		for _, name := range names {
+			w.add(name)
+		}
+	}
+	for _, n := range w.nets {
+		n.put(n.now) // it may have been wiped
+	}
+
+	for _, i := range w.r.Perm(len(w.hosts())) {
+		h := w.hosts()[i]
+		w.pause(0, 1000)
+		if w.r.IntN(2) == 0 {
+			h.Daemon().Kill()
+		} else {
+			expectStop(w.t, h.Daemon())
+		}
+		start(w.t, h, w.options(h))
+	}
+	w.settle()
+	w.startFlows()
 }
 
 func (w *walk) log(format string, args ...any) {
@@ -394,16 +467,36 @@ func (n *walkedNetwork) edit(confs ...netConf) {
 // put makes c the present configuration. In a cluster of Kubernetes each host gets it at another moment.
 func (n *walkedNetwork) put(c netConf) {
 	n.t.Helper()
-	if n.kube == nil {
-		putKey(n.t, etcdClient(n.t, n.lab), path.Join(lab.Prefix, n.name, "config"), c.String())
-	} else {
+	switch {
+	case n.kube != nil:
 		for _, i := range n.r.Perm(len(n.lab.Hosts())) {
 			n.pause(0, 3000)
 			n.kube.write(filepath.Base(n.file(n.lab.Hosts()[i])), []byte(c.String()))
 		}
+	case n.now.next != "" && c == n.now.migrated() && n.r.IntN(2) == 0:
+		n.migrateFinish()
+	default:
+		putKey(n.t, etcdClient(n.t, n.lab), path.Join(lab.Prefix, n.name, "config"), c.String())
 	}
 	n.now = c
 	n.past = append(n.past, c)
+}
+
+// migrateFinish ends a migration by flannelctl. A host whose daemon does not run would hold it up.
+func (n *walkedNetwork) migrateFinish() {
+	n.t.Helper()
+	args := []string{"migrate", "finish", "--network=" + n.name}
+	if n.away != nil {
+		args = append(args, "--yes")
+	}
+	eventually(n.t, "flannelctl finishes the migration", func() error {
+		out, err := flannelctl(n.t, n.lab.Host(1), args...)
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	})
+	n.log("flannelctl %s", strings.Join(args, " "))
 }
 
 // killDaemon kills the daemon of a random host and starts it again.
@@ -483,6 +576,9 @@ func (n *walkedNetwork) settled(h *lab.Host, want subnet.Config) error {
 	if err != nil {
 		return err
 	}
+	if n.away != nil { // its peers keep the former backend for it, see subnet.Finished
+		used = used.Goal()
+	}
 	if changes := subnet.Changes(used, want); len(changes) > 0 {
 		return fmt.Errorf("it needs the changes %q", changes)
 	}
@@ -499,7 +595,7 @@ func (n *walkedNetwork) settled(h *lab.Host, want subnet.Config) error {
 		return fmt.Errorf("%d peers, want %d", len(peers), len(n.hosts())-1)
 	}
 	for _, p := range peers {
-		if p.State != status.InPlace || p.NextType != want.NextType {
+		if p.State != status.InPlace || n.away == nil && p.NextType != want.NextType {
 			return fmt.Errorf("peer %s is %s, next backend %q: %s", p.Key, p.State, p.NextType, p.Error)
 		}
 	}
@@ -552,6 +648,9 @@ func (n *walkedNetwork) podFits(h *lab.Host) bool {
 	n.t.Helper()
 	r, err := reportOf(n.t, h, n.name)
 	n.try(err)
+	if len(h.Pods()) != len(n.nets) {
+		return false
+	}
 	addrs := n.pod(h).Addrs()
 	if len(addrs) != len(r.Lease.Subnets) {
 		return false

@@ -54,6 +54,15 @@ func Networks(names []string, families []prefix.Family, backends []string, extra
 // NetworkFile returns the path of the subnet file of one of several networks on a host.
 func NetworkFile(network string) string { return "/run/flannel/networks/" + network + ".env" }
 
+// SetNetworks makes daemons that start from now on serve these networks, or one network without a name if there are no
+// names. The hosts must have no pods. The caller writes the configurations of the networks.
+func (l *Lab) SetNetworks(names ...string) {
+	l.cfg.Networks = nil
+	for _, name := range names {
+		l.cfg.Networks = append(l.cfg.Networks, Network{Name: name})
+	}
+}
+
 func networkBridge(network string) string { return "br-" + network }
 
 // networkNames returns the names of the lab's networks. It returns none if the lab has only one

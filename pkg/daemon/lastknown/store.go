@@ -21,9 +21,11 @@ import (
 // The state file helps the next start; it is not a journal. So the store pauses after each
 // write in the background, for saveShare times the duration of the write, and at least
 // savePause. Then writing takes at most a five hundredth of the time for any size of the
-// file. savePauseMax limits the pause after a write for which the disk has hung.
+// file. savePauseMax limits the pause after a write for which the disk has hung, and
+// firstPause is the one after the first write.
 const (
-	savePause    = 2 * time.Second
+	firstPause   = 2 * time.Second
+	savePause    = 200 * time.Millisecond
 	savePauseMax = time.Minute
 	saveShare    = 500
 )
@@ -112,7 +114,7 @@ func (s *Store) step(ctx context.Context) error {
 func (s *Store) pause(took time.Duration) time.Duration {
 	if !s.wrote {
 		s.wrote = true
-		return savePause
+		return firstPause
 	}
 	return min(max(savePause, saveShare*took), savePauseMax)
 }

@@ -19,9 +19,9 @@ import (
 func TestSavePause(t *testing.T) {
 	r := NewStore(nil)
 	for i, tc := range []struct{ took, want time.Duration }{
-		{40 * time.Millisecond, savePause}, // the start
+		{40 * time.Millisecond, firstPause},
 		{40 * time.Millisecond, 20 * time.Second},
-		{time.Millisecond, savePause},
+		{100 * time.Microsecond, savePause},
 		{40 * time.Millisecond, 20 * time.Second},
 		{10 * time.Second, savePauseMax}, // the disk did not respond
 	} {

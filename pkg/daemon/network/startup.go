@@ -142,9 +142,16 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	if s.runner.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
-	own, err := s.acquire(ctx, be, env, last, a)
+	prev, err := s.recall(ctx, be, env, last)
 	if err != nil {
 		return nil, last, err
+	}
+	own, err := s.acquire(ctx, be, env, last, prev, a)
+	if err != nil {
+		return nil, last, err
+	}
+	if len(last.Own.Endpoints) == 0 {
+		last.Former = append(last.Former, published(prev, cfg, iface)...)
 	}
 	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
 	last.Take(own)
@@ -208,27 +215,42 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	return cfg, nil
 }
 
+// recall returns what this host has published before, or the zero Claim if that is not known.
+func (s *startup) recall(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State) (subnet.Claim, error) {
+	same := s.proven() || lastknown.SameHost(last.Interface, env.Underlay) || hasHardware(last.Interface.Hardware)
+	if err := s.recognize(ctx, be, env, last, same); err != nil {
+		return subnet.Claim{}, err
+	}
+	prev, err := s.store.Recall(ctx, env.Claim("", subnet.Claim{}))
+	if err != nil {
+		return prev, fmt.Errorf("recall the own lease: %w", err)
+	}
+	if len(prev.Endpoints) == 0 && same {
+		prev = last.Own.Claim()
+	}
+	return prev, nil
+}
+
+// published returns the configuration with which a host has published prev. Only the data of vxlan tells the name of the
+// device, by the key VNI. With two backends peers may still send by both.
+func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) []lastknown.Former {
+	if prev.BackendType != "vxlan" || prev.NextType != "" {
+		return nil
+	}
+	cfg = cfg.Present()
+	cfg.BackendType, cfg.Backend = prev.BackendType, prev.Endpoints[0].Data
+	return []lastknown.Former{{Config: cfg, Interface: iface}}
+}
+
 // acquire takes the own lease. It waits for a free subnet like waitForSubnet, and for a cloud that
 // does not answer. If the configuration in the store changes meanwhile, acquire returns
 // ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
 // configuration, because the network can go on with that one.
-func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, a attempt) (subnet.Lease, error) {
+func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, a attempt) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
 		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
 		s.ready.report(ctx, partSubnet, outside)
-	}
-	var own subnet.Lease
-	same := s.proven() || lastknown.SameHost(last.Interface, env.Underlay) || hasHardware(last.Interface.Hardware)
-	if err := s.recognize(ctx, be, env, last, same); err != nil {
-		return own, err
-	}
-	prev, err := s.store.Recall(ctx, env.Claim("", subnet.Claim{}))
-	if err != nil {
-		return own, fmt.Errorf("recall the own lease: %w", err)
-	}
-	if len(prev.Endpoints) == 0 && same {
-		prev = last.Own.Claim()
 	}
 
 	// A host that already has a subnet in the range works, and so do its peers: flannel accepts such ranges.
@@ -237,13 +259,13 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 		used = env.Config
 	}
 	if err := s.checkRanges(ctx, env.Config, used, env.Underlay); err != nil {
-		return own, err
+		return subnet.Lease{}, err
 	}
 
 	var backoff wait.Backoff
 	logged := ""
 	for {
-		own, err = claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
+		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
 		if ctx.Err() != nil || !cloud.Transient(err) || s.runner.differs(env.Config) {
 			return own, err
 		}
