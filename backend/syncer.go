@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -25,6 +26,9 @@ type SyncerConfig struct {
 	Network Network
 	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration  // maximum time between two passes
+	// Broadcasts returns the broadcast addresses of the networks to which this host belongs. If it is nil,
+	// there are none.
+	Broadcasts func() []netip.Addr
 	// Migrated is set if hosts of the network may use another backend because of a migration.
 	// Pass.OneBackend then tells when they have left it. If Migrated is not set, no lease is decoded
 	// for Pass.OneBackend.
@@ -228,6 +232,9 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
 		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
 	})
+	if s.Broadcasts != nil && (set.All || len(set.Changed) > 0) {
+		s.arbiter.Broadcasts = s.Broadcasts()
+	}
 	for _, key := range set.Changed {
 		set.All = set.All || !s.validate(key)
 	}

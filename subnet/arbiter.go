@@ -45,6 +45,10 @@ type Claimant struct {
 // leases may have the same public address, because the arbiter cannot know which host has it now.
 // An Arbiter is not safe for concurrent use.
 type Arbiter struct {
+	// Broadcasts are the broadcast addresses of the networks to which this host belongs. The kernel sends
+	// packets to them by vxlan and ipip, which would then reach all hosts there.
+	Broadcasts []netip.Addr
+
 	cfg Config
 	own Claimant
 
@@ -427,6 +431,9 @@ func (a *Arbiter) validate(n Network, e Endpoint) string {
 		if r.Overlaps(s) {
 			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r)
 		}
+	}
+	if slices.Contains(a.Broadcasts, e.PublicIP) {
+		return fmt.Sprintf("%s has public IP %s, which is a broadcast address", s, e.PublicIP)
 	}
 	if why := unusable(e); why != "" {
 		return why

@@ -45,6 +45,7 @@ func arbitrate(cfg subnet.Config, own subnet.Lease, leases []subnet.Lease) ([]su
 		all = append(all, subnet.Claimant{Lease: l})
 	}
 	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &own})
+	a.Broadcasts = []netip.Addr{netip.MustParseAddr("192.0.2.255")}
 	a.Reset(all)
 	var accepted []subnet.Lease
 	for _, l := range a.Accepted() {
@@ -117,7 +118,7 @@ func TestArbitrate(t *testing.T) {
 			leases: []subnet.Lease{
 				lease("none", 1, "10.5.3.0/24", ""), lease("zero", 2, "10.5.4.0/24", "0.0.0.0"), lease("multi", 3, "10.5.5.0/24", "239.0.0.1"),
 				lease("lo", 4, "10.5.6.0/24", "127.0.0.1"), lease("ours", 5, "10.5.7.0/24", "192.0.2.1"), lease("six", 6, "10.5.8.0/24", "fd00::1"),
-				lease("bcast", 7, "10.5.9.0/24", "255.255.255.255"), good,
+				lease("bcast", 7, "10.5.9.0/24", "255.255.255.255"), lease("link", 8, "10.5.10.0/24", "192.0.2.255"), good,
 			},
 			want: []string{"good"},
 			refused: []subnet.Refusal{
@@ -126,6 +127,7 @@ func TestArbitrate(t *testing.T) {
 				{"multi", "10.5.5.0/24 has public IP 239.0.0.1, which is not the address of a host"},
 				{"lo", "10.5.6.0/24 has public IP 127.0.0.1, which is not the address of a host"},
 				{"ours", "10.5.7.0/24 has public IP 192.0.2.1, which is our own"},
+				{"link", "10.5.10.0/24 has public IP 192.0.2.255, which is a broadcast address"},
 				{"six", "10.5.8.0/24 has public IP fd00::1, which is not an IPv4 address"},
 				{"bcast", "10.5.9.0/24 has public IP 255.255.255.255, which is not the address of a host"},
 			},

@@ -5,7 +5,6 @@ package wireguard
 import (
 	"context"
 	"maps"
-	"net"
 	"net/netip"
 	"slices"
 	"time"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -40,12 +40,12 @@ type nat struct {
 	devices []*device
 	names   *resolver
 
-	addrs     func() ([]net.Addr, error) // of this host
-	shared    sharedIndex
-	sharer    sharer
-	republish wait.Signal
-	news      bool          // the endpoints that other hosts share have changed since the devices were read
-	readBy    time.Duration // when to read the devices again, on the steady clock; zero if there is no need
+	broadcasts func() []netip.Addr
+	shared     sharedIndex
+	sharer     sharer
+	republish  wait.Signal
+	news       bool          // the endpoints that other hosts share have changed since the devices were read
+	readBy     time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 }
 
 // newNAT returns the state at the start of the network. key is the public key of this host, and now
@@ -67,7 +67,7 @@ func newNAT(b *Backend, key wgtypes.Key, devices []*device, names *resolver, own
 	b.published.Store(&before)
 	interval := time.Duration(b.config.EndpointSharingInterval) * time.Second
 	return &nat{
-		backend: b, own: key, devices: devices, names: names, addrs: net.InterfaceAddrs,
+		backend: b, own: key, devices: devices, names: names, broadcasts: underlay.Broadcasts,
 		sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal(),
 	}
 }
@@ -135,17 +135,8 @@ func (n *nat) candidates(d *device, p peer) []netip.AddrPort {
 		return nil
 	}
 
-	addrs, _ := n.addrs()
-	return slices.DeleteFunc(all, func(e netip.AddrPort) bool { return isBroadcast(e.Addr(), addrs) })
-}
-
-// isBroadcast reports whether a is the broadcast address of a network to which one of addrs, the addresses
-// of this host, belongs. Any host can name it as an endpoint, and WireGuard would send handshakes to it.
-func isBroadcast(a netip.Addr, addrs []net.Addr) bool {
-	return slices.ContainsFunc(addrs, func(one net.Addr) bool {
-		p, err := netip.ParsePrefix(one.String())
-		return err == nil && p.Addr().Is4() && p.Bits() < 31 && a == prefix.Last(p)
-	})
+	broadcasts := n.broadcasts()
+	return slices.DeleteFunc(all, func(e netip.AddrPort) bool { return slices.Contains(broadcasts, e.Addr()) })
 }
 
 // noteNames adds the names of the wanted peers to d.named. It also makes the resolver look up the

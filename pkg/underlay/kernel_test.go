@@ -202,6 +202,10 @@ func TestKernelGather(t *testing.T) {
 	k.addRoute(netlink.Route{Dst: mask("10.78.0.0/16"), Type: unix.RTN_BLACKHOLE})
 	k.addRoute(netlink.Route{Dst: mask("::/0"), Gw: gw("fd01::1"), Priority: 50})
 
+	if got := fmt.Sprint(Broadcasts()); got != "[127.255.255.255 10.1.0.255 10.1.0.255 10.2.0.255]" {
+		t.Errorf("broadcast addresses %s, want one for each address of a network that has one", got)
+	}
+
 	f, err := gather(t.Context(), Options{Families: dual})
 	if err != nil {
 		t.Fatal(err)

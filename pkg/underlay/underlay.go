@@ -7,6 +7,7 @@ package underlay
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
 
@@ -132,4 +133,18 @@ func (o Options) public(f prefix.Family) named {
 func (o Options) asksForInterface() bool {
 	given := func(v string) bool { return v != "" }
 	return slices.ContainsFunc(o.Ifaces, given) || slices.ContainsFunc(o.IfaceRegexes, given) || o.CanReach != ""
+}
+
+// Broadcasts returns the broadcast addresses of the networks to which this host belongs. A packet to one
+// of them reaches all hosts of the network, so it is never the address of a host.
+func Broadcasts() []netip.Addr {
+	addrs, _ := net.InterfaceAddrs()
+	var all []netip.Addr
+	for _, a := range addrs {
+		p, err := netip.ParsePrefix(a.String())
+		if err == nil && p.Addr().Is4() && p.Bits() < 31 {
+			all = append(all, prefix.Last(p))
+		}
+	}
+	return all
 }

@@ -130,6 +130,8 @@ func TestExtension(t *testing.T) {
 	}
 	putKey(t, c, key, value("192.168.77.200", `{"VtepMAC":"02:00:00:00:02:00"}`))
 	expectLog(t, d, "want a JSON string")
+	putKey(t, c, key, value("192.168.77.255", `"02:00:00:00:02:00"`))
+	expectLog(t, d, "has public IP 192.168.77.255, which is a broadcast address")
 	if _, _, err := d.Get(t.Context(), "/readyz"); err != nil {
 		t.Errorf("an invalid lease of a peer makes the host unready: %v", err)
 	}

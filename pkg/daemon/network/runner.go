@@ -137,7 +137,7 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
-		Migrated: past.migrated,
+		Migrated: past.migrated, Broadcasts: underlay.Broadcasts,
 		OnSync: func(p backend.Pass) {
 			r.ready.health.Beat()
 			r.metrics.Synced(p.Took, p.Repaired, p.Err)
