@@ -200,6 +200,9 @@ func (r *report) verdict() string {
 	return verdict
 }
 
+// tableSize is the number of measures beyond which a table has only those with a target.
+const tableSize = 40
+
 // markdown writes the report as it stands on the page of the documentation: a table for each group, with
 // a column for each number of peers.
 func (r *report) markdown(out io.Writer) {
@@ -230,11 +233,16 @@ func (r *report) markdown(out io.Writer) {
 		for _, name := range names {
 			title := name
 			cells := make([]string, len(sizes))
+			judged := false
 			for i, n := range sizes {
 				if m := r.find(group[0].Group, name, n); m != nil {
 					title = m.title()
 					cells[i] = m.cell()
+					judged = judged || m.Target != nil
 				}
+			}
+			if len(names) > tableSize && !judged {
+				continue
 			}
 			fmt.Fprintf(out, "| %s | %s |\n", title, strings.Join(cells, " | "))
 		}

@@ -591,3 +591,99 @@ func TestPagesOnTheLab(t *testing.T) {
 		t.Errorf("commands found: %v, want at least 8", seen)
 	}
 }
+
+// TestPageHomeLab runs the commands of tutorial-home-lab.md on a host that runs the page's etcd, and on one
+// behind a NAT, of which the other host sees only the router.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page
+func TestPageHomeLab(t *testing.T) {
+	t.Parallel()
+	const page, settings = "tutorial-home-lab.md", "/etc/flannel/flanneld.env"
+	l := newLab(t, lab.Config{Hosts: 3}, "")
+	hide(t, l.Host(2), l.Host(3), 0).set(t, portRestricted, 40002)
+	cloud, home := newMachine(t, l.Host(1)), newMachine(t, l.Host(2))
+	address := cloud.Addr(v4[0]).String()
+
+	var etcd []string
+	onCloud := func(m *machine, command string) {
+		if m == cloud {
+			m.runInShell(strings.ReplaceAll(command, "203.0.113.10", address))
+		}
+	}
+	setting := func(m *machine, line string) {
+		m.run(fmt.Sprintf("mkdir -p /etc/flannel; echo '%s' >>%s", strings.ReplaceAll(line, "203.0.113.10", address), settings))
+	}
+	followPage(t, page, []*machine{cloud, home}, map[string]func(*machine, string){
+		"mkdir": onCloud, "openssl": onCloud, "printf": onCloud, "chmod": func(*machine, string) {}, // etcd runs as root here
+		"ETCD_": func(m *machine, line string) {
+			if m == cloud {
+				etcd = append(etcd, strings.ReplaceAll(line, "203.0.113.10", address))
+			}
+		},
+		"systemctl restart etcd": func(m *machine, _ string) {
+			if m != cloud {
+				return
+			}
+			cmd := exec.Command("chroot", machineRoot, "/usr/bin/etcd")
+			etcd = append(etcd, "ETCD_DATA_DIR=/run/etcd")
+			cmd.Env = etcd
+			if err := m.Start(cmd); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				_ = cmd.Process.Kill()
+				_ = cmd.Wait()
+			})
+		},
+		"etcdctl": func(m *machine, command string) {
+			if m == cloud {
+				eventually(t, "etcd answers a client with a certificate", func() error {
+					out, err := m.Exec(testContext(t), "chroot", machineRoot, "sh", "-ec", strings.ReplaceAll("export ETCDCTL_API=3; "+command, "203.0.113.10", address))
+					if err != nil {
+						return fmt.Errorf("%w: %s", err, out)
+					}
+					return nil
+				})
+			}
+		},
+		"scp": func(m *machine, _ string) {
+			if m != cloud {
+				return
+			}
+			for _, name := range []string{"etcd-ca.pem", "etcd.pem", "etcd-key.pem"} {
+				text, err := os.ReadFile(cloud.file("/etc/flannel/" + name))
+				if err != nil {
+					t.Fatal(err)
+				}
+				home.write("/etc/flannel/"+name, string(text))
+			}
+		},
+		"FLANNELD_": setting,
+		"systemctl enable --now flanneld": func(m *machine, _ string) {
+			m.run("install -m 0755 bin/flanneld /usr/local/bin/")
+			m.enable("/usr/local/bin/flanneld", settings)
+			eventually(t, "flanneld is ready", func() error {
+				_, err := m.Exec(testContext(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
+				return err
+			})
+		},
+		"ip netns exec pod ping -c 3 10.5.201.2": func(m *machine, command string) {
+			if m != home { // runs after the pod of home exists, and before that of wg show
+				return
+			}
+			pod := strings.TrimSpace(home.run(`echo "${FLANNEL_SUBNET%.*}.2"`))
+			eventually(t, "the pod behind NAT answers", func() error {
+				out, err := cloud.Exec(testContext(t), "chroot", machineRoot, "sh", "-c", strings.Replace(command, "10.5.201.2", pod, 1))
+				if err != nil {
+					return fmt.Errorf("%w: %s", err, out)
+				}
+				return nil
+			})
+		},
+		"wg show flannel-wg endpoints": func(m *machine, command string) {
+			if out := m.run(command); m == cloud && !strings.Contains(out, l.Host(3).Addr(v4[0]).String()+":40002") {
+				t.Errorf("endpoints of cloud: %s, want the address of the NAT", out)
+			}
+		},
+	})
+}
