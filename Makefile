@@ -60,7 +60,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-release test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
-	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture walk clean FORCE
+	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes walk clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -119,10 +119,6 @@ fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 bench: build deps components ## measure the daemon and the kernel's own limit (an hour; with QUICK=1 some minutes)
 	go build -o bin/tools/bench ./test/bench
 	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/internals/benchmarks -page Documentation/internals/benchmarks.md) $(BENCHFLAGS)
-
-torture: build deps components ## cause faults of a store of three members at random, five runs of ten minutes (TORTUREFLAGS='-seed 7 -runs 1')
-	go build -o bin/tools/torture ./test/torture
-	bin/tools/torture $(TORTUREFLAGS)
 
 walk: build deps components-short ## change a network at random, and compare its hosts with new ones at the end (WALKFLAGS='-seed 7 -for 1h')
 	go test -count=1 -timeout=0 -v -run '^TestWalks$$' ./test/e2e -args $(WALKFLAGS)

@@ -12,11 +12,15 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
+
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -220,6 +224,7 @@ type walk struct {
 	nets  []*walkedNetwork
 	other []*walkedNetwork // those that the hosts served, or nil, before the last change between one network and several
 	away  *lab.Host        // a host whose daemon does not run; nil without one
+	acts  int              // number of edits, kills and faults
 }
 
 // walkedNetwork is a network of a walk.
@@ -320,8 +325,28 @@ func (w *walk) take(steps int) {
 		w.startFlows()
 		w.stopFlows()
 	}
+	w.expectFewLines()
 	w.log("compare with new hosts")
 	expectLikeFresh(w.t, w.lab, w.options, w.nodes)
+}
+
+// expectFewLines expects that no host has logged the same line more than ten times for each act of the walk.
+func (w *walk) expectFewLines() {
+	w.t.Helper()
+	number := regexp.MustCompile(`[0-9a-f]*[0-9][0-9a-f.:]*`)
+	for _, h := range w.lab.Hosts() {
+		count := map[string]int{}
+		for _, d := range h.Daemons() {
+			for line := range strings.Lines(d.Log()) {
+				count[number.ReplaceAllString(line, "#")]++
+			}
+		}
+		for line, n := range count {
+			if n > 10*w.acts {
+				w.t.Errorf("%s has logged %d times: %s", h.Name(), n, line)
+			}
+		}
+	}
 }
 
 // nodes returns the annotations and conditions of the Nodes that a daemon sets.
@@ -380,6 +405,7 @@ func (w *walk) changeMode() {
 }
 
 func (w *walk) log(format string, args ...any) {
+	w.acts++
 	w.t.Logf("%7.3fs %s", time.Since(w.began).Seconds(), fmt.Sprintf(format, args...))
 }
 
@@ -499,11 +525,19 @@ func (n *walkedNetwork) migrateFinish() {
 	n.log("flannelctl %s", strings.Join(args, " "))
 }
 
-// killDaemon kills the daemon of a random host and starts it again.
+// killDaemon kills the daemon of a random host and starts it again. Or it stops the daemon and starts it with another time,
+// as after a boot without a real-time clock.
 func (w *walk) killDaemon() {
 	h := w.hosts()[w.r.IntN(len(w.hosts()))]
-	w.log("kill the daemon of %s", h.Name())
-	h.Daemon().Kill()
+	if w.r.IntN(4) > 0 {
+		w.log("kill the daemon of %s", h.Name())
+		h.Daemon().Kill()
+	} else {
+		step := time.Duration(w.r.Int64N(int64(48*time.Hour))) - 24*time.Hour
+		w.log("step the clock of %s by %s", h.Name(), step)
+		expectStop(w.t, h.Daemon())
+		w.try(h.StepClock(step))
+	}
 	start(w.t, h, w.options(h))
 }
 
@@ -524,6 +558,10 @@ func (w *walk) fault() func() {
 			w.log("kill etcd for %s", duration)
 			e.Kill()
 			pause(w.t, duration)
+			if e.Server() == etcds[2] {
+				w.log("upgrade etcd to %s", etcds[3])
+				e.SetServer(etcds[3])
+			}
 			w.try(e.Start(testContext(w.t)))
 		},
 		func() {
@@ -533,13 +571,31 @@ func (w *walk) fault() func() {
 			w.try(e.Cont())
 		},
 		func() {
+			w.log("etcd has no space for %s", duration)
+			c := etcdClient(w.t, w.lab)
+			_, err := etcdserverpb.NewMaintenanceClient(c.ActiveConnection()).Alarm(testContext(w.t),
+				&etcdserverpb.AlarmRequest{Action: etcdserverpb.AlarmRequest_ACTIVATE, Alarm: etcdserverpb.AlarmType_NOSPACE})
+			w.try(err)
+			pause(w.t, duration)
+			_, err = c.AlarmDisarm(testContext(w.t), &clientv3.AlarmMember{})
+			w.try(err)
+		},
+		func() {
+			w.log("compact etcd")
+			c := etcdClient(w.t, w.lab)
+			now, err := c.Get(testContext(w.t), lab.Prefix)
+			w.try(err)
+			_, err = c.Compact(testContext(w.t), now.Header.Revision, clientv3.WithCompactPhysical())
+			w.try(err)
+		},
+		func() {
 			w.log("wipe etcd")
 			w.try(e.Wipe(testContext(w.t)))
 			for _, n := range w.nets {
 				n.put(n.now)
 			}
 		},
-	}[w.r.IntN(3)]
+	}[w.r.IntN(5)]
 }
 
 // mayLose returns why packets of a family may be lost while hosts change from the present configuration to the last of

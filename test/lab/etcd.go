@@ -129,6 +129,12 @@ func (e *Etcd) Start(ctx context.Context) error {
 	return nil
 }
 
+// Server returns the program that runs the store: EtcdOptions.Server, or that of SetServer.
+func (e *Etcd) Server() string { return e.server }
+
+// SetServer makes the next Start run another program etcd, such as the next release.
+func (e *Etcd) SetServer(path string) { e.server = path }
+
 // startServer is Start with the program EtcdOptions.Server.
 func (e *Etcd) startServer(ctx context.Context) error {
 	urls := strings.Join(e.Endpoints(), ",")

@@ -37,7 +37,6 @@ const restMark = "//stages:rest"
 
 const (
 	e2eFolder        = "/test/e2e"
-	tortureFolder    = "/test/torture"
 	kubernetesFolder = "/test/kubernetes"
 )
 
@@ -56,7 +55,7 @@ func (t test) stage() string {
 		return "kubernetes"
 	case in(t.pkg, e2eFolder) && strings.HasPrefix(t.name, "TestAlone"):
 		return "alone"
-	case in(t.pkg, e2eFolder), in(t.pkg, tortureFolder):
+	case in(t.pkg, e2eFolder):
 		return "e2e"
 	case strings.HasPrefix(t.name, "TestKernel"):
 		return "kernel"
