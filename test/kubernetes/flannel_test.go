@@ -242,14 +242,45 @@ func (c *cluster) takeOut() {
 // imported one.
 func (c *cluster) typed(begins string) {
 	c.t.Helper()
-	_, rest, found := strings.Cut(installPage(c.t), "\n\n    "+begins)
-	if !found {
-		c.t.Fatalf("the page shows no %s", begins)
-	}
-	block, _, _ := strings.Cut(rest, "\n\n")
-	command := strings.ReplaceAll(begins+block, "registry.example.com/flanneld:v1", "flanneld:"+version)
+	c.shell(block(c.t, "kubernetes.md", begins))
+}
+
+// shell runs commands of a page on the router, with the imported image.
+func (c *cluster) shell(commands string) {
+	c.t.Helper()
+	commands = strings.ReplaceAll(commands, "registry.example.com/flanneld:v1", "flanneld:"+version)
 	path := "PATH=" + filepath.Dir(tool(c.t, "kubectl")) + ":" + os.Getenv("PATH")
-	c.onRouter("env", c.access(), path, "HOME="+c.dir, "sh", "-ec", command)
+	c.onRouter("env", c.access(), path, "HOME="+c.dir, "sh", "-ec", "cd "+c.dir+"\n"+commands)
+}
+
+// block returns the first block of a page that begins with the text begins, up to an empty line.
+func block(t *testing.T, page, begins string) string {
+	t.Helper()
+	text, err := os.ReadFile("../../Documentation/" + page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, found := strings.Cut(string(text), "\n\n    "+begins)
+	if !found {
+		t.Fatalf("%s shows no %s", page, begins)
+	}
+	lines, _, _ := strings.Cut(rest, "\n\n")
+	return begins + strings.ReplaceAll(lines, "\n    ", "\n")
+}
+
+// followTutorial puts the pods of the tutorial on the nodes, and lets each ping all others, also while the
+// daemons' pods are replaced.
+func (c *cluster) followTutorial() {
+	c.t.Helper()
+	const page = "tutorial-kubernetes.md"
+	c.write("hello.yaml", strings.Replace(block(c.t, page, "# hello.yaml"), "flanneld:v1", "flanneld:"+version, 1))
+	c.shell(block(c.t, page, "kubectl apply -f hello.yaml"))
+	everyPod := block(c.t, page, "for from in")
+	c.shell(everyPod)
+	c.shell(block(c.t, page, "kubectl delete pods --namespace=kube-flannel"))
+	c.shell(everyPod)
+	c.shell(block(c.t, page, "kubectl delete -f hello.yaml"))
+	c.expectNodesReady()
 }
 
 func installPage(t *testing.T) string {

@@ -93,6 +93,9 @@ func TestClusters(t *testing.T) {
 				c.expectNodesReady()
 				c.expectPods()
 				c.expectInOrder()
+				if i == byKubectl && len(c.families) == 1 && c.families[0] == prefix.IPv4 {
+					c.followTutorial()
+				}
 			}
 			c.importFlannel(archive) // import it again while its containers run
 			if s.focus != "" {
