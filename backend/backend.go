@@ -64,8 +64,6 @@ type Env struct {
 	// PublicEndpoint is a name or address, with an optional port, to which peers can send instead
 	// of to the published address of this host. It is zero if there is none.
 	PublicEndpoint endpoint.Named
-	// Relay is set if this host carries the packets of hosts that do not reach each other.
-	Relay bool
 	// Location is the name of the location of this host; empty if it has none.
 	Location string
 	// ProbesMTU is set if Backend.MTU is "probe". The Registry sets it.

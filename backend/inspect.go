@@ -81,15 +81,6 @@ type PathSizer interface {
 	PathMTU(subnet netip.Prefix) int
 }
 
-// RelayUser is a Network that reaches some peers by a relay: another host that carries the packets, and sees
-// their plaintext. Its method is called from the goroutine that calls Sync.
-type RelayUser interface {
-	// Relay returns the lease key of the relay that carries the packets to the peer whose lease has
-	// the key. It returns "" if no relay does. If IPv4 and IPv6 have different relays, it returns
-	// both keys, with a comma and a space between them.
-	Relay(key string) string
-}
-
 // ObjectReport is an object that the kernel should have, and whether it has it.
 type ObjectReport struct {
 	Object  string // in the form of ip(8)
@@ -108,8 +99,6 @@ type PeerReport struct {
 	PathMTUs map[netip.Prefix]int
 	// Choice is zero if the network is not a Chooser.
 	Choice Choice
-	// Relay is the result of RelayUser.Relay; empty if no relay carries the packets.
-	Relay string
 }
 
 // Inspection is a snapshot of a Syncer.
@@ -141,7 +130,6 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	inspector, _ := s.Network.(Inspector)
 	chooser, _ := s.Network.(Chooser)
 	sizer, _ := s.Network.(PathSizer)
-	relayUser, _ := s.Network.(RelayUser)
 	if inspector != nil {
 		in.Counts = inspector.Counts()
 	}
@@ -169,9 +157,6 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		}
 		if sizer != nil {
 			p.PathMTUs = pathMTUs(sizer, l)
-		}
-		if relayUser != nil {
-			p.Relay = relayUser.Relay(l.Key)
 		}
 		in.Peers = append(in.Peers, p)
 	}

@@ -80,26 +80,6 @@ func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
 	return n.CheckPublicEndpoint(e)
 }
 
-// Relayer is a Backend whose hosts can carry the packets of other hosts that do not reach each other.
-type Relayer interface {
-	// CheckRelay returns an error if the configuration does not let hosts use a relay. It is pure.
-	CheckRelay() error
-}
-
-// CheckRelay returns an error if relay is set and the configuration of b does not let hosts use a
-// relay. relay is set if this host should be a relay. configured is the type of b in the
-// configuration.
-func CheckRelay(b Backend, configured string, relay bool) error {
-	if !relay {
-		return nil
-	}
-	r, ok := b.(Relayer)
-	if !ok {
-		return fmt.Errorf("the backend %s has no relays: expected wireguard as Backend.Type", configured)
-	}
-	return r.CheckRelay()
-}
-
 // FileOwner is a Backend that needs files for itself.
 type FileOwner interface {
 	// Files returns the paths of these files. No other network of this host may use the same files.

@@ -129,11 +129,6 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return backend.CheckPublicEndpoint(b.between, b.sides.between.Type, e)
 }
 
-// CheckRelay implements backend.Relayer.
-func (b *Backend) CheckRelay() error {
-	return backend.CheckRelay(b.between, b.sides.between.Type, true)
-}
-
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds
 // Backend. The result is the smaller MTU of the two backends, because any peer may change its
 // location.

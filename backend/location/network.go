@@ -220,15 +220,6 @@ func (n *network) Choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.sides.between.Type, Waiting: cmp.Or(why, n.failed[key])}
 }
 
-// Relay implements backend.RelayUser.
-func (n *network) Relay(key string) string {
-	u, ok := n.running.between.(backend.RelayUser)
-	if !ok || n.isInside(key) {
-		return ""
-	}
-	return u.Relay(key)
-}
-
 // Location implements backend.Locator.
 func (n *network) Location() *backend.LocationReport {
 	r := &backend.LocationReport{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}

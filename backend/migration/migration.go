@@ -125,16 +125,6 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return err
 }
 
-// CheckRelay implements backend.Relayer. It accepts a relay if at least one of the two backends has
-// relays.
-func (b *Backend) CheckRelay() error {
-	err := backend.CheckRelay(b.parts[present].be, b.parts[present].side.Type, true)
-	if err != nil {
-		err = backend.CheckRelay(b.parts[next].be, b.parts[next].side.Type, true)
-	}
-	return err
-}
-
 // Inside implements backend.Placer. It returns the types of the backends inside of a location, for both
 // backends. Only one of the two may have locations.
 func (b *Backend) Inside() []string {

@@ -683,19 +683,6 @@ func (n *network) Choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
 }
 
-// Relay implements backend.RelayUser.
-func (n *network) Relay(key string) string {
-	p := n.peers[key]
-	if p == nil {
-		return ""
-	}
-	u, ok := n.running[p.side].(backend.RelayUser)
-	if !ok {
-		return ""
-	}
-	return u.Relay(key)
-}
-
 // noteSizer makes PathMTU ask the network of a backend if that network is a PathSizer.
 func (n *network) noteSizer(side int) {
 	if s, ok := n.running[side].(backend.PathSizer); ok {

@@ -26,23 +26,6 @@ type leaseData struct {
 	// PeerEndpoints has the endpoints at which the host sees peers behind NAT, by public key. See
 	// sharedEndpoints.
 	PeerEndpoints json.RawMessage `json:",omitempty"`
-	// Relay is set if the host carries packets of other hosts that do not reach each other.
-	Relay mark `json:",omitempty"`
-	// Unreachable has the public keys of peers that the host does not reach. Relays has the public keys
-	// of the relays that it reaches. See relayLists.
-	Unreachable json.RawMessage `json:",omitempty"`
-	Relays      json.RawMessage `json:",omitempty"`
-}
-
-// mark is a bool that is true only if its JSON value is true. Any other JSON value decodes as
-// false, and not with an error, because other hosts write the value, and the rest of their data is
-// usable without it.
-type mark bool
-
-// UnmarshalJSON implements json.Unmarshaler.
-func (m *mark) UnmarshalJSON(raw []byte) error {
-	*m = string(raw) == "true"
-	return nil
 }
 
 // encodeData returns the backend data of a host for one family.

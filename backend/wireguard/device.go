@@ -22,13 +22,12 @@ type device struct {
 	handshakes handshakes
 	seen       observations    // peers behind NAT
 	trials     trials          // searches for endpoints of peers without a session
-	relaying   relaying        // the use of relays
 	named      map[string]bool // names of the wanted peers that have one
 	read       time.Duration   // when the device was last read, on the steady clock
 }
 
 func newDevice(t tunnel) *device {
-	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, relaying: newRelaying(), named: map[string]bool{}}
+	return &device{tunnel: t, peers: map[string]peer{}, seen: observations{}, trials: trials{}, named: map[string]bool{}}
 }
 
 // serves reports whether the device sends to addresses of family f.

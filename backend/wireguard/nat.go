@@ -9,7 +9,6 @@ import (
 	"slices"
 	"time"
 
-	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -21,22 +20,20 @@ import (
 
 const (
 	// mostReadPause is the longest time between two readings of a device while there are peers
-	// behind NAT, peers with names, endpoints that other hosts share, or data about relays. Devices
-	// must be read for these, because the kernel announces neither sessions nor endpoints.
+	// behind NAT, peers with names, or endpoints that other hosts share. Devices must be read for these,
+	// because the kernel announces neither sessions nor endpoints.
 	mostReadPause = time.Minute
 	// newsPause is the longest time until the devices are read after another host has changed the
-	// endpoints that it shares, or its data about relays. The devices are not read at once, because
+	// endpoints that it shares. The devices are not read at once, because
 	// many hosts may change these at the same time, and one reading is enough for all of them.
 	newsPause = 10 * time.Second
 )
 
 // nat finds the endpoints of peers that are behind NAT. A host shares in its lease the endpoints at
 // which it sees such peers, and tries the endpoints that other hosts share. It also tries the
-// addresses of the names that peers have. Beside that, nat publishes the lists about relays, and
-// decides when the devices are read again.
+// addresses of the names that peers have. It decides when the devices are read again.
 type nat struct {
 	backend *Backend
-	own     wgtypes.Key // public key of this host
 	devices []*device
 	names   *resolver
 
@@ -48,31 +45,27 @@ type nat struct {
 	readBy     time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 }
 
-// newNAT returns the state at the start of the network. key is the public key of this host, and now
-// the time on the steady clock. The state begins with the shared endpoints and the relay lists in the
-// own lease, so that a restart does not withdraw them. newNAT also stores these in the devices and
-// in Backend.published.
-func newNAT(b *Backend, key wgtypes.Key, devices []*device, names *resolver, own subnet.Lease, now time.Duration) *nat {
+// newNAT returns the state at the start of the network. now is the time on the steady clock. The state
+// begins with the shared endpoints in the own lease, so that a restart does not withdraw them. newNAT
+// also stores these in the devices and in Backend.published.
+func newNAT(b *Backend, devices []*device, names *resolver, own subnet.Lease, now time.Duration) *nat {
 	before := b.publishes(own.Claim())
-	for of, endpoint := range before.shared {
+	for of, endpoint := range before {
 		for _, d := range devices {
 			if d.serves(of.family) {
 				d.seen[of.peer] = observation{endpoint: endpoint, since: now, last: now}
 			}
 		}
 	}
-	for _, d := range devices {
-		d.relaying.published = before.relays[d.families[0]]
-	}
 	b.published.Store(&before)
 	interval := time.Duration(b.config.EndpointSharingInterval) * time.Second
 	return &nat{
-		backend: b, own: key, devices: devices, names: names, broadcasts: underlay.Broadcasts,
-		sharer: sharer{interval: interval, published: before}, republish: wait.NewSignal(),
+		backend: b, devices: devices, names: names, broadcasts: underlay.Broadcasts,
+		sharer: sharer{interval: interval, shared: before}, republish: wait.NewSignal(),
 	}
 }
 
-// noteShared stores what the leases of set share, and what they say about relays. It visits only
+// noteShared stores what the leases of set share. It visits only
 // the changed leases. If all is set, any lease may differ: noteShared then visits all leases, and
 // forgets those that are not in set. It does nothing if EndpointSharingInterval is 0.
 func (n *nat) noteShared(set backend.Set, all bool) {
@@ -81,18 +74,10 @@ func (n *nat) noteShared(set backend.Set, all bool) {
 	}
 	note := func(key string) {
 		var now sharedEndpoints
-		l, ok := set.Leases[key]
-		if ok {
+		if l, ok := set.Leases[key]; ok {
 			now = sharedIn(*l, n.backend.env.Reachable)
 		}
 		n.news = n.shared.set(key, now) || n.news
-		for _, d := range n.devices {
-			var now relayNote
-			if ok && n.backend.usesRelays() {
-				now = newRelayNote(d.tunnel, *l, n.own)
-			}
-			d.relaying.note(key, now)
-		}
 	}
 	if !all {
 		for _, key := range set.Changed {
@@ -105,13 +90,10 @@ func (n *nat) noteShared(set backend.Set, all bool) {
 	}
 	present := func(key string) bool { return set.Leases[key] != nil }
 	n.news = n.shared.retain(present) || n.news
-	for _, d := range n.devices {
-		d.relaying.news = d.relaying.notes.retain(present) || d.relaying.news
-	}
 }
 
 // readingDue reports whether the time readBy has come. The devices must then be read because of
-// peers behind NAT, names or relays. now is the time on the steady clock.
+// peers behind NAT or names. now is the time on the steady clock.
 func (n *nat) readingDue(now time.Duration) bool { return n.readBy != 0 && now >= n.readBy }
 
 // candidates returns the endpoints to try for p, a peer of d that has no session: first the
@@ -175,47 +157,29 @@ func (n *nat) offer(p pass) (again time.Duration) {
 		return 0
 	}
 	var seen []observations
-	want := published{relays: map[prefix.Family]relayLists{}}
 	for _, d := range n.devices {
 		seen = append(seen, d.seen)
-		if lists := d.relaying.wanted(p.now.steady, s.interval); !lists.empty() {
-			want.relays[d.families[0]] = lists
-		}
 	}
-	want.shared = s.wanted(p.now.steady, seen, &n.shared)
-	return s.offer(p.now.steady, len(p.set.Leases), want)
+	return s.offer(p.now.steady, len(p.set.Leases), s.wanted(p.now.steady, seen, &n.shared))
 }
 
 // share publishes the change in sharer.offered, if there is one and the set is complete. It leaves
 // out endpoints that enough other hosts have meanwhile begun to share. It publishes nothing if no
-// change remains. It reports whether the lists about relays have changed, because then the relays
-// must be chosen again.
-func (n *nat) share(ctx context.Context, p pass) (relays bool) {
+// change remains.
+func (n *nat) share(ctx context.Context, p pass) {
 	s := &n.sharer
-	before := s.published
 	if !p.set.Complete || !s.due(p.now.steady, len(p.set.Leases), &n.shared) {
-		return false
+		return
 	}
-	now := s.published
+	now := s.shared
 	n.backend.published.Store(&now)
 	n.republish.Send()
-	log := klog.FromContext(ctx)
-	if !maps.Equal(now.shared, before.shared) {
-		log.Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(now.shared))
-	}
-	for _, d := range n.devices {
-		r := &d.relaying
-		if lists := now.relays[d.families[0]]; !lists.equal(r.published) {
-			r.published, relays = lists, true
-			log.Info("publishing the peers without a session, and relays, in the own lease", "device", d.name, "unreachable", len(lists.unreachable), "relays", len(lists.relays))
-		}
-	}
-	return relays
+	klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(now))
 }
 
 // followPeers runs after a pass without an error. If the pass has read all devices, followPeers
 // calls offer. In any case it sets readBy, the time of the next reading because of peers behind
-// NAT, names and relays. wrote is set if the pass has changed a peer.
+// NAT and names. wrote is set if the pass has changed a peer.
 func (n *nat) followPeers(p pass, wrote bool) {
 	by, now := n.readBy, p.now.steady
 	within := func(pause time.Duration) {
@@ -226,8 +190,7 @@ func (n *nat) followPeers(p pass, wrote bool) {
 	read, news, needed, named := true, n.news, wrote && n.sharer.interval != 0, map[string]bool{}
 	for _, d := range n.devices {
 		read = read && d.read == now
-		needed = needed || len(d.seen) > 0 || len(d.named) > 0 || d.relaying.active()
-		news = news || d.relaying.news
+		needed = needed || len(d.seen) > 0 || len(d.named) > 0
 		maps.Copy(named, d.named)
 	}
 	if read {
@@ -237,15 +200,11 @@ func (n *nat) followPeers(p pass, wrote bool) {
 		within(n.offer(p))
 		for _, d := range n.devices {
 			within(d.trials.pause(now))
-			within(d.relaying.pause(now, n.sharer.interval))
 		}
 	}
 	pause := mostReadPause
 	if n.sharer.interval != 0 {
 		pause = min(pause, n.sharer.pause(len(p.set.Leases))/2)
-	}
-	if slices.ContainsFunc(n.devices, func(d *device) bool { return d.relaying.agreed() }) {
-		pause = min(pause, relayPause(n.sharer.interval))
 	}
 	if news {
 		within(min(newsPause, pause))

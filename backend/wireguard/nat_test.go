@@ -21,7 +21,7 @@ type natHost struct {
 }
 
 // newNATHost returns host 1 as it is when its daemon has just started. own is the lease of host 1
-// before the start. The network takes over the shared endpoints and the relay lists that own contains.
+// before the start. The network takes over the shared endpoints that own contains.
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)
@@ -34,7 +34,7 @@ func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 // restart gives n the nat of a new start, with own as the last lease of the host.
 func restart(n *network, own *subnet.Lease) {
 	n.Backend.published.Store(nil) // the last start has set it
-	n.nat = newNAT(n.Backend, n.key.PublicKey(), n.devices, n.nat.names, *own, n.now().steady)
+	n.nat = newNAT(n.Backend, n.devices, n.nat.names, *own, n.now().steady)
 }
 
 // sync lets the time d pass on the clock of the test. It makes one pass at once, and then a pass

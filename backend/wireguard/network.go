@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/netip"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -118,16 +117,13 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	}
 	n.nat.noteShared(set, set.All || n.failed) // a failed pass may have ended before it visited its changes
 	now := n.now()
-	relays := func(d *device) bool { return d.relaying.decisive || d.relaying.concerns(set.Changed) }
-	p := pass{set, now, n.nat.readingDue(now.steady) || slices.ContainsFunc(n.devices, relays)}
-	if n.nat.share(ctx, p) { // publish before the devices are read, because reading may take long
-		p.read = true
-	}
+	p := pass{set, now, n.nat.readingDue(now.steady)}
+	n.nat.share(ctx, p) // before the devices are read, because reading may take long
 	waiting, wrote := 0, false
 	var errs []error
 	for _, d := range n.devices {
 		s := settings{key: n.key, port: d.port, psk: psk, rotating: n.secret.rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
-		changed, r, err := n.syncDevice(ctx, d, s, p)
+		changed, r, err := n.syncDevice(d, s, p)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("configure %s: %w", d.name, err))
 		}
@@ -148,7 +144,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 // read, is new, or may still have peers without a lease. If only the changed leases can need a
 // write, syncDevice does not read the device: it trusts what it wrote in the last pass, because
 // reading thousands of peers costs far more than changing one.
-func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass) (wrote bool, repaired int, err error) {
+func (n *network) syncDevice(d *device, s settings, p pass) (wrote bool, repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
 		return false, 0, err
@@ -175,9 +171,6 @@ func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass)
 			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, !same || !d.unwantedRemoved)
 		}
 	}
-	if full {
-		d.relaying.setBy(ctx, d.name, change.by)
-	}
 	if full && same && d.unwantedRemoved {
 		repaired = countRepairs(cfg, change)
 	}
@@ -187,7 +180,7 @@ func (n *network) syncDevice(ctx context.Context, d *device, s settings, p pass)
 
 // diffOfAll reads the device and compares it with all leases. same reports whether it is the device
 // of the last pass. The returned map contains the wanted peers by lease key. diffOfAll also updates
-// what d knows of its sessions, endpoints, names, trials and relays.
+// what d knows of its sessions, endpoints, names and trials.
 func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map[string]peer, error) {
 	have, err := n.control.Device(d.name)
 	if err != nil {
@@ -204,8 +197,6 @@ func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map
 	for key, l := range p.set.Leases {
 		n.addWanted(d, key, *l, next, c.want)
 	}
-	d.relaying.observe(p.now.steady, c)
-	c.by = useRelays(d.relaying.choose(p.now.steady, n.nat.sharer.interval, n.key.PublicKey(), c.want), next, c)
 	if p.set.Complete && n.nat.sharer.interval != 0 {
 		d.seen.note(p.now.steady, c, n.nat.worthSharing)
 	}
@@ -279,18 +270,6 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 		}
 	}
 	return hs
-}
-
-// Relay implements backend.RelayUser. With a device for each family, each device chooses its own
-// relay.
-func (n *network) Relay(key string) string {
-	var relays []string
-	for _, d := range n.devices {
-		if relay := d.relaying.by[key]; relay != "" && !slices.Contains(relays, relay) {
-			relays = append(relays, relay)
-		}
-	}
-	return strings.Join(relays, ", ")
 }
 
 // Republish implements backend.Publisher.

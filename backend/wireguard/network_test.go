@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -162,7 +163,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 		n.devices = append(n.devices, newDevice(d))
 	}
 	names := newResolver(func(context.Context, string) ([]netip.Addr, error) { return nil, nil }, func() {})
-	n.nat = newNAT(n.Backend, n.key.PublicKey(), n.devices, names, *host(t, 1, 1), n.now().steady)
+	n.nat = newNAT(n.Backend, n.devices, names, *host(t, 1, 1), n.now().steady)
 	t.Cleanup(func() {
 		if err := n.Close(); err != nil {
 			t.Error(err)
@@ -270,4 +271,44 @@ func TestPeerRemovedByHand(t *testing.T) {
 		}
 	}
 	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
+}
+
+// TestRelaysOfEarlierVersions starts a host whose former version reached host 2 through a relay, host 3. The
+// leases of all three still have the keys of that version. Each peer must get its own subnets back, and
+// this host must publish none of the keys.
+func TestRelaysOfEarlierVersions(t *testing.T) {
+	n, _, c := start(t)
+	own, two, relay := host(t, 1, 1), host(t, 2, 2), host(t, 3, 3)
+	with := func(l *subnet.Lease, more string) {
+		for i, e := range l.Endpoints {
+			l.Endpoints[i].Data = json.RawMessage(strings.TrimSuffix(string(e.Data), "}") + more + "}")
+		}
+	}
+	with(own, `,"Unreachable":["`+text(key(2))+`"],"Relays":["`+text(key(3))+`"]`)
+	with(two, `,"Unreachable":["`+text(key(1))+`"],"Relays":["`+text(key(3))+`"]`)
+	with(relay, `,"Relay":true`)
+	c.peers["flannel-wg"] = map[wgtypes.Key]wgtypes.Peer{
+		key(2): {PublicKey: key(2), Endpoint: netUDP("192.168.77.2:51820")},
+		key(3): {PublicKey: key(3), Endpoint: netUDP("192.168.77.3:51820"), AllowedIPs: ipNets([]netip.Prefix{netip.MustParsePrefix("10.5.3.0/24"), netip.MustParsePrefix("10.5.2.0/24")})},
+	}
+
+	for _, l := range []*subnet.Lease{two, relay} {
+		if _, err := n.Check(*l); err != nil {
+			t.Errorf("the lease of %s is refused: %v", l.Key, err)
+		}
+	}
+	if _, err := n.Sync(t.Context(), set(nil, two, relay)); err != nil {
+		t.Fatal(err)
+	}
+	c.expect(t, "flannel-wg", "192.168.77.2:51820 10.5.2.0/24", "192.168.77.3:51820 10.5.3.0/24")
+
+	claim, err := n.Claim(t.Context(), own.Claim())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range claim.Endpoints {
+		if strings.Contains(string(e.Data), "Unreachable") || strings.Contains(string(e.Data), "Relay") {
+			t.Errorf("the host publishes %s", e.Data)
+		}
+	}
 }

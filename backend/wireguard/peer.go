@@ -137,7 +137,6 @@ type diff struct {
 	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes; nil if have was not read
 	removeUnwanted bool
 	fromMemory     bool
-	by             map[string]string // relays in use: see relaying.by
 }
 
 // newDiff returns a diff from have to settings. The caller adds the wanted peers.

@@ -69,12 +69,11 @@ func (o observations) note(now time.Duration, d diff, worth func(netip.AddrPort)
 
 // sharer decides which endpoints this host shares, and when it writes its lease.
 type sharer struct {
-	interval time.Duration // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
-	published
-	allowed time.Duration // time from which the lease may be written again, on the steady clock
-	planned time.Duration // when the lease will be written; zero if there is nothing to write
-	urgent  bool          // the write is planned because of relays
-	offered *published    // written to the lease next; nil if there is nothing to write yet
+	interval time.Duration   // minimum age of a shared endpoint, and minimum time between two writes; 0 shares nothing
+	shared   sharedEndpoints // in the lease of this host
+	allowed  time.Duration   // time from which the lease may be written again, on the steady clock
+	planned  time.Duration   // when the lease will be written; zero if there is nothing to write
+	offered  sharedEndpoints // written to the lease next; nil if there is nothing to write yet
 }
 
 // pause returns the minimum time between two writes of a host in a network with that many hosts.
@@ -129,51 +128,40 @@ func (s *sharer) wanted(now time.Duration, seen []observations, others *sharedIn
 // When the planned time has come, it offers want to due. again is the time after which offer
 // must be called again, after another reading; zero if there is nothing to write. hosts is the
 // number of hosts in the network. The planned time is random: hosts that see the same peer
-// write at different times, so that the last ones see that enough hosts share its endpoint. If
-// lists about relays have changed, offer adds at most hosts times shareTurn to the first permitted
-// time, because pods wait for these lists.
-func (s *sharer) offer(now time.Duration, hosts int, want published) (again time.Duration) {
+// write at different times, so that the last ones see that enough hosts share its endpoint.
+func (s *sharer) offer(now time.Duration, hosts int, want sharedEndpoints) (again time.Duration) {
 	s.offered = nil
-	urgent := !maps.EqualFunc(want.relays, s.relays, relayLists.equal)
-	if !urgent && maps.Equal(want.shared, s.shared) {
+	if maps.Equal(want, s.shared) {
 		s.planned = 0
 		return 0
 	}
-	if s.planned == 0 || urgent && !s.urgent {
-		spread := s.pause(hosts) / 2
-		if urgent {
-			spread = min(spread, time.Duration(hosts)*shareTurn)
-		}
-		turn := max(now, s.allowed) + rand.N(spread+1)
-		if s.planned == 0 || turn < s.planned { // lists about relays do not postpone a write
-			s.planned = turn
-		}
-		s.urgent = urgent
+	if s.planned == 0 {
+		s.planned = max(now, s.allowed) + rand.N(s.pause(hosts)/2+1)
 	}
 	if now < s.planned {
 		return s.planned - now
 	}
-	s.offered = &want
+	s.offered = want
 	return leastReadPause
 }
 
 // due reports whether the lease must be written at the time now, because offer has offered new
-// content. If so, due stores the content in s.published. Reading devices with thousands of peers
+// content. If so, due stores the content in s.shared. Reading devices with thousands of peers
 // takes time, in which other hosts may have shared the endpoints that offer has offered. So due
 // drops each endpoint that is new in the lease and that enough other hosts share by now.
 func (s *sharer) due(now time.Duration, hosts int, others *sharedIndex) bool {
 	if s.offered == nil {
 		return false
 	}
-	want := *s.offered
+	want := s.offered
 	s.offered, s.planned = nil, 0
-	maps.DeleteFunc(want.shared, func(of sharedEndpoint, endpoint netip.AddrPort) bool {
+	maps.DeleteFunc(want, func(of sharedEndpoint, endpoint netip.AddrPort) bool {
 		return s.shared[of] != endpoint && others.hosts(of, endpoint) >= enoughHosts
 	})
-	if maps.EqualFunc(want.relays, s.relays, relayLists.equal) && maps.Equal(want.shared, s.shared) {
+	if maps.Equal(want, s.shared) {
 		return false
 	}
-	s.published, s.allowed = want, now+s.pause(hosts)
+	s.shared, s.allowed = want, now+s.pause(hosts)
 	return true
 }
 

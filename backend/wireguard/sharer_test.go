@@ -116,13 +116,13 @@ func TestSharersDecideAgain(t *testing.T) {
 		"the lease has a former port": {[]string{"2 203.0.113.2:9"}, both, nil, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, others := sharer{interval: time.Minute, published: published{shared: sharing(t, tt.published...)}}, sharedIndex{}
+			s, others := sharer{interval: time.Minute, shared: sharing(t, tt.published...)}, sharedIndex{}
 			offer := func(now time.Duration) (again time.Duration) {
 				device := observations{}
 				for i := byte(2); i <= 3; i++ {
 					device[key(i)] = observation{endpoint: netip.AddrPortFrom(netip.AddrFrom4([4]byte{203, 0, 113, i}), uint16(i)), last: now}
 				}
-				return s.offer(now, 10, published{shared: s.wanted(now, []observations{device}, &others)})
+				return s.offer(now, 10, s.wanted(now, []observations{device}, &others))
 			}
 			now := time.Hour
 			offer(now) // plans the write, at most half of the interval later
@@ -150,7 +150,7 @@ func TestMostSharedEndpoints(t *testing.T) {
 	for i := range byte(100) {
 		device[key(i+1)] = observation{endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(i)+1), last: time.Hour}
 	}
-	s := sharer{interval: time.Minute, published: published{shared: sharing(t, "90 203.0.113.2:90")}}
+	s := sharer{interval: time.Minute, shared: sharing(t, "90 203.0.113.2:90")}
 	got := s.wanted(time.Hour, []observations{device}, &sharedIndex{})
 	if len(got) != maxShared || !maps.Equal(sharing(t, "90 203.0.113.2:90"), only(got, 90)) || len(only(got, 1)) != 1 {
 		t.Errorf("it shares %v, want %d endpoints with that of peer 90", got, maxShared)
@@ -171,7 +171,7 @@ func TestWritesAreLimited(t *testing.T) {
 		var last time.Duration
 		for now < 2*time.Hour {
 			seen := []observations{{key(2): {endpoint: netip.AddrPortFrom(netip.MustParseAddr("203.0.113.2"), uint16(now/time.Second)), last: now}}}
-			s.offer(now, hosts, published{shared: s.wanted(now, seen, &sharedIndex{})})
+			s.offer(now, hosts, s.wanted(now, seen, &sharedIndex{}))
 			if s.due(now, hosts, &sharedIndex{}) {
 				if last != 0 && now-last < s.pause(hosts) {
 					t.Errorf("two writes within %s, want at least %s between them", now-last, s.pause(hosts))

@@ -44,7 +44,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	for _, t := range b.tunnels() {
 		n.devices = append(n.devices, newDevice(t))
 	}
-	n.nat = newNAT(b, key.PublicKey(), n.devices, names, own, n.now().steady)
+	n.nat = newNAT(b, n.devices, names, own, n.now().steady)
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
 	}
@@ -86,9 +86,6 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	n.Base = n.base(own, kind)
 	if err := n.SetUp(ctx); err != nil {
 		return err
-	}
-	if n.env.Relay {
-		klog.FromContext(ctx).Info("this host is a relay: it carries the packets of hosts that do not reach each other, and sees their plaintext")
 	}
 	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
 	client, err := wgctrl.New()

@@ -20,9 +20,6 @@
 //     decides which endpoints this host shares in its lease, and when it writes the lease.
 //     shared.go encodes and decodes shared endpoints. names.go resolves the names of peers.
 //     trials.go tries the endpoints that other hosts share, and the addresses of names.
-//   - relay.go reads and writes what leases say about relays, and chooses the relay of a pair of
-//     hosts. A relay is a host that carries packets between two other hosts that do not reach each
-//     other. relaying.go decides what this host publishes about relays, and when it uses one.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process. initiator.go starts its sessions, and reader.go
 //     corrects the UDP checksums of packets that it reads from its TUN device.
@@ -32,7 +29,6 @@ package wireguard
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -44,7 +40,6 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/endpoint"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -56,14 +51,8 @@ type Backend struct {
 	env    backend.Env
 	config config
 	host   *Host
-	// published is what the network publishes about other hosts; nil before the network starts.
-	published atomic.Pointer[published]
-}
-
-// published is what this host publishes in its lease about other hosts.
-type published struct {
-	shared sharedEndpoints
-	relays map[prefix.Family]relayLists // by the first family of the device; only those that are not empty
+	// published is what the network shares in the lease of this host; nil before the network starts.
+	published atomic.Pointer[sharedEndpoints]
 }
 
 // New is the backend's factory.
@@ -113,16 +102,11 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	claim, more := b.env.Claim(Type, prev), b.publishes(prev)
+	claim := b.env.Claim(Type, prev)
+	shared := b.publishes(prev)
 	for i, f := range families(b.env) {
-		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String(), Relay: mark(b.env.Relay)}
-		if d.PeerEndpoints, err = more.shared.encode(f); err != nil {
-			return subnet.Claim{}, err
-		}
-		if d.Unreachable, err = encodeKeys(more.relays[f].unreachable); err != nil {
-			return subnet.Claim{}, err
-		}
-		if d.Relays, err = encodeKeys(more.relays[f].relays); err != nil {
+		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String()}
+		if d.PeerEndpoints, err = shared.encode(f); err != nil {
 			return subnet.Claim{}, err
 		}
 		for _, t := range b.tunnels() {
@@ -138,12 +122,11 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	return claim, nil
 }
 
-// publishes returns what this host publishes about other hosts at present. Before the network has
-// started, that is the content of prev, the last claim of this host. The result is empty if
-// EndpointSharingInterval is 0.
-func (b *Backend) publishes(prev subnet.Claim) published {
+// publishes returns what this host shares at present. Before the network has started, that is the
+// content of prev, the last claim of this host. The result is empty if EndpointSharingInterval is 0.
+func (b *Backend) publishes(prev subnet.Claim) sharedEndpoints {
 	if b.config.EndpointSharingInterval == 0 {
-		return published{}
+		return sharedEndpoints{}
 	}
 	if now := b.published.Load(); now != nil {
 		return *now
@@ -151,16 +134,9 @@ func (b *Backend) publishes(prev subnet.Claim) published {
 	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
 	side, ok := backend.NewSide(b, Type).Of(&own)
 	if !ok {
-		return published{}
+		return sharedEndpoints{}
 	}
-	own = *side // prev may have the data of a second backend, after a migration
-	now := published{shared: sharedIn(own, b.env.Reachable), relays: map[prefix.Family]relayLists{}}
-	for _, t := range b.tunnels() {
-		if _, _, lists := relaysIn(t, own); !lists.empty() && b.usesRelays() {
-			now.relays[t.families[0]] = lists
-		}
-	}
-	return now
+	return sharedIn(*side, b.env.Reachable) // prev may have the data of a second backend, after a migration
 }
 
 // CheckPublicEndpoint implements backend.EndpointNamer.
@@ -170,23 +146,6 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	}
 	return nil
 }
-
-// CheckRelay implements backend.Relayer. It returns an error if one of two intervals is 0. Without
-// PersistentKeepaliveInterval, hosts have sessions only while pods send, so no host knows whether
-// it reaches another. Without EndpointSharingInterval, hosts do not write their leases again to
-// publish what they know.
-func (b *Backend) CheckRelay() error {
-	switch {
-	case b.config.PersistentKeepaliveInterval == 0:
-		return errors.New("Backend.PersistentKeepaliveInterval is 0, so hosts do not know whom they reach: expected 1 or more, such as 25")
-	case b.config.EndpointSharingInterval == 0:
-		return errors.New("Backend.EndpointSharingInterval is 0, so hosts do not publish whom they reach: expected 1 or more, such as 120")
-	}
-	return nil
-}
-
-// usesRelays reports whether the configuration lets this host reach peers by a relay.
-func (b *Backend) usesRelays() bool { return b.CheckRelay() == nil }
 
 // key returns the private key of this host: the stored one, or else the key of an existing
 // device, or else a new one. It also stores the key, if newKeyStore has a path for it. known means that

@@ -17,7 +17,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/backend/wireguard"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -113,7 +112,6 @@ the present backend until they reach all peers through the next one.`,
 				if err := f.checkFinish(cmd); err != nil {
 					return fmt.Errorf("%w: add --yes to finish anyway", err)
 				}
-				m.warnOfRelays(cmd.ErrOrStderr())
 			}
 			return rewriteConfig(cmd, store, finishMigration)
 		},
@@ -220,9 +218,6 @@ type migration struct {
 	To     string         `json:"to"`
 	Phases map[string]int `json:"phases"` // number of hosts by phase
 	Behind []string       `json:"behind"` // leases without data for the next backend, and unreadable ones
-	// Relays lists the leases of hosts that are relays, if From is wireguard. These hosts refuse a
-	// configuration without it, and their relaying ends with it.
-	Relays []string `json:"relays,omitempty"`
 	// Ended is set if the configuration has only one backend, To, but some leases still have data for
 	// another one. Leaving then lists the leases that have data for both.
 	Ended   bool           `json:"ended,omitempty"`
@@ -334,25 +329,7 @@ func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
 		return byPresent, byNext
 	})
 	m.Leaving = nil
-	if present.Type != wireguard.Type {
-		return m
-	}
-	for _, l := range leases {
-		if by, ok := present.Of(&l); ok && wireguard.IsRelay(by) {
-			m.Relays = append(m.Relays, l.Key)
-		}
-	}
-	slices.Sort(m.Relays)
 	return m
-}
-
-// warnOfRelays writes a warning if there are relays, because the end of the migration takes them away from
-// the hosts that need them.
-func (m migration) warnOfRelays(w io.Writer) {
-	if len(m.Relays) > 0 {
-		fmt.Fprintf(w, "warning: relays: %s: they refuse a configuration without %s until flanneld restarts there without --relay, and hosts that reach each other only by a relay are cut off\n",
-			strings.Join(m.Relays, ", "), m.From)
-	}
 }
 
 // endedMigration returns the state after the end of a migration. now is the only backend in the
@@ -440,9 +417,6 @@ func (m migration) print(w io.Writer) {
 	}
 	for _, key := range m.Behind {
 		fmt.Fprintf(w, "\t%s does not publish data for %s\n", key, m.To)
-	}
-	for _, key := range m.Relays {
-		fmt.Fprintf(w, "\t%s is a relay: restart flanneld there without --relay before you finish\n", key)
 	}
 	for _, key := range m.Leaving {
 		fmt.Fprintf(w, "\t%s still publishes data for %s\n", key, m.From)

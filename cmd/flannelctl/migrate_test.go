@@ -95,55 +95,6 @@ func TestMigrationState(t *testing.T) {
 	}
 }
 
-// TestMigrationNamesRelays checks that the state of a migration from wireguard names the relays, and that
-// finish warns of them. A migration to wireguard goes on with relays.
-func TestMigrationNamesRelays(t *testing.T) {
-	const (
-		vxlan, wg = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`, `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}`
-		relay     = `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Relay":true}`
-		needs     = `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Unreachable":["AgAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="],"Relays":[]}`
-		warning   = "warning: relays: one, two: they refuse a configuration without wireguard"
-	)
-	for _, tt := range []struct {
-		name, from, to  string
-		data, otherData string // of the backend from, of the hosts one and two, and of another one
-		nextData        string
-		want            []string
-		warning         string
-	}{
-		{"from wireguard with relays", "wireguard", "vxlan", relay, wg, vxlan, []string{"one", "two"}, warning},
-		{"from wireguard without relays", "wireguard", "vxlan", wg, needs, vxlan, nil, ""},
-		{"to wireguard with relays", "vxlan", "wireguard", vxlan, vxlan, relay, nil, ""},
-	} {
-		cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"` + tt.from + `"},"NextBackend":{"Type":"` + tt.to + `"}}`))
-		if err != nil {
-			t.Fatal(err)
-		}
-		present, next, _, err := sidesOf(cfg)
-		if err != nil {
-			t.Fatal(err)
-		}
-		lease := func(key, data string) subnet.Lease {
-			return subnet.Lease{Key: key, BackendType: tt.from, NextType: tt.to, Endpoints: []subnet.Endpoint{{
-				Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte(data), NextData: []byte(tt.nextData),
-			}}}
-		}
-		m := newMigration(present, next, []subnet.Lease{lease("two", tt.data), lease("one", tt.data), lease("other", tt.otherData)})
-		if diff := cmp.Diff(tt.want, m.Relays); diff != "" {
-			t.Errorf("%s: relays (-want +got):\n%s", tt.name, diff)
-		}
-		var state, warned strings.Builder
-		m.print(&state)
-		m.warnOfRelays(&warned)
-		if n := strings.Count(state.String(), "is a relay: restart flanneld there without --relay"); n != len(tt.want) {
-			t.Errorf("%s: %d relays are named, want %d:\n%s", tt.name, n, len(tt.want), state.String())
-		}
-		if !strings.HasPrefix(warned.String(), tt.warning) || (tt.warning == "") != (warned.Len() == 0) {
-			t.Errorf("%s: the warning is %q, want one that begins with %q", tt.name, warned.String(), tt.warning)
-		}
-	}
-}
-
 // TestMigrationEnd checks which hosts delay the end of a migration: those with data for a backend
 // that the configuration does not have any more.
 func TestMigrationEnd(t *testing.T) {

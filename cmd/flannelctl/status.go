@@ -154,7 +154,6 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
 
 	printNarrow(row, r.Peers)
-	printRelayed(row, r.Peers)
 	if r.Paths != nil {
 		printPaths(w, row, *r.Paths, all)
 	}
@@ -213,17 +212,6 @@ func printNarrow(row func(string, ...any), peers []status.Peer) {
 				row(name, s, "by", list(p.PublicIPs), "mtu", mtu)
 				name = ""
 			}
-		}
-	}
-}
-
-// printRelayed prints the peers to which a relay carries the packets.
-func printRelayed(row func(string, ...any), peers []status.Peer) {
-	name := "relayed"
-	for _, p := range peers {
-		if by := p.ByRelay(); by != "" {
-			row(name, list(p.Subnets), by)
-			name = ""
 		}
 	}
 }

@@ -5,7 +5,6 @@ package main
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
 
@@ -45,23 +44,6 @@ func TestOverflow(t *testing.T) {
 		if len(out) != want || out[0] != "overflow sends to 3 peers by the cloud, to 12 by vxlan" || out[1] != " the quota is used up" || out[2] != " 10.5.3.0/24 by vxlan: no route to it" {
 			t.Errorf("all %v: %d rows, want %d:\n%s", all, len(out), want, strings.Join(out, "\n"))
 		}
-	}
-}
-
-// TestRelayed checks that the status names the peers that have a relay, and says what the relay sees.
-func TestRelayed(t *testing.T) {
-	var out []string
-	row := func(name string, value ...any) { out = append(out, name+" "+strings.TrimSpace(fmt.Sprintln(value...))) }
-	peer := func(subnet, relay string) status.Peer {
-		return status.Peer{Lease: status.Lease{Subnets: []netip.Prefix{netip.MustParsePrefix(subnet)}}, Relay: relay}
-	}
-	printRelayed(row, []status.Peer{peer("10.5.2.0/24", ""), peer("10.5.3.0/24", "10.5.1.0-24"), peer("10.5.4.0/24", "node7")})
-	want := []string{
-		"relayed 10.5.3.0/24 by relay 10.5.1.0-24, which sees the plaintext of the packets",
-		" 10.5.4.0/24 by relay node7, which sees the plaintext of the packets",
-	}
-	if !slices.Equal(out, want) {
-		t.Errorf("rows %q, want %q", out, want)
 	}
 }
 

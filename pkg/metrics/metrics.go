@@ -45,7 +45,6 @@ type Values struct {
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
 	Paths          *paths.Outcome    // nil without --probe
 	NarrowPaths    int               // paths with an MTU smaller than that of the device; unknown if Peers is nil
-	Relayed        int               // peers to which a relay carries the packets; unknown if Peers is nil
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
 	CloudPeers     map[string]int    // peers by what carries the packets to them (cloud, tunnel), with Backend.Overflow
@@ -191,7 +190,6 @@ func gauges() map[string]gauge {
 		"paths":    describe(g, "paths", "Paths to other hosts by the result of the last probe, with --probe: ok, or the part that does not work. /statusz and flannelctl status name the hosts.", "result"),
 		"broken":   describe(g, "unreachable_peers", "Paths to other hosts that do not work, with --probe. If it is not 0, flannelctl status names the hosts and what to look at."),
 		"narrow":   describe(g, "narrow_paths", "Paths to other hosts that carry only packets smaller than the MTU of the device, with Backend.MTU \"probe\". Their routes have that MTU. If it is not 0, flannelctl status names the hosts: repair the MTU of the network between the hosts."),
-		"relayed":  describe(g, "relayed_peers", "Other hosts that this host does not reach, so that a relay carries the packets to them and sees their plaintext. If it is not 0, flannelctl status names the hosts and the relays."),
 		"carried":  describe(g, "migration_peers", "Other hosts by the backend that carries the packets to them, present or next, while the host has two backends because of a migration, and otherwise 0. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
 			"Packets that the udp backend dropped, by reason.", "reason"),
@@ -243,7 +241,6 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	if values.Peers != nil {
 		set("narrow", float64(values.NarrowPaths))
-		set("relayed", float64(values.Relayed))
 	}
 	for kind, n := range values.Objects {
 		set("objects", float64(n.Present), kind)

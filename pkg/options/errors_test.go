@@ -169,7 +169,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 		"public-endpoint": {"a b", "a..b", "node:", "node:0", "node:70000", ":51820", "10.0.0.256", "http://node", "fe80::1%eth0", "127.0.0.1", "224.0.0.1:7", "node," + long},
 		"location":        {"a b", "-a", "a.", "a/b", "ä", long}, "location-label": {"/zone", "a/b/c", "A.b/zone", "zone ", "-zone", "x/" + long},
 		"ip-masq": switches, "ip-masq-fully-random-disable": switches, "iptables-forward-rules": switches,
-		"guard-tunnel": switches, "relay": switches,
+		"guard-tunnel":    switches,
 		"iptables-resync": {"x", "0", "-1", "5s", "1.5", "2147483648"}, "firewall": {"", "ufw", "IPTABLES"}, "ip-blackhole-route": switches,
 		"resync": append(durations, "0s", "999ms"), "follow-config": switches, "exit-on-config-change": switches, "probe": switches, "nexthop-objects": {"", "on", "Auto"}, "allow-extension-backend": switches,
 		"udp-source-check": {"", "loose", "on"}, "udp-persist": switches,

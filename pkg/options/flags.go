@@ -227,11 +227,6 @@ func interfaceSettings() []setting {
 				"With a port that a NAT forwards, if it is not ListenPort.",
 			binding: to(func(o *Options) *endpoint.Named { return &o.PublicEndpoint }, publicEndpoint),
 		}, {
-			name: "relay", def: "false",
-			usage: "Carry the packets of hosts that do not reach each other, with wireguard only. This host then sees " +
-				"the plaintext of these packets.",
-			binding: toToggle(func(o *Options) *bool { return &o.Relay }),
-		}, {
 			name: "location", arg: "NAME",
 			usage: "Location of this host, with wireguard and its key SameLocation only: the backend of that key, and not " +
 				"wireguard, carries the packets between hosts with the same location.",

@@ -95,8 +95,6 @@ type Options struct {
 	PublicIP, PublicIPv6 netip.Addr
 	// PublicEndpoint is the name that peers send to; zero if not given.
 	PublicEndpoint endpoint.Named
-	// Relay makes this host carry the packets of hosts that do not reach each other.
-	Relay bool
 	// Location is the name of the location of this host. LocationLabel is the label of its Node whose
 	// value is that name. At most one of the two is set.
 	Location, LocationLabel string

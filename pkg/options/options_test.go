@@ -88,7 +88,7 @@ func TestEveryFlag(t *testing.T) {
 	own := map[string]string{
 		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "follow-config": "true", "exit-on-config-change": "false", "probe": "false", "status-socket": "", "statusz-address": "",
 		"state-dir": "/var/lib/flannel", "guard-tunnel": "true",
-		"public-endpoint": "", "relay": "false", "location": "", "location-label": "", "networks": "", "watch-networks": "false", "subnet-dir": "/run/flannel/networks", "masquerade-between-networks": "false",
+		"public-endpoint": "", "location": "", "location-label": "", "networks": "", "watch-networks": "false", "subnet-dir": "/run/flannel/networks", "masquerade-between-networks": "false",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
 	want := map[string]string{}
@@ -143,7 +143,7 @@ func TestParseEveryValue(t *testing.T) {
 		"etcd-endpoints": " https://[fd00::1]:2379/ , HTTPS://etcd:2379", "etcd-prefix": "net/a",
 		"etcd-keyfile": key, "etcd-certfile": cert, "etcd-cafile": ca, "etcd-username": "root", "etcd-password": "pw",
 		"iface": "eth0", "iface-regex": "^e[tn]", "iface-can-reach": "10.0.0.1", "iface-wait": "0s",
-		"public-ip": "::ffff:192.0.2.1", "public-ipv6": "2001:db8::1", "public-endpoint": "node7.example.org:4500", "relay": "true", "location": "fra1", "subnet-lease-renew-margin": "0x59f",
+		"public-ip": "::ffff:192.0.2.1", "public-ipv6": "2001:db8::1", "public-endpoint": "node7.example.org:4500", "location": "fra1", "subnet-lease-renew-margin": "0x59f",
 		"ip-masq": "T", "ip-masq-fully-random-disable": "1", "kube-subnet-mgr": "true", "kube-api-url": "api:6443",
 		"kube-annotation-prefix": "x.y", "kubeconfig-file": kubeconfig, "net-config-path": netconf,
 		"set-node-network-unavailable": "false", "healthz-ip": "::", "healthz-port": "65535",
@@ -160,9 +160,9 @@ func TestParseEveryValue(t *testing.T) {
 		NetConfigPath: netconf,
 		Iface:         []string{"eth0"}, IfaceRegex: []string{"^e[tn]"}, IfaceCanReach: "10.0.0.1",
 		PublicIP: netip.MustParseAddr("192.0.2.1"), PublicIPv6: netip.MustParseAddr("2001:db8::1"),
-		PublicEndpoint: endpoint.Named{Host: "node7.example.org", Port: 4500}, Relay: true,
-		Location: "fra1",
-		IPMasq:   true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
+		PublicEndpoint: endpoint.Named{Host: "node7.example.org", Port: 4500},
+		Location:       "fra1",
+		IPMasq:         true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
 		Resync: time.Second, NexthopObjects: "off", Firewall: "config", UDPSourceCheck: "strict", UDPPersist: true, SubnetFile: "a", SubnetDir: "/run/flannel/networks", StateDir: "b",
 		HealthzIP: netip.IPv6Unspecified(), HealthzPort: 65535,
 		LogFormat: "text", Verbosity: 4, VModule: "a=1,b*=2,", LogBacktraceAt: "x.go:7",

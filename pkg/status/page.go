@@ -263,11 +263,11 @@ func peers(r Report) markup {
 			return tag("<code%s>%s</code><br>", when(!o.Present, ` class="bad" title="missing"`), o.Text)
 		})
 		return tag(`<tr data-state="%s"><td data-name="Subnet">%s</td><td data-name="Public IP">%s</td><td data-name="Type">%s</td>`+
-			`<td data-name="State" class="%s">%s</td><td data-name="Kernel">%s</td><td data-name="Changed" data-sort="%s">%s</td><td data-name="Error">%s%s%s</td></tr>`+"\n",
+			`<td data-name="State" class="%s">%s</td><td data-name="Kernel">%s</td><td data-name="Changed" data-sort="%s">%s</td><td data-name="Error">%s%s</td></tr>`+"\n",
 			p.State, join(p.Subnets), join(p.PublicIPs), p.Type,
 			cmp.Or(classes[p.State], "bad"), p.State, when(len(p.Objects) > 0, "<details><summary>%s</summary>%s</details>", len(p.Objects), objects),
 			p.Changed.Unix(), ago(r.Now, p.Changed),
-			p.Error, when(carriers && p.Waiting != "", " by %s: %s", p.Backend, p.Waiting), some(" %s", p.ByRelay()))
+			p.Error, when(carriers && p.Waiting != "", " by %s: %s", p.Backend, p.Waiting))
 	})
 
 	return tag(`<h2>Peers <span class="soft" id="shown">%s</span></h2>

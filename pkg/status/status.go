@@ -270,19 +270,7 @@ type Peer struct {
 	// PathMTU contains the subnets of the peer to which only packets smaller than the MTU of the device
 	// pass, with the size in bytes of the largest packet that passes. It needs Backend.MTU "probe".
 	PathMTU map[netip.Prefix]int `json:"pathMTU,omitempty"`
-	// Relay is the key of the lease of the host that carries the packets to the peer and sees their
-	// plaintext. It is empty if there is none. If the families have different relays, it contains
-	// both keys: "a, b".
-	Relay   string   `json:"relay,omitempty"`
-	Objects []Object `json:"objects,omitempty"` // objects that the kernel should contain for this peer
-}
-
-// ByRelay says which relay carries the packets to the peer; empty if there is none.
-func (p Peer) ByRelay() string {
-	if p.Relay == "" {
-		return ""
-	}
-	return "by relay " + p.Relay + ", which sees the plaintext of the packets"
+	Objects []Object             `json:"objects,omitempty"` // objects that the kernel should contain for this peer
 }
 
 // SharedPublicIP is a public address that several peers have.

@@ -112,15 +112,6 @@ func TestPageOfTheCloud(t *testing.T) {
 	}
 }
 
-func TestPageOfARelay(t *testing.T) {
-	r := status.Report{Peers: []status.Peer{{State: status.InPlace, Relay: "10.5.20.0-24"}, {State: status.InPlace}}}
-	w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
-	const want = " by relay 10.5.20.0-24, which sees the plaintext of the packets</td>"
-	if n := strings.Count(w.Body.String(), "by relay"); n != 1 || !strings.Contains(w.Body.String(), want) {
-		t.Errorf("%d peers by a relay, want one with %q in\n%s", n, want, w.Body)
-	}
-}
-
 func TestPageOfLocations(t *testing.T) {
 	for want, l := range map[string]status.Location{
 		"<dt>Location</dt><dd>east<br>1 peers by vxlan, 2 by wireguard</dd>": {Name: "east", Inside: "vxlan", Between: "wireguard", ByInside: 1, ByBetween: 2},

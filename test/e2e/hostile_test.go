@@ -177,7 +177,7 @@ func TestHostileHost(t *testing.T) {
 		"direct routing":  {dual, netConf{backend: `{"Type":"vxlan","DirectRouting":true,"MTU":"probe"}`}, nil},
 		"host-gw":         {dual, netConf{backend: `{"Type":"host-gw"}`}, nil},
 		"udp":             {dual, netConf{backend: backendConfig("udp")}, nil},
-		"wireguard":       {dual, netConf{backend: `{"Type":"wireguard","Implementation":"userspace","PersistentKeepaliveInterval":1}`}, []string{"--relay"}},
+		"wireguard":       {dual, netConf{backend: `{"Type":"wireguard","Implementation":"userspace","PersistentKeepaliveInterval":1}`}, nil},
 		"wireguard, IPv4": {v4, netConf{backend: backendConfig(userspace)}, []string{"--public-endpoint=ADDRESS"}},
 		"wireguard, IPv6": {v6, netConf{backend: backendConfig(userspace)}, nil},
 		"with a location": {dual, netConf{backend: `{"Type":"wireguard","Implementation":"userspace","SameLocation":{"Type":"vxlan"}}`}, []string{"--location=here"}},

@@ -83,7 +83,7 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	elector, _ := p.store.(subnet.Elector) // every store is one
 	return backend.Env{
 		Elector: elector, PathLimit: p.host.PathMTUs, Warn: warner(p.store),
-		PublicEndpoint: p.opts.PublicEndpoint, Relay: p.opts.Relay, Location: p.location(),
+		PublicEndpoint: p.opts.PublicEndpoint, Location: p.location(),
 		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}
@@ -131,9 +131,6 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	}
 	if err := backend.CheckPublicEndpoint(be, env.Config.BackendType, env.PublicEndpoint); err != nil {
 		return nil, nil, fmt.Errorf("--public-endpoint %s cannot be used: %w", env.PublicEndpoint, err)
-	}
-	if err := backend.CheckRelay(be, env.Config.BackendType, env.Relay); err != nil {
-		return nil, nil, fmt.Errorf("--relay cannot be used: %w", err)
 	}
 	for _, flag := range [][2]string{{"--location", p.opts.Location}, {"--location-label", p.opts.LocationLabel}} {
 		if err := backend.CheckLocations(be, env.Config.BackendType); flag[1] != "" && err != nil {

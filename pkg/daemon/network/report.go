@@ -96,9 +96,6 @@ func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.
 	}
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
-		if p.Relay != "" {
-			l.Relayed++
-		}
 		switch {
 		case p.Refused != "":
 			l.Peers["refused"]++
@@ -261,7 +258,7 @@ func statusLease(l subnet.Lease) status.Lease {
 func statusPeer(p backend.PeerReport) status.Peer {
 	peer := status.Peer{
 		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
-		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs, Relay: p.Relay,
+		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs,
 	}
 	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
