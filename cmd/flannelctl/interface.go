@@ -110,6 +110,16 @@ func (l localChoice) candidates(ctx context.Context, args []string) ([]status.Ca
 		o.Pods = append(o.Pods, e.Subnet)
 		o.Families = append(o.Families, prefix.FamilyOf(e.Subnet.Addr()))
 	}
+	// A daemon that ran here before has written its choice.
+	last, err := state.Read[struct{ Interface underlay.Interface }](opts.StateDir, opts.StateName())
+	if err == nil {
+		o.InUse = last.Interface
+	}
+	if len(o.Families) == 0 { // a boot has removed the subnet file
+		for _, a := range o.InUse.Addrs {
+			o.Families = append(o.Families, prefix.FamilyOf(a.Local))
+		}
+	}
 	switch {
 	case l.ipv6:
 		o.Families = []prefix.Family{prefix.IPv4, prefix.IPv6}
@@ -124,12 +134,6 @@ func (l localChoice) candidates(ctx context.Context, args []string) ([]status.Ca
 		}
 		o.Published = append(o.Published, a)
 	}
-	// A daemon that ran here before has written its choice.
-	last, err := state.Read[struct{ Interface underlay.Interface }](opts.StateDir, opts.StateName())
-	if err == nil {
-		o.InUse = last.Interface
-	}
-
 	all, err := underlay.Inspect(ctx, o)
 	var candidates []status.Candidate
 	for _, c := range all {

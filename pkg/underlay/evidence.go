@@ -115,7 +115,7 @@ func (s selector) candidate(l Link) candidate {
 		return c
 	}
 	for _, a := range l.Addrs {
-		if !a.usable() || a.IP.IsLinkLocalUnicast() || !slices.Contains(s.opts.Families, prefix.FamilyOf(a.IP)) {
+		if a.IP.IsLinkLocalUnicast() {
 			continue
 		}
 		if s.opts.InUse.uses(a.IP) {
@@ -143,17 +143,17 @@ func (s selector) serves(l Link) bool {
 	return s.neighbours(l) || slices.ContainsFunc(s.facts.Defaults, leads) && !slices.ContainsFunc(s.facts.Links, nearer)
 }
 
-// carries reports whether packets leave by l, or from an address of l: on hosts that announce their
-// address by BGP it is on lo.
+// carries reports whether packets leave by l, or from an address that l only holds, as lo does on hosts
+// that announce theirs by BGP. From other links the kernel borrows an address if the outgoing one has none.
 func (l Link) carries(r Reach) bool {
 	_, from := l.addr(r.Source)
-	return r.Link == l.Index || from
+	return r.Link == l.Index || from && l.onlyHolds()
 }
 
 // neighbours reports whether l has an address in the network of a peer.
 func (s selector) neighbours(l Link) bool {
 	return slices.ContainsFunc(l.Addrs, func(a Addr) bool {
-		return !a.single() && slices.ContainsFunc(s.facts.Peers, func(r Reach) bool { return a.Network.Contains(r.To) })
+		return slices.ContainsFunc(s.facts.Peers, func(r Reach) bool { return a.Network.Contains(r.To) })
 	})
 }
 
@@ -171,17 +171,10 @@ func (s selector) never(l Link) string {
 			return fmt.Sprintf("it leads to pods: its address %s is in %s", a.IP, s.opts.Pods[i])
 		}
 	}
-
-	// Only these kinds have a parent whose packets are theirs. A veth's parent is its other end,
-	// whose index belongs to another network namespace.
-	parent := 0
-	if slices.Contains([]string{"vlan", "macvlan", "ipvlan"}, l.Kind) {
-		parent = l.Parent
-	}
-	if p, err := s.facts.link(parent); err == nil && parent != l.Index && s.never(p) != "" {
+	if p, err := s.facts.link(l.Parent); err == nil && s.never(p) != "" {
 		return fmt.Sprintf("it is on %s, and %s", p.Name, strings.Replace(s.never(p), "it ", "that ", 1))
 	}
-	if m, err := s.facts.link(l.Master); err == nil && m.Kind != "vrf" {
+	if m, err := s.facts.link(l.Master); err == nil {
 		return "it is a port of " + m.Name
 	}
 	return ""

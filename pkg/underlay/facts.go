@@ -40,7 +40,7 @@ type Link struct {
 	// Hardware is the hardware address; empty or zero if there is none.
 	Hardware string
 	// Master is the index of the bridge, bond or VRF of which the link is a port, and Parent
-	// that of the link that carries its packets. Both are 0 if there is none.
+	// that of the link that carries its packets, such as that of a VLAN. Both are 0 if there is none.
 	Master, Parent int
 	// Up means that the link is set up, Running that it has a carrier.
 	Up, Running bool
@@ -103,6 +103,9 @@ func (f Facts) link(index int) (Link, error) {
 
 // loopback reports whether l is lo.
 func (l Link) loopback() bool { return l.Name == "lo" }
+
+// onlyHolds reports whether l holds addresses but carries no packets to other hosts.
+func (l Link) onlyHolds() bool { return l.loopback() || l.Kind == "dummy" }
 
 // linksWith returns the links that have address a, whether it is usable or not.
 func (f Facts) linksWith(a netip.Addr) []Link {

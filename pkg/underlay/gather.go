@@ -162,7 +162,7 @@ func readLinks(ctx context.Context) ([]Link, error) {
 			Index:    at.Index,
 			Kind:     kind(l),
 			Master:   at.MasterIndex,
-			Parent:   at.ParentIndex,
+			Parent:   parent(l),
 			MTU:      at.MTU,
 			Hardware: at.HardwareAddr.String(),
 			Up:       at.RawFlags&unix.IFF_UP != 0,
@@ -181,6 +181,15 @@ func kind(l netlink.Link) string {
 		return ""
 	}
 	return l.Type()
+}
+
+// parent returns the index of the link that carries the packets of l, or 0 if there is none here. The parent
+// of a veth is its other end. In a container, that of a macvlan is the index of an interface of the host.
+func parent(l netlink.Link) int {
+	if at := l.Attrs(); l.Type() != "veth" && at.NetNsID < 0 {
+		return at.ParentIndex
+	}
+	return 0
 }
 
 func newAddr(ip netip.Addr, a netlink.Addr) Addr {

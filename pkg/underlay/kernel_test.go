@@ -225,7 +225,7 @@ func TestKernelGather(t *testing.T) {
 		if want := k.link(l.Name).Attrs().HardwareAddr.String(); l.Hardware != want {
 			t.Errorf("the hardware address of %s is %s, want %s", l.Name, l.Hardware, want)
 		}
-		l.Index, l.Parent, l.Hardware = 0, 0, ""
+		l.Index, l.Hardware = 0, ""
 		byName[l.Name] = l
 	}
 	perm := func(s string) Addr {
@@ -288,6 +288,21 @@ func TestKernelGather(t *testing.T) {
 	cancel()
 	if _, err := gather(ctx, Options{Families: v4}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: got %v", err)
+	}
+}
+
+// TestParent checks that an index in another network namespace is not taken for a link of this one.
+func TestParent(t *testing.T) {
+	at := func(other int) netlink.LinkAttrs { return netlink.LinkAttrs{ParentIndex: 7, NetNsID: other} }
+	for want, links := range map[int][]netlink.Link{
+		7: {&netlink.Vlan{LinkAttrs: at(-1)}, &netlink.Macvlan{LinkAttrs: at(-1)}},
+		0: {&netlink.Macvlan{LinkAttrs: at(0)}, &netlink.Veth{LinkAttrs: at(-1)}, &netlink.Veth{LinkAttrs: at(0)}},
+	} {
+		for _, l := range links {
+			if got := parent(l); got != want {
+				t.Errorf("parent of %s with namespace %d = %d, want %d", l.Type(), l.Attrs().NetNsID, got, want)
+			}
+		}
 	}
 }
 

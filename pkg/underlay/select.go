@@ -122,7 +122,7 @@ func (s selector) complete(w attempt) (choice, error) {
 	}
 	c := choice{lastResort: w.lastResort, Interface: Interface{
 		Name: w.link.Name, Index: w.link.Index, MTU: s.mtu(w.link),
-		VRF: s.vrf(w.link), Hardware: w.link.Hardware, Reason: w.option + w.note,
+		VRF: s.vrf(w.link), Hardware: s.hardware(w.link), Reason: w.option + w.note,
 	}}
 	for _, fam := range s.opts.Families {
 		addr, named, err := s.address(w.found, fam)
@@ -167,9 +167,9 @@ const largestMTU = 65535
 // announce theirs by BGP, the links that carry the packets determine the MTU.
 func (s selector) mtu(l Link) int {
 	carriers := []Link{l}
-	if l.loopback() || l.Kind == "dummy" {
+	if l.onlyHolds() {
 		carriers = slices.DeleteFunc(slices.Clone(s.facts.Links), func(c Link) bool {
-			return c.loopback() || c.MTU <= 0 || !slices.ContainsFunc(slices.Concat(s.facts.Peers, s.facts.Elsewhere), func(r Reach) bool { return r.Link == c.Index })
+			return c.loopback() || !slices.ContainsFunc(slices.Concat(s.facts.Peers, s.facts.Elsewhere), func(r Reach) bool { return r.Link == c.Index })
 		})
 	}
 	mtu := min(l.MTU, largestMTU)
@@ -177,6 +177,16 @@ func (s selector) mtu(l Link) int {
 		mtu = min(mtu, c.MTU)
 	}
 	return mtu
+}
+
+// hardware returns the hardware address of l, or of the first other link if l has none that lasts.
+func (s selector) hardware(l Link) string {
+	for _, c := range slices.Concat([]Link{l}, s.facts.Links) {
+		if !c.onlyHolds() && strings.Trim(c.Hardware, "0:") != "" {
+			return c.Hardware
+		}
+	}
+	return ""
 }
 
 // vrf returns the name of the VRF to which l belongs, or "".
@@ -471,10 +481,7 @@ func (s selector) rank(l Link, a Addr) int {
 	case !a.Permanent:
 		r += 4
 	}
-	switch {
-	case a.Temporary && a.Permanent: // an IPv4 secondary address
-		r++
-	case a.Temporary:
+	if a.Temporary {
 		r += 2
 	}
 	return r

@@ -404,9 +404,16 @@ func TestSelectStaysOnALink(t *testing.T) {
 			}
 		}
 	}
+	now := Interface{Name: "d2", Addrs: []Address{{Local: ip("10.1.0.3")}}}
+	byName := Options{Families: v4, IfaceRegexes: []string{"^d"}, InUse: Interface{Name: "d2"}}
+	if got, err := choose(facts, byName); err != nil || got.Name != "d2" {
+		t.Errorf("with another address: got %s, error %v; want d2", show(got.Interface), err)
+	}
 	facts.Links[1].Running = false
-	if got, err := choose(facts, Options{Families: v4, InUse: Interface{Name: "d2", Addrs: []Address{{Local: ip("10.1.0.3")}}}}); err != nil || got.Name != "d1" {
-		t.Errorf("without carrier: got %s, error %v; want d1", show(got.Interface), err)
+	for _, o := range []Options{{Families: v4, InUse: now}, byName} {
+		if got, err := choose(facts, o); err != nil || got.Name != "d1" {
+			t.Errorf("without carrier: got %s, error %v; want d1", show(got.Interface), err)
+		}
 	}
 }
 

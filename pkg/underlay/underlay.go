@@ -25,8 +25,8 @@ type Interface struct {
 	Reason string
 	// VRF is the name of the VRF to which the interface belongs; empty if it belongs to none.
 	VRF string `json:",omitempty"`
-	// Hardware is the hardware address, by which a host that got another IP address differs from one
-	// with a cloned disk. It is empty or zero if the interface has none.
+	// Hardware is a hardware address of the host, by which a host that got another IP address differs from one
+	// with a cloned disk. It is that of the interface if that has one. It is empty if the host has none.
 	Hardware string `json:",omitempty"`
 }
 

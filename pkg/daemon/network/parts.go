@@ -140,15 +140,14 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	return be, warnings, nil
 }
 
-// checkIPv6 returns a FamilyError if cfg has IPv6 but no device of be can have an IPv6 address.
+// checkIPv6 returns a FamilyError if cfg has IPv6, but the device of be that carries it cannot have an IPv6 address.
 func checkIPv6(be backend.Backend, cfg subnet.Config) error {
-	off := ""
-	for _, dev := range be.Scope().Devices {
-		if off = linux.IPv6Off(dev); off == "" {
-			return nil
-		}
+	devices := be.Scope().Devices
+	if _, ok := cfg.Network(prefix.IPv6); !ok || len(devices) == 0 {
+		return nil
 	}
-	if _, ok := cfg.Network(prefix.IPv6); !ok || off == "" {
+	off := linux.IPv6Off(devices[len(devices)-1]) // a device of IPv6 alone follows that of IPv4
+	if off == "" {
 		return nil
 	}
 	return &subnet.FamilyError{Family: prefix.IPv6, Err: fmt.Errorf("%s is 1 and flanneld may not change it, want 0", off)}

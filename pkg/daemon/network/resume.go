@@ -87,17 +87,18 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 		return nil, err
 	}
 	iface, err := underlay.Wait(ctx, choice, 0)
-	switch {
-	case err != nil && !without:
-		return nil, err
-	case err != nil:
+	there := err == nil
+	if there {
+		err = ofHost(last, iface)
+	}
+	if err != nil {
+		// Another interface than usual may be there, or the usual one with another address.
+		if !without || there && !hasHardware(last.Interface.Hardware) {
+			return nil, err
+		}
 		klog.FromContext(ctx).Error(err, "only the pods of this host have a network until there is an external interface")
 		iface = last.Interface
 		iface.Index = 0
-	default:
-		if err := ofHost(last, iface); err != nil {
-			return nil, err
-		}
 	}
 	last.Interface, last.Recalled = iface, true
 	env := r.env(iface, last.Config)
