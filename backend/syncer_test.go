@@ -397,18 +397,30 @@ func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	})
 }
 
-// TestRefusalsAreLimited lets a host make its lease wrong and right again many times.
+// TestRefusalsAreLimited lets a host make its lease wrong and right again many times, and then share the
+// public address of another host and stop that.
 func TestRefusalsAreLimited(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, log := run(t, n)
-		s.Publish(fullUpdate(snapshot(1)))
+		s.Publish(fullUpdate(snapshot(1, lease(3, "three"))))
+		for i := range int64(1000) {
+			l := lease(2, "two")
+			if i%2 == 0 {
+				l.Endpoints[0].PublicIP = lease(3, "three").Endpoints[0].PublicIP
+			}
+			s.Publish(deltaUpdate(2+i, []subnet.Lease{l}))
+			synctest.Wait()
+		}
+		if got := strings.Count(log(), "share a public address"); got != 100 {
+			t.Errorf("%d lines about a shared address, want 100", got)
+		}
 		for i := range int64(1000) {
 			l := lease(2, "two")
 			if i%2 == 0 {
 				l.Endpoints[0].Subnet = netip.MustParsePrefix("10.6.0.0/24")
 			}
-			s.Publish(deltaUpdate(2+i, []subnet.Lease{l}))
+			s.Publish(deltaUpdate(1002+i, []subnet.Lease{l}))
 			synctest.Wait()
 		}
 		if got := strings.Count(log(), "lease refused") + strings.Count(log(), "lease no longer refused"); got != 100 {
@@ -417,7 +429,7 @@ func TestRefusalsAreLimited(t *testing.T) {
 		time.Sleep(time.Minute)
 		wrong := lease(2, "two")
 		wrong.Endpoints[0].Subnet = netip.MustParsePrefix("10.6.0.0/24")
-		s.Publish(deltaUpdate(2000, []subnet.Lease{wrong}))
+		s.Publish(deltaUpdate(3000, []subnet.Lease{wrong}))
 		synctest.Wait()
 		if want := "changesNotLogged="; !strings.Contains(log(), want) {
 			t.Errorf("the next line does not have the number of the others, %q", want)

@@ -23,10 +23,6 @@ const (
 	errorBurst = 5
 )
 
-// refusalBurst is the number of refusals that begin or end before their log lines are limited. It is
-// more than an operator reads, but a host can make its lease wrong and right again 300 times a second.
-const refusalBurst = 100
-
 // syncLog is the log of a Syncer. It logs when a refusal, a failure, or the sharing of a public address
 // begins and when it ends, and not at every pass. It logs the number of held peers when that grows. It
 // is not safe for concurrent use.
@@ -34,6 +30,7 @@ type syncLog struct {
 	onRefused func(key, reason string) // may be nil
 	refused   map[string]string        // reasons of the present refusals, by lease key
 	refusal   *changes.Limit
+	sharing   *changes.Limit
 	failing   bool          // the last pass has failed
 	logged    string        // last logged error
 	limit     *rate.Limiter // limit of logged errors without a success between them
@@ -42,7 +39,7 @@ type syncLog struct {
 
 func newSyncLog(onRefused func(key, reason string)) syncLog {
 	return syncLog{
-		onRefused: onRefused, refused: map[string]string{}, refusal: changes.NewLimit(refusalBurst),
+		onRefused: onRefused, refused: map[string]string{}, refusal: changes.NewLimit(changes.Many), sharing: changes.NewLimit(changes.Many),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 }
@@ -91,14 +88,16 @@ func (l *syncLog) refusals(ctx context.Context, keys map[string]struct{}, reason
 
 // shared logs once when several leases begin to share a public address, and once when they no longer
 // do. All of these leases are served, but one of them may be that of a host that is gone.
-func (l *syncLog) shared(ctx context.Context, changes []subnet.SharedPublicIP) {
-	log := klog.FromContext(ctx)
-	for _, shared := range changes {
-		if len(shared.Keys) == 0 {
+func (l *syncLog) shared(ctx context.Context, changed []subnet.SharedPublicIP) {
+	for _, shared := range changed {
+		log, ok := l.sharing.Next(klog.FromContext(ctx))
+		switch {
+		case !ok:
+		case len(shared.Keys) == 0:
 			log.Info("leases no longer share a public address", "publicIP", shared.PublicIP)
-			continue
+		default:
+			log.Error(nil, "leases share a public address", "publicIP", shared.PublicIP, "leases", shared.Keys[:2], "count", len(shared.Keys))
 		}
-		log.Error(nil, "leases share a public address", "publicIP", shared.PublicIP, "leases", shared.Keys[:2], "count", len(shared.Keys))
 	}
 }
 

@@ -12,7 +12,15 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
+
+func TestDecode(t *testing.T) {
+	subnettest.CheckLeaseData(t, "overflow", data{}, func(raw json.RawMessage) error {
+		_, _, err := decode(raw)
+		return err
+	})
+}
 
 // TestObstacle checks between which hosts the routers carry packets. Both hosts must come to the
 // same result, because packets that travel by the cloud in only one direction may be dropped.

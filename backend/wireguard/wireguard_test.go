@@ -23,6 +23,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 func text(k wgtypes.Key) string { return k.String() }
@@ -114,21 +115,12 @@ func TestData(t *testing.T) {
 	if err != nil || string(raw) != `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}` {
 		t.Errorf("%s, %v", raw, err)
 	}
-	for raw, want := range map[string]string{
-		`{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}`:          "",
-		`{"publickey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","port":1}`: "",
-		``:                     "no backend data",
-		`null`:                 "without a PublicKey",
-		`{}`:                   "without a PublicKey",
-		`{"PublicKey":"AQ=="}`: "is no key",
-		`{"PublicKey":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}`:              "is no key",
-		`{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":65536}`: "port 65536",
-		`{"PublicKey":7}`: "backend data",
-	} {
-		_, _, err := decodeData(json.RawMessage(raw))
-		if (err != nil) != (want != "") || err != nil && !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: error %v, want %q", raw, err, want)
-		}
+	subnettest.CheckLeaseData(t, "wireguard", leaseData{}, func(raw json.RawMessage) error {
+		_, _, err := decodeData(raw)
+		return err
+	})
+	if _, _, err := decodeData(nil); err == nil || !strings.Contains(err.Error(), "no backend data") {
+		t.Errorf("no data: %v", err)
 	}
 }
 

@@ -14,10 +14,14 @@ import (
 // Burst is the usual number of changes that may be reported at once.
 const Burst = 5
 
+// Many is the number of changes by other hosts that may be reported at once. It is more than an operator
+// reads, but a host can make what it has published wrong and right again 300 times a second.
+const Many = 100
+
 // every is the time after which one more change may be reported.
 const every = time.Minute
 
-// Limit says which changes are reported. It is safe for concurrent use.
+// Limit says which changes are reported. It is safe for concurrent use. A nil Limit permits all.
 type Limit struct {
 	limit *rate.Limiter
 
@@ -32,6 +36,9 @@ func NewLimit(burst int) *Limit { return &Limit{limit: rate.NewLimiter(rate.Ever
 // changes that were not reported before, if there are any. Next returns false if the caller must not
 // report this change.
 func (l *Limit) Next(log klog.Logger) (klog.Logger, bool) {
+	if l == nil {
+		return log, true
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.limit.Allow() {

@@ -45,7 +45,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 		default:
 			e = m.cfg.Interner.intern(e)
 			cache.drop(changed, cache.replaced(e, cache.entries))
-			logUndecodable(ctx, cache.entries[e.key], e)
+			m.logUndecodable(ctx, cache.entries[e.key], e)
 			cache.written(e)
 			if e.err == nil {
 				changed[e.key] = &e.lease
@@ -67,15 +67,24 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 
 // logUndecodable logs when a lease becomes unreadable, when the reason changes, and when the lease
 // can be read again. before is the former entry, or nil if there was none.
-func logUndecodable(ctx context.Context, before, now *entry) {
-	was := ""
+func (m *Manager) logUndecodable(ctx context.Context, before, now *entry) {
+	was, is := "", ""
 	if before != nil && before.err != nil {
 		was = before.err.Error()
 	}
+	if now.err != nil {
+		is = now.err.Error()
+	}
+	if is == was {
+		return
+	}
+
+	log, ok := m.undecodable.Next(klog.FromContext(ctx))
 	switch {
-	case now.err == nil && was != "":
-		klog.FromContext(ctx).Info("lease can be read again", "key", subnet.Shorten(now.key))
-	case now.err != nil && now.err.Error() != was:
-		klog.FromContext(ctx).Error(now.err, "lease cannot be read and keeps its last good state", "key", subnet.Shorten(now.key))
+	case !ok:
+	case is == "":
+		log.Info("lease can be read again", "key", subnet.Shorten(now.key))
+	default:
+		log.Error(now.err, "lease cannot be read and keeps its last good state", "key", subnet.Shorten(now.key))
 	}
 }

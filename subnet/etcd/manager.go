@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -22,6 +23,8 @@ type Manager struct {
 	client *client
 	guest  bool // the connection belongs to another manager
 	outage *outage.Tracker
+	// undecodable limits the log lines about leases that cannot be read.
+	undecodable *changes.Limit
 
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}

@@ -124,7 +124,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		if cache.newest == nil || e.modRevision > cache.newest.modRevision {
 			cache.newest = e
 		}
-		logUndecodable(ctx, old.entries[e.key], e)
+		m.logUndecodable(ctx, old.entries[e.key], e)
 	}
 	cache.retainFrom(old)
 	m.client.hosts.Store(int64(len(cache.entries)))

@@ -18,6 +18,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -558,5 +559,19 @@ func TestQuietViewIsNotCompacted(t *testing.T) {
 			cancel()
 			waittest.Receive(t, patience, "the end of Watch", done)
 		})
+	}
+}
+
+// TestGarbageDoesNotFillTheLog makes a lease wrong and right again, as a host can do 300 times a second.
+func TestGarbageDoesNotFillTheLog(t *testing.T) {
+	m := newManager(Config{})
+	ctx, book := withLog(t.Context())
+	good, bad := &entry{key: "10.5.1.0-24"}, &entry{key: "10.5.1.0-24", err: errors.New("wrong")}
+	for range 2 * changes.Many {
+		m.logUndecodable(ctx, good, bad)
+		m.logUndecodable(ctx, bad, good)
+	}
+	if n := len(book.lines()); n != changes.Many {
+		t.Errorf("%d lines, want %d", n, changes.Many)
 	}
 }

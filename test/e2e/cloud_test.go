@@ -162,6 +162,15 @@ func (v *cloudBed) serve(n *lab.Namespace, address string) *atomic.Pointer[http.
 	return now
 }
 
+// serveAgain gives a host that was installed again the servers that it had.
+func (v *cloudBed) serveAgain(h *lab.Host) {
+	v.t.Helper()
+	i := slices.Index(v.Hosts(), h)
+	for address, now := range map[string]*atomic.Pointer[http.Handler]{apiAddress: v.api[i], metadataAddress: v.metadata[i]} {
+		v.serve(h.Namespace, address).Store(now.Load())
+	}
+}
+
 // setServers replaces the servers that a host finds at apiAddress and metadataAddress.
 func (v *cloudBed) setServers(host int, api, metadata http.Handler) {
 	v.api[host-1].Store(&api)

@@ -3,20 +3,30 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"maps"
 	"math/rand/v2"
 	"net/http"
+	"net/netip"
 	"os/exec"
+	"path"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -53,20 +63,34 @@ func giveKeys(t *testing.T, l *lab.Lab) (users, keys []string) {
 // all hosts.
 type hostile struct {
 	r      *rand.Rand
-	leases []any // the values of the leases of all hosts, decoded
-	atoms  []any // values that can replace any part of a lease
+	leases []any    // the values of the leases of all hosts, decoded
+	atoms  []any    // values that can replace any part of a lease
+	names  []string // of all fields in a lease
 }
 
-// newHostile returns one that makes values from leases, which are decoded, and from the addresses of pods.
-func newHostile(l *lab.Lab, seed uint64, leases []any) *hostile {
+// newHostile returns one that makes values from leases, which are decoded, from the examples with which the
+// tests of the backends and of the store check what they read, and from the addresses of pods.
+func newHostile(t *testing.T, l *lab.Lab, seed uint64, leases []any) *hostile {
+	t.Helper()
 	a := &hostile{r: rand.New(rand.NewPCG(seed, 1)), atoms: []any{
 		nil, true, -1, 0, 1, 65536, 1e99, "", " ", "x", "\x1b[31m\nrefused", strings.Repeat("9", 70000), []any{}, map[string]any{},
 		"0.0.0.0", "127.0.0.1", "224.0.0.1", "255.255.255.255", "192.168.77.255", "192.168.77.254", "::", "::1", "fe80::1", "ff02::1", "fd00:77::ffff",
 		"::ffff:192.168.77.1", "00:00:00:00:00:00", "ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", strings.Repeat("A", 43) + "=",
 	}}
 	a.leases = leases
+	for _, kind := range subnettest.LeaseKinds() {
+		for _, example := range subnettest.LeaseData(kind) {
+			a.collect(decoded(example))
+		}
+	}
+	known := len(a.names)
 	for _, value := range leases {
 		a.collect(value)
+	}
+	for _, name := range a.names[known:] {
+		if !strings.Contains(name, "/") { // not the name of an annotation
+			t.Errorf("no example of package subnettest has the field %q of a lease", name)
+		}
 	}
 	for _, p := range l.Pods() {
 		for _, addr := range p.Addrs() {
@@ -80,10 +104,12 @@ func newHostile(l *lab.Lab, seed uint64, leases []any) *hostile {
 // one, in a field that did not exist when this was written too.
 func (a *hostile) collect(value any) {
 	a.atoms = append(a.atoms, value)
-	if fields, ok := value.(map[string]any); ok {
-		for _, field := range fields {
-			a.collect(field)
+	fields, _ := value.(map[string]any)
+	for _, name := range slices.Sorted(maps.Keys(fields)) {
+		if _, err := wgtypes.ParseKey(name); err != nil && !slices.Contains(a.names, name) {
+			a.names = append(a.names, name)
 		}
+		a.collect(fields[name])
 	}
 }
 
@@ -99,8 +125,15 @@ func (a *hostile) next() any {
 // value returns the next value of the key.
 func (a *hostile) value() string {
 	text, _ := json.Marshal(a.next())
-	if a.r.IntN(10) == 0 { // no JSON
+	switch a.r.IntN(20) {
+	case 0, 1: // no JSON
 		text = text[:a.r.IntN(len(text)+1)]
+	case 2: // each field twice
+		again, _ := json.Marshal(a.next())
+		text = slices.Concat(bytes.TrimSuffix(text, []byte("}")), []byte(","), bytes.TrimPrefix(again, []byte("{")))
+	case 3:
+		examples := subnettest.LeaseData("lease")
+		return examples[a.r.IntN(len(examples))]
 	}
 	return string(text)
 }
@@ -118,6 +151,8 @@ func (a *hostile) changed(value any) any {
 	case 0:
 		delete(fields, name)
 	case 1:
+		fields[a.names[a.r.IntN(len(a.names))]] = a.atoms[a.r.IntN(len(a.atoms))]
+	case 2:
 		fields[name] = []any{a.atoms[a.r.IntN(len(a.atoms))], fields[name]}
 	default:
 		fields[name] = a.changed(fields[name])
@@ -154,7 +189,7 @@ func (a *hostile) attack(t *testing.T, l *lab.Lab, user, key string, d time.Dura
 		if err != nil {
 			t.Fatal(err)
 		}
-		pause(t, time.Duration(a.r.IntN(100))*time.Millisecond)
+		pause(t, time.Duration(a.r.IntN(50))*time.Millisecond)
 	}
 	if _, err := c.Delete(testContext(t), key); err != nil {
 		t.Fatal(err)
@@ -162,52 +197,13 @@ func (a *hostile) attack(t *testing.T, l *lab.Lab, user, key string, d time.Dura
 	return writes
 }
 
-// TestHostileHost lets a host with the rights of its own key write values to it that attack the other
-// hosts, while flows between the pods of these lose no packet. Afterwards all hosts are like new ones.
-//
-//stages:rest it repeats TestHostileHostVXLAN with other backends
-func TestHostileHost(t *testing.T) {
-	t.Parallel()
-	for name, tc := range map[string]struct {
-		families []prefix.Family
-		conf     netConf
-		args     []string
-	}{
-		"vxlan":           {v4, netConf{backend: `{"Type":"vxlan"}`}, nil},
-		"direct routing":  {dual, netConf{backend: `{"Type":"vxlan","DirectRouting":true,"MTU":"probe"}`}, nil},
-		"host-gw":         {dual, netConf{backend: `{"Type":"host-gw"}`}, nil},
-		"udp":             {dual, netConf{backend: backendConfig("udp")}, nil},
-		"wireguard":       {dual, netConf{backend: `{"Type":"wireguard","Implementation":"userspace","PersistentKeepaliveInterval":1}`}, nil},
-		"wireguard, IPv4": {v4, netConf{backend: backendConfig(userspace)}, []string{"--public-endpoint=ADDRESS"}},
-		"wireguard, IPv6": {v6, netConf{backend: backendConfig(userspace)}, nil},
-		"with a location": {dual, netConf{backend: `{"Type":"wireguard","Implementation":"userspace","SameLocation":{"Type":"vxlan"}}`}, []string{"--location=here"}},
-		"a migration":     {dual, netConf{backend: `{"Type":"vxlan"}`, next: backendConfig(userspace)}, nil},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			surviveHostileHost(t, tc.families, tc.conf, strongAttack, tc.args...)
-		})
-	}
-}
-
-func TestHostileHostVXLAN(t *testing.T) {
-	t.Parallel()
-	surviveHostileHost(t, dual, netConf{backend: `{"Type":"vxlan"}`}, attack{hosts: 4, rate: 100, d: 5 * time.Second})
-}
-
-// TestVMHostileHost is TestHostileHost with backends that need modules of the kernel.
-//
-//stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMHostileHost(t *testing.T) {
-	for name, conf := range map[string]netConf{"ipip": {backend: `{"Type":"ipip"}`}, "wireguard": {backend: `{"Type":"wireguard"}`}} {
-		t.Run(name, func(t *testing.T) {
-			// With ipip loaded, each new namespace gets the device tunl0, which changes the indexes of others.
-			if out, err := exec.CommandContext(testContext(t), "modprobe", name).CombinedOutput(); err != nil {
-				t.Fatalf("%v: %s", err, out)
-			}
-			surviveHostileHost(t, v4, conf, attack{hosts: 3, rate: 20, d: 8 * time.Second, unrestricted: true})
-		})
-	}
+// hostileCase describes a network, and the attack of its last host.
+type hostileCase struct {
+	attack
+	families []prefix.Family
+	conf     netConf
+	args     []string         // flags of all daemons; ADDRESS stands for an address of the host
+	cloud    func() testCloud // the cloud in which the hosts are; nil if they are in none
 }
 
 // attack describes an attack by the last of several hosts.
@@ -220,7 +216,98 @@ type attack struct {
 	unrestricted bool
 }
 
-var strongAttack = attack{hosts: 4, rate: 100, d: 20 * time.Second}
+var strongAttack = attack{hosts: 4, rate: 100, d: 10 * time.Second}
+
+// hostileCases returns the networks of TestHostileHost.
+func hostileCases() map[string]hostileCase {
+	cases := map[string]hostileCase{
+		"direct routing":    {families: dual, conf: netConf{backend: `{"Type":"vxlan","DirectRouting":true,"MTU":"probe"}`}},
+		"wireguard":         {families: dual, conf: netConf{backend: `{"Type":"wireguard","Implementation":"userspace","PersistentKeepaliveInterval":1}`}},
+		"wireguard, IPv4":   {families: v4, conf: netConf{backend: backendConfig(userspace)}, args: []string{"--public-endpoint=ADDRESS"}},
+		"wireguard, IPv6":   {families: v6, conf: netConf{backend: backendConfig(userspace)}},
+		"with a location":   {families: dual, conf: netConf{backend: `{"Type":"wireguard","Implementation":"userspace","SameLocation":{"Type":"vxlan"}}`}, args: []string{"--location=here"}},
+		"a migration":       {families: dual, conf: netConf{backend: `{"Type":"vxlan"}`, next: backendConfig(userspace)}},
+		"aws-vpc, overflow": {families: dual, conf: netConf{backend: `{"Type":"aws-vpc","Overflow":"vxlan"}`}, cloud: func() testCloud { return newEC2() }},
+		"gce":               {families: dual, conf: netConf{backend: `{"Type":"gce"}`}, cloud: func() testCloud { return newGoogle() }},
+		"ali-vpc":           {families: dual, conf: netConf{backend: `{"Type":"ali-vpc"}`}, cloud: func() testCloud { return newAlibaba() }},
+		"tencent-vpc":       {families: v4, conf: netConf{backend: `{"Type":"tencent-vpc"}`}, cloud: func() testCloud { return newTencentCloud() }},
+		"vxlan, IPv4":       {families: v4, conf: netConf{backend: `{"Type":"vxlan"}`}}, // TestHostileHostVXLAN has both families
+	}
+	for _, backend := range []string{hostGW, backendConfig("udp"), alloc, extensionOn("ext0")} {
+		for name, families := range map[string][]prefix.Family{"IPv4": v4, "both families": dual} {
+			cases[leaseTypeOf(backend)+", "+name] = hostileCase{families: families, conf: netConf{backend: backend}}
+		}
+	}
+	return cases
+}
+
+// leaseTypeOf returns the Type of a Backend object.
+func leaseTypeOf(backend string) string {
+	var b struct{ Type string }
+	_ = json.Unmarshal([]byte(backend), &b)
+	return b.Type
+}
+
+// TestHostileHost lets a host with the rights of its own key write values to it that attack the other
+// hosts, while flows between the pods of these lose no packet. Afterwards all hosts are like new ones.
+//
+//stages:rest it repeats TestHostileHostVXLAN with other backends
+func TestHostileHost(t *testing.T) {
+	t.Parallel()
+	for name, tc := range hostileCases() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			tc.attack = strongAttack
+			tc.survive(t)
+		})
+	}
+}
+
+func TestHostileHostVXLAN(t *testing.T) {
+	t.Parallel()
+	hostileCase{attack: attack{hosts: 4, rate: 100, d: 5 * time.Second}, families: dual, conf: netConf{backend: `{"Type":"vxlan"}`}}.survive(t)
+}
+
+// vmHostileCases returns the networks of TestVMHostileHost by the module that they need.
+func vmHostileCases() map[string]netConf {
+	return map[string]netConf{"ipip": {backend: `{"Type":"ipip"}`}, "wireguard": {backend: `{"Type":"wireguard"}`}}
+}
+
+// TestVMHostileHost is TestHostileHost with backends that need modules of the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMHostileHost(t *testing.T) {
+	for name, conf := range vmHostileCases() {
+		t.Run(name, func(t *testing.T) {
+			// With ipip loaded, each new namespace gets the device tunl0, which changes the indexes of others.
+			if out, err := exec.CommandContext(testContext(t), "modprobe", name).CombinedOutput(); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			hostileCase{attack: attack{hosts: 3, rate: 20, d: 8 * time.Second, unrestricted: true}, families: v4, conf: conf}.survive(t)
+		})
+	}
+}
+
+// TestHostileHostHasAllBackends checks that a hostile host attacks the networks of all backends.
+func TestHostileHostHasAllBackends(t *testing.T) {
+	t.Parallel()
+	catalog, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	attacked := map[string]bool{}
+	for _, tc := range hostileCases() {
+		attacked[leaseTypeOf(tc.conf.backend)] = true
+	}
+	for _, conf := range vmHostileCases() {
+		attacked[leaseTypeOf(conf.backend)] = true
+	}
+	for _, backend := range catalog.Registry.Types() {
+		if !attacked[backend] {
+			t.Errorf("no hostile host attacks the backend %s", backend)
+		}
+	}
+}
 
 // seedOf returns the seed of an attack, and logs it.
 func seedOf(t *testing.T) uint64 {
@@ -230,46 +317,109 @@ func seedOf(t *testing.T) uint64 {
 	return seed
 }
 
-func surviveHostileHost(t *testing.T, families []prefix.Family, conf netConf, at attack, args ...string) {
+// survive starts the network, lets its last host attack the others, and checks that nothing happens to these.
+func (tc hostileCase) survive(t *testing.T) {
 	t.Helper()
 	seed := seedOf(t)
-	for _, f := range families {
+	for _, f := range tc.families {
 		if f == prefix.IPv4 {
-			conf.v4 = "10.5.0.0/16"
+			tc.conf.v4 = "10.5.0.0/16"
 		} else {
-			conf.v6 = "fd00:5::/48"
+			tc.conf.v6 = "fd00:5::/48"
 		}
 	}
-	l := newLab(t, lab.Config{Hosts: at.hosts, Families: families, Network: json.RawMessage(conf.String())}, "")
+	cfg := lab.Config{Hosts: tc.hosts, Families: tc.families, Network: json.RawMessage(tc.conf.String())}
+	if tc.cloud != nil || !tc.conf.routed() {
+		cfg.Segments = tc.hosts
+	}
+	l := newLab(t, cfg, "")
 	hosts := l.Hosts()
 	last := hosts[len(hosts)-1]
 	var users, keys []string
-	if !at.unrestricted {
+	if !tc.unrestricted {
 		users, keys = giveKeys(t, l)
 	}
-	options := func(h *lab.Host) (o lab.FlanneldOptions) {
-		if users != nil {
-			o = lab.FlanneldOptions{Args: []string{"--etcd-username=" + users[slices.Index(hosts, h)]}, Env: []string{"FLANNELD_ETCD_PASSWORD=secret"}}
+	var base lab.FlanneldOptions
+	var v *cloudBed
+	if tc.cloud != nil {
+		v = newCloudBedOn(t, l, tc.cloud())
+		base = v.options()
+	}
+	if !tc.conf.routed() {
+		routeKeys(t, l, keys)
+	}
+	installed := map[*lab.Host]*lab.Namespace{}
+	for _, h := range hosts {
+		installed[h] = h.Namespace
+	}
+	options := func(h *lab.Host) lab.FlanneldOptions {
+		if v != nil && installed[h] != h.Namespace {
+			v.serveAgain(h)
+			installed[h] = h.Namespace
 		}
-		for _, arg := range args {
-			o.Args = append(o.Args, strings.Replace(arg, "ADDRESS", h.Addr(families[0]).String(), 1))
+		o := lab.FlanneldOptions{Args: slices.Clone(base.Args), Env: slices.Clone(base.Env)}
+		if users != nil {
+			o.Args = append(o.Args, "--etcd-username="+users[slices.Index(hosts, h)])
+			o.Env = append(o.Env, "FLANNELD_ETCD_PASSWORD=secret")
+		}
+		for _, arg := range tc.args {
+			o.Args = append(o.Args, strings.Replace(arg, "ADDRESS", h.Addr(tc.families[0]).String(), 1))
 		}
 		return o
 	}
-	survive(t, l, options, at.rate, func() {
+	var routes map[netip.Prefix][]netip.Addr
+	settled := func() {
+		if v != nil {
+			routes = v.forwarding()
+		}
+		if strings.Contains(tc.conf.backend, "Overflow") { // otherwise the packets would leave the tunnel in the meantime
+			v.expectByTunnel(map[int]string{})
+			expectMatrix(t, l)
+		}
+	}
+	survive(t, l, options, tc.rate, settled, func() {
+		all, err := l.Leases(testContext(t))
+		if err != nil {
+			t.Fatal(err)
+		}
 		var values []any
-		for _, lease := range leases(t, l) {
+		for _, lease := range all {
 			values = append(values, decoded(lease.Value))
 		}
-		a := newHostile(l, seed, values)
+		a := newHostile(t, l, seed, values)
 		user, key := "", "/coreos.com/network/subnets/"
 		if users == nil {
 			key += leaseOf(t, l, last).Key
 		} else {
 			user, key = users[len(users)-1], keys[len(keys)-1]
 		}
-		t.Logf("%d values were written", a.attack(t, l, user, key, at.d))
+		t.Logf("%d values were written", a.attack(t, l, user, key, tc.d))
 	})
+	if v == nil {
+		return
+	}
+
+	if diff := cmp.Diff(routes, v.forwarding(), cmpopts.EquateComparable(netip.Prefix{}, netip.Addr{})); diff != "" || len(routes) != tc.hosts*len(tc.families) {
+		t.Errorf("the cloud has other routes than before the attack (-before +after):\n%s", diff)
+	}
+}
+
+// routeKeys makes the router of the lab forward packets for the subnets in the keys to the hosts that have
+// these keys, as an operator does for the backend alloc.
+func routeKeys(t *testing.T, l *lab.Lab, keys []string) {
+	t.Helper()
+	for i, key := range keys {
+		subnets, err := codec.ParseKey(path.Base(key))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range subnets {
+			via := l.Host(i + 1).Addr(prefix.FamilyOf(s.Addr()))
+			if out, err := l.Underlay().Exec(testContext(t), "ip", "route", "add", s.String(), "via", via.String()); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+		}
+	}
 }
 
 // decoded returns the value of a JSON text, or the text if it is none.
@@ -281,9 +431,9 @@ func decoded(text string) (value any) {
 }
 
 // survive starts a daemon on each host and lets packets flow between the pods of all hosts but the last
-// one. It then stops the daemon of that host and calls attack. No packet may be lost, and afterwards all
+// one, after settled has returned. It then stops the daemon of that host and calls attack. No packet may be lost, and afterwards all
 // hosts must be like new ones.
-func survive(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.FlanneldOptions, rate int, attack func()) {
+func survive(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.FlanneldOptions, rate int, settled, attack func()) {
 	t.Helper()
 	hosts := l.Hosts()
 	for _, h := range hosts {
@@ -299,6 +449,7 @@ func survive(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.FlanneldOptio
 			t.Fatal(err)
 		}
 	}
+	settled()
 	flows := startFlows(t, l, rate)
 
 	hosts[last].Daemon().Kill()
@@ -328,7 +479,7 @@ func TestKubeHostileNode(t *testing.T) {
 			seed := seedOf(t)
 			hosts, last := c.Hosts(), len(c.Hosts())
 			options := func(h *lab.Host) lab.FlanneldOptions { return c.options(slices.Index(hosts, h) + 1) }
-			survive(t, c.Lab, options, strongAttack.rate, func() {
+			survive(t, c.Lab, options, strongAttack.rate, func() {}, func() {
 				var values []any
 				for i := range hosts {
 					notes := map[string]any{}
@@ -337,7 +488,7 @@ func TestKubeHostileNode(t *testing.T) {
 					}
 					values = append(values, notes)
 				}
-				a := newHostile(c.Lab, seed, values)
+				a := newHostile(t, c.Lab, seed, values)
 				t.Logf("%d values were written", a.attackNode(c, last, strongAttack.d))
 			})
 		})
@@ -376,7 +527,7 @@ func (a *hostile) attackNode(c *cluster, n int, d time.Duration) (writes int) {
 		if status := write(http.MethodPatch, "/"+nodeName(1)+"/status", patch); status != http.StatusForbidden {
 			c.t.Errorf("a write to another Node has the status %d", status)
 		}
-		pause(c.t, time.Duration(a.r.IntN(100))*time.Millisecond)
+		pause(c.t, time.Duration(a.r.IntN(50))*time.Millisecond)
 	}
 	return writes
 }

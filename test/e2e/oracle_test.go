@@ -313,7 +313,7 @@ func statusLines(t *testing.T, h *lab.Host, network string) []string {
 }
 
 // timesAndRevisions matches the names of JSON fields with values that differ each time: times, and revisions of the store.
-var timesAndRevisions = regexp.MustCompile(`(?i)^(started|now|since|lastSync|changed|saved|expires|checked|claimed|revision|mark|leaseID|kept)$`)
+var timesAndRevisions = regexp.MustCompile(`(?i)^(started|now|since|lastSync|lastGood|changed|saved|expires|checked|claimed|revision|mark|leaseID|kept)$`)
 
 // flatten returns one line for each value in a JSON document, with its path.
 func flatten(path string, value any) []string {
