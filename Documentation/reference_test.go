@@ -300,7 +300,6 @@ func scrape(t *testing.T) string {
 			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
 			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Carried: map[string]int{"next": 1}, Dropped: map[string]uint64{"": 1}, Paths: &paths.Outcome{}, CloudPeers: one, LocationPeers: one,
 			Cloud: &cloud.Report{
-				Writer: cloud.WriterLeader, Leading: true,
 				Good: time.Unix(1, 0), Calls: []cloud.CallCount{{N: 1}}, Tables: []cloud.TableReport{{Used: map[prefix.Family]int{prefix.IPv4: 1}, Quota: map[prefix.Family]int{prefix.IPv4: 1}}},
 			},
 		}

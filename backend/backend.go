@@ -71,8 +71,6 @@ type Env struct {
 	// PathLimit limits the packets that all probers of path MTUs on this host send together. If it
 	// is nil, this network has a limit of its own.
 	PathLimit *rate.Limiter
-	// Elector elects one host of the network for a task.
-	Elector subnet.Elector
 	// Warn reports something to operators beside the log, for example as an Event. It may be nil.
 	Warn func(reason, message string)
 	// Recalled is set if the network starts from the last known state, because the store has not

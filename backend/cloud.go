@@ -17,17 +17,13 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. AtOnce and
-// Overflow may be zero. All other fields are required.
+// CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. Overflow may be zero. All other
+// fields are required.
 type CloudBackend struct {
-	Type  string // in the configuration; leases contain no type, like those of flannel
-	Env   Env
-	Cloud cloud.Cloud
-	Calls *cloud.Calls // the calls that Cloud makes
-	// AtOnce is the maximum number of calls of Cloud.Put at the same time; 0 means 1.
-	AtOnce int
-	// Writer is cloud.WriterHost or cloud.WriterLeader.
-	Writer   string
+	Type     string // in the configuration; leases contain no type, like those of flannel
+	Env      Env
+	Cloud    cloud.Cloud
+	Calls    *cloud.Calls // the calls that Cloud makes
 	Overflow Overflow
 }
 
@@ -63,14 +59,10 @@ func (*CloudBackend) LeaseType() string { return "" }
 func (b *CloudBackend) Scope() dataplane.Scope { return b.Env.Scope() }
 
 // Claim implements Backend. It returns an error if a host that begins to use this backend cannot
-// use the cloud, unless a leader writes the routes. A host that already has a lease of this backend
-// keeps it without a call of the cloud, because its pods are running and its routes may be in
-// place. The keeper then reports what is wrong.
+// use the cloud. A host that already has a lease of this backend keeps it without a call of the cloud, because its pods
+// are running and its routes may be in place. The keeper then reports what is wrong.
 func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.Env.Claim("", prev)
-	if b.Writer == cloud.WriterLeader {
-		return claim, nil
-	}
 	leased := slices.ContainsFunc(claim.Endpoints, func(e subnet.Endpoint) bool { return e.Subnet.IsValid() })
 	if leased && (len(b.Env.Used) == 0 && prev.BackendType == "" || slices.Contains(b.Env.Used, b.Type)) {
 		return claim, nil
@@ -93,24 +85,15 @@ func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, er
 	return n, nil
 }
 
-// StartKeeper starts a goroutine that keeps routes in the cloud right, until n is closed. With
-// WriterHost it compares the routes to this host and repairs them. With WriterLeader it takes part
-// in the election: the leader keeps the routes to all hosts right, and the other hosts learn the
-// state of their routes from its announcement. The goroutine notifies n when it has a result.
+// StartKeeper starts a goroutine that keeps the routes of the cloud to this host right, until n is closed. The goroutine
+// notifies n when it has a result.
 func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
-	keeper := cloud.KeeperConfig{
-		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, AtOnce: b.AtOnce,
-		Tunnel:    b.Overflow.Type != "",
+	r := &RouteKeeper{calls: b.Calls, routes: cloud.NewKeeper(cloud.KeeperConfig{
+		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, Tunnel: b.Overflow.Type != "",
 		Connected: b.Env.Connected, Compared: n.Notify,
-	}
-	r := &RouteKeeper{routes: cloud.NewKeeper(keeper), calls: b.Calls}
-	if b.Writer == cloud.WriterLeader {
-		r.routes = cloud.NewElected(cloud.ElectedConfig{
-			KeeperConfig: keeper, Election: election{b.Env.Elector, own},
-		})
-	}
+	})}
 	n.Go(r.routes.Run)
 	return r
 }
@@ -119,7 +102,7 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 // implements CloudRouter. It compares the routes on a goroutine of its own, because a call of the
 // cloud may take long.
 type RouteKeeper struct {
-	routes     cloudRoutes
+	routes     *cloud.Keeper
 	calls      *cloud.Calls
 	complete   bool // Set.Complete of the last set
 	unreadable bool // Set.Unreadable of the last set
@@ -142,39 +125,6 @@ func (r *RouteKeeper) CloudRoutes() cloud.Report {
 	report := r.routes.Report()
 	report.Calls = r.calls.Counts()
 	return report
-}
-
-// cloudRoutes compares and repairs routes in a cloud. It is a cloud.Keeper or a cloud.Elected.
-type cloudRoutes interface {
-	Run(ctx context.Context)
-	SetPeers(p cloud.Peers)
-	Result(ctx context.Context) (repaired int, err error)
-	Last() (repaired int, compared bool, err error)
-	Report() cloud.Report
-}
-
-// cloudTask is the task for which the store elects the leader.
-const cloudTask = "cloud-routes"
-
-// election implements cloud.Election by the store.
-type election struct {
-	subnet.Elector
-	own subnet.Lease
-}
-
-// Lead implements cloud.Election.
-func (e election) Lead(ctx context.Context, lead func(context.Context, func(context.Context, json.RawMessage) error)) error {
-	err := e.Elector.Lead(ctx, cloudTask, e.own, func(term context.Context, announce subnet.Announce) { lead(term, announce) })
-	if errors.Is(err, subnet.ErrLed) {
-		return fmt.Errorf("%w: %w", cloud.ErrLed, err)
-	}
-	return err
-}
-
-// Leader implements cloud.Election.
-func (e election) Leader(ctx context.Context) (string, json.RawMessage, error) {
-	l, err := e.Elector.Leader(ctx, cloudTask)
-	return l.Name, l.Announced, err
 }
 
 // cloudNetwork implements Network and CloudRouter.

@@ -11,8 +11,7 @@ import (
 )
 
 // TestRefusedLeasesCount checks that cloudHosts returns the host of a refused lease, so that its
-// route stays. The host must be marked as refused, because a leader must not create a route for
-// such a lease: its subnet may be invalid, for example all addresses.
+// route stays. The host must be marked as refused, because it cannot be reached by other tables.
 func TestRefusedLeasesCount(t *testing.T) {
 	address := netip.MustParseAddr("192.168.77.1")
 	l := &subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: address}}}

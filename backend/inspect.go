@@ -50,8 +50,7 @@ type Choice struct {
 // CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
 // be called at any time.
 type CloudRouter interface {
-	// CloudRoutes returns the state of the routes to this host. On the leader, the report also says
-	// to which destinations of all hosts the right routes exist.
+	// CloudRoutes returns the state of the routes to this host.
 	CloudRoutes() cloud.Report
 }
 

@@ -16,7 +16,7 @@
 //     the leased subnets
 //   - manager.go: the Manager, which acquires and keeps the own lease in a store, and publishes
 //     Updates with the leases of other nodes; optional.go: interfaces that not every manager
-//     implements, such as the Elector of a leader
+//     implements
 //   - ledger.go: the Ledger, the daemon's cache of the leases of other nodes; it decides when a
 //     lease is gone. heldpeers.go indexes the peers whose lease the store has lost.
 //   - arbiter.go: the Arbiter, which refuses leases that contradict the configuration, this node

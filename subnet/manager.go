@@ -24,8 +24,6 @@ var (
 	ErrUnfit = errors.New("subnet does not fit the configuration")
 	// ErrInvalidConfig means that the network configuration in the store or in the file cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")
-	// ErrLed means that another node is the leader for a task.
-	ErrLed = errors.New("another node is the leader")
 )
 
 // FamilyError is the reason why this node cannot use one address family of the network. It may be able to

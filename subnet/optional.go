@@ -4,7 +4,6 @@ package subnet
 
 import (
 	"context"
-	"encoding/json"
 	"net/netip"
 )
 
@@ -71,28 +70,4 @@ type Releaser interface {
 	// node has taken its subnets since. It does not retry. The manager has no lease after that, even
 	// if the store returns an error.
 	Release(ctx context.Context, own Lease) error
-}
-
-// Leader is the node that does a task for all nodes of a network.
-type Leader struct {
-	Name string `json:"name"` // name of the Node, or public address; empty if there is no leader
-	// Announced is the JSON that the leader has announced last; nil if it has announced nothing yet.
-	Announced json.RawMessage `json:"announced,omitempty"`
-}
-
-// Announce publishes text to all nodes: Elector.Leader returns it as Leader.Announced. It returns an
-// error if this node is not the leader any more, or the store does not answer.
-type Announce func(ctx context.Context, text json.RawMessage) error
-
-// Elector is a Manager that can elect one node of the network for a task. The name of a task has the
-// form of a DNS label.
-type Elector interface {
-	// Lead tries once to make this node the leader. If that succeeds, it runs lead, and returns nil
-	// when lead has returned. The context term ends when ctx ends, when this node is not the leader
-	// any more, or when the store cannot be reached for 20 seconds. In the last case another node
-	// can become the leader only 10 seconds later, so that the two terms do not overlap. own is the
-	// lease of this node. Lead returns ErrLed, wrapped, if there is another leader.
-	Lead(ctx context.Context, task string, own Lease, lead func(term context.Context, announce Announce)) error
-	// Leader tries once to read the present leader.
-	Leader(ctx context.Context, task string) (Leader, error)
 }

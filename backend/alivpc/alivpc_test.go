@@ -89,12 +89,12 @@ func TestRouteThatModifyDoesNotSee(t *testing.T) {
 //stages:rest the days of a fleet take half a minute
 func TestFleet(t *testing.T) { bed().Live(t, 4, true) } // a new instance has a new id
 
-func TestLeader(t *testing.T) { bed().Leader(t, 12) }
+func TestTablesOfManyHosts(t *testing.T) { bed().ManyHosts(t, 12) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "vsw-1") }
 
-// TestUnreadableVSwitch checks that Find returns no table for a host in a vSwitch that cannot be
-// read, and the tables of the other hosts. If the error may end by itself, Find must return it.
+// TestUnreadableVSwitch checks that Followed returns no table for a host in a vSwitch that cannot be
+// read, and the tables of the other hosts. If the error may end by itself, Followed must return it.
 func TestUnreadableVSwitch(t *testing.T) {
 	s := open(t)
 	status, code := http.StatusNotFound, "InvalidVSwitchId.NotFound"
@@ -110,15 +110,15 @@ func TestUnreadableVSwitch(t *testing.T) {
 	for n, vSwitch := range []string{"vsw-8", "vsw-1"} {
 		hosts = append(hosts, cloud.Host{Addresses: s.AddInstance(100+n, vSwitch, netip.AddrFrom4([4]byte{192, 168, 80, byte(n)})).Addresses})
 	}
-	c := bed().Backend(t, `{"Writer":"leader","Overflow":"vxlan"}`).Cloud
+	c := bed().Backend(t, `{"Overflow":"vxlan"}`).Cloud
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if found, err := c.Find(t.Context(), hosts, false); err != nil || found[0].Table != "" || found[0].Target == "" || found[1].Table != vpctest.MainTable {
+	if found, err := c.Followed(t.Context(), hosts); err != nil || found[0] != "" || found[1] != vpctest.MainTable {
 		t.Errorf("found %v, error %v, want no table for the first host, and %s for the second", found, err, vpctest.MainTable)
 	}
 	status, code = http.StatusInternalServerError, "InternalError"
-	if _, err := c.Find(t.Context(), hosts, false); !cloud.Transient(err) {
+	if _, err := c.Followed(t.Context(), hosts); !cloud.Transient(err) {
 		t.Errorf("error %v, want one that may end by itself", err)
 	}
 }
@@ -287,8 +287,6 @@ func TestSecretsAreNeverShown(t *testing.T) { bed().KeyLeaks(t, "ecs:DescribeIns
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Want{
-		`{"Writer":"leader"}`:                                 {},
-		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"ali-vpc"}`:                                  {},
 		`{"Cluster":"blue-1"}`:                                {},
 		`{"Cluster":"Blue"}`:                                  {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},

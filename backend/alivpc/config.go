@@ -6,14 +6,12 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Writer          string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
 	Cluster         string           // name of the cluster, such as "blue", which the descriptions of its routes contain; hosts of other clusters do not replace or remove these routes
 	AccessKeyID     string           // id of an access key. Every program that can read the store can read the key: if possible, give the instance a role instead
 	AccessKeySecret string           // secret of the access key AccessKeyID
@@ -22,18 +20,15 @@ type config struct {
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return config{Writer: cloud.WriterHost} }
+func Defaults() any { return config{} }
 
 // keys returns the configured keys.
 func (c config) keys() access.Keys { return access.Keys{ID: c.AccessKeyID, Secret: c.AccessKeySecret} }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
-	c := config{Writer: cloud.WriterHost}
+	c := config{}
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
-		return c, nil, err
-	}
-	if err := cloud.CheckWriter(c.Writer); err != nil {
 		return c, nil, err
 	}
 	if err := backend.CheckCluster(c.Cluster); err != nil {

@@ -87,29 +87,6 @@ func (v *vpc) vSwitch(ctx context.Context, id string) (s vSwitch, err error) {
 	return s, v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &s)
 }
 
-// followed sets the Table of each host in found to the table that packets of the host follow. all
-// contains the instances by id. followed makes a call for each vSwitch. It returns the error of a
-// call only if cloud.Transient is true for it. It logs any other error, and leaves Table empty.
-func (v *vpc) followed(ctx context.Context, found []cloud.Found, all map[string]instance) error {
-	tables := map[string]string{} // by vSwitch
-	for n, f := range found {
-		id := all[f.Target].Attributes.VSwitch
-		if f.Err != nil || id == "" {
-			continue
-		}
-		if _, known := tables[id]; !known {
-			answer, err := v.vSwitch(ctx, id)
-			if cloud.Transient(err) {
-				return err
-			}
-			v.note(ctx, id, err)
-			tables[id] = answer.Table.ID
-		}
-		found[n].Table = tables[id]
-	}
-	return nil
-}
-
 // note logs the error err of reading a vSwitch of other hosts, unless the same error was logged last
 // for this vSwitch. If err is nil, note forgets the last error.
 func (v *vpc) note(ctx context.Context, id string, err error) {
@@ -171,30 +148,38 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return api.instance, nil
 }
 
-// Find implements cloud.Cloud. Routes lead to the primary network interface of an instance, so Find
-// looks for hosts only by addresses of that interface and by public addresses.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
+// Followed implements cloud.Cloud. It makes a call for each vSwitch of the hosts. It returns the error of such a call
+// only if cloud.Transient is true for it. It logs any other error, and the table is then not known.
+func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error) {
 	all := map[string]instance{}
 	if err := v.describe(ctx, url.Values{"VpcId": {v.id}}, all); err != nil {
 		return nil, err
 	}
-	at := map[netip.Addr]string{}
-	for id, i := range all {
+	switches := map[netip.Addr]string{}
+	for _, i := range all {
 		for _, a := range i.primary() {
-			at[a] = id
+			switches[a] = i.Attributes.VSwitch
 		}
 	}
-	found := make([]cloud.Found, len(hosts))
+
+	tables := map[string]string{"": ""} // by vSwitch
+	followed := make([]string, len(hosts))
 	for n, h := range hosts {
-		found[n] = cloud.NotFound(h)
+		id := ""
 		for _, a := range h.Addresses {
-			if id, ok := at[a]; ok {
-				found[n] = cloud.Found{Target: id}
-				break
-			}
+			id = cmp.Or(id, switches[a])
 		}
+		if _, known := tables[id]; !known {
+			answer, err := v.vSwitch(ctx, id)
+			if cloud.Transient(err) {
+				return nil, err
+			}
+			v.note(ctx, id, err)
+			tables[id] = answer.Table.ID
+		}
+		followed[n] = tables[id]
 	}
-	return found, v.followed(ctx, found, all)
+	return followed, nil
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.

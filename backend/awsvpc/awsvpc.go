@@ -31,5 +31,5 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		config: c, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, string, error) { return connect(ctx, env.Locals(), calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

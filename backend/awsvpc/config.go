@@ -16,7 +16,6 @@ import (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Writer string // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
 	// id of the route table, or a list of ids. If RouteTableFilter is absent too, flanneld uses the table of the
 	// VPC's subnet in which the host is, or the main table of the VPC if that subnet has none
 	RouteTableID tableIDs
@@ -28,7 +27,7 @@ type config struct {
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return config{Writer: cloud.WriterHost} }
+func Defaults() any { return config{} }
 
 // tableIDs is a string or an array of strings.
 type tableIDs []string
@@ -56,16 +55,13 @@ func (t *tableIDs) UnmarshalJSON(raw []byte) error {
 }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
-	c := config{Writer: cloud.WriterHost}
+	c := config{}
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
 		return c, nil, err
 	}
 	if len(c.RouteTableID) > 0 && len(c.RouteTableFilter) > 0 {
 		return c, nil, errors.New("Backend.RouteTableID and Backend.RouteTableFilter exclude each other: remove one of them")
-	}
-	if err := cloud.CheckWriter(c.Writer); err != nil {
-		return c, nil, err
 	}
 	if slices.Contains(c.RouteTableID, "") {
 		return c, nil, errors.New(`Backend.RouteTableID contains an empty string: want ids such as "rtb-0123456789abcdef0"`)

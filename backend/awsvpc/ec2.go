@@ -175,11 +175,8 @@ func checkOff(n networkInterface) url.Values {
 	return url.Values{"NetworkInterfaceId": {n.ID}, "SourceDestCheck.Value": {"false"}}
 }
 
-// Find implements cloud.Cloud. To prepare hosts, it switches the source/dest check of their network interfaces
-// off, as Join does for this host. If EC2 refuses that for a host, the Err of its result is a
-// cloud.DroppedError. If the permission is missing, Find makes no such call for further hosts, and
-// their results have the same error.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, prepare bool) ([]cloud.Found, error) {
+// Followed implements cloud.Cloud.
+func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error) {
 	interfaces := map[netip.Addr]networkInterface{}
 	for _, by := range []struct {
 		filter string
@@ -215,33 +212,13 @@ func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, prepare bool) ([]clo
 	if err != nil {
 		return nil, err
 	}
-	found := make([]cloud.Found, len(hosts))
-	var missing error
+	followed := make([]string, len(hosts))
 	for i, h := range hosts {
-		n, known := interfaceOf(interfaces, h)
-		if found[i].Target = n.ID; !known {
-			found[i] = cloud.NotFound(h)
-			continue
-		}
-		found[i].Table = tables[n.Subnet]
-		if !n.SourceDestCheck || !prepare {
-			continue
-		}
-		err := missing
-		if err == nil {
-			err = v.api.call(ctx, "ModifyNetworkInterfaceAttribute", checkOff(n), nil)
-		}
-		if cloud.Transient(err) {
-			return nil, err
-		}
-		if err != nil {
-			found[i].Err = &cloud.DroppedError{Err: fmt.Errorf("switch off the source/dest check of %s: %w", n.ID, err)}
-		}
-		if cloud.Hopeless(err) {
-			missing = err
+		if n, known := interfaceOf(interfaces, h); known {
+			followed[i] = tables[n.Subnet]
 		}
 	}
-	return found, nil
+	return followed, nil
 }
 
 // tablesOf returns the ids of the tables that packets of hosts follow, by the id of the host's

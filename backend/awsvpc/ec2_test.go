@@ -120,65 +120,6 @@ func TestSourceDestCheck(t *testing.T) {
 	}
 }
 
-// TestLeaderSwitchesTheCheckOff checks that a leader switches the source/dest check of other hosts
-// off. Without the permission, it must name each host whose check is on, after a single denied
-// call.
-func TestLeaderSwitchesTheCheckOff(t *testing.T) {
-	s := open(t)
-	for n := range 3 {
-		s.AddInstance(3+n, "subnet-2", netip.AddrFrom4([4]byte{192, 168, 77, byte(3 + n)}), netip.MustParseAddr(fmt.Sprintf("fd00:77::%d", 3+n)))
-	}
-	hosts := []cloud.Host{
-		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.3")}},
-		{Addresses: []netip.Addr{netip.MustParseAddr("fd00:77::4")}}, // as in a network without IPv4
-		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.5")}},
-	}
-	b := bed().Backend(t, `{"Writer":"leader"}`)
-	if _, err := b.Cloud.Join(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := b.Cloud.Tables(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	find := func(some []cloud.Host) []cloud.Found {
-		t.Helper()
-		found, err := b.Cloud.Find(t.Context(), some, true)
-		if err != nil || len(found) != len(some) {
-			t.Fatalf("found %v, error %v", found, err)
-		}
-		return found
-	}
-	writes := s.Writes()
-	for range 2 {
-		if f := find(hosts[:1]); f[0] != (cloud.Found{Target: "eni-3", Table: vpctest.MainTable}) {
-			t.Errorf("found %v", f)
-		}
-	}
-	if s.Instance("i-3").Restricted || s.Writes() != writes+1 {
-		t.Errorf("the check is %v after %d writes, want it off after one", s.Instance("i-3").Restricted, s.Writes()-writes)
-	}
-	s.Deny("ModifyNetworkInterfaceAttribute", true)
-	calls := len(s.Calls())
-	for i, f := range find(hosts) {
-		named := f.Err != nil && strings.Contains(f.Err.Error(), fmt.Sprintf("switch off the source/dest check of eni-%d: ", 3+i)) && strings.Contains(f.Err.Error(), "ec2:ModifyNetworkInterfaceAttribute is missing")
-		if named != (i > 0) || f.Target != fmt.Sprintf("eni-%d", 3+i) {
-			t.Errorf("host %d is %+v", i, f)
-		}
-	}
-	denied := 0
-	for _, c := range s.Calls()[calls:] {
-		if c.Name == "ModifyNetworkInterfaceAttribute" {
-			denied++
-		}
-	}
-	if denied != 1 {
-		t.Errorf("%d calls were denied, want 1", denied)
-	}
-	if err := b.Cloud.Check(t.Context()); err != nil {
-		t.Errorf("error %v, want that a host may lead without the permission", err)
-	}
-}
-
 func TestChoiceOfTables(t *testing.T) {
 	for name, test := range map[string]struct {
 		raw   string
@@ -230,7 +171,7 @@ func TestOldAnswers(t *testing.T) { bed().OldAnswers(t) }
 //stages:rest the days of a fleet take half a minute
 func TestFleet(t *testing.T) { bed().Live(t, 4, true) } // a new instance has a new network interface
 
-func TestLeader(t *testing.T) { bed().Leader(t, 12) }
+func TestTablesOfManyHosts(t *testing.T) { bed().ManyHosts(t, 12) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "subnet-1") }
 
@@ -393,8 +334,6 @@ func TestTokensGoOnlyToAgents(t *testing.T) {
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Want{
-		`{"Writer":"leader"}`:                                      {},
-		`{"Writer":"me"}`:                                          {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"aws-vpc"}`:                                       {},
 		`{"RouteTableID":"rtb-1"}`:                                 {},
 		`{"RouteTableID":["rtb-1","rtb-2"]}`:                       {},

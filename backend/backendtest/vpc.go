@@ -478,10 +478,8 @@ func (v VPC) KeyLeaks(t *testing.T, right string) {
 	)
 }
 
-// Leader checks that Find, with which a leader finds the hosts, makes at most as many calls for
-// 1,000 hosts as the parameter most allows. It also checks that a host of a network with a leader
-// makes its claim without a call.
-func (v VPC) Leader(t *testing.T, most int) {
+// ManyHosts checks that Followed makes at most as many calls for 1,000 hosts as the parameter most allows.
+func (v VPC) ManyHosts(t *testing.T, most int) {
 	t.Helper()
 	s, _ := v.Open(t)
 	var hosts []cloud.Host
@@ -489,32 +487,29 @@ func (v VPC) Leader(t *testing.T, most int) {
 		i := s.AddInstance(100+n, "subnet-9", netip.AddrFrom4([4]byte{192, 168, byte(80 + n/250), byte(n % 250)}))
 		hosts = append(hosts, cloud.Host{Addresses: i.Addresses})
 	}
-	b := v.Backend(t, `{"Writer":"leader"}`)
-	s.SetAway(true)
-	if claim, err := b.Claim(t.Context(), subnet.Claim{}); err != nil || len(claim.Endpoints) == 0 || len(s.Calls()) > 0 {
-		t.Errorf("claim %+v, error %v, calls %v, want a claim without calls", claim, err, s.Calls())
-	}
-	s.SetAway(false)
-	if _, err := b.Cloud.Join(t.Context()); err != nil {
+	c := v.Backend(t, `{}`).Cloud
+	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := c.Tables(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
 	before := len(s.Calls())
-	found, err := b.Cloud.Find(t.Context(), hosts, true)
+	found, err := c.Followed(t.Context(), hosts)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for n, f := range found {
-		if want := s.TargetOf(s.Instance(fmt.Sprintf("i-%d", 100+n))); f.Target != want || f.Err != nil {
-			t.Fatalf("host %d is %+v, want %s", n, f, want)
-		}
+	if slices.Contains(found, "") {
+		t.Errorf("found %q, want a table for each host", found)
 	}
 	if calls := len(s.Calls()) - before; calls > most {
-		t.Errorf("%d calls to find 1,000 hosts, want at most %d", calls, most)
+		t.Errorf("%d calls to find the tables of 1,000 hosts, want at most %d", calls, most)
 	}
 }
 
-// Followers checks the route tables that Find returns for three hosts. For two hosts in subnets of
-// the cloud with tables of their own, Find must return these tables. For a host in a subnet that
+// Followers checks the route tables that Followed returns for three hosts. For two hosts in subnets of
+// the cloud with tables of their own, Followed must return these tables. For a host in a subnet that
 // follows the main table, it must return that one. own is the subnet of the cloud that contains this host.
 func (v VPC) Followers(t *testing.T, own string) {
 	t.Helper()
@@ -526,7 +521,7 @@ func (v VPC) Followers(t *testing.T, own string) {
 		i := s.AddInstance(100+n, subnet, netip.AddrFrom4([4]byte{192, 168, 80, byte(n)}))
 		hosts = append(hosts, cloud.Host{Addresses: i.Addresses})
 	}
-	c := v.Backend(t, `{"Writer":"leader","Overflow":"vxlan"}`).Cloud
+	c := v.Backend(t, `{"Overflow":"vxlan"}`).Cloud
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -534,11 +529,11 @@ func (v VPC) Followers(t *testing.T, own string) {
 		t.Fatal(err)
 	}
 	writes := s.Writes()
-	found, err := c.Find(t.Context(), hosts, false)
+	found, err := c.Followed(t.Context(), hosts)
 	if err != nil || len(found) != 3 {
 		t.Fatalf("found %v, error %v", found, err)
 	}
-	if found[0].Table != "rtb-a" || found[2].Table != "rtb-z" || found[1].Table != vpctest.MainTable || s.Writes() > writes {
+	if found[0] != "rtb-a" || found[1] != vpctest.MainTable || found[2] != "rtb-z" || s.Writes() > writes {
 		t.Errorf("found %v, want rtb-a, the main table, and rtb-z, without a change", found)
 	}
 }

@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 
 	"k8s.io/klog/v2"
 
@@ -27,7 +26,6 @@ const pageSize = 500 // most routes or instances in one answer; the API allows n
 // vpc implements cloud.Cloud for the VPC network of this host. Its only table is that VPC network.
 type vpc struct {
 	cluster   string
-	finds     bool // this host may become the leader, which finds other hosts, so it needs the right to list instances
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
 	connect   func(context.Context) (*client, error)
@@ -37,10 +35,6 @@ type vpc struct {
 	table   string // name of the VPC network
 	network string // path of the VPC network, with its project
 	own     string // target of routes to this host
-
-	// places is locked while a route is deleted to make place for another one, so that no third
-	// route takes that place.
-	places sync.RWMutex
 }
 
 // find returns the client, and connects it at the first call. It finds the VPC network of the
@@ -73,39 +67,9 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	return v.api, nil
 }
 
-// instance is an instance as the Compute API describes it.
+// instance is the part of an instance of the Compute API that flanneld reads.
 type instance struct {
-	Name         string `json:"name"`
-	Zone         string `json:"zone"` // URL
-	CanIPForward bool   `json:"canIpForward"`
-	Interfaces   []struct {
-		Network string         `json:"network"` // URL
-		IPv4    string         `json:"networkIP"`
-		IPv6    string         `json:"ipv6Address"`
-		Access  []accessConfig `json:"accessConfigs"`
-		Access6 []accessConfig `json:"ipv6AccessConfigs"`
-	} `json:"networkInterfaces"`
-}
-
-// accessConfig has an address outside of the VPC network.
-type accessConfig struct {
-	IPv4 string `json:"natIP"`
-	IPv6 string `json:"externalIpv6"`
-}
-
-// addresses returns the addresses of the instance in the VPC network with that name.
-func (i instance) addresses(network string) []netip.Addr {
-	var texts []string
-	for _, n := range i.Interfaces {
-		if path.Base(n.Network) != network {
-			continue
-		}
-		texts = append(texts, n.IPv4, n.IPv6)
-		for _, access := range slices.Concat(n.Access, n.Access6) {
-			texts = append(texts, access.IPv4, access.IPv6)
-		}
-	}
-	return transport.Addresses(texts...)
+	CanIPForward bool `json:"canIpForward"`
 }
 
 func instancePath(zone, name string) string { return "zones/" + zone + "/instances/" + name }
@@ -138,45 +102,9 @@ func (i instance) checkForward(target string) error {
 	return &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", target, page)}
 }
 
-// Find implements cloud.Cloud. It reads all instances of the project, because the API cannot filter
-// by several addresses.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
-	at := map[netip.Addr]instance{}
-	query := url.Values{"maxResults": {strconv.Itoa(pageSize)}}
-	for more := true; more; {
-		var answer struct {
-			Items map[string]struct {
-				Instances []instance `json:"instances"`
-			} `json:"items"` // by zone
-			Next string `json:"nextPageToken"`
-		}
-		err := v.api.call(ctx, v.api.at("instances.aggregatedList", http.MethodGet, "aggregated/instances?"+query.Encode(), nil), &answer)
-		if err != nil {
-			return nil, err
-		}
-		for _, zone := range answer.Items {
-			for _, i := range zone.Instances {
-				for _, a := range i.addresses(v.table) {
-					at[a] = i
-				}
-			}
-		}
-		if more, err = transport.TurnPage(query, "pageToken", answer.Next); err != nil {
-			return nil, fmt.Errorf("instances.aggregatedList: %w", err)
-		}
-	}
-	found := make([]cloud.Found, len(hosts))
-	for n, h := range hosts {
-		found[n] = cloud.NotFound(h)
-		for _, a := range h.Addresses {
-			if i, ok := at[a]; ok {
-				target := targetOf(path.Base(i.Zone), i.Name)
-				found[n] = cloud.Found{Target: target, Table: v.table, Err: i.checkForward(target)}
-				break
-			}
-		}
-	}
-	return found, nil
+// Followed implements cloud.Cloud. All instances of the VPC network follow its one table.
+func (v *vpc) Followed(_ context.Context, hosts []cloud.Host) ([]string, error) {
+	return slices.Repeat([]string{v.table}, len(hosts)), nil
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.
@@ -208,7 +136,7 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 			note(own, r)
 		}
 	}
-	table := cloud.Table{ID: v.table, Global: v.network, Own: true, Common: true, Several: true}
+	table := cloud.Table{ID: v.table, Global: v.network, Own: true, Several: true}
 	seen := map[cloud.Route]bool{}
 	for _, r := range all {
 		c := v.convert(r)
@@ -308,7 +236,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 		return fmt.Errorf("a route to %s in %s has the priority 0, which no other route can precede: remove it", want.Dst, v.table)
 	}
 	r := v.wanted(want, priority)
-	err = v.add(ctx, r)
+	err = v.insert(ctx, r)
 	if quota, full := errors.AsType[*cloud.QuotaError](err); full && !over(quota, all) {
 		old, err = v.exchange(ctx, old, r, err)
 	}
@@ -348,13 +276,6 @@ func over(quota *cloud.QuotaError, all []route) bool {
 	return quota.Limit > 0 && n > quota.Limit
 }
 
-// add inserts r. It waits while exchange makes place for another route.
-func (v *vpc) add(ctx context.Context, r route) error {
-	v.places.RLock()
-	defer v.places.RUnlock()
-	return v.insert(ctx, r)
-}
-
 // exchange inserts r after the quota had no place for it. It first deletes one of the old routes to
 // make place: one that leads to nowhere, or else to another target. So it never deletes the only
 // route that is useful. If r is refused nevertheless, it inserts the deleted route again, if that
@@ -369,8 +290,6 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 		return old, full
 	}
 	former := old[i]
-	v.places.Lock()
-	defer v.places.Unlock()
 	deleted := v.delete(ctx, []route{former})
 	if deleted != nil && !cloud.Transient(deleted) {
 		return old, deleted
@@ -468,9 +387,6 @@ func (v *vpc) checkPermissions(ctx context.Context) error {
 	}
 	project := strings.TrimSuffix(v.api.manager, "/") + "/v3/projects/" + v.api.project + ":testIamPermissions"
 	needed := []string{"compute.routes.list", "compute.routes.create", "compute.routes.delete", "compute.networks.updatePolicy", "compute.globalOperations.get"}
-	if v.finds {
-		needed = append(needed, "compute.instances.list")
-	}
 	more, err := v.api.lacks(ctx, "projects.testIamPermissions", project, needed...)
 	if err != nil {
 		klog.FromContext(ctx).Info("cannot check the permissions in the project: a call will name a missing one", "reason", err.Error())

@@ -14,22 +14,18 @@ const page = "Documentation/backends/gce.md"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Writer   string           // "host": each host writes its own route; "leader": one elected host writes the routes of all, so that only a few hosts need permissions
 	Cluster  string           // name of the cluster, such as "blue", which the descriptions of its routes contain; hosts replace and remove only routes of their own cluster
 	Overflow backend.Overflow // tunnel to hosts that the routes of the VPC network do not reach: vxlan, or an object with this Type and the keys of vxlan
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return config{Writer: cloud.WriterHost} }
+func Defaults() any { return config{} }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
-	c := config{Writer: cloud.WriterHost}
+	c := config{}
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
-		return c, nil, err
-	}
-	if err := cloud.CheckWriter(c.Writer); err != nil {
 		return c, nil, err
 	}
 	if err := backend.CheckCluster(c.Cluster); err != nil {

@@ -22,11 +22,6 @@ import (
 // Type is the backend's name in the configuration.
 const Type = "gce"
 
-// atOnce is the number of routes that a leader puts at once. Each route takes more than a second.
-// So the calls stay below 1,500 a minute of each kind, which is the limit of a project, and leave
-// some calls to other programs.
-const atOnce = 8
-
 // New is the backend's factory.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 	c, warnings, err := parseConfig(raw)
@@ -39,8 +34,8 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	}
 	calls := &cloud.Calls{}
 	v := &vpc{
-		cluster: c.Cluster, finds: c.Writer == cloud.WriterLeader, networks: env.Config.Prefixes(), addresses: env.Locals(),
+		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, at, calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, AtOnce: atOnce, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

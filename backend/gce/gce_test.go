@@ -15,7 +15,6 @@ import (
 	"reflect"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -34,7 +33,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/pkg/wait/waittest"
-	"github.com/flanneld/flanneld/subnet"
 )
 
 var (
@@ -482,9 +480,6 @@ func TestInstanceThatCannotForward(t *testing.T) {
 	}
 }
 
-// TestLeader checks that a leader finds 1,000 other hosts with a few calls, and needs the right to
-// list instances for that. An instance of another VPC network may have the same address as a host,
-// and must not be found.
 // TestFleet lets managed instances live in the cloud: a new one has the name of an old one, to which routes lead. After
 // eight days the routes of all of them would fill the quota of 250.
 //
@@ -515,148 +510,6 @@ func TestFleet(t *testing.T) {
 		Resync:   24 * time.Hour,
 		Routes:   func() int { return s.Count(gcetest.Network) },
 	}, 9, false)
-}
-
-func TestLeader(t *testing.T) {
-	s := open(t)
-	s.SetScopes("host-1", "cloud-platform")
-	var hosts []cloud.Host
-	for n := range 1000 {
-		a := netip.AddrFrom4([4]byte{192, 168, byte(80 + n/250), byte(n % 250)})
-		s.AddInstance(100+n, a)
-		hosts = append(hosts, cloud.Host{Addresses: []netip.Addr{a}})
-	}
-	s.SetInstance(gcetest.Instance{Name: "z-other", Network: "network-b", Addresses: hosts[5].Addresses, CanIPForward: true})
-	s.SetForward("host-107", false)
-	b := newBackend(t, `{"Writer":"leader"}`)
-	if claim, err := b.Claim(t.Context(), subnet.Claim{}); err != nil || len(claim.Endpoints) != 2 || len(s.Calls()) > 0 {
-		t.Errorf("claim %+v, error %v, calls %v, want a claim without calls", claim, err, s.Calls())
-	}
-	if _, err := b.Cloud.Join(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	before := len(s.Calls())
-	found, err := b.Cloud.Find(t.Context(), hosts, true)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for n, f := range found {
-		if f.Target != fmt.Sprintf("%s/host-%d", gcetest.Zone, 100+n) || (f.Err != nil) != (n == 7) {
-			t.Errorf("host %d is %+v", n, f)
-		}
-	}
-	if text := fmt.Sprint(found[7].Err); !strings.Contains(text, "instance zone-a/host-107 cannot forward packets of pods") {
-		t.Errorf("error %s, want the instance named", text)
-	}
-	if calls := len(s.Calls()) - before; calls > 3 {
-		t.Errorf("%d calls to find 1,000 hosts, want at most 3", calls)
-	}
-	s.Deny("compute.instances.list", true)
-	own := newBackend(t, `{}`).Cloud
-	if err := own.Check(t.Context()); err != nil {
-		t.Errorf("a host that writes its own route needs another right: %v", err)
-	}
-	if tables, err := own.Tables(t.Context()); err != nil || !tables[0].Common {
-		t.Errorf("tables %+v, error %v, want a common one, so that such a host looks for no others", tables, err)
-	}
-	cloudtest.Lacks(t, "without the list", b.Cloud, "compute.instances.list")
-	_, err = b.Cloud.Find(t.Context(), hosts, true)
-	if missing, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(missing.Permissions, []string{"compute.instances.list"}) {
-		t.Errorf("error %v, want the permission named", err)
-	}
-}
-
-// TestLeaderPutsManyRoutes checks that a leader puts the routes of many hosts, several at once, and
-// makes one call for each route. If one call fails in the middle, later comparisons must put the
-// missing routes.
-//
-//stages:rest it puts hundreds of routes; TestLeader puts a few
-func TestLeaderPutsManyRoutes(t *testing.T) {
-	const hosts = 60
-	answer := func(status int, reason string) http.HandlerFunc {
-		return func(w http.ResponseWriter, _ *http.Request) {
-			http.Error(w, `{"error":{"message":"No.","errors":[{"reason":"`+reason+`"}]}}`, status)
-		}
-	}
-	var s *gcetest.Server
-	for name, fail := range map[string]http.HandlerFunc{
-		"all calls succeed":         nil,
-		"a route is refused":        answer(http.StatusBadRequest, "resourceInUse"),
-		"the cloud does not answer": answer(http.StatusServiceUnavailable, "backendError"),
-		"too many calls":            answer(http.StatusForbidden, "rateLimitExceeded"),
-		"a permission is missing":   answer(http.StatusForbidden, "forbidden"),
-		"the token is not valid":    answer(http.StatusUnauthorized, "authError"),
-		"the answer does not arrive": func(_ http.ResponseWriter, r *http.Request) {
-			s.ServeHTTP(httptest.NewRecorder(), r)
-			panic(http.ErrAbortHandler)
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			between := func(api http.Handler) http.Handler { return api }
-			if fail != nil {
-				between = failing(http.MethodPost, hosts/2, fail)
-			}
-			s = openBehind(t, between)
-			s.SetDelay(100 * time.Millisecond)
-			b := newBackend(t, `{"Writer":"leader"}`)
-			own := cloud.Host{Subnets: []netip.Prefix{dst}, Addresses: []netip.Addr{own4}}
-			peers := cloud.Peers{Complete: true}
-			for n := range hosts - 1 {
-				a := netip.AddrFrom4([4]byte{192, 168, 80, byte(n)})
-				s.AddInstance(100+n, a)
-				peers.Hosts = append(peers.Hosts, cloud.Host{Subnets: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(2 + n), 0}), 24)}, Addresses: []netip.Addr{a}})
-			}
-			connected := time.Now()
-			k := cloud.NewKeeper(cloud.KeeperConfig{
-				Cloud: b.Cloud, Own: own, All: true, AtOnce: b.AtOnce, Networks: b.Env.Config.Prefixes(), Resync: time.Minute,
-				Connected: func() time.Time { return connected }, Compared: func() {},
-			})
-			k.SetPeers(peers)
-			ctx, cancel := context.WithCancel(t.Context())
-			done := make(chan struct{})
-			go func() { defer close(done); k.Run(ctx) }()
-			defer func() { cancel(); <-done }()
-			waittest.Eventually(t, 20*time.Second, "routes", func() error {
-				if n := len(s.Forwarding(gcetest.Network)); n != hosts {
-					return fmt.Errorf("there are %d, want %d", n, hosts)
-				}
-				return nil
-			})
-			if n := s.Writes(); n != hosts {
-				t.Errorf("%d calls have written %d routes, want one call for each", n, hosts)
-			}
-			if n := s.Busiest(); n < 2 || n > atOnce {
-				t.Errorf("%d operations at the same time, want 2 to %d", n, atOnce)
-			}
-		})
-	}
-}
-
-// TestPlacesAreNotTaken replaces a route in a VPC network with a full quota, while routes of other
-// hosts wait for a place. None of them may take the place that the replacement makes.
-func TestPlacesAreNotTaken(t *testing.T) {
-	s := open(t)
-	s.AddRoute(to("flannel-10-5-1-0-24", "", 2, 1000))
-	s.SetQuota(1, false)
-	s.SetDelay(100 * time.Millisecond)
-	c := joined(t, `{"Writer":"leader"}`)
-	var wg sync.WaitGroup
-	for n := range 7 {
-		wg.Go(func() {
-			r := routeTo(self)
-			r.Dst = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(2 + n), 0}), 24)
-			for range 5 {
-				if err := c.Put(t.Context(), r, false); err == nil {
-					t.Errorf("%s has got a place", r)
-				}
-			}
-		})
-	}
-	if err := c.Put(t.Context(), routeTo(self), true); err != nil {
-		t.Error(err)
-	}
-	wg.Wait()
-	expectOnly(t, s, 1)
 }
 
 // TestAdoption checks that a route to this host stays, even if another program has made it.
@@ -992,8 +845,6 @@ func TestSecretsAreNeverShown(t *testing.T) {
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Want{
-		`{"Writer":"leader"}`:           {},
-		`{"Writer":"me"}`:               {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"gce"}`:                {},
 		`{"Cluster":"blue-1"}`:          {},
 		`{"Cluster":"Blue"}`:            {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},
@@ -1002,18 +853,6 @@ func TestConfig(t *testing.T) {
 		`{"Clutser":"a"}`:               {Warning: `unknown key "Clutser" is ignored, the nearest known key is "Cluster"`},
 		`{"AccessToken":"very-secret"}`: {Warning: `key "AccessToken" may contain a secret`},
 	})
-}
-
-// TestRefusedToken checks that a refused token counts as refused keys, so that a leader gives up.
-func TestRefusedToken(t *testing.T) {
-	openBehind(t, func(http.Handler) http.Handler {
-		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			http.Error(w, `{"error":{"message":"No.","errors":[{"reason":"authError"}]}}`, http.StatusUnauthorized)
-		})
-	})
-	if err := newBackend(t, `{}`).Cloud.Check(t.Context()); !cloud.Hopeless(err) {
-		t.Errorf("Check = %v, want an error because of the keys", err)
-	}
 }
 
 // TestAPIDescription holds the fields that are read and written, and the states of a route, against the description of the

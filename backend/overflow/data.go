@@ -83,7 +83,6 @@ func reasons() map[string]string {
 		"denied":      "permissions are missing",
 		"throttled":   "the cloud refuses calls because there are too many",
 		"unavailable": "the cloud does not answer",
-		"outside":     "the leader knows no instance with its address",
 		"failed":      "another error",
 	}
 }

@@ -3,14 +3,12 @@
 package overflow
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -36,8 +34,7 @@ type bed struct {
 	net    *network
 	leases map[string]*subnet.Lease
 	warned []string
-	claims int    // number of claims that were published
-	writer string // see backend.CloudBackend
+	claims int // number of claims that were published
 }
 
 func subnetOf(n int) netip.Prefix {
@@ -80,7 +77,7 @@ func (b *bed) backend() backend.Backend {
 		b.Fatal(err)
 	}
 	return New(&backend.CloudBackend{
-		Type: "aws-vpc", Env: b.env, Cloud: b.Memory, Calls: &cloud.Calls{}, Overflow: backend.Overflow{Type: "vxlan"}, Writer: b.writer,
+		Type: "aws-vpc", Env: b.env, Cloud: b.Memory, Calls: &cloud.Calls{}, Overflow: backend.Overflow{Type: "vxlan"},
 	}, tunnel)
 }
 
@@ -390,76 +387,4 @@ func TestChangedHint(t *testing.T) {
 		}
 		b.expectByTunnel(fmt.Sprintf("step %d", i), want...)
 	}
-}
-
-// led is a store whose leader is another host. It implements subnet.Elector.
-type led struct{ announced atomic.Value }
-
-func (l *led) Lead(context.Context, string, subnet.Lease, func(context.Context, subnet.Announce)) error {
-	return subnet.ErrLed
-}
-
-func (l *led) Leader(context.Context, string) (subnet.Leader, error) {
-	return subnet.Leader{Name: "host9", Announced: json.RawMessage(l.announced.Load().(string))}, nil
-}
-
-// TestLedHost checks a host without permissions while another host is the leader. It must publish
-// what the leader announces about its routes, and change nothing in the cloud.
-func TestLedHost(t *testing.T) {
-	b := newBed(t)
-	store := &led{}
-	b.writer, b.env.Elector = cloud.WriterLeader, store
-	b.Fails = &cloud.MissingError{Permissions: []string{"memory:put"}, Page: "page.md"}
-	inside := data{Table: "rtb-1", Routed: []string{"rtb-1"}}
-	b.leases["host2"] = lease(t, 2, data{Table: "rtb-1", Routed: []string{"rtb-1"}, Overflow: tunnelData(2)})
-	const table = `"tables":[{"name":"rtb-1","hosts":["10.5.1.0/24","10.5.2.0/24"]`
-	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
-	b.start(subnet.Claim{})
-	b.expectByTunnel("before the announcement was read", "host2")
-	b.expectClaim("with a route", inside)
-	b.expectByTunnel("with a route")
-
-	store.announced.Store(`{"routed":["10.5.2.0/24"],"unrouted":[{"reason":"it is full","kind":"quota","subnets":["10.5.1.0/24"]}],` + table + `}]}`)
-	b.expectClaim("without a place", data{Table: "rtb-1", Why: "quota"})
-	b.expectByTunnel("without a place", "host2")
-	if o := b.net.Overflow(); o.Problem != "vxlan carries the packets of this host: no route to 10.5.1.0/24, says the leader host9: it is full" {
-		t.Errorf("the problem is %q, want the reason of the leader", o.Problem)
-	}
-
-	// A route that was just put does not count yet.
-	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `,"less":["10.5.1.0/24"]}]}`)
-	b.expectClaim("a route that was just put", data{Table: "rtb-1"})
-	b.expectByTunnel("a route that was just put", "host2")
-	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
-	b.expectClaim("a route that was seen", inside)
-	b.expectByTunnel("a route that was seen")
-
-	// While the leader has not put the route yet, the lease gets no reason, so it does not change
-	// once more.
-	store.announced.Store(`{"routed":["10.5.2.0/24"],` + table + `}]}`)
-	b.expectClaim("a route that is gone", data{Table: "rtb-1"})
-	b.leases["host6"] = lease(t, 6, data{})
-	b.leases["host6"].Endpoints[0].Data = nil
-	if out := b.sync(); len(out.Refused) > 0 {
-		t.Errorf("refused %v, want that a peer without data waits for the leader too", out.Refused)
-	}
-	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
-	b.expectClaim("a route that is back", inside)
-	store.announced.Store(`{"routed":["10.5.2.0/24"],"unrouted":[{"reason":"it is full","kind":"quota","subnets":["10.5.1.0/24"]}]}`)
-	b.expectClaim("without tables and a route", data{Why: "quota"})
-	b.expectByTunnel("without tables and a route", "host2")
-	if out := b.sync(); len(out.Refused) != 1 || out.Refused[0].Key != "host6" {
-		t.Errorf("refused %v, want host6, which has no data", out.Refused)
-	}
-	store.announced.Store(`{"routed":["10.5.1.0/24","10.5.2.0/24"],` + table + `}]}`)
-	b.expectClaim("with tables again", inside)
-	if n := b.written(); n != 0 {
-		t.Errorf("%d calls have changed the cloud, want none", n)
-	}
-}
-
-// written returns the number of calls that have changed the cloud.
-func (b *bed) written() (n int) {
-	b.Do(func() { n = len(b.Writes) })
-	return n
 }

@@ -58,9 +58,6 @@ func TestConfigurations(t *testing.T) {
 			`{"Overflow":{"VNI":7}}`:                                       {"", 0, 0, "", `Backend: Overflow: want "vxlan", or an object with this Type and its keys`},
 			`{"Overflow":true}`:                                            {"", 0, 0, "", `Backend: Overflow: want "vxlan", or an object with this Type and its keys`},
 			`{"Overflow":""}`:                                              {"", 0, 0, "", `Backend: Overflow: want "vxlan"`},
-			`{"Overflow":"vxlan","Writer":"host"}`:                         {"flannel.1", 8472, 8951, "", ""},
-			`{"Overflow":null,"Writer":"leader"}`:                          {"", 0, 9001, "", ""},
-			`{"Overflow":"vxlan","Writer":"leader"}`:                       {"flannel.1", 8472, 8951, "", ""},
 		} {
 			b, warnings, err := create(t, kind, raw)
 			if want.err != "" {

@@ -38,5 +38,5 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, c, calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Writer: c.Writer, Overflow: c.Overflow}, warnings, nil
+	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

@@ -92,7 +92,7 @@ func TestOldAnswers(t *testing.T) {
 //stages:rest the days of a fleet take half a minute
 func TestFleet(t *testing.T) { bed().Live(t, 4, false) } // a new instance may have the address of an old one, to which routes lead
 
-func TestLeader(t *testing.T) { bed().Leader(t, 11) }
+func TestTablesOfManyHosts(t *testing.T) { bed().ManyHosts(t, 11) }
 
 func TestTablesOfOtherHosts(t *testing.T) { bed().Followers(t, "subnet-1") }
 
@@ -279,8 +279,6 @@ func TestSecretsAreNeverShown(t *testing.T) { bed().KeyLeaks(t, "cvm:DescribeIns
 
 func TestConfig(t *testing.T) {
 	backendtest.Config(t, New, map[string]backendtest.Want{
-		`{"Writer":"leader"}`:                                 {},
-		`{"Writer":"me"}`:                                     {Err: `Backend.Writer is "me": want host or leader`},
 		`{"Type":"tencent-vpc"}`:                              {},
 		`{"Cluster":"blue-1"}`:                                {},
 		`{"Cluster":"Blue"}`:                                  {Err: `Backend.Cluster is "Blue": want 1 to 63 characters`},

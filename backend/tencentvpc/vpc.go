@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"math"
 	"net/netip"
 	"slices"
@@ -48,37 +49,33 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return own.address.String(), nil
 }
 
-// Find implements cloud.Cloud. It reads all instances of the VPC, because the API cannot filter by
+// Followed implements cloud.Cloud. It reads all instances of the VPC, because the API cannot filter by
 // many addresses. It finds the table of each host in v.all, which Tables has read before.
-func (v *vpc) Find(ctx context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
+func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error) {
 	instances, err := v.instances(ctx)
 	if err != nil {
 		return nil, err
 	}
-	targets := map[netip.Addr]netip.Addr{} // private address of an instance, by each of its addresses
-	followed := func(i instance) string {
-		t, _ := choose(v.all, i.Place.Subnet)
-		return t.ID
-	}
-	for private, i := range instances {
+
+	at := map[netip.Addr]instance{} // by each address
+	for _, i := range instances {
 		for _, a := range transport.Addresses(i.Public...) {
-			targets[a] = private
+			at[a] = i
 		}
 	}
-	for private := range instances {
-		targets[private] = private
-	}
-	found := make([]cloud.Found, len(hosts))
+	maps.Copy(at, instances)
+
+	tables := make([]string, len(hosts))
 	for n, h := range hosts {
-		found[n] = cloud.NotFound(h)
 		for _, a := range h.Addresses {
-			if target, ok := targets[a]; ok {
-				found[n] = cloud.Found{Target: target.String(), Table: followed(instances[target])}
+			if i, ok := at[a]; ok {
+				t, _ := choose(v.all, i.Place.Subnet)
+				tables[n] = t.ID
 				break
 			}
 		}
 	}
-	return found, nil
+	return tables, nil
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.

@@ -123,12 +123,9 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
 	}
 	if c := r.Network.Cloud; c != nil {
-		row("cloud", "written by", c.WrittenBy()+";", goodCloud(*c))
+		row("cloud", goodCloud(*c))
 		for _, route := range c.Routes {
 			row("", route.String()+map[bool]string{false: "  MISSING"}[route.Present])
-		}
-		for _, u := range c.Unrouted {
-			row("", fmt.Sprintf("no route to %s: %s", u.Destination, u.Reason))
 		}
 		if c.Overflow != nil {
 			printOverflow(row, *c.Overflow, r.Peers, all)

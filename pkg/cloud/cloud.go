@@ -7,11 +7,8 @@
 //     cloudtest checks the implementations. errors.go has the errors and their kinds.
 //   - life.go decides which routes are created, replaced, removed and left. It is pure, and the same for all clouds.
 //   - keeper.go has the Keeper, a loop that reads the tables, decides, and makes the calls. config.go has its
-//     settings. peers.go is what it knows of the leases, and targets.go finds other hosts in the cloud. plan.go
-//     is what one comparison wants. act.go makes the calls, and report.go is what the Keeper reports.
-//   - elected.go makes one elected host, the leader, write the routes to all hosts. announcement.go is
-//     what the leader tells the other hosts. writer.go names the two choices of an operator: one leader
-//     writes all routes, or each host writes the routes to its own subnets.
+//     settings, and peers.go is what it knows of the leases. plan.go is what one comparison wants. act.go makes the
+//     calls, and report.go is what the Keeper reports.
 //   - look.go has what several clouds need to describe and to check tables.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
 //   - mark.go is the mark of a cluster in the descriptions of its routes.
@@ -84,7 +81,6 @@ type Table struct {
 	ID     string
 	Global string // name that no other table of the cloud has; empty if ID is unique
 	Own    bool   // packets of this host follow the table
-	Common bool   // packets of all hosts follow the table, because the cloud has no other one for them
 	// Several is set if the table can have several routes to the same destination.
 	Several bool
 	Routes  []Route
@@ -104,18 +100,16 @@ func (t Table) Count(f prefix.Family) (n int) {
 }
 
 // Cloud is the API of a cloud, seen by one host and for the tables of one network. The keeper calls
-// one method at a time, except Put: if KeeperConfig.AtOnce permits that, it makes several calls of Put
-// at once, with different routes. The errors of methods wrap the errors of this package where these
+// one method at a time. The errors of methods wrap the errors of this package where these
 // apply, and never contain secrets.
 type Cloud interface {
 	// Join finds this host in the cloud. It also makes the cloud pass packets with addresses of
 	// pods to this host, unless the cloud does that already. It returns the target of routes to this
 	// host, or a DroppedError if the cloud does not pass such packets.
 	Join(ctx context.Context) (target string, err error)
-	// Find finds other hosts by their addresses. It returns one result for each of hosts, in the same order. If
-	// prepare is set, it also makes the cloud pass packets with addresses of pods to them, as Join does for this
-	// host. Otherwise it changes nothing. It must be called after Join and Tables.
-	Find(ctx context.Context, hosts []Host, prepare bool) ([]Found, error)
+	// Followed returns the id of the table that packets of each of hosts follow, in the same order. The id is empty
+	// if the cloud does not know the host or its table. It must be called after Join and Tables.
+	Followed(ctx context.Context, hosts []Host) ([]string, error)
 	// Tables returns the tables that the network uses, with all their routes.
 	Tables(ctx context.Context) ([]Table, error)
 	// Put makes r the only route to its destination, except for foreign routes, and returns when r carries packets.
@@ -136,22 +130,8 @@ type Host struct {
 	Subnets   []netip.Prefix
 	Addresses []netip.Addr
 	// Refused is set if the lease of the host is refused, for example because it contradicts an
-	// older lease. Existing routes to its subnets stay, but no new ones are put.
+	// older lease. The routes to its subnets stay.
 	Refused bool
-}
-
-// Found is the result of looking for a host in the cloud. If Err is not nil, no route can lead to the host, and
-// Err gives the reason.
-type Found struct {
-	Target string
-	// Table is the id of the table that packets of the host follow. It is empty if the cloud does not know it.
-	Table string
-	Err   error
-}
-
-// NotFound returns the Found of a host that the cloud does not have.
-func NotFound(h Host) Found {
-	return Found{Err: fmt.Errorf("%w %v", errOutside, h.Addresses)}
 }
 
 // SecretKeys returns a warning for each key of a Backend object that may contain a secret. Every

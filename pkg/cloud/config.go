@@ -13,19 +13,16 @@ import (
 // all hosts together.
 const leastConfirm = 5 * time.Second
 
-// KeeperConfig configures a Keeper. All fields are required except All, Tunnel and AtOnce.
+// KeeperConfig configures a Keeper. All fields are required except Tunnel.
 type KeeperConfig struct {
 	Cloud Cloud
 	Own   Host
-	All   bool // the keeper writes the routes to all hosts, and not only to this one
 	// Tunnel is set if a tunnel carries the packets that the routers of the cloud do not carry.
 	Tunnel   bool
 	Networks []netip.Prefix // removals are limited to routes in them
 	Resync   time.Duration  // time between two comparisons if nothing happens
-	AtOnce   int            // limit of calls of Cloud.Put at the same time; 0 means 1
 	// Connected returns the time since which the store is connected; zero if it is not.
 	Connected func() time.Time
-	// Compared is called after each comparison, and when the report changes during a long one. It must
-	// not block.
+	// Compared is called after each comparison. It must not block.
 	Compared func()
 }

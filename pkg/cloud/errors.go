@@ -8,10 +8,6 @@ import (
 	"strings"
 )
 
-// errOutside means that a host is in another VPC, or outside of the cloud. In a message the addresses of the
-// host follow the text of errOutside.
-var errOutside = errors.New("the cloud has no instance here with an address of")
-
 // ErrExists means that a route was not put because there is another one to the same destination that the tables did
 // not show. The next comparison sees it.
 var ErrExists = errors.New("there is another route to the same destination")
@@ -77,14 +73,7 @@ func (e *MissingError) Error() string {
 	return what + ": " + e.Page + " has the policy to paste"
 }
 
-// announcedError is the reason that the leader has announced for a missing route to this host.
-type announcedError struct{ text, kind string }
-
-// Error implements error.
-func (e *announcedError) Error() string { return e.text }
-
-// waitingError means that this host waits for the store, for a leader, for the leader's announcement about its
-// routes, or for the end of a change in the cloud.
+// waitingError means that this host waits for the end of a change in the cloud.
 type waitingError struct{ error }
 
 func (e *waitingError) Unwrap() error { return e.error }
@@ -95,36 +84,22 @@ func waiting(err error) bool {
 }
 
 // Transient reports whether err may disappear without an operator: the cloud does not answer, the cloud refuses
-// calls because there are too many, there is a route that the tables did not show, or this host waits for the store, a
-// leader, its announcement, or the end of a change.
+// calls because there are too many, there is a route that the tables did not show, or this host waits for the end of a
+// change.
 func Transient(err error) bool {
 	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || errors.Is(err, ErrExists) || waiting(err)
 }
 
-// Hopeless reports whether err means that the cloud does not permit this host to read or write the routes:
-// rights are missing, or the cloud refuses the keys. Then another host may have to do it.
-func Hopeless(err error) bool {
-	_, missing := errors.AsType[*MissingError](err)
-	return missing || errors.Is(err, ErrKeys)
-}
-
 // Kind returns the kind of err. For the result of a call this is ok, throttled, unavailable, denied, quota
-// or failed. For other errors it may also be outside, if a host is not in this cloud, or waiting, if this
-// host waits for the store or for a leader. An error that a leader has announced has the kind that the
-// leader announced with it.
+// or failed. It is waiting if this host waits for the end of a change in the cloud.
 func Kind(err error) string {
 	var missing *MissingError
 	var quota *QuotaError
-	if announced, ok := errors.AsType[*announcedError](err); ok {
-		return announced.kind
-	}
 	switch {
 	case err == nil:
 		return "ok"
 	case waiting(err):
 		return "waiting"
-	case errors.Is(err, errOutside):
-		return "outside"
 	case errors.Is(err, ErrThrottled):
 		return "throttled"
 	case errors.Is(err, ErrUnavailable):
@@ -133,15 +108,6 @@ func Kind(err error) string {
 		return "denied"
 	case errors.As(err, &quota):
 		return "quota"
-	}
-	return "failed"
-}
-
-// knownKind returns kind, or "failed" if Kind never returns it for an error.
-func knownKind(kind string) string {
-	switch kind {
-	case "throttled", "unavailable", "denied", "quota", "outside", "waiting":
-		return kind
 	}
 	return "failed"
 }

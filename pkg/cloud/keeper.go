@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
-	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -21,20 +20,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// leastRest is the shortest pause between two comparisons of the routes to all hosts.
-const leastRest = 2 * time.Second
-
 // leastLasting is the first pause after an error that needs an operator. The pause doubles up to
 // the resync period, because all hosts may have the same error and make calls.
 const leastLasting = time.Second
 
-// joinError is an error of Cloud.Join. A host cannot write any route before Join succeeds.
-type joinError struct{ error }
-
-func (e *joinError) Unwrap() error { return e.error }
-
-// Keeper puts the routes to the own subnets, or to the subnets of all hosts, into the tables of a cloud.
-// It removes the routes of hosts that are gone.
+// Keeper puts the routes to this host's subnets into the tables of a cloud. It also removes the routes of hosts that
+// are gone.
 type Keeper struct {
 	KeeperConfig
 	loop     *loop.Loop
@@ -42,7 +33,6 @@ type Keeper struct {
 	confirm  wait.Backoff  // pauses after writes, before the tables are read again
 	lasting  wait.Backoff  // pauses after errors that need an operator
 	leases   *leases
-	targets  targets // of other hosts
 	actor    actor
 	reporter *reporter
 	factor   float64              // of the grace periods of routes
@@ -54,7 +44,7 @@ type Keeper struct {
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
 	l := &leases{own: c.Own, connected: c.Connected}
-	r := newReporter(c.All)
+	r := &reporter{}
 	k := &Keeper{
 		KeeperConfig: c, first: make(chan struct{}), leases: l, reporter: r,
 		actor: actor{KeeperConfig: c, leases: l, reporter: r}, factor: 1 + 2*rand.Float64(),
@@ -63,25 +53,16 @@ func NewKeeper(c KeeperConfig) *Keeper {
 	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
 	k.loop = loop.New(c.Resync, func(ctx context.Context) error {
-		again, own, all := k.compare(ctx)
+		again, err := k.compare(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
-		k.reporter.end(own)
+		k.reporter.end(err)
 		done()
 		k.Compared()
-		k.rest(ctx)
-		return k.next(all, again)
+		return k.next(err, again)
 	})
 	return k
-}
-
-// rest pauses after a comparison of the routes to all hosts, so that hosts that start together cause
-// only a few comparisons. It does not pause if the keeper writes only the own routes.
-func (k *Keeper) rest(ctx context.Context) {
-	if k.All {
-		_ = wait.For(ctx, leastRest) // the end of ctx ends the loop
-	}
 }
 
 // next returns the result of one step of the loop, which makes the loop compare again after the right pause. err
@@ -103,17 +84,11 @@ func (k *Keeper) next(err error, again time.Duration) error {
 }
 
 // Run compares until ctx ends: at once, after each resync period, and with growing pauses after writes and
-// failures. It also compares after SetPeers has set different hosts, and when the grace period of a route ends.
+// failures. It also compares when the grace period of a route ends.
 func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 
-// SetPeers sets the other hosts that have a lease. If the keeper writes the routes to all hosts, a difference from
-// the earlier Peers causes a comparison. Most changes of leases cause none, because a Host has only a part of the
-// data of a lease.
-func (k *Keeper) SetPeers(p Peers) {
-	if k.leases.set(p) {
-		k.loop.Wake()
-	}
-}
+// SetPeers sets the other hosts that have a lease.
+func (k *Keeper) SetPeers(p Peers) { k.leases.set(p) }
 
 // Result returns why the routes to this host were not in order after the last comparison, or nil.
 // repaired is the number of routes that were repaired since the last call of Result or Last. Result waits
@@ -140,27 +115,26 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 	return repaired, true, err
 }
 
-// Report returns the state at the last comparison that could read the tables, or at the present one if it has
-// written many routes already. Dropped may be newer. Routed, Unrouted and some fields of Tables may be older.
+// Report returns the state at the last comparison that could read the tables. Dropped may be newer.
 func (k *Keeper) Report() Report { return k.reporter.get() }
 
 // compare makes one comparison and the calls that it needs. again is the time after which the next
-// comparison should begin; 0 if the resync period is soon enough. own is the error of the routes to this
-// host, and all is the error of the routes to all hosts. Each is nil if these routes are in order.
-func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all error) {
+// comparison should begin; 0 if the resync period is soon enough. err is nil if the routes are in order.
+func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 	target, err := k.Cloud.Join(ctx)
 	if err != nil {
-		err = &joinError{fmt.Errorf("find this host in the cloud: %w", err)}
-		return 0, err, err
+		return 0, fmt.Errorf("find this host in the cloud: %w", err)
 	}
 	tables, err := k.Cloud.Tables(ctx)
 	if err != nil {
-		err = fmt.Errorf("read the route tables: %w", err)
-		return 0, err, err
+		return 0, fmt.Errorf("read the route tables: %w", err)
 	}
 	k.warn(ctx, tables)
 
-	p, unknown := k.plan(ctx, tables, target)
+	p := &plan{}
+	for _, dst := range k.Own.Subnets {
+		p.wanted = append(p.wanted, want{Dst: dst, Target: target})
+	}
 	hosts, known := k.leases.hosts()
 	done := k.actor.run(ctx, view{
 		tables: tables, wanted: p.wanted, networks: k.Networks, subnets: k.Own.Subnets, self: target,
@@ -170,16 +144,14 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, own, all err
 	k.since = done.since
 
 	later, separate := k.separate(ctx, tables, hosts)
-	general := oneline.Join(unknown, done.err)
-	own = oneline.Join(p.problems.of(k.Own.Subnets), general, separate)
-	k.reporter.note(tables, p, own)
-	all = oneline.Join(p.problems.of(nil), general, separate)
+	err = oneline.Join(p.problems.error(), done.err, separate)
+	k.reporter.note(tables, p, err)
 	again = earlier(done.again, later)
 	if done.wrote == 0 {
 		k.confirm.Reset()
-		return again, own, all
+		return again, err
 	}
-	return earlier(k.confirm.Next(), again), own, all
+	return earlier(k.confirm.Next(), again), err
 }
 
 // warn logs the routes in the network that flanneld does not replace, at the start and when others have appeared. A
@@ -196,16 +168,18 @@ func (k *Keeper) warn(ctx context.Context, tables []Table) {
 	k.overlaps = text
 }
 
+// name identifies a host by its addresses.
+func (h Host) name() string { return fmt.Sprint(h.Addresses) }
+
 // apartTime is the time after which a host to which no route leads is looked for. A host that has just started has no
 // route yet.
 const apartTime = time.Minute
 
 // separate returns an error that names the hosts which follow other tables than those that packets of this host follow,
 // so that neither reaches the other. It looks only for hosts to which no route has led for apartTime. again is the time
-// after which the next host has to be looked for; 0 if there is none. With a tunnel the hosts reach each other, a
-// leader looks for all hosts, and a common table leaves no others.
+// after which the next host has to be looked for; 0 if there is none. With a tunnel the hosts reach each other.
 func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (again time.Duration, err error) {
-	if k.All || k.Tunnel || slices.ContainsFunc(tables, func(t Table) bool { return t.Common }) {
+	if k.Tunnel {
 		return 0, nil
 	}
 	all = slices.DeleteFunc(all, func(h Host) bool { return h.Refused || slices.Equal(h.Subnets, k.Own.Subnets) })
@@ -227,19 +201,19 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	if len(due) == 0 {
 		return again, nil
 	}
-	found, err := k.targets.find(ctx, k.Cloud, due, k.Resync, nil, false)
+	found, err := k.Cloud.Followed(ctx, due)
 	if err != nil {
-		return again, err
+		return again, fmt.Errorf("find the hosts of leases in the cloud: %w", err)
 	}
 	var subnets []string
 	others := map[string]bool{}
 	followed := func(id string) bool {
 		return slices.ContainsFunc(tables, func(t Table) bool { return t.Own && t.ID == id })
 	}
-	for i, f := range found {
-		if f.Table != "" && !followed(f.Table) {
+	for i, table := range found {
+		if table != "" && !followed(table) {
 			subnets = append(subnets, due[i].Subnets[0].String())
-			others[f.Table] = true
+			others[table] = true
 		}
 	}
 	if len(subnets) == 0 {
@@ -251,48 +225,4 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	}
 	return again, fmt.Errorf("no packets reach %s: their hosts follow the route tables %s, and this host another one: let all hosts write all tables, or give their subnets one table, or set Backend.Overflow",
 		strings.Join(subnets, ", "), strings.Join(slices.Sorted(maps.Keys(others)), ", "))
-}
-
-// plan returns the wanted routes. The order of the routes to all hosts is the same on each leader, so that each
-// leader puts the same routes into a table that has no place for all. own is the target of this host. The plan has
-// only the routes to this host if All is not set, if the store has not answered, or if err is not nil.
-func (k *Keeper) plan(ctx context.Context, tables []Table, own string) (p *plan, err error) {
-	p = &plan{followers: map[string][]netip.Prefix{}}
-	for _, dst := range k.Own.Subnets {
-		p.wanted = append(p.wanted, want{Dst: dst, Target: own})
-	}
-	if !k.All {
-		return p, nil
-	}
-	hosts := k.leases.others()
-	if !k.leases.answered() {
-		return p, nil
-	}
-	found, err := k.targets.find(ctx, k.Cloud, hosts, k.Resync, lostTargets(tables), true)
-	if err != nil {
-		return p, err
-	}
-	p.all = true
-	for _, t := range tables {
-		if t.Own {
-			p.followers[t.ID] = append(p.followers[t.ID], k.Own.Subnets[0])
-		}
-	}
-	for i, h := range hosts {
-		if found[i].Err == nil && found[i].Table != "" {
-			p.followers[found[i].Table] = append(p.followers[found[i].Table], h.Subnets[0])
-		}
-		for _, dst := range h.Subnets {
-			if found[i].Err != nil {
-				p.problems.add(dst, "", found[i].Err)
-				continue
-			}
-			p.wanted = append(p.wanted, want{Dst: dst, Target: found[i].Target, Other: true})
-			if f := found[i].Table; f != "" && !k.Tunnel && !slices.ContainsFunc(tables, func(t Table) bool { return t.ID == f }) {
-				p.problems.add(dst, "", fmt.Errorf("packets of the host follow the route table %s, which the leader does not write", f))
-			}
-		}
-	}
-	slices.SortFunc(p.wanted, func(a, b want) int { return a.Dst.Compare(b.Dst) })
-	return p, nil
 }

@@ -41,9 +41,6 @@ const (
 type want struct {
 	Dst    netip.Prefix
 	Target string
-	// Other is set if the target is another host. A lost route to this target then counts as right, because
-	// the host does not run, and a new route would be lost too.
-	Other bool
 }
 
 // in returns the wanted route of a table.
@@ -52,12 +49,7 @@ func (w want) in(table string) Route {
 }
 
 // fulfils reports whether r needs no change for w.
-func (r Route) fulfils(w want) bool {
-	if w.Other && r.Lost() {
-		r.State = Carrying
-	}
-	return r == w.in(r.Table)
-}
+func (r Route) fulfils(w want) bool { return r == w.in(r.Table) }
 
 // ours reports whether flanneld may replace and remove r, judging by r alone.
 func (r Route) ours() bool { return r.ByCall && r.Foreign == "" }

@@ -75,9 +75,6 @@ func TestDecide(t *testing.T) {
 		"to another host, no store":         {have: []Route{byCall(own, "peer")}, change: unanswered, want: []string{"refuse 10.5.1.0/24 to peer: " + errUnanswered.Error()}},
 		"to nowhere, no store":              {have: []Route{byCall(own, "old").in(Gone)}, change: unanswered, want: []string{"replace 10.5.1.0/24 to old"}},
 		"missing, no store":                 {change: unanswered, want: []string{"create 10.5.1.0/24 to me"}},
-		// The route to a host that a leader writes.
-		"a peer that does not run": {have: []Route{right, byCall(peer, "peer").in(Idle)}, change: leads},
-		"a peer without a route":   {have: []Route{right}, change: leads, want: []string{"create 10.5.2.0/24 to peer"}},
 		// Routes of no use.
 		"unleased, new":                        {have: []Route{right, byCall(free, "peer")}, age: 29 * time.Minute, again: time.Minute},
 		"unleased, its target has a lease":     {have: []Route{right, byCall(free, "peer")}, age: 30 * time.Minute, want: []string{"remove 10.5.3.0/24 to peer: " + whyUnleased}},
@@ -151,10 +148,6 @@ func unanswered(v *view) {
 	v.hosts = nil
 	v.known = time.Time{}
 	v.answered = false
-}
-
-func leads(v *view) {
-	v.wanted = append(v.wanted, want{Dst: netip.MustParsePrefix(peer), Target: "peer", Other: true})
 }
 
 func fills(full map[place]int) func(*view) { return func(v *view) { v.full = full } }

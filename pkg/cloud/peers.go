@@ -3,7 +3,6 @@
 package cloud
 
 import (
-	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -17,19 +16,6 @@ type Peers struct {
 	Unreadable bool
 }
 
-// equal reports whether p and o are equal. The order of the hosts does not count.
-func (p Peers) equal(o Peers) bool {
-	sorted := func(hosts []Host) []string {
-		names := make([]string, len(hosts))
-		for i, h := range hosts {
-			names[i] = fmt.Sprint(h)
-		}
-		slices.Sort(names)
-		return names
-	}
-	return p.Complete == o.Complete && p.Unreadable == o.Unreadable && slices.Equal(sorted(p.Hosts), sorted(o.Hosts))
-}
-
 // leases is what a keeper knows of the leases in the store. It is safe for concurrent use.
 type leases struct {
 	own       Host
@@ -37,26 +23,20 @@ type leases struct {
 
 	mu            sync.Mutex
 	peers         Peers
-	read          bool      // a comparison has used peers
 	completeSince time.Time // since when peers has contained all leases of the store; zero if it does not
 }
 
-// set sets the other hosts that have a lease. compare is set if a comparison is needed: p differs from the earlier
-// peers, and a comparison has used these. After that, set does not ask again until a comparison has used p.
-func (l *leases) set(p Peers) (compare bool) {
+// set sets the other hosts that have a lease.
+func (l *leases) set(p Peers) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	compare = l.read && !p.equal(l.peers)
-	if l.peers = p; compare {
-		l.read = false
-	}
+	l.peers = p
 	switch {
 	case !p.Complete || p.Unreadable:
 		l.completeSince = time.Time{}
 	case l.completeSince.IsZero():
 		l.completeSince = time.Now()
 	}
-	return compare
 }
 
 // answered reports whether the store has told its leases and is connected.
@@ -80,13 +60,4 @@ func (l *leases) hosts() (all []Host, since time.Time) {
 		since = connected
 	}
 	return append(slices.Clone(l.peers.Hosts), l.own), since
-}
-
-// others returns the other hosts, without those whose leases are refused. It sets l.read, so that the next change
-// of the hosts causes a comparison.
-func (l *leases) others() []Host {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.read = true
-	return slices.DeleteFunc(slices.Clone(l.peers.Hosts), func(h Host) bool { return h.Refused })
 }

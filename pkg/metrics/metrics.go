@@ -199,8 +199,6 @@ func gauges() map[string]gauge {
 		"cloudQuota":    describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route of the family.", "table", "family"),
 		"cloudPeers":    describe(g, "cloud_peers", "Other hosts by what carries the packets to them: the routers of the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"),
 		"locationPeers": describe(g, "location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If a peer at the location of this host is not served by the backend of that key, flannelctl status gives the reason.", "backend"),
-		"cloudLeads":    describe(g, "cloud_leader", "1 if this host is the leader that writes the routes of the cloud for all hosts, else 0. If the sum of all hosts is not 1 for minutes, the readiness of the hosts gives the reason. Absent unless Backend.Writer is leader."),
-		"cloudUnrouted": describe(g, "cloud_unrouted_subnets", "Subnets of leases to which this leader cannot make a route. Its status gives the reasons. Absent on other hosts."),
 		"cloudGood":     describe(g, "cloud_last_good_timestamp_seconds", "When a comparison last found or put the cloud's routes to this host in order. If that is long ago, /readyz and the log give the reason."),
 	}
 }
@@ -273,12 +271,6 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	at("cloudGood", values.Cloud.Good)
 	for _, c := range values.Cloud.Calls {
 		set("cloudCalls", float64(c.N), c.Name, c.Result)
-	}
-	if values.Cloud.Writer == cloud.WriterLeader {
-		set("cloudLeads", number(values.Cloud.Leading))
-	}
-	if values.Cloud.Leading {
-		set("cloudUnrouted", float64(len(values.Cloud.Unrouted)))
 	}
 	for _, t := range values.Cloud.Tables {
 		for family, n := range t.Used {

@@ -40,7 +40,6 @@ func full(context.Context) metrics.Values {
 		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{OK: 3, Broken: map[paths.Part]int{paths.MTU: 2, paths.Unknown: 1}},
 		CloudPeers: map[string]int{"cloud": 2, "tunnel": 1}, LocationPeers: map[string]int{"host-gw": 3, "wireguard": 4},
 		Cloud: &cloud.Report{
-			Writer: cloud.WriterLeader, Leading: true, Unrouted: []cloud.Unrouted{{}, {}},
 			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},
 			Tables: []cloud.TableReport{{ID: "rtb-1", Used: map[prefix.Family]int{prefix.IPv4: 7}, Quota: map[prefix.Family]int{prefix.IPv4: 50}}, {ID: "rtb-2"}},
 		},
@@ -64,7 +63,6 @@ func TestMetrics(t *testing.T) {
 		`flannel_cloud_calls_total{call="CreateRoute",result="ok"} 4`, `flannel_cloud_routes{family="IPv4",table="rtb-1"} 7`,
 		`flannel_cloud_routes_quota{family="IPv4",table="rtb-1"} 50`, `flannel_cloud_peers{by="cloud"} 2`, `flannel_cloud_peers{by="tunnel"} 1`, "flannel_cloud_last_good_timestamp_seconds 3000",
 		`flannel_location_peers{backend="host-gw"} 3`, `flannel_location_peers{backend="wireguard"} 4`,
-		"flannel_cloud_leader 1", "flannel_cloud_unrouted_subnets 2",
 		"flannel_sync_duration_seconds_count 2", `flannel_path_round_trip_seconds_bucket{le="0.001"} 0`, `flannel_path_round_trip_seconds_bucket{le="0.0025"} 1`, "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
 		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
 	} {
@@ -74,18 +72,6 @@ func TestMetrics(t *testing.T) {
 	}
 	if strings.Contains(page, `flannel_cloud_routes_quota{family="IPv4",table="rtb-2"}`) || strings.Contains(page, `flannel_cloud_routes_quota{family="IPv6"`) {
 		t.Error("there is a quota of a table whose quota is not known")
-	}
-	led := scrape(t, metrics.New("", true).With(func(context.Context) metrics.Values {
-		return metrics.Values{Cloud: &cloud.Report{Writer: cloud.WriterLeader}}
-	}))
-	if !strings.Contains(led, "\nflannel_cloud_leader 0") || strings.Contains(led, "flannel_cloud_unrouted_subnets") {
-		t.Errorf("a host that does not lead shows\n%s", led)
-	}
-	each := scrape(t, metrics.New("", true).With(func(context.Context) metrics.Values {
-		return metrics.Values{Cloud: &cloud.Report{Writer: cloud.WriterHost}}
-	}))
-	if strings.Contains(each, "flannel_cloud_leader") {
-		t.Error("a host of a network without a leader shows whether it leads")
 	}
 	problems, err := promlint.New(strings.NewReader(page)).Lint()
 	if err != nil {

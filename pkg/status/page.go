@@ -207,15 +207,12 @@ func cloud(now time.Time, c Cloud) markup {
 	routes := each(c.Routes, "", func(route CloudRoute) markup {
 		return tag("<br><span%s>%s%s</span>", bad(!route.Present), route, when(!route.Present, ": missing"))
 	})
-	unrouted := each(c.Unrouted, "", func(u Unrouted) markup {
-		return tag(`<br><span class="bad">no route to %s: %s</span>`, u.Destination, u.Reason)
-	})
 	overflow := markup("")
 	if o := c.Overflow; o != nil {
 		overflow = tag("<br>%s peers by the cloud, %s by %s%s", o.ByCloud, o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
 	}
 
-	return tag("<dt>Cloud</dt><dd>written by %s, last in order %s%s%s%s</dd>\n", c.WrittenBy(), ago(now, c.LastGood), routes, unrouted, overflow)
+	return tag("<dt>Cloud</dt><dd>last in order %s%s%s</dd>\n", ago(now, c.LastGood), routes, overflow)
 }
 
 func paths(r Report) markup {

@@ -108,13 +108,9 @@ type Location struct {
 
 // Cloud describes the routes of a cloud to the subnets of this host.
 type Cloud struct {
-	Writer   string       `json:"writer"`            // Backend.Writer: host or leader
-	Leader   string       `json:"leader,omitempty"`  // name of the leader; empty if there is none
-	Leading  bool         `json:"leading,omitempty"` // this host is the leader
 	LastGood time.Time    `json:"lastGood,omitzero"` // the last comparison after which all routes were right
 	Routes   []CloudRoute `json:"routes"`
 	Overflow *Overflow    `json:"overflow,omitempty"` // nil without Backend.Overflow
-	Unrouted []Unrouted   `json:"unrouted,omitempty"` // subnets of other hosts; only on the leader
 }
 
 // Overflow tells to how many peers the routers of the cloud carry the packets, and to how many a tunnel.
@@ -126,44 +122,18 @@ type Overflow struct {
 	Problem string `json:"problem,omitempty"`
 }
 
-// WrittenBy returns, in words, which host writes the routes to this host.
-func (c Cloud) WrittenBy() string {
-	switch {
-	case c.Leading:
-		return "this host, for all hosts"
-	case c.Leader != "":
-		return c.Leader + ", for all hosts"
-	case c.Writer == "leader":
-		return "no host, because there is no leader"
-	}
-	return "each " + c.Writer
-}
-
 // CloudRoute is a route that a table of the cloud should have. Present is the result of the last
-// comparison. Target is empty on a host that does not write the route. Table is empty there too, unless
-// the leader has announced it.
+// comparison.
 type CloudRoute struct {
-	Table       string       `json:"table,omitempty"`
+	Table       string       `json:"table"`
 	Destination netip.Prefix `json:"destination"`
-	Target      string       `json:"target,omitempty"` // in the words of the cloud
+	Target      string       `json:"target"` // in the words of the cloud
 	Present     bool         `json:"present"`
 }
 
 // String returns the route in one line.
 func (r CloudRoute) String() string {
-	switch {
-	case r.Table == "":
-		return r.Destination.String()
-	case r.Target == "":
-		return fmt.Sprintf("%s in table %s", r.Destination, r.Table)
-	}
 	return fmt.Sprintf("%s to %s in table %s", r.Destination, r.Target, r.Table)
-}
-
-// Unrouted is a subnet to which no route of the cloud leads.
-type Unrouted struct {
-	Destination netip.Prefix `json:"destination"`
-	Reason      string       `json:"reason"`
 }
 
 // Pool counts the subnets of the configured range. With two address families it is the

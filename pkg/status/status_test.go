@@ -98,14 +98,14 @@ func TestPage(t *testing.T) {
 
 func TestPageOfTheCloud(t *testing.T) {
 	now := time.Unix(1000, 0)
-	r := status.Report{Now: now, Network: status.Network{Cloud: &status.Cloud{Writer: "host", LastGood: now, Routes: []status.CloudRoute{
+	r := status.Report{Now: now, Network: status.Network{Cloud: &status.Cloud{LastGood: now, Routes: []status.CloudRoute{
 		{Table: "rtb-1", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1", Present: true},
 		{Table: "rtb-2", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1"},
 	}}}}
 	r.Network.Cloud.Overflow = &status.Overflow{Tunnel: "vxlan", ByCloud: 2, ByTunnel: 1, Problem: "the <quota> is used up"}
 	r.Peers = []status.Peer{{State: status.InPlace, Backend: "vxlan", Waiting: "no route to it"}}
 	w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
-	for _, want := range []string{`2 peers by the cloud, 1 by vxlan<br><span class="bad">the &lt;quota&gt; is used up</span>`, " by vxlan: no route to it</td>", "written by each host", "<span>10.5.1.0/24 to eni-1 in table rtb-1</span>", `<span class="bad">10.5.1.0/24 to eni-1 in table rtb-2: missing</span>`} {
+	for _, want := range []string{`2 peers by the cloud, 1 by vxlan<br><span class="bad">the &lt;quota&gt; is used up</span>`, " by vxlan: no route to it</td>", "<span>10.5.1.0/24 to eni-1 in table rtb-1</span>", `<span class="bad">10.5.1.0/24 to eni-1 in table rtb-2: missing</span>`} {
 		if !strings.Contains(w.Body.String(), want) {
 			t.Errorf("no %q in\n%s", want, w.Body)
 		}
@@ -123,23 +123,6 @@ func TestPageOfLocations(t *testing.T) {
 			if !strings.Contains(w.Body.String(), text) {
 				t.Errorf("no %q in\n%s", text, w.Body)
 			}
-		}
-	}
-}
-
-func TestPageOfTheLeader(t *testing.T) {
-	route := []status.CloudRoute{{Destination: netip.MustParsePrefix("10.5.1.0/24"), Present: true}}
-	for want, c := range map[string]status.Cloud{
-		"written by 192.0.2.1, for all hosts":                               {Writer: "leader", Leader: "192.0.2.1"},
-		"written by no host, because there is no leader":                    {Writer: "leader"},
-		"<span>10.5.1.0/24</span>":                                          {Writer: "leader", Leader: "192.0.2.1", Routes: route},
-		"written by this host, for all hosts":                               {Writer: "leader", Leader: "192.0.2.1", Leading: true},
-		`<span class="bad">no route to 10.5.2.0/24: it does not run</span>`: {Writer: "leader", Leading: true, Unrouted: []status.Unrouted{{Destination: netip.MustParsePrefix("10.5.2.0/24"), Reason: "it does not run"}}},
-	} {
-		r := status.Report{Network: status.Network{Cloud: &c}}
-		w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
-		if !strings.Contains(w.Body.String(), want) {
-			t.Errorf("no %q in\n%s", want, w.Body)
 		}
 	}
 }

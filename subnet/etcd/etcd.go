@@ -2,7 +2,7 @@
 
 // Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
 // <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
-// write of a lease is a compare-and-swap. networks.go and leader.go describe further keys.
+// write of a lease is a compare-and-swap. networks.go describes further keys.
 //
 // The methods of the Manager are in these files:
 //
@@ -16,7 +16,6 @@
 //     graceperiod.go retains leases that the store has deleted after an outage. compare.go finds out
 //     whether the store is still the same, restore.go continues from the last known state in
 //     lastknown.go, and audit.go compares that state with a list later.
-//   - Lead and Leader: leader.go
 //   - Network, Networks, Observe and Release, for several networks in one store: networks.go
 //
 // These methods use list.go, which reads leases, stream.go, which watches keys and finds out whether

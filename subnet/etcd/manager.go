@@ -49,7 +49,6 @@ var (
 	_ subnet.Resumer  = (*Manager)(nil)
 	_ subnet.Releaser = (*Manager)(nil)
 	_ subnet.Observer = (*Manager)(nil)
-	_ subnet.Elector  = (*Manager)(nil)
 )
 
 // stash contains a listing that one method has just read, for the next method that needs one. A

@@ -21,7 +21,6 @@ type timing struct {
 	unconfirmed              time.Duration // how long Watch waits at least before it lists the leases because a restored cache is still partial
 	audit                    time.Duration // latest time of the audit of a restored cache
 	trustListing             time.Duration // how long a host without a subnet uses the listing that it follows; see awaitFreeSubnet
-	leader                   time.Duration // time after which the store deletes the key of a leader that does not renew it
 }
 
 // The client sends a ping over a connection that is silent for pingAfter, and closes the connection
@@ -44,7 +43,6 @@ func defaultTiming() timing {
 		trustListing: 10 * time.Minute,
 		// etcd sends the events of a new watch within 100 ms, and answers the next probe then.
 		catchUp: 500 * time.Millisecond, unconfirmed: time.Second,
-		audit:  time.Hour,
-		leader: 30 * time.Second,
+		audit: time.Hour,
 	}
 }

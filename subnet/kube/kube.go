@@ -19,7 +19,6 @@
 //     busy, fetch.go requests new Nodes, and probe.go finds out whether the watch is stale. restore.go
 //     continues from the last known state in lastknown.go, and audit.go compares that state with a
 //     list later.
-//   - Lead and Leader: leader.go, with the Lease in leaderlease.go
 //
 // These methods use readnode.go and writenode.go, which read and write the own Node, and retry.go,
 // which repeats requests and makes pauses between them. All of them share the state of the Manager in

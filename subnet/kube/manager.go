@@ -36,8 +36,6 @@ type Manager struct {
 	lastKnown atomic.Pointer[lastKnown]
 	cache     atomic.Pointer[nodeCache]
 
-	leases leaseTimes // when this process has seen the present versions of the Leases that name leaders
-
 	writing      sync.Mutex  // locked while the own Node is written
 	policiesSeen atomic.Bool // warnPolicies has got an answer and does not ask again
 
@@ -52,7 +50,6 @@ var (
 	_ subnet.AddressSource  = (*Manager)(nil)
 	_ subnet.LocationSource = (*Manager)(nil)
 	_ subnet.ConfigWatcher  = (*Manager)(nil)
-	_ subnet.Elector        = (*Manager)(nil)
 )
 
 // Close closes the connections. It does not end methods that are still running: the next request of

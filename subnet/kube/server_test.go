@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -382,8 +381,7 @@ func newFixture(t *testing.T, s *server) *fixture {
 }
 
 // grant gives the daemon the permissions of flannel's first manifests, which are fewer than those
-// of later ones, and those for the Leases of leaders in the namespace kube-system. If events is
-// true, the daemon may also create Events. grant also deletes all Leases in that namespace.
+// of later ones. If events is true, the daemon may also create Events.
 func (f *fixture) grant(t *testing.T, events bool) {
 	t.Helper()
 	rules := []map[string]any{
@@ -403,17 +401,7 @@ func (f *fixture) grant(t *testing.T, events bool) {
 		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "flannel"},
 		"subjects": []map[string]any{{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "system:serviceaccount:kube-flannel:flannel"}},
 	}
-	leases := map[string]any{
-		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": map[string]any{"name": "flannel"},
-		"rules": []map[string]any{
-			{"apiGroups": []string{"coordination.k8s.io"}, "resources": []string{"leases"}, "verbs": []string{"create"}},
-			{"apiGroups": []string{"coordination.k8s.io"}, "resources": []string{"leases"}, "verbs": []string{"get", "patch"}, "resourceNames": []string{"flanneld-test-task", "flanneld-test-task-2"}},
-		},
-	}
-	leasesBinding := maps.Clone(binding)
-	leasesBinding["kind"], leasesBinding["roleRef"] = "RoleBinding", map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "flannel"}
-	namespaced := "namespaces/" + defaultNamespace + "/"
-	for path, body := range map[string]any{"clusterroles": role, "clusterrolebindings": binding, namespaced + "roles": leases, namespaced + "rolebindings": leasesBinding} {
+	for path, body := range map[string]any{"clusterroles": role, "clusterrolebindings": binding} {
 		switch status, answer, err := f.try(http.MethodPost, rbac+path, body); {
 		case err == nil && status == http.StatusConflict:
 			f.do(t, http.MethodPut, rbac+path+"/flannel", body)
@@ -421,7 +409,6 @@ func (f *fixture) grant(t *testing.T, events bool) {
 			t.Fatalf("create %s: %d, %v: %s", path, status, err, answer)
 		}
 	}
-	f.do(t, http.MethodDelete, "/apis/coordination.k8s.io/v1/"+namespaced+"leases", nil)
 }
 
 // kubeconfig writes a kubeconfig with that URL and a file with that token, and returns the path of
@@ -464,7 +451,6 @@ func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *M
 		t.Fatal(err)
 	}
 	m.timing.restoreMin, m.timing.backoffMin, m.timing.backoff = 10*time.Millisecond, 10*time.Millisecond, 200*time.Millisecond
-	m.timing.leader = 3 * time.Second
 	t.Cleanup(func() { m.Close() })
 	return m
 }

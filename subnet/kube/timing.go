@@ -17,7 +17,6 @@ type timing struct {
 	event                time.Duration // multiplied by the number of Nodes, the time over which the same Events of all nodes are spread
 	poll                 time.Duration // interval between reads of the configuration file
 	audit, auditPage     time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
-	leader               time.Duration // time after which another node may become the leader if the present one does not renew its Lease
 }
 
 func defaultTiming() timing {
@@ -26,6 +25,5 @@ func defaultTiming() timing {
 		restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
 		requestPause: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
 		event: 10 * time.Millisecond, poll: 10 * time.Second, audit: time.Hour, auditPage: time.Second,
-		leader: 30 * time.Second,
 	}
 }

@@ -6,8 +6,6 @@ package subnettest
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -27,8 +25,7 @@ type Store struct {
 	revision int64
 	config   string
 	leases   map[string]storedLease
-	leaders  map[string]subnet.Leader // by task
-	changed  wait.Broadcast           // sent at every change
+	changed  wait.Broadcast // sent at every change
 }
 
 type storedLease struct {
@@ -38,7 +35,7 @@ type storedLease struct {
 
 // NewStore returns an empty store without a configuration.
 func NewStore() *Store {
-	return &Store{id: 1, leases: map[string]storedLease{}, leaders: map[string]subnet.Leader{}}
+	return &Store{id: 1, leases: map[string]storedLease{}}
 }
 
 // change runs f with the store locked, at a new revision.
@@ -121,10 +118,7 @@ type Manager struct {
 	own string
 }
 
-var (
-	_ subnet.Manager = (*Manager)(nil)
-	_ subnet.Elector = (*Manager)(nil)
-)
+var _ subnet.Manager = (*Manager)(nil)
 
 // Config returns the store's configuration. See subnet.Manager.
 func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
@@ -304,40 +298,6 @@ func (m *Manager) ensure(own subnet.Lease) error {
 		return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, own.Key, found.lease.Endpoints[0].PublicIP)
 	}
 	return nil
-}
-
-// Leader implements subnet.Elector.
-func (m *Manager) Leader(ctx context.Context, task string) (subnet.Leader, error) {
-	m.store.mu.Lock()
-	defer m.store.mu.Unlock()
-	return m.store.leaders[task], ctx.Err()
-}
-
-// Lead implements subnet.Elector. The context of a term is ctx, because this store never
-// ends a term.
-func (m *Manager) Lead(ctx context.Context, task string, own subnet.Lease, lead func(context.Context, subnet.Announce)) error {
-	if !m.setLeader(task, "", subnet.Leader{Name: own.Key}) {
-		return subnet.ErrLed
-	}
-	defer m.setLeader(task, own.Key, subnet.Leader{})
-	lead(ctx, func(_ context.Context, text json.RawMessage) error {
-		if !m.setLeader(task, own.Key, subnet.Leader{Name: own.Key, Announced: text}) {
-			return errors.New("this node is not the leader any more")
-		}
-		return nil
-	})
-	return nil
-}
-
-// setLeader replaces the leader for a task by now if the present leader has that name, and reports
-// whether it did. An empty name means no leader.
-func (m *Manager) setLeader(task, name string, now subnet.Leader) (done bool) {
-	m.store.change(func() {
-		if done = m.store.leaders[task].Name == name; done {
-			m.store.leaders[task] = now
-		}
-	})
-	return done
 }
 
 // Pointers returns pointers to the given leases, without copying them, in the form that

@@ -31,7 +31,6 @@ func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
 	t.Run("migration", func(t *testing.T) { testMigration(t, newBacking(t)) })
 	t.Run("keep", func(t *testing.T) { testKeep(t, newBacking(t)) })
 	t.Run("cancel", func(t *testing.T) { testCancel(t, newBacking(t)) })
-	t.Run("lead", func(t *testing.T) { testLead(t, newBacking(t)) })
 	if !newBacking(t).Allocates() {
 		return
 	}

@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
-	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -112,8 +111,8 @@ func cloudHost(n int) cloud.Host {
 	}
 }
 
-// measureCloud counts the calls that hosts make to the API of each cloud, with both values of
-// Backend.Writer. It runs the keepers of the daemons in this process.
+// measureCloud counts the calls that hosts make to the API of each cloud. It runs the keepers of the daemons in this
+// process.
 func (r *runner) measureCloud(ctx context.Context) error {
 	ctx = klog.NewContext(ctx, klog.Logger{}) // without a log, which would have a line for each route
 	for _, hosts := range []int{10, 100, 1000} {
@@ -143,41 +142,18 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) erro
 	group := s.backend + ", calls of the API"
 	add := func(what string, n int) { r.report.add(group, what, hosts, "calls", float64(n)) }
 
-	leader, start, err := b.lead(ctx, hosts)
-	if err != nil {
-		return fmt.Errorf("start a leader: %w", err)
-	}
-	defer leader.end()
-	// First the leader makes the calls for a host that joins. Then the leader ends, and the next host
-	// that joins makes the calls itself.
 	b.metadata[hosts+1] = s.metadata(hosts+1, cloudHost(hosts + 1).Addresses[0])
-	led, err := leader.join(ctx, hosts+1)
-	if err != nil {
-		return fmt.Errorf("a host joins a network with a leader: %w", err)
-	}
-	leader.end()
-	b.metadata[hosts+2] = s.metadata(hosts+2, cloudHost(hosts + 2).Addresses[0])
-	alone, err := b.count(func() error { return b.start(ctx, hosts+2, hosts+1) })
+	joins, err := b.count(func() error { return b.start(ctx, hosts+1, hosts) })
 	if err != nil {
 		return fmt.Errorf("a host joins: %w", err)
 	}
-	restLeader, err := b.rest(ctx, 1, hosts, true)
-	if err != nil {
-		return fmt.Errorf("a leader at rest: %w", err)
-	}
-	restHost, err := b.rest(ctx, 2, hosts, false)
+	rests, err := b.count(func() error { return b.rest(ctx, 2, hosts) })
 	if err != nil {
 		return fmt.Errorf("a host at rest: %w", err)
 	}
-	day := int(24 * time.Hour / cloudResync)
-	add("all hosts start, each writes its route", hosts*alone)
-	if s.slow == nil || hosts <= slowestStart {
-		add("all hosts start, a leader writes", start)
-	}
-	add("a day at rest, each writes its route", day*hosts*restHost)
-	add("a day at rest, a leader writes", day*restLeader)
-	add("a host joins, it writes its route", alone)
-	add("a host joins, a leader writes", led)
+	add("all hosts start", hosts*joins)
+	add("a day at rest", int(24*time.Hour/cloudResync)*hosts*rests)
+	add("a host joins", joins)
 	return nil
 }
 
@@ -191,7 +167,7 @@ type cloudBench struct {
 // host returns the backend of host n, as its daemon creates it, and a function that ends its metadata
 // service. The addresses of the services are in environment variables of this process, which each call
 // replaces. So the backend must have connected before the next call.
-func (b *cloudBench) host(ctx context.Context, n int, writer string) (*backend.CloudBackend, func(), error) {
+func (b *cloudBench) host(ctx context.Context, n int) (*backend.CloudBackend, func(), error) {
 	metadata, end, err := serveHTTP(ctx, b.metadata[n])
 	if err != nil {
 		return nil, nil, err
@@ -207,7 +183,7 @@ func (b *cloudBench) host(ctx context.Context, n int, writer string) (*backend.C
 		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: a, Public: a}}},
 		Config:   subnet.Config{Networks: []subnet.Network{{Prefix: cloudNetworkPrefix()}}},
 	}
-	be, _, err := b.factory([]byte(`{"Writer":"`+writer+`"}`), env)
+	be, _, err := b.factory([]byte(`{}`), env)
 	if err != nil {
 		end()
 		return nil, nil, err
@@ -233,99 +209,40 @@ func cloudPeers(n, hosts int) cloud.Peers {
 	return p
 }
 
-// runningKeeper is a cloud keeper that runs until end is called. own is the number of its host.
-type runningKeeper struct {
-	*cloud.Keeper
-	*cloudBench
-	own      int
-	compared *atomic.Int64
-	end      func()
-}
-
-func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts int, all bool) runningKeeper {
+// keep runs the keeper of host n until it has made that number of comparisons of the routes. It returns the error of the
+// last one.
+func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts, comparisons int) error {
 	ctx, cancel := context.WithCancel(ctx)
-	compared := &atomic.Int64{}
+	compared := make(chan struct{}, comparisons)
 	k := cloud.NewKeeper(cloud.KeeperConfig{
-		Cloud: c, Own: cloudHost(n), All: all, Networks: []netip.Prefix{cloudNetworkPrefix()}, Resync: cloudResync,
-		Connected: func() time.Time { return time.Unix(1, 0) }, Compared: func() { compared.Add(1) },
+		Cloud: c, Own: cloudHost(n), Networks: []netip.Prefix{cloudNetworkPrefix()}, Resync: cloudResync,
+		Connected: func() time.Time { return time.Unix(1, 0) },
+		Compared: func() {
+			select {
+			case compared <- struct{}{}:
+			default:
+			}
+		},
 	})
 	k.SetPeers(cloudPeers(n, hosts))
 	done := make(chan struct{})
 	go func() { defer close(done); k.Run(ctx) }()
-	return runningKeeper{k, b, n, compared, func() { cancel(); <-done }}
-}
+	defer func() { cancel(); <-done }()
 
-// await waits until the keeper has made that number of comparisons of the routes since its start. It
-// returns the error of the last comparison, or an error if ctx ends first.
-func (k runningKeeper) await(ctx context.Context, comparisons int64) error {
-	for k.compared.Load() < comparisons {
+	for range comparisons {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(10 * time.Millisecond):
+		case <-compared:
 		}
 	}
 	_, err := k.Result(ctx)
 	return err
 }
 
-// join lets host n join the network, and counts the calls until a comparison has confirmed its route.
-func (k runningKeeper) join(ctx context.Context, n int) (int, error) {
-	return k.count(func() error {
-		before := k.compared.Load()
-		k.SetPeers(cloudPeers(k.own, n))
-		if err := k.await(ctx, before+2); err != nil {
-			return err
-		}
-		return k.expectRoutes(n)
-	})
-}
-
-// expectRoutes returns an error unless the routes of exactly that number of hosts are in order.
-func (k runningKeeper) expectRoutes(hosts int) error {
-	if report := k.Report(); len(report.Routed) != hosts {
-		return fmt.Errorf("%d routes are in order, want %d: %v", len(report.Routed), hosts, report.Unrouted)
-	}
-	return nil
-}
-
-// lead starts host 1 as the leader of a network, and counts the calls until a comparison has confirmed
-// the routes to all hosts. The caller must call k.end, unless lead returns an error.
-func (b *cloudBench) lead(ctx context.Context, hosts int) (k runningKeeper, calls int, err error) {
-	calls, err = b.count(func() (err error) {
-		be, end, err := b.host(ctx, 1, cloud.WriterLeader)
-		if err != nil {
-			return err
-		}
-		if err := be.Cloud.Check(ctx); err != nil {
-			end()
-			return err
-		}
-		k = b.keep(ctx, be.Cloud, 1, hosts, true)
-		stop := k.end
-		k.end = func() { stop(); end() }
-		defer func() {
-			if err != nil {
-				k.end()
-			}
-		}()
-		if _, err := k.Result(ctx); err != nil { // waits for the first comparison, which creates the routes
-			return err
-		}
-		if b.slow == nil || hosts <= slowestStart { // the second comparison confirms the routes that the first one has created
-			if err := k.await(ctx, k.compared.Load()+1); err != nil {
-				return err
-			}
-		}
-		return k.expectRoutes(hosts)
-	})
-	return k, calls, err
-}
-
-// start starts host n, which writes its own route. It returns when a comparison has confirmed the
-// route.
+// start starts host n. It returns when a comparison has confirmed its route.
 func (b *cloudBench) start(ctx context.Context, n, hosts int) error {
-	be, end, err := b.host(ctx, n, cloud.WriterHost)
+	be, end, err := b.host(ctx, n)
 	if err != nil {
 		return err
 	}
@@ -333,24 +250,17 @@ func (b *cloudBench) start(ctx context.Context, n, hosts int) error {
 	if _, err := be.Claim(ctx, subnet.Claim{}); err != nil {
 		return err
 	}
-	k := b.keep(ctx, be.Cloud, n, hosts, false)
-	defer k.end()
-	return k.await(ctx, 2)
+	return b.keep(ctx, be.Cloud, n, hosts, 2)
 }
 
-// rest counts the calls of one comparison that finds everything in order. all means that host n
-// compares the routes of all hosts, as a leader does.
-func (b *cloudBench) rest(ctx context.Context, n, hosts int, all bool) (int, error) {
-	return b.count(func() error {
-		be, end, err := b.host(ctx, n, cloud.WriterHost)
-		if err != nil {
-			return err
-		}
-		defer end()
-		k := b.keep(ctx, be.Cloud, n, hosts, all)
-		defer k.end()
-		return k.await(ctx, 1)
-	})
+// rest lets host n make one comparison, which finds everything in order.
+func (b *cloudBench) rest(ctx context.Context, n, hosts int) error {
+	be, end, err := b.host(ctx, n)
+	if err != nil {
+		return err
+	}
+	defer end()
+	return b.keep(ctx, be.Cloud, n, hosts, 1)
 }
 
 // serveHTTP serves h on loopback until end is called, and returns its URL.

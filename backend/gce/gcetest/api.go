@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"maps"
 	"net/http"
 	"net/netip"
 	"path"
@@ -55,7 +54,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // check holds a call and its answer against the description of the API. An answer with an error is not checked, and
 // neither are calls that the description of the Compute API at hand does not have.
 func (s *Server) check(r *http.Request, name string, body []byte, answer any, f *failure) error {
-	if slices.Contains([]string{"", "projects.testIamPermissions", "instances.aggregatedList"}, name) {
+	if slices.Contains([]string{"", "projects.testIamPermissions"}, name) {
 		return nil
 	}
 	if err := s.description.CheckQuery(name, r.URL.Query()); err != nil {
@@ -93,8 +92,6 @@ func nameOf(r *http.Request) (name string, parts []string) {
 	switch {
 	case in(http.MethodGet, "zones", Zone, "instances", "*"):
 		name = "instances.get"
-	case in(http.MethodGet, "aggregated", "instances"):
-		name = "instances.aggregatedList"
 	case in(http.MethodPost, "zones", Zone, "instances", "*", "testIamPermissions"):
 		name = "instances.testIamPermissions"
 	case in(http.MethodGet, "global", "routes"):
@@ -112,12 +109,11 @@ func nameOf(r *http.Request) (name string, parts []string) {
 // permissions returns the permissions that a call needs, or none if the call is unknown.
 func permissions(name string) []string {
 	return map[string][]string{
-		"instances.get":            {"compute.instances.get"},
-		"instances.aggregatedList": {"compute.instances.list"},
-		"routes.list":              {"compute.routes.list"},
-		"routes.insert":            {"compute.routes.create", "compute.networks.updatePolicy", "compute.instances.use"},
-		"routes.delete":            {"compute.routes.delete", "compute.networks.updatePolicy"},
-		"globalOperations.get":     {"compute.globalOperations.get"},
+		"instances.get":        {"compute.instances.get"},
+		"routes.list":          {"compute.routes.list"},
+		"routes.insert":        {"compute.routes.create", "compute.networks.updatePolicy", "compute.instances.use"},
+		"routes.delete":        {"compute.routes.delete", "compute.networks.updatePolicy"},
+		"globalOperations.get": {"compute.globalOperations.get"},
 	}[name]
 }
 
@@ -169,8 +165,6 @@ func (s *Server) answer(r *http.Request, name string, parts []string) (any, *fai
 		return s.testPermissions(r)
 	case "instances.get":
 		return s.getInstance(last)
-	case "instances.aggregatedList":
-		return s.listInstances(r)
 	case "routes.list":
 		return s.listRoutes(r)
 	case "routes.insert":
@@ -211,22 +205,6 @@ func (i Instance) describe() map[string]any {
 	return map[string]any{
 		"name": i.Name, "zone": root + "projects/" + Project + "/zones/" + Zone, "status": status, "canIpForward": i.CanIPForward, "networkInterfaces": []any{n},
 	}
-}
-
-// listInstances returns the instances of all zones. A second zone has no instances, but a warning.
-func (s *Server) listInstances(r *http.Request) (any, *failure) {
-	var all []any
-	for _, name := range slices.Sorted(maps.Keys(s.instances)) {
-		all = append(all, s.instances[name].describe())
-	}
-	page, next, f := s.cut(r, all)
-	answer := map[string]any{"kind": "compute#instanceAggregatedList", "items": map[string]any{
-		"zones/" + Zone: map[string]any{"instances": page}, "zones/zone-b": map[string]any{"warning": Warning{"NO_RESULTS_ON_PAGE"}},
-	}}
-	if next != "" {
-		answer["nextPageToken"] = next
-	}
-	return answer, f
 }
 
 // cut returns a page of items, and the token of the next one. The token is empty after the last
@@ -371,13 +349,6 @@ func (s *Server) changing(route string) bool {
 func (s *Server) begin(route string, apply func() *failure) any {
 	op := &operation{name: fmt.Sprintf("operation-%d", len(s.operations)+1), route: route, apply: apply, at: time.Now().Add(s.delay)}
 	s.operations = append(s.operations, op)
-	running := 0
-	for _, op := range s.operations {
-		if op.apply != nil {
-			running++
-		}
-	}
-	s.busiest = max(s.busiest, running)
 	return map[string]any{"kind": "compute#operation", "name": op.name, "status": "PENDING"}
 }
 

@@ -119,7 +119,6 @@ type Server struct {
 	token      int // number of the valid token
 	gaps       int
 	shared     int
-	busiest    int
 }
 
 // operation is a change that is applied at a certain time.
@@ -341,12 +340,6 @@ func (s *Server) Gaps() (n int) {
 // its packets.
 func (s *Server) Shared() (n int) {
 	s.change(func() { n = s.shared })
-	return n
-}
-
-// Busiest returns the highest number of operations that were in progress at the same time.
-func (s *Server) Busiest() (n int) {
-	s.change(func() { n = s.busiest })
 	return n
 }
 

@@ -89,7 +89,7 @@ func cases() []testCase {
 		{"a route to a host that has ended is lost", testLost},
 		{"a stopped host keeps its place", testStopped},
 		{"a route to a gateway stays", testGateway},
-		{"other hosts are found by their addresses", testFind},
+		{"the tables of other hosts are found by their addresses", testFollowed},
 		{"the quota is named", testQuota},
 		{"a missing right is named before it is needed", testDenied},
 		{"a throttled call is repeated", testThrottled},
@@ -282,30 +282,23 @@ func expectState(t *testing.T, f Fixture, change func(), want cloud.State) {
 	}
 }
 
-// testFind finds three hosts as a leader does: an unknown one, the peer and this one. It expects an error only for
-// the first, and that a route to the peer can be put.
-func testFind(t *testing.T, f Fixture) {
-	self := join(t, f)
+// testFollowed asks for the tables of an unknown host, the peer and this host.
+func testFollowed(t *testing.T, f Fixture) {
+	join(t, f)
 	if _, err := f.Cloud.Tables(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	found, err := f.Cloud.Find(t.Context(), []cloud.Host{
+
+	found, err := f.Cloud.Followed(t.Context(), []cloud.Host{
 		{Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.250"), netip.MustParseAddr("fd00:77::fa")}}, {Addresses: []netip.Addr{f.PeerAddress}}, {Addresses: []netip.Addr{f.SelfAddress}},
-	}, true)
-	if err != nil || len(found) != 3 {
-		t.Fatalf("found %v, error %v", found, err)
+	})
+	if err != nil || len(found) != 3 || found[1] != f.Table || found[2] != f.Table {
+		t.Errorf("found %q, error %v, want the table that packets of the two hosts follow", found, err)
 	}
-	if found[0].Err == nil || !strings.Contains(found[0].Err.Error(), "192.168.77.250") || found[1].Target != f.Peer || found[1].Err != nil || found[2].Target != self || found[2].Err != nil {
-		t.Errorf("found %v, want an error that names the address, and the two hosts", found)
-	}
-	if found[0].Table != "" || found[1].Table != f.Table || found[2].Table != f.Table {
-		t.Errorf("found %v, want the table that packets of the two hosts follow", found)
-	}
-	dst, _ := subnets()
-	put(t, f, dst, found[1].Target, false)
-	none, err := f.Cloud.Find(t.Context(), nil, true)
+
+	none, err := f.Cloud.Followed(t.Context(), nil)
 	if err != nil || len(none) > 0 {
-		t.Errorf("found %v, error %v without hosts", none, err)
+		t.Errorf("found %q, error %v without hosts", none, err)
 	}
 }
 

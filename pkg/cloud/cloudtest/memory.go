@@ -30,12 +30,11 @@ type Memory struct {
 	Denied    map[string]bool         // rights that are missing: join, read, put or remove
 	Writes    []string                // calls of Put and Remove that were not refused
 	Compared  int                     // number of calls of Tables
-	Sought    int                     // number of hosts in all calls of Find
+	Sought    int                     // number of hosts in all calls of Followed
 	Stopped   map[string]bool         // targets of hosts that do not run
 	Changing  map[netip.Prefix]bool   // destinations of routes that the cloud is still changing
 	Refused   int                     // number of calls of Put that the quota has refused
 	Denials   int                     // number of calls that were refused because of Denied
-	Unfit     map[string]error        // errors with which Find returns hosts, by target
 	Follow    map[string]string       // tables that packets of hosts follow, by target; missing hosts follow the first table
 	Slow      time.Duration           // time that Remove takes
 	Appears   func()                  // called by Put before it looks at the table; may be nil
@@ -157,8 +156,8 @@ func (m *Memory) Remove(ctx context.Context, r cloud.Route) error {
 	return m.answer()
 }
 
-// Find implements cloud.Cloud.
-func (m *Memory) Find(_ context.Context, hosts []cloud.Host, _ bool) ([]cloud.Found, error) {
+// Followed implements cloud.Cloud.
+func (m *Memory) Followed(_ context.Context, hosts []cloud.Host) ([]string, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.Sought += len(hosts)
@@ -174,17 +173,13 @@ func (m *Memory) Find(_ context.Context, hosts []cloud.Host, _ bool) ([]cloud.Fo
 		}
 	}
 
-	var found []cloud.Found
-	for _, h := range hosts {
-		i := slices.IndexFunc(h.Addresses, func(a netip.Addr) bool { return targets[a] != "" })
-		if i < 0 {
-			found = append(found, cloud.NotFound(h))
-			continue
+	tables := make([]string, len(hosts))
+	for n, h := range hosts {
+		if i := slices.IndexFunc(h.Addresses, func(a netip.Addr) bool { return targets[a] != "" }); i >= 0 {
+			tables[n] = cmp.Or(m.Follow[targets[h.Addresses[i]]], m.Tabs[0].ID)
 		}
-		target := targets[h.Addresses[i]]
-		found = append(found, cloud.Found{Target: target, Table: cmp.Or(m.Follow[target], m.Tabs[0].ID), Err: m.Unfit[target]})
 	}
-	return found, nil
+	return tables, nil
 }
 
 // Check implements cloud.Cloud.

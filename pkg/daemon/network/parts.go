@@ -80,9 +80,8 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	if now, ok := p.state.Get(); ok {
 		last = now
 	}
-	elector, _ := p.store.(subnet.Elector) // every store is one
 	return backend.Env{
-		Elector: elector, PathLimit: p.host.PathMTUs, Warn: warner(p.store),
+		PathLimit: p.host.PathMTUs, Warn: warner(p.store),
 		PublicEndpoint: p.opts.PublicEndpoint, Location: p.location(),
 		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,

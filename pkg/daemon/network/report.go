@@ -207,10 +207,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 }
 
 func statusCloud(c cloud.Report) *status.Cloud {
-	s := &status.Cloud{Writer: c.Writer, Leader: c.Leader, Leading: c.Leading, LastGood: c.Good, Routes: []status.CloudRoute{}}
-	for _, u := range c.Unrouted {
-		s.Unrouted = append(s.Unrouted, status.Unrouted{Destination: u.Dst, Reason: u.Reason})
-	}
+	s := &status.Cloud{LastGood: c.Good, Routes: []status.CloudRoute{}}
 	for _, r := range c.Routes {
 		s.Routes = append(s.Routes, status.CloudRoute{Table: r.Table, Destination: r.Dst, Target: r.Target, Present: r.Present})
 	}
