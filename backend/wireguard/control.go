@@ -8,16 +8,10 @@ import (
 	"net"
 	"strings"
 	"syscall"
-	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
-
-// leastReadPause is the shortest time between two planned readings of a device. The trials of many
-// peers end at different times, but each reading returns all peers, so one reading should serve
-// several trials.
-const leastReadPause = time.Second
 
 // control reads and configures devices.
 type control interface {

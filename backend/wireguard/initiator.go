@@ -81,32 +81,18 @@ func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh 
 		i.startHandshake(key, false)
 	}
 	if len(first) > 0 {
-		i.tasks.Go(func() { i.retry(first) })
+		i.tasks.Go(func() { i.retry(first, handshakeAttempts-1, retryPause, true) })
 	}
 	if len(second) > 0 {
-		i.tasks.Go(func() { i.startSecond(second) })
+		i.tasks.Go(func() { i.retry(second, 1, turnPause, false) })
 	}
 }
 
-// startSecond waits for turnPause, and then starts a handshake with each of the peers that still
-// has no session.
-func (i *initiator) startSecond(peers []wgdevice.NoisePublicKey) {
-	if wait.For(i.ctx, turnPause) != nil {
-		return
-	}
-	for _, key := range i.withoutSession(peers) {
-		if i.ctx.Err() != nil {
-			return
-		}
-		i.startHandshake(key, false)
-	}
-}
-
-// retry starts another handshake with each of the peers that still has no session, up to
-// handshakeAttempts-1 times.
-func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
-	for range handshakeAttempts - 1 {
-		if wait.For(i.ctx, retryPause) != nil {
+// retry starts a handshake with each of the peers that still has no session, as many times, each after a
+// pause. See startHandshake for again.
+func (i *initiator) retry(peers []wgdevice.NoisePublicKey, times int, pause time.Duration, again bool) {
+	for range times {
+		if wait.For(i.ctx, pause) != nil {
 			return
 		}
 		peers = i.withoutSession(peers) // nearly all have a session now
@@ -119,7 +105,7 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
 				if i.ctx.Err() != nil {
 					return
 				}
-				i.startHandshake(key, true)
+				i.startHandshake(key, again)
 			}
 			left = append(left, few...)
 		}

@@ -163,7 +163,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 		t.Fatal(err)
 	}
 	peers := []wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(silent), wgdevice.NoisePublicKey(public)}
-	i.retry(peers)
+	i.retry(peers, handshakeAttempts-1, retryPause, true)
 	if n := handshakes.Load(); n > 0 || !began.Load() {
 		t.Errorf("%d handshakes with a host that had just begun a session, want none", n)
 	}

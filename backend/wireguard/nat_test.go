@@ -3,12 +3,17 @@
 package wireguard
 
 import (
+	"encoding/json"
+	"fmt"
 	"net"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -17,7 +22,7 @@ import (
 type natHost struct {
 	*network
 	device *fakeControl
-	clock  instant
+	clock  discovery.Instant
 }
 
 // newNATHost returns host 1 as it is when its daemon has just started. own is the lease of host 1
@@ -25,16 +30,17 @@ type natHost struct {
 func newNATHost(t *testing.T, own *subnet.Lease) *natHost {
 	t.Helper()
 	n, _, c := start(t)
-	h := &natHost{network: n, device: c, clock: instant{wall: time.Unix(1_000_000, 0), steady: time.Hour}}
-	n.now = func() instant { return h.clock }
+	h := &natHost{network: n, device: c, clock: discovery.Instant{Wall: time.Unix(1_000_000, 0), Steady: time.Hour}}
+	n.now = func() discovery.Instant { return h.clock }
 	restart(n, own)
 	return h
 }
 
-// restart gives n the nat of a new start, with own as the last lease of the host.
+// restart gives n the discovery of a new start, with own as the last lease of the host.
 func restart(n *network, own *subnet.Lease) {
 	n.Backend.published.Store(nil) // the last start has set it
-	n.nat = newNAT(n.Backend, n.devices, n.nat.names, *own, n.now().steady)
+	n.devices = nil
+	n.startDiscovery(*own)
 }
 
 // sync lets the time d pass on the clock of the test. It makes one pass at once, and then a pass
@@ -42,15 +48,15 @@ func restart(n *network, own *subnet.Lease) {
 // passes.
 func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (passes int) {
 	t.Helper()
-	s, end := set(nil, leases...), h.clock.steady+d
+	s, end := set(nil, leases...), h.clock.Steady+d
 	for {
 		passes++
 		o, err := h.Sync(t.Context(), s)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if o.Again == 0 || h.clock.steady+o.Again > end {
-			h.pass(end - h.clock.steady)
+		if o.Again == 0 || h.clock.Steady+o.Again > end {
+			h.pass(end - h.clock.Steady)
 			return passes
 		}
 		h.pass(o.Again)
@@ -60,8 +66,8 @@ func (h *natHost) sync(t *testing.T, d time.Duration, leases ...*subnet.Lease) (
 
 // pass moves the clock of the test by d.
 func (h *natHost) pass(d time.Duration) {
-	h.clock.steady += d
-	h.clock.wall = h.clock.wall.Add(d)
+	h.clock.Steady += d
+	h.clock.Wall = h.clock.Wall.Add(d)
 }
 
 // session gives host i a new session with host 1 at endpoint, on the IPv4 device, and one received
@@ -72,7 +78,7 @@ func (h *natHost) session(i byte, endpoint string) { h.sessionOn("flannel-wg", i
 func (h *natHost) sessionOn(device string, i byte, endpoint string) {
 	for k, p := range h.device.peers[device] {
 		if p.TransmitBytes++; k == key(i) {
-			p.Endpoint, p.LastHandshakeTime = netUDP(endpoint), h.clock.wall
+			p.Endpoint, p.LastHandshakeTime = netUDP(endpoint), h.clock.Wall
 			p.ReceiveBytes++
 		}
 		h.device.peers[device][k] = p
@@ -81,17 +87,17 @@ func (h *natHost) sessionOn(device string, i byte, endpoint string) {
 
 // endpoint returns the endpoint of host i on the IPv4 device of host 1.
 func (h *natHost) endpoint(i byte) string {
-	return endpointOf(h.device.peers["flannel-wg"][key(i)]).String()
+	return discovery.EndpointOf(h.device.peers["flannel-wg"][key(i)]).String()
 }
 
 // published returns the endpoints in the lease that the host would publish now.
-func (h *natHost) published(t *testing.T) sharedEndpoints {
+func (h *natHost) published(t *testing.T) discovery.Endpoints {
 	t.Helper()
 	claim, err := h.Claim(t.Context(), host(t, 1, 1).Claim())
 	if err != nil {
 		t.Fatal(err)
 	}
-	return sharedIn(subnet.Lease{Endpoints: claim.Endpoints}, h.env.Reachable)
+	return discovery.SharedIn(subnet.Lease{Endpoints: claim.Endpoints}, h.env.Reachable)
 }
 
 // asked reports whether the network has asked to publish its lease since the last call.
@@ -110,7 +116,7 @@ func hostThatShares(t *testing.T, i byte, entries ...string) *subnet.Lease {
 	t.Helper()
 	l, shared := host(t, i, int(i)), sharing(t, entries...)
 	for j, e := range l.Endpoints {
-		peers, err := shared.encode(e.Family())
+		peers, err := shared.Encode(e.Family())
 		if err == nil {
 			l.Endpoints[j].Data, err = encodeData(leaseData{PublicKey: text(key(i)), Port: 51820, PeerEndpoints: peers})
 		}
@@ -141,7 +147,7 @@ func TestShareTheEndpointOfAPeer(t *testing.T) {
 			asked++
 		}
 	}
-	if got := h.published(t); asked != 1 || len(got) != 1 || got[sharedEndpoint{key(2), prefix.IPv4}].String() != seen {
+	if got := h.published(t); asked != 1 || len(got) != 1 || got[discovery.Of{Peer: key(2), Family: prefix.IPv4}].String() != seen {
 		t.Errorf("after %d requests to publish it the lease has %v, want one request and %s", asked, got, seen)
 	}
 
@@ -153,43 +159,9 @@ func TestShareTheEndpointOfAPeer(t *testing.T) {
 	if got := again.published(t); again.asked() || len(got) != 1 {
 		t.Errorf("after a restart the lease has %v, want it unchanged", got)
 	}
-	again.sync(t, 2*sharedFor, two, three)
+	again.sync(t, 20*time.Minute, two, three)
 	if got := again.published(t); !again.asked() || len(got) != 0 {
 		t.Errorf("long after the last session the lease has %v, want nothing", got)
-	}
-}
-
-// TestSharingIsDecidedAgain checks that a host does not share the endpoint of a peer if three other
-// hosts begin to share it after the host has decided to do so, and before it writes its lease.
-// Otherwise the host must share the endpoint.
-func TestSharingIsDecidedAgain(t *testing.T) {
-	const seen = "192.168.78.7:40002"
-	for _, others := range []bool{false, true} {
-		h := newNATHost(t, host(t, 1, 1))
-		leases := []*subnet.Lease{host(t, 2, 2), host(t, 3, 3), host(t, 4, 4), host(t, 5, 5)}
-		h.sync(t, time.Second, leases...)
-		for i := 0; h.nat.sharer.offered == nil; i++ {
-			h.session(2, seen)
-			o, err := h.Sync(t.Context(), set([]string{}, leases...))
-			if err != nil || i == 100 {
-				t.Fatalf("after %d passes the host has nothing to share, error %v", i, err)
-			}
-			h.pass(min(o.Again, time.Minute))
-		}
-		if h.asked() {
-			t.Fatal("the host writes its lease before it has decided again")
-		}
-		if others {
-			for i := byte(3); i <= 5; i++ {
-				leases[i-2] = hostThatShares(t, i, "2 "+seen)
-			}
-		}
-		if _, err := h.Sync(t.Context(), set([]string{"host3", "host4", "host5"}, leases...)); err != nil {
-			t.Fatal(err)
-		}
-		if asked, got := h.asked(), h.published(t); asked == others || len(got) > 0 == others {
-			t.Errorf("others share it: %v; the host writes its lease: %v, with %v", others, asked, got)
-		}
 	}
 }
 
@@ -204,8 +176,8 @@ func TestPeersWithoutNATCostNothing(t *testing.T) {
 	off.config.EndpointSharingInterval = 0
 	restart(off, host(t, 1, 1))
 	o, err := off.Sync(t.Context(), set(nil, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002")))
-	if err != nil || o.Again != 0 || !off.nat.shared.empty() {
-		t.Errorf("with interval 0: another pass after %s, %v, and %+v, want none", o.Again, err, off.nat.shared)
+	if err != nil || o.Again != 0 {
+		t.Errorf("with interval 0: another pass after %s, %v, want none", o.Again, err)
 	}
 	c.expect(t, "flannel-wg", "192.168.77.2:51820 10.5.2.0/24", "192.168.77.3:51820 10.5.3.0/24")
 }
@@ -219,7 +191,7 @@ func TestTryTheEndpointsOfOthers(t *testing.T) {
 	two, three := host(t, 2, 2), host(t, 3, 3)
 	sync := func(d time.Duration, leases ...*subnet.Lease) {
 		t.Helper()
-		for end := h.clock.steady + d; h.clock.steady < end; {
+		for end := h.clock.Steady + d; h.clock.Steady < end; {
 			h.session(3, "192.168.77.3:51820")
 			h.sync(t, 5*time.Second, leases...)
 		}
@@ -229,7 +201,7 @@ func TestTryTheEndpointsOfOthers(t *testing.T) {
 		t.Errorf("without a session the endpoint is %s, want that of the lease", got)
 	}
 	three = hostThatShares(t, 3, "2 "+shared, "3 "+other, "4 "+other)
-	sync(firstTrial-5*time.Second, two, three)
+	sync(10*time.Second, two, three)
 	if got := h.endpoint(2); got != shared {
 		t.Errorf("the endpoint is %s, want the shared one, %s", got, shared)
 	}
@@ -274,15 +246,15 @@ func TestAMovedLeaseIsTriedAtOnce(t *testing.T) {
 	}
 }
 
-// TestSharedEndpointsAreTriedSoon checks that the network asks for another pass after newsPause
+// TestSharedEndpointsAreTriedSoon checks that the network asks for another pass after 10 seconds
 // when a host begins to share endpoints.
 func TestSharedEndpointsAreTriedSoon(t *testing.T) {
 	h := newNATHost(t, host(t, 1, 1))
 	two := host(t, 2, 2)
 	h.sync(t, time.Hour, two, host(t, 3, 3))
 	o, err := h.Sync(t.Context(), set([]string{"host3"}, two, hostThatShares(t, 3, "2 192.168.78.7:40002")))
-	if err != nil || o.Again != newsPause {
-		t.Errorf("another pass after %s, %v, want %s", o.Again, err, newsPause)
+	if err != nil || o.Again != 10*time.Second {
+		t.Errorf("another pass after %s, %v, want 10s", o.Again, err)
 	}
 }
 
@@ -294,27 +266,38 @@ func TestNothingSharedIsLost(t *testing.T) {
 	if _, err := h.Sync(t.Context(), set([]string{"host2"}, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002"))); err != nil {
 		t.Fatal(err)
 	}
-	if h.nat.shared.empty() {
-		t.Error("nothing is tried of what a host has begun to share during a failed pass")
+	h.sync(t, time.Minute, host(t, 2, 2), hostThatShares(t, 3, "2 192.168.78.7:40002"))
+	if got := h.endpoint(2); got != "192.168.78.7:40002" {
+		t.Errorf("the endpoint is %s, and not what a host has begun to share during a failed pass", got)
 	}
 }
 
 var _ backend.Publisher = (*network)(nil)
 
-// TestBroadcastAddressesAreNotTried checks that a host does not send handshakes to the broadcast address of
-// a network that it belongs to, although another host shares it as the endpoint of a peer.
-func TestBroadcastAddressesAreNotTried(t *testing.T) {
-	h := newNATHost(t, host(t, 1, 1))
-	h.nat.broadcasts = func() []netip.Addr { return []netip.Addr{netip.MustParseAddr("198.51.100.127")} }
-	for endpoint, want := range map[string]int{"198.51.100.127:1": 0, "198.51.100.255:1": 1, "[fd00:77::ffff]:1": 1} {
-		h.nat.shared = sharedIndex{}
-		h.nat.shared.set("another", sharing(t, "2 "+endpoint))
-		tried := 0
-		for _, d := range h.devices {
-			tried += len(h.nat.candidates(d, peer{key: key(2)}))
+// sharing returns shared endpoints. An entry such as "2 203.0.113.2:1" contains the number of
+// the peer's key, as for key, and the endpoint.
+func sharing(t *testing.T, entries ...string) discovery.Endpoints {
+	t.Helper()
+	s := discovery.Endpoints{}
+	for _, e := range entries {
+		var n byte
+		number, text, _ := strings.Cut(e, " ")
+		if _, err := fmt.Sscan(number, &n); err != nil {
+			t.Fatal(err)
 		}
-		if tried != want {
-			t.Errorf("%s is tried %d times, want %d", endpoint, tried, want)
-		}
+		at := netip.MustParseAddrPort(text)
+		s[discovery.Of{Peer: key(n), Family: prefix.FamilyOf(at.Addr())}] = at
 	}
+	return s
+}
+
+// backendFor returns the backend that the Backend object raw describes, on a host with both
+// families.
+func backendFor(t *testing.T, raw string) *Backend {
+	t.Helper()
+	b, _, err := NewHost().New(json.RawMessage(raw), backendtest.Env(1500, prefix.IPv4, prefix.IPv6))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b.(*Backend)
 }

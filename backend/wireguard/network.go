@@ -5,15 +5,18 @@ package wireguard
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net"
-	"net/netip"
 	"slices"
 	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -27,9 +30,12 @@ type network struct {
 	devices        []*device
 	implementation string // kernel or userspace
 	secret         secret
-	nat            *nat
+	discovery      *discovery.Discovery
+	lookups        *lookups
+	look           time.Duration // when to read the devices again, on the steady clock; zero if there is no need
+	republish      wait.Signal
 	failed         bool // the last pass failed, and the next set does not repeat its changes
-	now            func() instant
+	now            func() discovery.Instant
 }
 
 // Check implements backend.Network. The identities are the public keys. With one device for both
@@ -81,8 +87,8 @@ func (n *network) again() (again time.Duration) {
 	if n.secret.waiting {
 		again = pskCheck
 	}
-	if n.nat.readBy != 0 {
-		left := max(n.nat.readBy-n.now().steady, leastReadPause)
+	if n.look != 0 {
+		left := max(n.look-n.now().Steady, discovery.LeastPause)
 		if again == 0 || left < again {
 			again = left
 		}
@@ -115,132 +121,149 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err != nil {
 		return 0, err
 	}
-	n.nat.noteShared(set, set.All || n.failed) // a failed pass may have ended before it visited its changes
 	now := n.now()
-	p := pass{set, now, n.nat.readingDue(now.steady)}
-	n.nat.share(ctx, p) // before the devices are read, because reading may take long
-	waiting, wrote := 0, false
+	n.learn(ctx, now.Steady, set)
+	p := pass{Set: set, now: now, read: set.All || n.failed || len(set.Changed) == 0 || n.secret.rotating || n.look != 0 && now.Steady >= n.look}
+	read := true
+	wrote := false
+	waiting := 0
 	var errs []error
-	for _, d := range n.devices {
+	for i, d := range n.devices {
 		s := settings{key: n.key, port: d.port, psk: psk, rotating: n.secret.rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
-		changed, r, err := n.syncDevice(d, s, p)
+		full, changes, r, err := n.syncDevice(i, s, p)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("configure %s: %w", d.name, err))
 		}
-		wrote = wrote || changed
+		read = read && full
+		wrote = wrote || changes
 		repaired += r
 		waiting += d.waiting
+	}
+	for host, known := range n.discovery.Lookups() {
+		n.lookups.start(host, known)
 	}
 	if err := oneline.Join(errs...); err != nil {
 		return repaired, err
 	}
 	n.secret.setWaiting(ctx, waiting, set.Complete)
-	n.nat.followPeers(p, wrote)
+	n.look = n.discovery.Plan(now.Steady, read, wrote, set.Complete)
 	return repaired, nil
 }
 
-// syncDevice makes the settings and peers of a device match the set of the pass. wrote reports
-// whether it has changed a peer. repaired is the result of countRepairs, or 0 if the device was not
-// read, is new, or may still have peers without a lease. If only the changed leases can need a
-// write, syncDevice does not read the device: it trusts what it wrote in the last pass, because
-// reading thousands of peers costs far more than changing one.
-func (n *network) syncDevice(d *device, s settings, p pass) (wrote bool, repaired int, err error) {
+// learn gives the discovery what others have said since the last pass, and publishes what it decides
+// to share. The devices are read later, because that may take long.
+func (n *network) learn(ctx context.Context, now time.Duration, set backend.Set) {
+	for host, addrs := range n.lookups.take() {
+		n.discovery.Answer(now, host, addrs)
+	}
+	n.discovery.Hear(set.Leases, set.Changed, set.All || n.failed) // a failed pass may have ended before it visited its changes
+	if !set.Complete {
+		return
+	}
+	if shared, changed := n.discovery.Publish(now); changed {
+		n.published.Store(&shared)
+		n.republish.Send()
+		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(shared))
+	}
+}
+
+// pass contains the input of one pass over the devices.
+type pass struct {
+	backend.Set
+	now  discovery.Instant
+	read bool // every device has to be read
+}
+
+// device is a tunnel with the state that the passes have written to it.
+type device struct {
+	tunnel
+	userspace       *userspaceDevice          // nil if the kernel implements it
+	index           int                       // index of the interface; if it changes, the device is a new one, without any peers
+	peers           map[string]discovery.Peer // wanted peers, by lease key
+	unwantedRemoved bool                      // peers without a lease were removed from this device
+	waiting         int                       // number of peers that do not have the present preshared key yet
+}
+
+// syncDevice makes the settings and peers of a device match the set of the pass. read reports whether it has
+// read the device, and wrote whether it has changed a peer. repaired is the result of countRepairs, or 0 if
+// the device was not read, is new, or may still have peers without a lease. If only the changed leases can
+// need a write, syncDevice does not read the device: it trusts what it wrote in the last pass, because reading
+// thousands of peers costs far more than changing one.
+func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, repaired int, err error) {
+	d := n.devices[number]
 	index, err := n.control.Index(d.name)
 	if err != nil {
-		return false, 0, err
+		return false, false, 0, err
 	}
-	set := p.set
-	same := index == d.index // otherwise it is another device, without any peers
-	full := set.All || n.failed || len(set.Changed) == 0 || s.rotating || !same || set.Complete && !d.unwantedRemoved || p.read
-	var change diff
-	var next map[string]peer // wanted peers of the leases that may differ, by lease key
-	if full {
-		if change, next, err = n.diffOfAll(d, s, p, same); err != nil {
-			return false, 0, err
+	same := index == d.index
+	read = p.read || !same || p.Complete && !d.unwantedRemoved
+	c := newDiff(s, &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port})
+	c.fromMemory = !read
+	c.removeUnwanted = p.Complete || !read
+	keys := p.Changed
+	if read {
+		if c.have, err = n.control.Device(d.name); err != nil {
+			return false, false, 0, err
 		}
-		d.waiting = change.waiting()
-	} else {
-		change, next = n.diffOfChanged(d, s, set)
+		keys = slices.Collect(maps.Keys(p.Leases))
+		if same {
+			for _, known := range d.peers {
+				c.known[known.Key] = known
+			}
+		}
 	}
-	cfg, changed := change.config()
+
+	next := map[string]discovery.Peer{} // wanted peers of the leases that may differ
+	for _, key := range keys {
+		if known, ok := d.peers[key]; ok && !read {
+			c.known[known.Key] = known
+			c.have.Peers = append(c.have.Peers, asWritten(known, s))
+		}
+		if l, ok := p.Leases[key]; ok {
+			if w, ok := n.peer(d.tunnel, *l); ok {
+				next[key] = w
+				c.want[w.Key] = w
+			}
+		}
+	}
+	if read {
+		c.ages, c.try = n.discovery.Observe(p.now, number, c.have.Peers, c.want, p.Complete)
+		d.waiting = c.waiting()
+	} else {
+		n.discovery.Meet(p.now.Steady, c.want)
+	}
+
+	cfg, changed := c.config()
 	if changed {
 		if err := n.control.ConfigureDevice(d.name, cfg); err != nil {
-			return false, 0, explainPortInUse(err, s.port)
+			return read, false, 0, explainPortInUse(err, s.port)
 		}
 		if d.userspace != nil {
 			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, !same || !d.unwantedRemoved)
 		}
 	}
-	if full && same && d.unwantedRemoved {
-		repaired = countRepairs(cfg, change)
+	if read && same && d.unwantedRemoved {
+		repaired = countRepairs(cfg, c)
 	}
-	d.setPeers(index, full, set, next)
-	return len(cfg.Peers) > 0, repaired, nil
-}
-
-// diffOfAll reads the device and compares it with all leases. same reports whether it is the device
-// of the last pass. The returned map contains the wanted peers by lease key. diffOfAll also updates
-// what d knows of its sessions, endpoints, names and trials.
-func (n *network) diffOfAll(d *device, s settings, p pass, same bool) (diff, map[string]peer, error) {
-	have, err := n.control.Device(d.name)
-	if err != nil {
-		return diff{}, nil, err
+	d.index = index
+	if read {
+		d.peers = next
+		d.unwantedRemoved = p.Complete
+		return read, len(cfg.Peers) > 0, repaired, nil
 	}
-	c := newDiff(s, have)
-	c.removeUnwanted, c.ages = p.set.Complete, d.handshakes.ages(p.now, have.Peers)
-	if same {
-		for _, p := range d.peers {
-			c.known[p.key] = p
-		}
+	for _, key := range keys {
+		delete(d.peers, key)
 	}
-	next := map[string]peer{}
-	for key, l := range p.set.Leases {
-		n.addWanted(d, key, *l, next, c.want)
-	}
-	if p.set.Complete && n.nat.sharer.interval != 0 {
-		d.seen.note(p.now.steady, c, n.nat.worthSharing)
-	}
-	clear(d.named)
-	n.nat.noteNames(d, c)
-	c.try = d.trials.next(p.now.steady, c, func(p peer) []netip.AddrPort { return n.nat.candidates(d, p) })
-	d.read = p.now.steady
-	return c, next, nil
-}
-
-// diffOfChanged compares the changed leases with the peers that were last written for them. It
-// does not read the device. The returned map contains the wanted peers of these leases by lease
-// key.
-func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, map[string]peer) {
-	have := &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}
-	c, next := newDiff(s, have), map[string]peer{}
-	c.removeUnwanted, c.fromMemory = true, true
-	for _, key := range set.Changed {
-		if p, ok := d.peers[key]; ok {
-			c.known[p.key] = p
-			have.Peers = append(have.Peers, asWritten(p, s))
-		}
-		if l, ok := set.Leases[key]; ok {
-			n.addWanted(d, key, *l, next, c.want)
-		}
-	}
-	n.nat.noteNames(d, c)
-	return c, next
-}
-
-// addWanted adds the peer for a lease to next, by the lease's key, and to want, by the public key.
-// It adds nothing if the device does not serve the lease.
-func (n *network) addWanted(d *device, key string, l subnet.Lease, next map[string]peer, want map[wgtypes.Key]peer) {
-	if p, ok := n.peer(d.tunnel, l); ok {
-		next[key], want[p.key] = p, p
-	}
+	maps.Copy(d.peers, next)
+	return read, len(cfg.Peers) > 0, repaired, nil
 }
 
 // asWritten returns a peer as it was written. Its endpoint may be out of date, because only the
 // device knows the present one.
-func asWritten(p peer, s settings) wgtypes.Peer {
+func asWritten(p discovery.Peer, s settings) wgtypes.Peer {
 	return wgtypes.Peer{
-		PublicKey: p.key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,
-		Endpoint: net.UDPAddrFromAddrPort(p.endpoint), AllowedIPs: ipNets(p.allowed),
+		PublicKey: p.Key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,
+		Endpoint: net.UDPAddrFromAddrPort(p.Endpoint), AllowedIPs: ipNets(p.Allowed),
 	}
 }
 
@@ -251,7 +274,7 @@ func countRepairs(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
 		now, wanted := d.want[p.PublicKey]
-		same := wanted && known && before.endpoint == now.endpoint && slices.Equal(before.allowed, now.allowed)
+		same := wanted && known && before.Endpoint == now.Endpoint && slices.Equal(before.Allowed, now.Allowed)
 		missing := !p.UpdateOnly // from the device
 		rotated := d.rotating && p.PresharedKey != nil
 		if p.Remove && !known || same && (missing || p.Endpoint == nil && !rotated) {
@@ -273,7 +296,7 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 }
 
 // Republish implements backend.Publisher.
-func (n *network) Republish() <-chan struct{} { return n.nat.republish }
+func (n *network) Republish() <-chan struct{} { return n.republish }
 
 // Published implements backend.Publisher. There is nothing to do after a write.
 func (*network) Published(subnet.Claim) {}

@@ -20,9 +20,11 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -103,7 +105,7 @@ func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	t.Helper()
 	var got []string
 	for _, p := range f.peers[device] {
-		line := endpointOf(p).String()
+		line := discovery.EndpointOf(p).String()
 		for _, n := range p.AllowedIPs {
 			line += " " + n.String()
 		}
@@ -151,7 +153,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	}
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
 	n := &network{
-		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, Notifier: backend.NewNotifier(t.Context()), Programmer: &backend.Programmer{Reconciler: rec},
+		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, republish: wait.NewSignal(), Notifier: backend.NewNotifier(t.Context()), Programmer: &backend.Programmer{Reconciler: rec},
 	}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
 	for _, l := range n.Base.Links { // the links exist already
@@ -159,11 +161,8 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 			t.Fatal(err)
 		}
 	}
-	for _, d := range n.tunnels() {
-		n.devices = append(n.devices, newDevice(d))
-	}
-	names := newResolver(func(context.Context, string) ([]netip.Addr, error) { return nil, nil }, func() {})
-	n.nat = newNAT(n.Backend, n.devices, names, *host(t, 1, 1), n.now().steady)
+	n.lookups = newLookups(n.Notifier, func(context.Context, string) ([]netip.Addr, error) { return nil, nil })
+	n.startDiscovery(*host(t, 1, 1))
 	t.Cleanup(func() {
 		if err := n.Close(); err != nil {
 			t.Error(err)
@@ -309,6 +308,61 @@ func TestRelaysOfEarlierVersions(t *testing.T) {
 	for _, e := range claim.Endpoints {
 		if strings.Contains(string(e.Data), "Unreachable") || strings.Contains(string(e.Data), "Relay") {
 			t.Errorf("the host publishes %s", e.Data)
+		}
+	}
+}
+
+// steppedClock contains a wall clock that a test can step, and a steady clock.
+type steppedClock struct {
+	passed time.Duration
+	step   time.Duration
+}
+
+func (c *steppedClock) now() discovery.Instant {
+	return discovery.Instant{Wall: time.Unix(1_000_000_000, 0).Add(c.passed + c.step), Steady: time.Hour + c.passed}
+}
+
+// TestClockStep checks that the learned endpoint of a peer survives a step of the clock, with and
+// without a pass between the handshake and the step, and that the endpoint of the lease replaces it
+// when the session ends.
+func TestClockStep(t *testing.T) {
+	for name, step := range map[string]time.Duration{"forward": 24 * time.Hour, "a little forward": 200 * time.Second, "back": -24 * time.Hour} {
+		for _, passBetween := range []bool{true, false} {
+			n, _, c := start(t)
+			clock := steppedClock{}
+			n.now = clock.now
+			pass := func(after time.Duration) {
+				t.Helper()
+				clock.passed += after
+				if _, err := n.Sync(t.Context(), set(nil, host(t, 2, 2))); err != nil {
+					t.Fatal(err)
+				}
+			}
+			const learnt, leased = "192.168.77.222:40000 10.5.2.0/24", "192.168.77.2:51820 10.5.2.0/24"
+			learn := func() {
+				p := c.peers["flannel-wg"][key(2)]
+				p.LastHandshakeTime = clock.now().Wall
+				p.Endpoint.IP, p.Endpoint.Port = []byte{192, 168, 77, 222}, 40000
+				c.peers["flannel-wg"][key(2)] = p
+			}
+			pass(0)
+			c.expect(t, "flannel-wg", leased)
+			clock.passed += time.Minute
+			learn()
+			if passBetween {
+				pass(time.Minute)
+			}
+			clock.step = step
+			pass(time.Minute)
+			c.expect(t, "flannel-wg", learnt)
+			learn() // by the new clock
+			pass(2 * time.Minute)
+			c.expect(t, "flannel-wg", learnt)
+			pass(2 * time.Minute)
+			c.expect(t, "flannel-wg", leased)
+			if t.Failed() {
+				t.Fatalf("clock stepped %s, a pass between handshake and step: %v", name, passBetween)
+			}
 		}
 	}
 }

@@ -3,7 +3,6 @@
 package wireguard
 
 import (
-	"fmt"
 	"net"
 	"net/netip"
 	"slices"
@@ -12,51 +11,37 @@ import (
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
-	"github.com/flanneld/flanneld/pkg/endpoint"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// peer is the configuration of a peer in a device.
-type peer struct {
-	key      wgtypes.Key
-	endpoint netip.AddrPort
-	other    netip.AddrPort // endpoint of the other family in the lease; zero unless the device sends to both families
-	named    endpoint.Named // name of the host, with a port; zero if the host has no name
-	allowed  []netip.Prefix
-}
-
-// String describes p in the words of wg(8).
-func (p peer) String() string {
-	return fmt.Sprintf("peer %s endpoint %s allowed ips %v", p.key, p.endpoint, p.allowed)
-}
-
 // peer returns the peer of t for lease l, whose backend data must be valid. ok is false if t
 // does not serve l: l has no subnet of a family inside the tunnel, or no address that t can
 // send to.
-func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
+func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 	for _, f := range t.families {
 		e, has := l.Endpoint(f)
 		if !has {
 			continue
 		}
 		if key, _, err := decodeData(e.Data); err == nil && !ok {
-			p.key, ok = key, true
+			p.Key, ok = key, true
 		}
-		p.allowed = append(p.allowed, e.Subnet)
+		p.Allowed = append(p.Allowed, e.Subnet)
 	}
 	outer, has := l.Endpoint(b.outer(t, l))
 	if !ok || !has {
-		return peer{}, false
+		return discovery.Peer{}, false
 	}
-	p.endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, outer)))
+	p.Endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, outer)))
 	for _, e := range l.Endpoints {
 		if len(t.outer) > 1 && e.PublicIP != outer.PublicIP {
-			p.other = netip.AddrPortFrom(e.PublicIP, p.endpoint.Port())
+			p.Other = netip.AddrPortFrom(e.PublicIP, p.Endpoint.Port())
 		}
 	}
-	if p.named = decodeNamed(outer.Data); !p.named.IsZero() && p.named.Port == 0 {
-		p.named.Port = p.endpoint.Port()
+	if p.Name = decodeNamed(outer.Data); !p.Name.IsZero() && p.Name.Port == 0 {
+		p.Name.Port = p.Endpoint.Port()
 	}
 	return p, true
 }
@@ -113,10 +98,6 @@ type settings struct {
 	keepalive time.Duration
 }
 
-// sessionLife is the time after its handshake during which a session may be used
-// (REJECT_AFTER_TIME of the protocol, section 6.1 of its white paper).
-const sessionLife = 180 * time.Second
-
 // diff computes the changes from a device's state to the wanted settings and peers.
 //
 // The endpoint of a peer in the device may differ from the wanted one: the peer moves or is
@@ -130,8 +111,8 @@ const sessionLife = 180 * time.Second
 // device.
 type diff struct {
 	have  *wgtypes.Device
-	want  map[wgtypes.Key]peer
-	known map[wgtypes.Key]peer
+	want  discovery.Peers
+	known discovery.Peers
 	try   map[wgtypes.Key]netip.AddrPort // endpoints to try instead of the wanted ones
 	settings
 	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes; nil if have was not read
@@ -141,7 +122,7 @@ type diff struct {
 
 // newDiff returns a diff from have to settings. The caller adds the wanted peers.
 func newDiff(s settings, have *wgtypes.Device) diff {
-	return diff{have: have, settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
+	return diff{have: have, settings: s, want: discovery.Peers{}, known: discovery.Peers{}}
 }
 
 // config returns the changes to write. changed is false if there are none.
@@ -185,10 +166,10 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 	return c, c.PrivateKey != nil || c.ListenPort != nil || len(c.Peers) > 0
 }
 
-func (d diff) add(w peer) wgtypes.PeerConfig {
+func (d diff) add(w discovery.Peer) wgtypes.PeerConfig {
 	return wgtypes.PeerConfig{
-		PublicKey: w.key, PresharedKey: &d.psk, PersistentKeepaliveInterval: &d.keepalive,
-		Endpoint: net.UDPAddrFromAddrPort(w.endpoint), ReplaceAllowedIPs: true, AllowedIPs: ipNets(w.allowed),
+		PublicKey: w.Key, PresharedKey: &d.psk, PersistentKeepaliveInterval: &d.keepalive,
+		Endpoint: net.UDPAddrFromAddrPort(w.Endpoint), ReplaceAllowedIPs: true, AllowedIPs: ipNets(w.Allowed),
 	}
 }
 
@@ -201,27 +182,27 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 //
 // allowed returns the subnets of all wanted peers. mustRemove needs it to decide whether h must lose
 // its surplus subnets. change calls allowed only if h has subnets that are not in w.
-func (d diff) change(h wgtypes.Peer, w peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
-	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
+func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
+	p = wgtypes.PeerConfig{PublicKey: w.Key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
 		p.PresharedKey, differs = &d.psk, true
 	}
 	if h.PersistentKeepaliveInterval != d.keepalive {
 		p.PersistentKeepaliveInterval, differs = &d.keepalive, true
 	}
-	before, known := d.known[w.key]
-	moved := known && before.endpoint != w.endpoint
-	to := w.endpoint
-	if tried, ok := d.try[w.key]; ok && !moved {
+	before, known := d.known[w.Key]
+	moved := known && before.Endpoint != w.Endpoint
+	to := w.Endpoint
+	if tried, ok := d.try[w.Key]; ok && !moved {
 		to = tried
 	}
-	if endpointOf(h) != to && (moved || d.ages[h.PublicKey] > sessionLife) {
+	if discovery.EndpointOf(h) != to && (moved || d.ages[h.PublicKey] > discovery.SessionLife) {
 		p.Endpoint, differs = net.UDPAddrFromAddrPort(to), true
 	}
-	missing, surplus := networkChanges(h.AllowedIPs, w.allowed)
+	missing, surplus := networkChanges(h.AllowedIPs, w.Allowed)
 	switch {
 	case mustRemove(surplus, allowed):
-		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
+		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.Allowed), true
 	case len(missing) > 0:
 		p.AllowedIPs, differs = ipNets(missing), true
 	}
@@ -240,14 +221,6 @@ func (d diff) waiting() (count int) {
 		}
 	}
 	return count
-}
-
-func endpointOf(h wgtypes.Peer) netip.AddrPort {
-	if h.Endpoint == nil {
-		return netip.AddrPort{}
-	}
-	a := h.Endpoint.AddrPort()
-	return netip.AddrPortFrom(a.Addr().Unmap(), a.Port())
 }
 
 func ipNets(ps []netip.Prefix) []net.IPNet {
@@ -286,7 +259,7 @@ func mustRemove(surplus []netip.Prefix, allowed func() map[netip.Prefix]bool) bo
 func (d diff) allowed() map[netip.Prefix]bool {
 	all := map[netip.Prefix]bool{}
 	for _, w := range d.want {
-		for _, p := range w.allowed {
+		for _, p := range w.Allowed {
 			all[p] = true
 		}
 	}

@@ -21,7 +21,7 @@ import (
 const (
 	youngSession = 10 * time.Second
 	// A session is replaced after 120 s (REKEY_AFTER_TIME of the protocol), or up to 10 s
-	// later if there is little traffic, and ends after sessionLife.
+	// later if there is little traffic, and ends after discovery.SessionLife.
 	oldSession = 135 * time.Second
 )
 

@@ -13,6 +13,8 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
+
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 )
 
 // TestSecret checks when a preshared key counts as new: after a start or a change, until all
@@ -62,20 +64,20 @@ func TestSecret(t *testing.T) {
 // TestForeign checks which changes of a peer countRepairs counts as repairs. A change of the endpoint
 // does not count. A change of the preshared key does not count while the configured key is new.
 func TestForeign(t *testing.T) {
-	psk, p := key(5), peer{key: key(2)}
-	peers := map[wgtypes.Key]peer{p.key: p}
+	psk, p := key(5), discovery.Peer{Key: key(2)}
+	peers := discovery.Peers{p.Key: p}
 	for _, tt := range []struct {
 		name     string
 		change   wgtypes.PeerConfig
 		rotating bool
 		count    int
 	}{
-		{"preshared key", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, PresharedKey: &psk}, false, 1},
-		{"new preshared key", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, PresharedKey: &psk}, true, 0},
-		{"allowed IPs", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, ReplaceAllowedIPs: true}, true, 1},
-		{"another endpoint", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, Endpoint: &net.UDPAddr{}}, false, 0},
+		{"preshared key", wgtypes.PeerConfig{PublicKey: p.Key, UpdateOnly: true, PresharedKey: &psk}, false, 1},
+		{"new preshared key", wgtypes.PeerConfig{PublicKey: p.Key, UpdateOnly: true, PresharedKey: &psk}, true, 0},
+		{"allowed IPs", wgtypes.PeerConfig{PublicKey: p.Key, UpdateOnly: true, ReplaceAllowedIPs: true}, true, 1},
+		{"another endpoint", wgtypes.PeerConfig{PublicKey: p.Key, UpdateOnly: true, Endpoint: &net.UDPAddr{}}, false, 0},
 		{"missing peer", diff{}.add(p), true, 1},
-		{"missing peer that is new", diff{}.add(peer{key: key(4)}), true, 0},
+		{"missing peer that is new", diff{}.add(discovery.Peer{Key: key(4)}), true, 0},
 		{"stranger", wgtypes.PeerConfig{PublicKey: key(3), Remove: true}, true, 1},
 	} {
 		d := diff{want: peers, known: peers, settings: settings{rotating: tt.rotating}}

@@ -6,18 +6,24 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"os"
 	"slices"
 	"syscall"
+	"time"
 
+	"golang.org/x/sys/unix"
 	"golang.zx2c4.com/wireguard/wgctrl"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -32,19 +38,15 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, err
 	}
 	n := &network{
-		Backend: b, key: key, now: currentInstant, Notifier: backend.NewNotifier(ctx),
+		Backend: b, key: key, now: currentInstant, republish: wait.NewSignal(), Notifier: backend.NewNotifier(ctx),
 		Programmer: &backend.Programmer{Reconciler: reconciler},
 	}
 	n.Forward(reconciler.Changed())
-	names := newResolver(resolve, n.Notify)
-	n.Go(names.run)
+	n.lookups = newLookups(n.Notifier, lookup)
 	if b.config.PSKFile != "" {
 		n.Go(func(ctx context.Context) { watchPSKFile(ctx, b.config.PSKFile, n.Notify) })
 	}
-	for _, t := range b.tunnels() {
-		n.devices = append(n.devices, newDevice(t))
-	}
-	n.nat = newNAT(b, n.devices, names, own, n.now().steady)
+	n.startDiscovery(own)
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
 	}
@@ -95,6 +97,32 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	n.control = hostControl{client}
 	_, err = n.syncPeers(ctx, backend.Set{All: true})
 	return err
+}
+
+// startDiscovery creates the devices, and the discovery of the endpoints of their peers. own is the last
+// lease of this host.
+func (n *network) startDiscovery(own subnet.Lease) {
+	c := discovery.Config{
+		Interval: time.Duration(n.config.EndpointSharingInterval) * time.Second, Reachable: n.env.Reachable, Broadcasts: underlay.Broadcasts, Random: rand.N[time.Duration],
+		Public: func(f prefix.Family) netip.Addr {
+			a, _ := n.env.Underlay.Family(f)
+			return a.Public
+		},
+	}
+	for _, t := range n.tunnels() {
+		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]discovery.Peer{}})
+		c.Devices = append(c.Devices, t.outer)
+	}
+	shared := n.publishes(own.Claim())
+	n.published.Store(&shared)
+	n.discovery = discovery.New(c, shared, n.now().Steady)
+}
+
+// currentInstant returns the present instant.
+func currentInstant() discovery.Instant {
+	var boot unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &boot) // fails only for unknown clocks
+	return discovery.Instant{Wall: time.Now().Round(0), Steady: time.Duration(boot.Nano())}
 }
 
 // Usable implements backend.Checker.

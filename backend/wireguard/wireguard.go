@@ -12,14 +12,10 @@
 //     and data.go the backend data of leases.
 //   - start.go starts the network. It sets up the devices, in the kernel or in this process.
 //   - network.go is the Network: in each pass it writes the difference between the peers of
-//     a device and the wanted ones. peer.go computes that with a pure function. device.go
-//     stores what the passes know of a device, and control.go reads and configures devices.
-//   - handshakes.go finds the ages of sessions, and psk.go decides when a peer gets a new
-//     preshared key.
-//   - nat.go finds endpoints of peers behind NAT, and decides when the devices are read. sharer.go
-//     decides which endpoints this host shares in its lease, and when it writes the lease.
-//     shared.go encodes and decodes shared endpoints. names.go resolves the names of peers.
-//     trials.go tries the endpoints that other hosts share, and the addresses of names.
+//     a device and the wanted ones. peer.go computes that with a pure function, and control.go
+//     reads and configures devices. psk.go decides when a peer gets a new preshared key.
+//   - Package discovery decides which endpoints are tried and shared, and when the devices are
+//     read. lookups.go looks up the names of peers for it.
 //   - key.go stores the private key.
 //   - userspace.go runs the device in this process. initiator.go starts its sessions, and reader.go
 //     corrects the UDP checksums of packets that it reads from its TUN device.
@@ -38,6 +34,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/endpoint"
 	"github.com/flanneld/flanneld/subnet"
@@ -52,7 +49,7 @@ type Backend struct {
 	config config
 	host   *Host
 	// published is what the network shares in the lease of this host; nil before the network starts.
-	published atomic.Pointer[sharedEndpoints]
+	published atomic.Pointer[discovery.Endpoints]
 }
 
 // New is the backend's factory.
@@ -106,7 +103,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	shared := b.publishes(prev)
 	for i, f := range families(b.env) {
 		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String()}
-		if d.PeerEndpoints, err = shared.encode(f); err != nil {
+		if d.PeerEndpoints, err = shared.Encode(f); err != nil {
 			return subnet.Claim{}, err
 		}
 		for _, t := range b.tunnels() {
@@ -124,9 +121,9 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 
 // publishes returns what this host shares at present. Before the network has started, that is the
 // content of prev, the last claim of this host. The result is empty if EndpointSharingInterval is 0.
-func (b *Backend) publishes(prev subnet.Claim) sharedEndpoints {
+func (b *Backend) publishes(prev subnet.Claim) discovery.Endpoints {
 	if b.config.EndpointSharingInterval == 0 {
-		return sharedEndpoints{}
+		return discovery.Endpoints{}
 	}
 	if now := b.published.Load(); now != nil {
 		return *now
@@ -134,9 +131,9 @@ func (b *Backend) publishes(prev subnet.Claim) sharedEndpoints {
 	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
 	side, ok := backend.NewSide(b, Type).Of(&own)
 	if !ok {
-		return sharedEndpoints{}
+		return discovery.Endpoints{}
 	}
-	return sharedIn(*side, b.env.Reachable) // prev may have the data of a second backend, after a migration
+	return discovery.SharedIn(*side, b.env.Reachable) // prev may have the data of a second backend, after a migration
 }
 
 // CheckPublicEndpoint implements backend.EndpointNamer.

@@ -18,6 +18,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/wireguard/discovery"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -337,8 +338,8 @@ func TestPeer(t *testing.T) {
 					continue
 				}
 				_, line, _ := strings.Cut(p.String(), " endpoint ")
-				if p.other.IsValid() {
-					line += " or " + p.other.String()
+				if p.Other.IsValid() {
+					line += " or " + p.Other.String()
 				}
 				got = append(got, strings.Replace(line, " allowed ips", "", 1))
 			}
@@ -352,9 +353,9 @@ func TestPeer(t *testing.T) {
 func TestDiff(t *testing.T) {
 	now := time.Unix(1_000_000, 0)
 	s := settings{key: key(1), port: 51820, psk: key(5), keepalive: 25 * time.Second}
-	p := peer{key: key(2), endpoint: netip.MustParseAddrPort("192.168.77.2:51820"), allowed: []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
+	p := discovery.Peer{Key: key(2), Endpoint: netip.MustParseAddrPort("192.168.77.2:51820"), Allowed: []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
 	moved := p
-	moved.endpoint = netip.MustParseAddrPort("192.168.77.3:51820")
+	moved.Endpoint = netip.MustParseAddrPort("192.168.77.3:51820")
 	learnt := asWritten(moved, s)
 	learnt.LastHandshakeTime = now.Add(-time.Minute)
 	dead := learnt
@@ -367,12 +368,12 @@ func TestDiff(t *testing.T) {
 		h.LastHandshakeTime = now.Add(-age)
 		return h
 	}
-	stranger := asWritten(peer{key: key(3)}, s)
+	stranger := asWritten(discovery.Peer{Key: key(3)}, s)
 	for _, tt := range []struct {
 		name           string
 		have           []wgtypes.Peer
-		want           peer
-		known          []peer
+		want           discovery.Peer
+		known          []discovery.Peer
 		removeUnwanted bool
 		fromMemory     bool
 		does           string
@@ -384,11 +385,11 @@ func TestDiff(t *testing.T) {
 		{name: "surplus", have: []wgtypes.Peer{asWritten(p, s), stranger}, want: p, removeUnwanted: true, does: "remove"},
 		{name: "rotated", have: []wgtypes.Peer{stranger}, want: p, removeUnwanted: true, does: "add remove"},
 		{name: "learnt", have: []wgtypes.Peer{learnt}, want: p},
-		{name: "learnt, known before", have: []wgtypes.Peer{learnt}, want: p, known: []peer{p}},
+		{name: "learnt, known before", have: []wgtypes.Peer{learnt}, want: p, known: []discovery.Peer{p}},
 		{name: "learnt, but dead", have: []wgtypes.Peer{dead}, want: p, does: "endpoint"},
-		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []peer{moved}, does: "endpoint"},
-		{name: "lease has moved, and the peer may be missing", have: []wgtypes.Peer{asWritten(moved, s)}, want: p, known: []peer{moved}, fromMemory: true, does: "add"},
-		{name: "networks of a peer that may be missing", have: []wgtypes.Peer{elsewhere}, want: p, known: []peer{p}, fromMemory: true, does: "allowed"},
+		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []discovery.Peer{moved}, does: "endpoint"},
+		{name: "lease has moved, and the peer may be missing", have: []wgtypes.Peer{asWritten(moved, s)}, want: p, known: []discovery.Peer{moved}, fromMemory: true, does: "add"},
+		{name: "networks of a peer that may be missing", have: []wgtypes.Peer{elsewhere}, want: p, known: []discovery.Peer{p}, fromMemory: true, does: "allowed"},
 		{name: "networks", have: []wgtypes.Peer{elsewhere}, want: p, does: "allowed"},
 		{name: "PSK", have: []wgtypes.Peer{otherPSK}, want: p, does: "psk"},
 		{name: "PSK, young session", have: []wgtypes.Peer{aged(9 * time.Second)}, want: p, does: "psk"},
@@ -397,14 +398,18 @@ func TestDiff(t *testing.T) {
 		{name: "PSK, old session", have: []wgtypes.Peer{aged(136 * time.Second)}, want: p, does: "psk"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			ages := map[wgtypes.Key]time.Duration{}
+			for _, h := range tt.have {
+				ages[h.PublicKey] = now.Sub(h.LastHandshakeTime)
+			}
 			d := diff{
 				have:     &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port, Peers: tt.have},
-				want:     map[wgtypes.Key]peer{tt.want.key: tt.want},
-				known:    map[wgtypes.Key]peer{},
-				settings: s, removeUnwanted: tt.removeUnwanted, fromMemory: tt.fromMemory, ages: new(handshakes).ages(instant{wall: now}, tt.have),
+				want:     discovery.Peers{tt.want.Key: tt.want},
+				known:    discovery.Peers{},
+				settings: s, removeUnwanted: tt.removeUnwanted, fromMemory: tt.fromMemory, ages: ages,
 			}
 			for _, k := range tt.known {
-				d.known[k.key] = k
+				d.known[k.Key] = k
 			}
 			c, changed := d.config()
 			if got := describe(c); got != tt.does || changed != (tt.does != "") {

@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -69,98 +68,44 @@ func (s *nameServer) count() int {
 	return len(s.asked)
 }
 
-// TestResolver checks the known addresses of a name and the number of lookups, mainly while the
-// caller asks for the name all the time.
-func TestResolver(t *testing.T) {
+// TestLookups checks that a lookup wants a pass only if it finds other addresses than the known ones, about
+// once a second, and that each lookup is answered.
+func TestLookups(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := &nameServer{addrs: map[string]string{"node": "203.0.113.9 203.0.113.1 2001:db8::1 203.0.113.9"}}
-		var found atomic.Int32
-		r := newResolver(s.lookup, func() { found.Add(1) })
-		ctx, cancel := context.WithCancel(t.Context())
-		var running sync.WaitGroup
-		running.Go(func() { r.run(ctx) })
-		defer running.Wait()
-		defer cancel()
-		expect := func(wantFound int32, want ...string) {
-			t.Helper()
-			synctest.Wait()
-			var got []string
-			for _, a := range r.addrs("node") {
-				got = append(got, a.String())
-			}
-			if !slices.Equal(got, want) || found.Load() != wantFound {
-				t.Errorf("addresses %v after %d changes, want %v after %d", got, found.Load(), want, wantFound)
-			}
-		}
-		wait := func(d time.Duration) {
-			for end := time.Now().Add(d); time.Now().Before(end); {
-				r.addrs("node")
-				<-time.After(time.Second)
-			}
-		}
-
-		expect(0) // addrs does not wait for the answer
-		expect(1, "203.0.113.1", "203.0.113.9", "2001:db8::1")
-		s.set("node", "203.0.113.9 2001:db8::1 203.0.113.1") // the same in another order
-		wait(2 * leastLookupPause)
-		expect(1, "203.0.113.1", "203.0.113.9", "2001:db8::1")
-		s.set("node", "203.0.113.2")
-		wait(5 * time.Minute)
-		expect(2, "203.0.113.2")
-		s.set("node", "") // the last good answer stays
-		before := s.count()
-		wait(time.Hour)
-		expect(2, "203.0.113.2")
-		if n := s.count() - before; n < 5 || n > 9 {
-			t.Errorf("%d lookups of a name in an hour, want one in about 10 minutes", n)
-		}
-
-		// If the name was not asked for for a long time, as during a session, the next request resolves it
-		// at once, and requests after leastLookupPause resolve it again.
-		s.set("node", "203.0.113.3")
-		<-time.After(time.Hour)
-		r.addrs("node")
-		expect(3, "203.0.113.3")
-		s.set("node", "203.0.113.4")
-		wait(leastLookupPause * 3 / 2)
-		expect(4, "203.0.113.4")
-
-		// Many addresses of one family leave room for the other.
-		s.set("node", "10.0.0.5 10.0.0.4 10.0.0.3 10.0.0.2 10.0.0.1 2001:db8::5 2001:db8::4 2001:db8::3 2001:db8::2 2001:db8::1")
-		<-time.After(time.Hour)
-		r.addrs("node")
-		expect(5, "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "2001:db8::1", "2001:db8::2", "2001:db8::3", "2001:db8::4")
-
-		r.retain(func(string) bool { return false })
-		if len(r.names) != 0 {
-			t.Errorf("names %v remain, want none", slices.Collect(maps.Keys(r.names)))
-		}
-	})
-}
-
-// TestFoundTogether checks that found is called about once a second while the addresses of many
-// names are found one after the other. Each call makes the network read its devices.
-func TestFoundTogether(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		s := &nameServer{addrs: map[string]string{}}
-		var found atomic.Int32
-		r := newResolver(s.lookup, func() { found.Add(1) })
-		ctx, cancel := context.WithCancel(t.Context())
-		var running sync.WaitGroup
-		defer running.Wait()
-		defer cancel()
-		for i := range 100 {
-			s.set(fmt.Sprint("node", i), "203.0.113.1")
-			r.addrs(fmt.Sprint("node", i))
-		}
-		running.Go(func() { r.run(ctx) })
-		<-time.After(100*time.Second/lookupRate + foundPause)
+		s := &nameServer{addrs: map[string]string{"known": "203.0.113.9 203.0.113.1"}}
+		n := backend.NewNotifier(t.Context())
+		defer n.Close()
+		l := newLookups(n, s.lookup)
+		const hosts = 100
+		l.start("known", []netip.Addr{netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("203.0.113.9")})
+		l.start("gone", nil)
+		<-time.After(time.Minute)
 		synctest.Wait()
-		if n := found.Load(); n < 2 || n > 12 {
-			t.Errorf("%d readings for 100 names, want one each second", n)
+		if answers := l.take(); len(answers) != 2 || len(answers["known"]) != 2 || len(answers["gone"]) != 0 {
+			t.Errorf("answers %v, want two addresses of one name and none of the other", answers)
 		}
-		if a := r.addrs("node99"); len(a) != 1 {
-			t.Errorf("addresses %v, want one", a)
+		select {
+		case <-n.Changed():
+			t.Error("a pass is wanted although nothing has changed")
+		default:
+		}
+
+		for i := range hosts {
+			s.set(fmt.Sprint("node", i), "203.0.113.1")
+			l.start(fmt.Sprint("node", i), nil)
+		}
+		passes, answers := 0, 0
+		for end := time.After(hosts*time.Second/lookupRate + 2*foundPause); end != nil; {
+			select {
+			case <-n.Changed():
+				passes++
+				answers += len(l.take())
+			case <-end:
+				end = nil
+			}
+		}
+		if passes < 2 || passes > 12 || answers != hosts {
+			t.Errorf("%d passes with %d answers for %d names, want a pass each second", passes, answers, hosts)
 		}
 	})
 }
@@ -170,25 +115,22 @@ func TestFoundTogether(t *testing.T) {
 func TestManyNames(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &nameServer{hangs: true}
-		r := newResolver(s.lookup, func() { t.Error("nothing was found") })
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			r.run(ctx)
-			close(ended)
-		}()
+		n := backend.NewNotifier(t.Context())
+		l := newLookups(n, s.lookup)
 		begin := time.Now()
 		const hosts = 100
 		for i := range hosts {
-			r.addrs(fmt.Sprint("node", i))
+			l.start(fmt.Sprint("node", i), nil)
 		}
 		<-time.After(10 * time.Minute)
-		if s.count() != hosts || s.most != lookups || s.at.Sub(begin) > hosts/lookups*lookupTimeout {
-			t.Errorf("%d lookups, at most %d at once, the last one after %s, want %d, %d and at most %s", s.count(), s.most, s.at.Sub(begin), hosts, lookups, hosts/lookups*lookupTimeout)
+		if s.count() != hosts || s.most != lookupsAtOnce || s.at.Sub(begin) > hosts/lookupsAtOnce*lookupTimeout {
+			t.Errorf("%d lookups, at most %d at once, the last one after %s, want %d, %d and at most %s", s.count(), s.most, s.at.Sub(begin), hosts, lookupsAtOnce, hosts/lookupsAtOnce*lookupTimeout)
 		}
-		r.addrs("node0")
-		cancel()
-		<-ended
+		if n := len(l.take()); n != hosts {
+			t.Errorf("%d answers, want %d", n, hosts)
+		}
+		l.start("node0", nil)
+		n.Close()
 	})
 }
 
@@ -226,14 +168,13 @@ func TestTryTheNameOfAPeer(t *testing.T) {
 				s := &nameServer{addrs: map[string]string{
 					"node2.example.org": "203.0.113.2 203.0.113.3 2001:db8::2", "192.0.2.2": "192.0.2.2", "inside.example.org": "10.5.2.2 127.0.0.1 192.168.77.1",
 				}}
-				h.nat.names = newResolver(s.lookup, h.Notify)
-				h.Go(h.nat.names.run)
+				h.lookups.lookup = s.lookup
 				l := withName(t, 2, name)
 				tried := map[string]bool{}
 				for range 40 {
 					h.sync(t, 10*time.Second, l)
 					synctest.Wait()
-					<-time.After(10 * time.Second) // the resolver has the clock of the process
+					<-time.After(10 * time.Second) // lookups have the clock of the process
 					h.session(9, "192.0.2.9:9")
 					tried[h.endpoint(2)] = true
 				}
@@ -265,8 +206,7 @@ func TestNamesOfNewPeers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := newNATHost(t, host(t, 1, 1))
 		s := &nameServer{}
-		h.nat.names = newResolver(s.lookup, h.Notify)
-		h.Go(h.nat.names.run)
+		h.lookups.lookup = s.lookup
 		two, three := withName(t, 2, "node2"), withName(t, 3, "node3")
 		moved := withName(t, 3, "node3:9")
 		for _, set := range []backend.Set{set(nil, two), set([]string{"host3"}, two, three), set([]string{"host3"}, two, moved)} {

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package wireguard
+package discovery
 
 import (
 	"net/netip"
 	"slices"
 	"time"
-
-	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
 // While there is no answer, WireGuard sends the first packet of a handshake every 5 s
@@ -36,54 +34,28 @@ type trial struct {
 	endpoints []netip.AddrPort // the endpoint of the lease, then the candidates
 	at        int              // index of the endpoint that is tried at present
 	round     int              // number of finished rounds
-	began     time.Duration    // begin of the present trial, on the steady clock
+	began     time.Duration    // start of the present trial
 	until     time.Duration    // end of the present trial
 	sent      int64            // bytes that the device had sent to the peer when the present trial began
 	idle      int              // how often the present trial was prolonged because nothing was sent
 	tried     bool             // something was sent in this round
 }
 
-// trials contains the searches of a device, by the public key of the peer.
-type trials map[wgtypes.Key]*trial
+func (t *trial) endpoint() netip.AddrPort { return t.endpoints[t.at] }
 
-// next returns the endpoint to try at the time now, by public key, for each peer on the device that
-// has no session and at least one candidate besides the endpoint of its lease. It ends the searches
-// for all other peers. candidates returns the candidates of a peer.
-func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.AddrPort) map[wgtypes.Key]netip.AddrPort {
-	try := map[wgtypes.Key]netip.AddrPort{}
-	had := make(map[wgtypes.Key]bool, len(ts))
-	for _, h := range d.have.Peers {
-		w, wanted := d.want[h.PublicKey]
-		if !wanted || d.ages[h.PublicKey] <= sessionLife {
-			continue
-		}
-		endpoints := []netip.AddrPort{w.endpoint}
-		for _, c := range candidates(w) {
-			if c != w.endpoint {
-				endpoints = append(endpoints, c)
-			}
-		}
-		if len(endpoints) == 1 {
-			continue
-		}
-		had[w.key] = true
-		t := ts[w.key]
-		switch {
-		case t == nil: // begin with the first candidate, because the device has used another endpoint until now
-			t = &trial{endpoints: endpoints, at: 1, began: now, until: now + firstTrial, sent: h.TransmitBytes}
-			ts[w.key] = t
-		case !slices.Equal(t.endpoints, endpoints):
-			t.replace(now, endpoints)
-		}
-		t.advance(now, h.TransmitBytes)
-		try[w.key] = t.endpoints[t.at]
+// next returns the search at the time now. t is nil before the search. The result is nil if there is no
+// endpoint besides that of the lease. sent is the number of bytes that the device has sent to the peer.
+func (t *trial) next(now time.Duration, endpoints []netip.AddrPort, sent int64) *trial {
+	switch {
+	case len(endpoints) == 1:
+		return nil
+	case t == nil: // the device has used the endpoint of the lease until now, so start with a candidate
+		return &trial{endpoints: endpoints, at: 1, began: now, until: now + firstTrial, sent: sent}
+	case !slices.Equal(t.endpoints, endpoints):
+		t.replace(now, endpoints)
 	}
-	for key := range ts {
-		if !had[key] {
-			delete(ts, key)
-		}
-	}
-	return try
+	t.advance(now, sent)
+	return t
 }
 
 // replace replaces the endpoints, and begins with the first round again. The trial with the
@@ -91,19 +63,22 @@ func (ts trials) next(now time.Duration, d diff, candidates func(peer) []netip.A
 // round. It does not begin again, because a host that often changes what it shares would then
 // prevent the trials of the other endpoints.
 func (t *trial) replace(now time.Duration, endpoints []netip.AddrPort) {
-	t.endpoints, t.round = endpoints, 0
+	t.endpoints = endpoints
+	t.round = 0
 	switch {
 	case t.at == 0: // the endpoint of the lease, even if it has changed
 		t.until = min(t.until, t.began+firstTrial)
 	case t.at < len(endpoints):
 		t.until = min(t.until, now+firstTrial)
-	default: // this index has gone: advance goes on with the endpoint of the lease
-		t.at, t.idle, t.until = len(endpoints)-1, idleTrials, now
+	default: // this index is gone: advance continues with the endpoint of the lease
+		t.at = len(endpoints) - 1
+		t.idle = idleTrials
+		t.until = now
 	}
 }
 
-// advance goes on to the next endpoint if the present trial has ended, or prolongs that trial (see
-// idleTrials). sent is the number of bytes that the device has sent to the peer.
+// advance continues with the next endpoint if the present trial has ended, or prolongs that trial (see
+// idleTrials).
 func (t *trial) advance(now time.Duration, sent int64) {
 	if now < t.until {
 		return
@@ -113,8 +88,11 @@ func (t *trial) advance(now time.Duration, sent int64) {
 		t.until = now + firstTrial
 		return
 	}
+
 	t.tried = t.tried || sent != t.sent
-	t.began, t.sent, t.idle = now, sent, 0
+	t.began = now
+	t.sent = sent
+	t.idle = 0
 	if t.round == trialRounds { // trialRest is over
 		t.round = 0
 	}
@@ -125,19 +103,9 @@ func (t *trial) advance(now time.Duration, sent int64) {
 		}
 		t.tried = false
 	}
+
 	t.until = now + min(firstTrial<<t.round, lastTrial)
 	if t.round == trialRounds {
 		t.until = now + trialRest
 	}
-}
-
-// pause returns the time until the first of the present trials ends; zero if there are none.
-func (ts trials) pause(now time.Duration) (pause time.Duration) {
-	for _, t := range ts {
-		left := max(t.until-now, 1)
-		if pause == 0 || left < pause {
-			pause = left
-		}
-	}
-	return pause
 }
