@@ -15,6 +15,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
@@ -28,6 +29,8 @@ type nodeCache struct {
 	own     string            // name of the own Node
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
+	// problems limits the log lines about Nodes that cannot be read.
+	problems *changes.Limit
 	// revision is the revision up to which the cache has all events; 0: the Nodes must be listed.
 	revision    int64
 	listed      bool // this process has listed the Nodes
@@ -121,7 +124,7 @@ func (c *nodeCache) lastChangeOf(name string) lastChange {
 
 // successor returns an empty cache, which replaces c after it was filled from a list.
 func (c *nodeCache) successor() *nodeCache {
-	return &nodeCache{keys: c.keys, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
+	return &nodeCache{keys: c.keys, problems: c.problems, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
 }
 
 // put puts a Node of a list into the cache, together with what old, the former cache, knows of it.
@@ -331,7 +334,7 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 	switch {
 	case e == nil:
 		changed[name] = nil
-	case logUnreadable(ctx, name, e, e), e.fresh:
+	case c.logUnreadable(ctx, name, e, e), e.fresh:
 		if e.fresh {
 			changed[name] = e.lease // if it has none, another Node of that name may have had one
 		}
@@ -380,8 +383,8 @@ func (e *entry) problem() string {
 }
 
 // logUnreadable logs when a Node becomes unreadable, when the reason changes, and when the Node can
-// be read again. It reports whether it has logged.
-func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
+// be read again. It reports whether one of these happened.
+func (c *nodeCache) logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 	if before != nil {
 		now.loggedProblem = before.loggedProblem
 	}
@@ -390,13 +393,16 @@ func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 		return false
 	}
 	now.loggedProblem = problem
+
+	log, ok := c.problems.Next(klog.FromContext(ctx))
 	switch {
+	case !ok:
 	case problem == "":
-		klog.FromContext(ctx).Info("node can be read again", "node", name)
+		log.Info("node can be read again", "node", name)
 	case now.err == nil:
-		klog.FromContext(ctx).Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", problem)
+		log.Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", problem)
 	default:
-		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", problem)
+		log.Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", problem)
 	}
 	return true
 }

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -20,6 +21,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
@@ -176,6 +178,22 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
 	if in, out := strings.Count(log, "public-ipv6"), strings.Count(log, "can be read again"); in != 1 || out != 1 {
 		t.Errorf("%d lines name the annotation and %d say that it is good again, want one each:\n%s", in, out, log)
+	}
+}
+
+// TestNodesDoNotFillTheLog makes a Node wrong and right again, as its host can do 300 times a second.
+func TestNodesDoNotFillTheLog(t *testing.T) {
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	ctx := klog.NewContext(t.Context(), logger)
+	cache := (&Manager{}).newNodeCache(ctx)
+	good, bad := &entry{}, &entry{err: errors.New("wrong")}
+	for range 2 * changes.Many {
+		cache.logUnreadable(ctx, "n1", good, bad)
+		cache.logUnreadable(ctx, "n1", bad, good)
+	}
+	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if n := strings.Count(log, "n1"); n != changes.Many {
+		t.Errorf("%d lines, want %d", n, changes.Many)
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/changes"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
@@ -21,7 +22,7 @@ import (
 // newNodeCache returns a cache that contains the last known state. The cache is empty if there is
 // none, if an earlier call has used it, or if the configuration cannot be read.
 func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
-	cache := &nodeCache{keys: m.keys}
+	cache := &nodeCache{keys: m.keys, problems: changes.NewLimit(changes.Many)}
 	f := m.lastKnown.Swap(nil)
 	cfg, err := m.Config(ctx)
 	if f == nil || f.known.Store.ID == "" || err != nil {

@@ -118,7 +118,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", cache.store, "is", next.store)
 	}
 	for name, e := range next.entries {
-		logUnreadable(ctx, name, cache.entries[name], e)
+		cache.logUnreadable(ctx, name, cache.entries[name], e)
 	}
 	*cache = *next
 	sink(cache.update(nil))
