@@ -69,11 +69,13 @@ func TestAnchors(t *testing.T) {
 	}
 }
 
-// TestLinks checks that links within the project lead to existing files and headings, and that
-// each page except README.md is linked from another page.
+// TestLinks checks that links within the project lead to existing files and headings, and that each page is linked from
+// another page, except for two READMEs where readers begin. The folder Documentation must not link to code, which
+// packages do not have.
 func TestLinks(t *testing.T) {
 	all := pages(t)
-	linked := map[string]bool{"../README.md": true}
+	linked := map[string]bool{"../README.md": true, "../backend/README.md": true}
+	code := regexp.MustCompile(`^\.\./(backend|cmd|pkg|subnet|test)/`)
 	for path, text := range all {
 		for _, m := range link.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
 			target := m[1] + m[2]
@@ -86,6 +88,9 @@ func TestLinks(t *testing.T) {
 				to = filepath.Join(filepath.Dir(path), file)
 			}
 			linked[to] = linked[to] || to != path
+			if code.MatchString(to) && !code.MatchString(path) {
+				t.Errorf("%s: %s links to code", path, target)
+			}
 			if _, err := os.Stat(to); err != nil {
 				t.Errorf("%s: %s links to a file that does not exist", path, target)
 			} else if id != "" && !anchors(all[to])[id] {
