@@ -201,7 +201,7 @@ func (r *report) verdict() string {
 }
 
 // tableSize is the number of measures beyond which a table has only those with a target.
-const tableSize = 40
+const tableSize = 30
 
 // markdown writes the report as it stands on the page of the documentation: a table for each group, with
 // a column for each number of peers.
