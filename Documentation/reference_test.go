@@ -55,14 +55,13 @@ var update = flag.Bool("update", false, "generate the pages again")
 
 const referenceHead = `# Reference
 
-This page lists all keys of the network configuration and all metrics. It is generated from the
-code by ` + "`go test ./Documentation -update`" + `, and a test fails if it is out of date. Types and
-ranges come from the errors of the daemon for other values. The flags are on a page of
-[their own](flags.md).
+All keys of the network configuration and all metrics, generated from the code by
+` + "`go test ./Documentation -update`" + `. The flags are on a page of [their own](flags.md).
 
 `
 
-// section is a section of the reference: the keys of one struct of the configuration.
+// section is a section of the reference: the keys of one struct of the configuration. Sections with the same title are
+// one table, which says which backends have a key.
 type section struct {
 	title    string
 	folder   string // of the package that defines the struct
@@ -76,13 +75,13 @@ var sections = []section{
 	{"Backend wireguard", "backend/wireguard", wireguard.Defaults(), wireguard.Type},
 	{"Backend ipip", "backend/ipip", ipip.Defaults(), ipip.Type},
 	{"Backend udp", "backend/udp", udp.Defaults(), udp.Type},
-	{"Backend aws-vpc", "backend/awsvpc", awsvpc.Defaults(), awsvpc.Type},
-	{"Backend gce", "backend/gce", gce.Defaults(), gce.Type},
-	{"Backend ali-vpc", "backend/alivpc", alivpc.Defaults(), alivpc.Type},
-	{"Backend tencent-vpc", "backend/tencentvpc", tencentvpc.Defaults(), tencentvpc.Type},
+	{"Backends of clouds", "backend/awsvpc", awsvpc.Defaults(), awsvpc.Type},
+	{"Backends of clouds", "backend/gce", gce.Defaults(), gce.Type},
+	{"Backends of clouds", "backend/alivpc", alivpc.Defaults(), alivpc.Type},
+	{"Backends of clouds", "backend/tencentvpc", tencentvpc.Defaults(), tencentvpc.Type},
 	{"Backend extension", "backend/extension", extension.Defaults(), extension.Type},
-	{"Backend host-gw", "backend/hostgw", struct{}{}, hostgw.Type},
-	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},
+	{"Backends host-gw and alloc", "backend/hostgw", struct{}{}, hostgw.Type},
+	{"Backends host-gw and alloc", "backend/alloc", struct{}{}, alloc.Type},
 }
 
 // TestReference checks that reference.md is what the code generates. With -update it
@@ -90,9 +89,13 @@ var sections = []section{
 func TestReference(t *testing.T) {
 	var b strings.Builder
 	b.WriteString(referenceHead)
-	for _, s := range sections {
-		fmt.Fprintf(&b, "## %s\n\n", s.title)
-		s.write(t, &b)
+	for rest := sections; len(rest) > 0; {
+		n := slices.IndexFunc(rest, func(s section) bool { return s.title != rest[0].title })
+		if n < 0 {
+			n = len(rest)
+		}
+		write(t, &b, rest[:n])
+		rest = rest[n:]
 	}
 	writeMetrics(t, &b)
 	want := b.String()
@@ -139,25 +142,59 @@ func TestReferenceHasAllBackends(t *testing.T) {
 	}
 }
 
-func (s section) write(t *testing.T, b *strings.Builder) {
-	v := reflect.ValueOf(s.defaults)
-	if v.NumField() == 0 {
+// write writes sections of one title.
+func write(t *testing.T, b *strings.Builder, same []section) {
+	fmt.Fprintf(b, "## %s\n\n", same[0].title)
+	var rows []string
+	backends := map[string][]string{} // by row
+	for _, s := range same {
+		for _, row := range s.rows(t) {
+			if backends[row] == nil {
+				rows = append(rows, row)
+			}
+			backends[row] = append(backends[row], s.backend)
+		}
+	}
+
+	if rows == nil {
 		b.WriteString("No keys but `Type`.\n\n")
 		return
 	}
+	head, line := "| Key | Value | Default | Meaning |", "|---|---|---|---|"
+	if len(same) > 1 {
+		head, line = head+" Backends |", line+"---|"
+	}
+	fmt.Fprintf(b, "%s\n%s\n", head, line)
+	for _, row := range rows {
+		switch having := backends[row]; {
+		case len(same) == 1:
+		case len(having) == len(same):
+			row += " all |"
+		default:
+			row += " " + strings.Join(having, ", ") + " |"
+		}
+		b.WriteString(row + "\n")
+	}
+	b.WriteString("\n")
+}
+
+func (s section) rows(t *testing.T) (rows []string) {
+	v := reflect.ValueOf(s.defaults)
+	if v.NumField() == 0 {
+		return nil
+	}
 	comments := fieldComments(t, s.folder, v.Type().Name())
-	b.WriteString("| Key | Value | Default | Meaning |\n|---|---|---|---|\n")
 	for i := range v.NumField() {
 		key := v.Type().Field(i).Name
 		if comments[key] == "" {
 			t.Errorf("%s: %s.%s has no comment", s.folder, v.Type().Name(), key)
 		}
-		fmt.Fprintf(b, "| `%s` | %s | %s | %s |\n", key, s.wants(t, key, v.Field(i)), textOf(v.Field(i)), comments[key])
+		rows = append(rows, fmt.Sprintf("| `%s` | %s | %s | %s |", key, s.wants(t, key, v.Field(i)), textOf(v.Field(i)), comments[key]))
 	}
 	if !v.FieldByName("MTU").IsValid() && s.backend != "" && s.refusal("MTU", "probe") == "" { // the registry knows the key, not the backend
-		b.WriteString("| `MTU` | \"probe\" | none | each host finds the MTU of the path to each peer; see [paths](paths.md#let-hosts-find-the-mtu-of-each-path) |\n")
+		rows = append(rows, "| `MTU` | \"probe\" | none | each host [finds the MTU](paths.md#let-hosts-find-the-mtu-of-each-path) of the path to each peer |")
 	}
-	b.WriteString("\n")
+	return rows
 }
 
 // textOf returns a default as it would stand in the configuration, or "none" for an

@@ -22,7 +22,7 @@ type config struct {
 	// filters of EC2 that choose the route tables of the VPC, such as "tag:cluster=blue"; a table must match all
 	// names, and one value of each name
 	RouteTableFilter []string
-	Overflow         backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
+	Overflow         backend.Overflow // tunnel to hosts that the routes of the cloud do not reach
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

@@ -14,8 +14,8 @@ const page = "Documentation/backends/gce.md"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Cluster  string           // name of the cluster, such as "blue", which the descriptions of its routes contain; hosts replace and remove only routes of their own cluster
-	Overflow backend.Overflow // tunnel to hosts that the routes of the VPC network do not reach: vxlan, or an object with this Type and the keys of vxlan
+	Cluster  string           // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
+	Overflow backend.Overflow // tunnel to hosts that the routes of the cloud do not reach
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

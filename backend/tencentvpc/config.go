@@ -12,10 +12,10 @@ import (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Cluster         string           // name of the cluster, such as "blue", which the descriptions of its routes contain; hosts of other clusters do not replace or remove these routes
-	AccessKeyID     string           // SecretId of an API key. Every program that can read the store can read the key: if possible, give the instance a role instead
-	AccessKeySecret string           // SecretKey of the API key AccessKeyID
-	Overflow        backend.Overflow // tunnel to hosts that the routes of the VPC do not reach: vxlan, or an object with this Type and the keys of vxlan
+	Cluster         string           // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
+	AccessKeyID     string           // id of an access key. Every program that can read the store can read the key: if possible, give the instance a role instead
+	AccessKeySecret string           // secret of the access key
+	Overflow        backend.Overflow // tunnel to hosts that the routes of the cloud do not reach
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

@@ -25,8 +25,8 @@ const (
 type config struct {
 	VNI  int // VXLAN network identifier, which is also the number in the device's name
 	Port int // UDP port on which all hosts receive packets; 0 means 8472, the kernel's default
-	// MTU in bytes of the underlay, the existing network between the hosts; 0 means that of the external
-	// interface. "probe" is like 0, and each host also finds the MTU of the path to each peer
+	// MTU in bytes of the network between the hosts, at most that of the external interface, which 0 means. "probe" is
+	// like 0, and each host also finds the MTU of the path to each peer
 	MTU int
 	GBP bool // group-based policy extension of VXLAN; must be the same on all hosts
 	// the device also learns from packets which host has a MAC address; not needed, because flanneld

@@ -46,8 +46,8 @@ const (
 type config struct {
 	ListenPort   int // UDP port on which the host receives packets; in mode separate, that of the IPv4 device
 	ListenPortV6 int // UDP port of the IPv6 device in mode separate
-	// MTU in bytes of the underlay, the existing network between the hosts; 0 means that of the external
-	// interface. "probe" is like 0, and each host also finds the MTU of the path to each peer
+	// MTU in bytes of the network between the hosts, at most that of the external interface, which 0 means. "probe" is
+	// like 0, and each host also finds the MTU of the path to each peer
 	MTU     int
 	PSK     string // preshared key of all peers, in addition to the key pair of each host
 	PSKFile string // path of a file on each host that contains the preshared key; instead of PSK
@@ -55,16 +55,15 @@ type config struct {
 	// are no such packets
 	PersistentKeepaliveInterval int
 	// separate: a device for each address family; ipv4 or ipv6: one device for both, with outer packets of
-	// that family; auto: one device that chooses the outer family for each peer
+	// that family; auto: one device, which uses IPv6 towards a peer if the addresses of both hosts are global
+	// and the peer's IPv4 address is private, and otherwise IPv4
 	Mode string
 	// kernel: the WireGuard of the kernel; userspace: that of flanneld; auto: that of the kernel if it has one
 	Implementation string
-	// hosts publish in their leases at which endpoints they see peers behind NAT, and try the endpoints that
-	// others publish. The value is the time in seconds for which an endpoint must be the same before a host
-	// publishes it, and the minimum time between two changes of a lease. With 0, hosts do neither
+	// seconds for which an endpoint of a peer behind NAT must be the same before a host publishes it in its lease,
+	// and minimum time between two changes of a lease. With 0, hosts neither publish endpoints nor try those of others
 	EndpointSharingInterval int
-	// backend between hosts of one location, where packets need no encryption: vxlan or host-gw, or an object
-	// with this Type and its keys
+	// backend between hosts of one location, where packets need no encryption
 	SameLocation backend.SameLocation
 }
 
