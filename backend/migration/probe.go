@@ -31,7 +31,12 @@ type target struct {
 
 // leastProbe and mostProbe limit the pause between two probes of the same peer. probePause is the
 // pause between the probes of two peers.
+//
+// settling is the pause before the first probe at a peer's targets. When NextBackend is removed and put back within a
+// moment, hosts still read each other's older leases, and the tunnel that a host is about to replace still answers. A
+// host that believed such an answer would send into a tunnel that its peer closes.
 const (
+	settling   = time.Second
 	leastProbe = 500 * time.Millisecond
 	mostProbe  = 30 * time.Second
 	probePause = 2 * time.Millisecond
@@ -115,7 +120,7 @@ func (p *prober) aim(key string, targets []target) {
 	if len(targets) == 0 {
 		return
 	}
-	peer := &probed{key: key, targets: targets, missing: map[netip.Addr]struct{}{}, due: time.Now()}
+	peer := &probed{key: key, targets: targets, missing: map[netip.Addr]struct{}{}, due: time.Now().Add(settling)}
 	peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
 	for _, t := range targets {
 		peer.missing[t.to] = struct{}{}

@@ -46,6 +46,8 @@ func TestProbeOrder(t *testing.T) {
 				t.Errorf("%s: %d peers in the queue, want %d", when, len(p.order), len(p.peers))
 			}
 		}
+		probe(settling - time.Millisecond)
+		expect("while the peers settle", func(int) int { return 0 })
 		probe(leastProbe / 2)
 		expect("at first", func(n int) int { return map[bool]int{true: 1}[n < 50] })
 		if got := p.take(); len(got) != 1 || !slices.Equal(got["7"], []target{targetOf(7)}) {
@@ -55,9 +57,9 @@ func TestProbeOrder(t *testing.T) {
 		p.aim("7", nil)
 		p.aim("9", nil)
 		p.aim("50", []target{targetOf(50)})
-		probe(leastProbe / 4)
+		probe(settling + leastProbe/4)
 		if sent[targetOf(50).to] != 1 {
-			t.Error("no request to a new peer before the second ones to the others")
+			t.Error("no request to a new peer soon after it has settled")
 		}
 		clear(sent)
 		probe(2 * time.Minute)
@@ -89,7 +91,7 @@ func TestAnswerFromAnotherAddress(t *testing.T) {
 			p := newProber(func() {})
 			targets := []target{v4, v6}
 			p.aim("2", targets)
-			requests, _ := p.next(time.Now())
+			requests, _ := p.next(time.Now().Add(settling))
 			for id, r := range requests {
 				from := r.to
 				if r == tt.target {

@@ -149,6 +149,21 @@ func OtherHost(a, b underlay.Interface) bool {
 	return !slices.ContainsFunc(a.Addrs, func(one underlay.Address) bool { return slices.Contains(b.Addrs, one) })
 }
 
+// Withdrawn returns cfg, in the stage Withdrawn if this host has no next backend and had another one than cfg until a
+// moment ago. A peer that has not read that it is gone still sends over its device, which cfg may change.
+func (last *State) Withdrawn(cfg subnet.Config) subnet.Config {
+	if last.Config.NextBackend != nil || cfg.Stage != "" {
+		return cfg
+	}
+
+	for _, f := range last.Former {
+		if f.Config.Toward(cfg).Stage == subnet.Withdrawn {
+			cfg.Stage = subnet.Withdrawn
+		}
+	}
+	return cfg
+}
+
 // FormerNetworks returns the networks for which an earlier process may have created rules,
 // except for those in cfg.
 func (last *State) FormerNetworks(cfg subnet.Config) []netip.Prefix {

@@ -60,7 +60,8 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		cfg, changed := r.config.next()
 		var again <-chan time.Time // nil never receives
 		if cfg != nil && r.config.follow {
-			next, err := r.prepareUnless(ctx, changed, m, s, *cfg, published)
+			last, _ := r.state.Get()
+			next, err := r.prepareUnless(ctx, changed, m, s, last.Withdrawn(*cfg), published)
 			if err == nil {
 				prepared <- next
 				return nil

@@ -73,7 +73,7 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	if now, ok := s.state.Get(); ok {
 		last = now
 	}
-	cfg = last.Config.Toward(stored)
+	cfg = last.Withdrawn(last.Config.Toward(stored))
 	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
 
 	// Otherwise a node would lose IPv4 when IPv6 is enabled in the cluster and it has no podCIDR for it.
