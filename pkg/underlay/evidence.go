@@ -4,7 +4,6 @@ package underlay
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"net/netip"
 	"regexp"
@@ -30,13 +29,12 @@ type Candidate struct {
 type candidate struct {
 	Candidate
 	link      Link
-	alive     bool // it is up, and has a carrier
-	poor      int  // 0: it has global addresses in all families, 1: link-local ones, 2: a family has none
-	inUse     int  // how many of its addresses are in use
-	published int  // how many of its addresses this host has published before
-	peers     int  // to how many peers the kernel sends through it
-	defaults  int  // of how many families the best default route uses it
-	hop       int  // its place among the hops of that route
+	poor      int // 0: it has global addresses in all families, 1: link-local ones, 2: a family has none
+	inUse     int // how many of its addresses are in use
+	published int // how many of its addresses this host has published before
+	peers     int // to how many peers the kernel sends through it
+	defaults  int // of how many families the best default route uses it
+	hop       int // its place among the hops of that route
 }
 
 // candidates returns all links, best first. Those that never count are at the end.
@@ -65,7 +63,7 @@ func (s selector) candidates() []candidate {
 		return cmp.Or(
 			truth(a.Never != "", b.Never != ""),
 			truth(!a.counts(), !b.counts()),
-			truth(!a.alive || a.poor == 2, !b.alive || b.poor == 2),
+			truth(!a.link.alive() || a.poor == 2, !b.link.alive() || b.poor == 2),
 			b.inUse-a.inUse,
 			b.published-a.published,
 			b.peers-a.peers,
@@ -92,7 +90,7 @@ func truth(a, b bool) int {
 }
 
 func (s selector) candidate(l Link) candidate {
-	c := candidate{Candidate: Candidate{Name: l.Name, Addresses: []netip.Addr{}, Never: s.never(l)}, link: l, alive: l.Up && l.Running}
+	c := candidate{Candidate: Candidate{Name: l.Name, Addresses: []netip.Addr{}, Never: s.never(l)}, link: l}
 	for _, a := range l.Addrs {
 		if a.IP.IsGlobalUnicast() {
 			c.Addresses = append(c.Addresses, a.IP)
@@ -137,9 +135,7 @@ func (s selector) serves(l Link) bool {
 		return true
 	}
 	leads := func(r DefaultRoute) bool { return slices.Contains(r.Links, l.Index) }
-	nearer := func(other Link) bool {
-		return other.Index != l.Index && other.Up && other.Running && s.never(other) == "" && s.neighbours(other)
-	}
+	nearer := func(other Link) bool { return other.alive() && s.neighbours(other) }
 	return s.neighbours(l) || slices.ContainsFunc(s.facts.Defaults, leads) && !slices.ContainsFunc(s.facts.Links, nearer)
 }
 
@@ -190,7 +186,7 @@ func (s selector) bestDefault(f prefix.Family) []int {
 	}
 	alive := func(index int) bool {
 		l, _ := s.facts.link(index)
-		return l.Up && l.Running
+		return l.alive()
 	}
 	var routes []DefaultRoute
 	for _, r := range s.facts.Defaults {
@@ -210,9 +206,6 @@ func (s selector) bestDefault(f prefix.Family) []int {
 // byEvidence returns the best candidate, and an error if nothing speaks for one.
 func (s selector) byEvidence() (found, error) {
 	all := s.candidates()
-	if len(all) == 0 || all[0].Never != "" {
-		return found{}, errors.New("no interface leads to other hosts")
-	}
 	c := all[0]
 	w := found{link: c.link}
 	switch {
@@ -223,7 +216,7 @@ func (s selector) byEvidence() (found, error) {
 	case c.peers > 0:
 		w.note = "route to other hosts"
 	default:
-		if !c.alive {
+		if !c.link.alive() {
 			w.lastResort = c.Name + " has no carrier"
 		}
 		w.note = "default route"
@@ -290,7 +283,7 @@ func (s selector) arguments(c candidate) (pro, con []string) {
 	add(&pro, c.defaults > 0, "default route in the main table")
 
 	add(&con, !c.link.Up, "it is down")
-	add(&con, c.link.Up && !c.alive, "it has no carrier")
+	add(&con, c.link.Up && !c.link.alive(), "it has no carrier")
 	add(&con, c.link.MTU <= 0, "its MTU is %d", c.link.MTU)
 	for _, f := range s.opts.Families {
 		_, err := s.own(c.link, f)

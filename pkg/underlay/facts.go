@@ -15,7 +15,7 @@ import (
 // Facts is the input to the choice of the external interface. It is plain data; gather
 // reads it from the kernel.
 type Facts struct {
-	// Links has all links, sorted by index.
+	// Links has all links, sorted by index. lo is always one of them.
 	Links []Link
 	// Defaults has the default routes of the main table, in kernel order. gather leaves
 	// it empty if an option selects an interface.
@@ -104,6 +104,9 @@ func (f Facts) link(index int) (Link, error) {
 // loopback reports whether l is lo.
 func (l Link) loopback() bool { return l.Name == "lo" }
 
+// alive reports whether l is set up and has a carrier.
+func (l Link) alive() bool { return l.Up && l.Running }
+
 // onlyHolds reports whether l holds addresses but carries no packets to other hosts.
 func (l Link) onlyHolds() bool { return l.loopback() || l.Kind == "dummy" }
 
@@ -129,7 +132,7 @@ func (l Link) addr(ip netip.Addr) (Addr, bool) {
 // sends reports whether the host can send packets from address ip of l.
 func (l Link) sends(ip netip.Addr) bool {
 	a, ok := l.addr(ip)
-	return ok && !a.Tentative && !a.Duplicate && l.Up && l.Running
+	return ok && !a.Tentative && l.alive()
 }
 
 // maxSeenAddrs is the number of addresses of an interface in an error.

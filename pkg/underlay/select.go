@@ -394,8 +394,8 @@ func (s selector) byReach(value string) (found, error) {
 	if err != nil {
 		return found{}, errors.New("want an IP address")
 	}
-	if c := s.candidates(); len(c) > 0 && c[0].Never == "" && c[0].inUse > 0 && c[0].peers > 0 {
-		return found{link: c[0].link, note: ": address in use, route to other hosts"}, nil
+	if c := s.candidates()[0]; c.inUse > 0 && c.peers > 0 {
+		return found{link: c.link, note: ": address in use, route to other hosts"}, nil
 	}
 	var w found
 	source := ip
@@ -430,7 +430,7 @@ func (s selector) keeps(l Link, f prefix.Family) bool {
 
 // isInUse reports whether l is the link in use, which has a carrier. It may have another name now.
 func (s selector) isInUse(l Link) bool {
-	return l.Up && l.Running && (l.Name == s.opts.InUse.Name || slices.ContainsFunc(l.Addrs, func(a Addr) bool { return s.opts.InUse.uses(a.IP) }))
+	return l.alive() && (l.Name == s.opts.InUse.Name || slices.ContainsFunc(l.Addrs, func(a Addr) bool { return s.opts.InUse.uses(a.IP) }))
 }
 
 // usable returns the addresses of family f on l that can be chosen without an option that

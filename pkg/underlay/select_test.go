@@ -417,33 +417,6 @@ func TestSelectStaysOnALink(t *testing.T) {
 	}
 }
 
-// TestSelectOfSeveralDefaults has default routes over two links. It checks that Select takes the
-// first link that has global addresses of all families, or else link-local ones, even if another
-// link is in use.
-func TestSelectOfSeveralDefaults(t *testing.T) {
-	for name, tt := range map[string]struct {
-		d1, d2   []string
-		families []prefix.Family
-		want     string
-	}{
-		"both":               {[]string{"10.1.0.2", "fd01::2"}, []string{"10.2.0.2", "fd02::2"}, dual, "d1"},
-		"link-local":         {[]string{"fe80::1"}, []string{"fd02::2"}, v6, "d2"},
-		"link-local alone":   {nil, []string{"fe80::2"}, v6, "d2"},
-		"one family":         {[]string{"10.1.0.2"}, []string{"10.2.0.2", "fd02::2"}, dual, "d2"},
-		"one family is poor": {[]string{"10.1.0.2", "fe80::1"}, []string{"10.2.0.2", "fd02::2"}, dual, "d2"},
-	} {
-		for _, inUse := range []string{"", "d1"} {
-			facts := Facts{
-				Links:    []Link{link(1, "d1", tt.d1...), link(2, "d2", tt.d2...)},
-				Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 0, 1, 2), defaultRoute(prefix.IPv6, 0, 1, 2)},
-			}
-			if got, err := choose(facts, Options{Families: tt.families, InUse: Interface{Name: inUse}}); err != nil || got.Name != tt.want {
-				t.Errorf("%s, with %q in use: got %s, error %v; want %s", name, inUse, show(got.Interface), err, tt.want)
-			}
-		}
-	}
-}
-
 // TestSelectSkipsPodInterfaces checks that Select does not take flanneld's device or the bridge of the
 // pods, which still exist after a restart and do not lead to peers. It must take them if --iface names them.
 func TestSelectSkipsPodInterfaces(t *testing.T) {

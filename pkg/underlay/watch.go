@@ -83,7 +83,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 // isDown reports whether the named link cannot carry packets: it is absent, down, or has no
 // carrier.
 func (f Facts) isDown(name string) bool {
-	return !slices.ContainsFunc(f.Links, func(l Link) bool { return l.Name == name && l.Up && l.Running })
+	return !slices.ContainsFunc(f.Links, func(l Link) bool { return l.Name == name && l.alive() })
 }
 
 // cannotSend returns the reason why packets cannot be sent from the addresses of i, or nil if

@@ -110,6 +110,11 @@ func TestSituationsOfAllBackends(t *testing.T) {
 	}
 }
 
+// TestVMSituations plays the first situations with the WireGuard of the kernel.
+//
+//stages:rest the kernel of the guest is emulated
+func TestVMSituations(t *testing.T) { testSituations(t, "wireguard", dual, situations[:4]) }
+
 // uplinkHost is the host to which situations occur.
 type uplinkHost struct {
 	*damagedHost

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -43,6 +44,35 @@ func TestIPv6OffByDefaultAndReadOnly(t *testing.T) {
 	})
 }
 
+// TestMovesEnd starts a daemon that prefers an address which comes and goes. After three moves in a minute it must
+// stay with the other address, as long as that works, and say so.
+func TestMovesEnd(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("vxlan"))
+	p := &damagedHost{lab: l, host: l.Host(1)}
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--iface=192.168.77.101", "--iface=192.168.77.1", "--iface=eth0"}})
+	publishes := func(addr string) {
+		t.Helper()
+		eventually(t, "the lease has "+addr, func() error {
+			if now := leases(t, l); !slices.ContainsFunc(now, func(l lease) bool { return l.PublicIP == addr }) {
+				return fmt.Errorf("the leases are %v", now)
+			}
+			return nil
+		})
+	}
+	const comes = "ip addr add 192.168.77.101/24 dev eth0"
+	for range 2 {
+		p.run(t, comes)
+		publishes("192.168.77.101")
+		p.run(t, "ip addr del 192.168.77.101/24 dev eth0")
+		publishes("192.168.77.1") // the second time too, although it is the fourth move: nothing else works
+	}
+	p.run(t, comes)
+	expectOnce(t, p.host.Daemon(), "the external interface has changed too often and is kept")
+	publishes("192.168.77.1")
+	expectMatrix(t, l)
+}
+
 // TestVMUplinks uses a bond, a VLAN, and a VLAN in a VRF as the external interface of all hosts. The kernel of
 // this machine may lack them.
 //
@@ -57,10 +87,11 @@ func TestVMUplinks(t *testing.T) {
 		args            []string
 		refused         string
 	}{
-		"vxlan, bond":   {backend: "vxlan", script: bond},
-		"host-gw, VLAN": {backend: "host-gw", script: vlan, args: []string{"--iface=up0"}},
-		"vxlan, VRF":    {backend: "vxlan", script: vrf, args: []string{"--iface=up0"}},
-		"host-gw, VRF":  {backend: "host-gw", script: vrf, args: []string{"--iface=up0"}, refused: "vrf0"},
+		"vxlan, bond":     {backend: "vxlan", script: bond},
+		"wireguard, bond": {backend: "wireguard", script: bond},
+		"host-gw, VLAN":   {backend: "host-gw", script: vlan, args: []string{"--iface=up0"}},
+		"vxlan, VRF":      {backend: "vxlan", script: vrf, args: []string{"--iface=up0"}},
+		"host-gw, VRF":    {backend: "host-gw", script: vrf, args: []string{"--iface=up0"}, refused: "vrf0"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(tc.backend))
