@@ -102,7 +102,11 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		m.recognize(ctx, e)
 	}
 	who := identity(c)
-	relationOf := m.relationTo(c, may)
+	others, err := m.others(ctx, c, l.entries)
+	if err != nil {
+		return err
+	}
+	relationOf := m.relationTo(c, may, others)
 	if err := m.completeOwn(ctx, &l, relationOf); err != nil {
 		return err
 	}
@@ -115,6 +119,9 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	}
 	if err != nil {
 		return err
+	}
+	if p.duplicate == "" && len(others) > 0 {
+		p.duplicate = others[0]
 	}
 	if p.duplicate != "" {
 		klog.FromContext(ctx).Error(nil, "another lease carries the public address of this node", "key", p.duplicate, "publicIP", who)

@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -613,5 +614,91 @@ func TestResumed(t *testing.T) {
 	again.Resumed(before)
 	if l := acquire(t, again, claim("192.0.2.4")); l.Key == before.Key {
 		t.Errorf("%s was taken from the node that has created it again", l.Key)
+	}
+}
+
+// TestLeaseWithDataOfAnotherHost starts a host whose public address is in a lease that another host has
+// written, or may have written. The host must not take the subnet and the data of another host, and must
+// take its own, even if it was installed again.
+func TestLeaseWithDataOfAnotherHost(t *testing.T) {
+	const (
+		addr, macA, macB = "192.0.2.1", "02:00:00:00:00:0a", "02:00:00:00:00:0b"
+		key              = "10.5.207.0-24"
+	)
+	value := func(ip, mac string) string {
+		v, err := codec.Encode(withIdentity(ip, mac))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(v)
+	}
+	bare := fmt.Sprintf(`{"PublicIP":%q}`, addr)
+	former := &subnet.Lease{Key: "10.5.208.0-24", Order: 1, Endpoints: withIdentity(addr, macB).Endpoints}
+	former.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.208.0/24")
+	s := newServer(t)
+	for _, tc := range []struct {
+		name      string
+		values    []string // of the key, in this order
+		reserved  bool     // the key has no etcd lease
+		compacted bool
+		resumed   *subnet.Lease // of the last known state; nil: none
+		previous  string        // subnet that the host had; empty: unknown
+		mac       string        // of the host, if it does not recall one
+		another   bool          // the host must take another subnet
+	}{
+		{name: "the other names a host that has not joined yet", values: []string{value("192.0.2.2", macA), value(addr, macA)}, another: true},
+		{name: "the operator names it", values: []string{value("192.0.2.2", macA), bare}, reserved: true},
+		{name: "this host, installed again", values: []string{value(addr, macA)}},
+		{name: "this host, installed again after it had changed its data", values: []string{value(addr, macA), value(addr, macB)}},
+		{name: "the history is not known", values: []string{value("192.0.2.2", macA), value(addr, macA)}, compacted: true},
+		{name: "this host has moved, and subnet.env is left", values: []string{value("192.0.2.2", macB), value(addr, macB)}, previous: "10.5.207.0/24"},
+		{name: "this host has moved, and its key is left", values: []string{value("192.0.2.2", macB), value(addr, macB)}, mac: macB},
+		{name: "a reservation with other data than the last known state", values: []string{value(addr, macA)}, reserved: true, resumed: former, another: true},
+		{name: "a reservation with the same data", values: []string{value(addr, macB)}, reserved: true, resumed: former},
+		{name: "a reservation without data", values: []string{bare}, reserved: true, resumed: former},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f := newFixture(t, s)
+			f.put(t, "config", `{"Network":"10.5.0.0/16"}`)
+			var lease []clientv3.OpOption
+			if !tc.reserved {
+				lease = append(lease, f.grant(t, 60))
+			}
+			for _, v := range tc.values {
+				f.put(t, "subnets/"+key, v, lease...)
+			}
+			_, _, revision := f.get(t, "subnets/"+key)
+			if tc.compacted {
+				if _, err := f.kv.Compact(t.Context(), revision); err != nil {
+					t.Fatal(err)
+				}
+			}
+			m := f.manager(t)
+			if tc.previous != "" {
+				m = f.manager(t, withPrevious(tc.previous))
+			}
+			if tc.resumed != nil {
+				m.Resumed(*tc.resumed)
+			}
+
+			recalled, err := m.Recall(t.Context(), claim(addr))
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := withIdentity(addr, cmp.Or(tc.mac, "02:00:00:00:00:0c"))
+			if len(recalled.Endpoints) > 0 {
+				if tc.another {
+					t.Errorf("recalled %v, the data of another host", recalled)
+				}
+				c.Endpoints[0].Data = recalled.Endpoints[0].Data
+			}
+			own := acquire(t, m, c)
+			if (own.Key != key) != tc.another {
+				t.Errorf("took %s, want another one than %s: %v", own.Key, key, tc.another)
+			}
+			if _, _, now := f.get(t, "subnets/"+key); tc.another && now != revision {
+				t.Errorf("the lease of the other host was written")
+			}
+		})
 	}
 }

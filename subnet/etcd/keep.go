@@ -104,7 +104,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		return checked, true, nil
 	case m.isCurrent(*found, own):
 		return checked, false, nil
-	case m.relationTo(own.claim, nil)(*found) == foreign && owner(*found).IsValid():
+	case m.relationTo(own.claim, nil, nil)(*found) == foreign && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
 	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil, spare) })
@@ -196,7 +196,7 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may 
 		return fmt.Errorf("own key: %w", err)
 	}
 	var stale []entry
-	relationOf := m.relationTo(own.claim, may)
+	relationOf := m.relationTo(own.claim, may, nil)
 	for _, e := range l.entries {
 		is := relationOf(e)
 		ours := e.leased() && is != foreign

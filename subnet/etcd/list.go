@@ -5,12 +5,14 @@ package etcd
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/parallel"
@@ -119,4 +121,21 @@ func (m *Manager) read(ctx context.Context, key string) (found *entry, revision 
 		return nil
 	})
 	return found, revision, err
+}
+
+// readAt returns the entry as it was at a revision, or nil if it did not exist or the store does not know
+// any more.
+func (m *Manager) readAt(ctx context.Context, key string, revision int64) (found *entry, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.dir+key, clientv3.WithRev(revision))
+		if err == nil && len(resp.Kvs) > 0 {
+			e := m.entry(resp.Kvs[0])
+			found = &e
+		}
+		return err
+	})
+	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, rpctypes.ErrFutureRev) {
+		return nil, nil
+	}
+	return found, err
 }

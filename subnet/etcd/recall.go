@@ -15,8 +15,11 @@ import (
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(sourceLease)
 	var l listing
+	var others []string
 	err := m.retry(ctx, sourceLease, func() (err error) {
-		l, err = m.listOr(ctx, &stash{})
+		if l, err = m.listOr(ctx, &stash{}); err == nil {
+			others, err = m.others(ctx, own, l.entries)
+		}
 		return err
 	})
 	if err != nil {
@@ -24,7 +27,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	}
 	m.forAcquire.put(l)
 	known := identity(own).IsValid()
-	relationOf := m.relationTo(own, nil)
+	relationOf := m.relationTo(own, nil, others)
 	if !known {
 		relationOf = func(e entry) relation {
 			if e.err == nil && overlap(e.subnets, m.previous(own)) {
@@ -38,7 +41,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	if known && found != nil && relationOf(*found) == likely {
 		// The data of another host, such as its VTEP MAC, would make peers refuse this one.
 		if may, err = m.rights(ctx); err == nil {
-			relationOf = m.relationTo(own, may)
+			relationOf = m.relationTo(own, may, others)
 			found = recalled(l.entries, relationOf, m.previous(own))
 		}
 	}

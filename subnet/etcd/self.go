@@ -3,6 +3,8 @@
 package etcd
 
 import (
+	"context"
+	"fmt"
 	"slices"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -85,16 +87,16 @@ const (
 )
 
 // relationTo returns a function that returns the relation of an entry to this host, which wants to
-// publish c. An entry is foreign if may does not permit to write its key: another host can put the
-// address of this one into its own lease.
-func (m *Manager) relationTo(c subnet.Claim, may *rights) func(entry) relation {
+// publish c. Another host can put the address of this one into its own lease. So an entry is foreign
+// if may does not permit to write its key, or if its key is one of others: see the method others.
+func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(entry) relation {
 	var identities []string
 	if m.resumed.Load() != nil {
 		identities = codec.Identities(c.Endpoints)
 	}
 	return func(e entry) relation {
 		switch {
-		case !may.permits(e.key):
+		case !may.permits(e.key), slices.Contains(others, e.key):
 			return foreign
 		case m.self.Load().granted(&e), m.isOwn(e), m.isResumed(e):
 			return proven
@@ -103,6 +105,50 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights) func(entry) relation {
 		}
 		return foreign
 	}
+}
+
+// others returns the keys of those entries that have the public address of this host, which wants to
+// publish c, and the data of another host. These are
+//
+//   - with a last known state, leases and reservations with an identity that is not in it;
+//
+//   - without one, leases that were created for another address:
+//
+//     PUT 10.5.2.0-24 {"PublicIP":"192.0.2.2",…}   host 2 joins
+//     PUT 10.5.2.0-24 {"PublicIP":"192.0.2.1",…}   host 2 names the address of host 1, which has not joined yet
+//
+// If this host was installed again, its lease was created for its address. That is how flannel finds it, so
+// such a lease is not in the result. Neither is an entry without data, which the operator has written, a
+// subnet that this host had, or a lease whose history was compacted.
+func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (keys []string, err error) {
+	relationOf := m.relationTo(c, nil, nil)
+	var known []string
+	if own := m.resumed.Load(); own != nil {
+		known = codec.Identities(own.Endpoints)
+	}
+	ours := slices.Concat(known, codec.Identities(c.Endpoints))
+
+	for _, e := range entries {
+		if relationOf(e) != likely || e.lease.BackendType == "" || hasIdentity(e.lease, ours) || overlap(e.subnets, m.previous(c)) {
+			continue
+		}
+		if len(known) > 0 && len(codec.Identities(e.lease.Endpoints)) > 0 {
+			keys = append(keys, e.key)
+			continue
+		}
+		if !e.leased() || e.createRevision == e.modRevision {
+			continue
+		}
+
+		created, err := m.readAt(ctx, e.key, e.createRevision)
+		switch {
+		case err != nil:
+			return nil, fmt.Errorf("read the first value of %s: %w", e.key, err)
+		case created != nil && created.err == nil && !samePublicIP(created.lease, c):
+			keys = append(keys, e.key)
+		}
+	}
+	return keys, nil
 }
 
 // samePublicIP reports whether l has the public address of c in the first family in which both have

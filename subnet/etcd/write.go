@@ -118,7 +118,7 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
 		id := e.leaseID
-		if m.relationTo(own.claim, nil)(e) != proven {
+		if m.relationTo(own.claim, nil, nil)(e) != proven {
 			id = m.lastGrant() // the host that has written e may still use its etcd lease
 		}
 		var err error
