@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"bytes"
+	gocmp "cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -63,7 +64,8 @@ func giveKeys(t *testing.T, l *lab.Lab) (users, keys []string) {
 // all hosts.
 type hostile struct {
 	r      *rand.Rand
-	leases []any    // the values of the leases of all hosts, decoded
+	leases []any    // the values of the leases of all hosts, decoded; its own is the last one
+	first  []any    // the values that it writes first
 	atoms  []any    // values that can replace any part of a lease
 	names  []string // of all fields in a lease
 }
@@ -78,6 +80,10 @@ func newHostile(t *testing.T, l *lab.Lab, seed uint64, leases []any) *hostile {
 		"::ffff:192.168.77.1", "00:00:00:00:00:00", "ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", strings.Repeat("A", 43) + "=",
 	}}
 	a.leases = leases
+	own := len(leases) - 1
+	for _, other := range leases[:own] {
+		a.first = append(a.first, exchanged(leases[own], other)...)
+	}
 	for _, kind := range subnettest.LeaseKinds() {
 		for _, example := range subnettest.LeaseData(kind) {
 			a.collect(decoded(example))
@@ -100,6 +106,24 @@ func newHostile(t *testing.T, l *lab.Lab, seed uint64, leases []any) *hostile {
 	return a
 }
 
+// exchanged returns copies of own, each with one part of other in its place: an address or identity of
+// another host in the lease of this one.
+func exchanged(own, other any) (all []any) {
+	have, ok := own.(map[string]any)
+	if !ok {
+		return nil
+	}
+	theirs, _ := other.(map[string]any)
+	for _, name := range slices.Sorted(maps.Keys(theirs)) {
+		for _, part := range append(exchanged(have[name], theirs[name]), theirs[name]) {
+			with := maps.Clone(have)
+			with[name] = part
+			all = append(all, with)
+		}
+	}
+	return all
+}
+
 // collect adds all parts of a value to the atoms. So each part gets into the place of each other
 // one, in a field that did not exist when this was written too.
 func (a *hostile) collect(value any) {
@@ -115,6 +139,11 @@ func (a *hostile) collect(value any) {
 
 // next returns the next value.
 func (a *hostile) next() any {
+	if len(a.first) > 0 {
+		value := a.first[0]
+		a.first = a.first[1:]
+		return value
+	}
 	value := a.leases[a.r.IntN(len(a.leases))]
 	for range a.r.IntN(4) {
 		value = a.changed(value)
@@ -124,7 +153,11 @@ func (a *hostile) next() any {
 
 // value returns the next value of the key.
 func (a *hostile) value() string {
+	whole := len(a.first) > 0
 	text, _ := json.Marshal(a.next())
+	if whole {
+		return string(text)
+	}
 	switch a.r.IntN(20) {
 	case 0, 1: // no JSON
 		text = text[:a.r.IntN(len(text)+1)]
@@ -204,6 +237,7 @@ type hostileCase struct {
 	conf     netConf
 	args     []string         // flags of all daemons; ADDRESS stands for an address of the host
 	cloud    func() testCloud // the cloud in which the hosts are; nil if they are in none
+	first    bool             // the last host has the first of the keys, not the last one
 }
 
 // attack describes an attack by the last of several hosts.
@@ -233,6 +267,12 @@ func hostileCases() map[string]hostileCase {
 		"tencent-vpc":       {families: v4, conf: netConf{backend: `{"Type":"tencent-vpc"}`}, cloud: func() testCloud { return newTencentCloud() }},
 		"vxlan, IPv4":       {families: v4, conf: netConf{backend: `{"Type":"vxlan"}`}}, // TestHostileHostVXLAN has both families
 	}
+	full := netConf{
+		v4: "10.5.0.0/22", v6: "fd00:5::/62", backend: `{"Type":"vxlan"}`,
+		more: `,"SubnetLen":24,"SubnetMin":"10.5.0.0","IPv6SubnetLen":64,"IPv6SubnetMin":"fd00:5::"`,
+	}
+	cases["the first subnet"] = hostileCase{families: dual, conf: full, first: true}
+	cases["the last subnet"] = hostileCase{families: dual, conf: full}
 	for _, backend := range []string{hostGW, backendConfig("udp"), alloc, extensionOn("ext0")} {
 		for name, families := range map[string][]prefix.Family{"IPv4": v4, "both families": dual} {
 			cases[leaseTypeOf(backend)+", "+name] = hostileCase{families: families, conf: netConf{backend: backend}}
@@ -323,9 +363,9 @@ func (tc hostileCase) survive(t *testing.T) {
 	seed := seedOf(t)
 	for _, f := range tc.families {
 		if f == prefix.IPv4 {
-			tc.conf.v4 = "10.5.0.0/16"
+			tc.conf.v4 = gocmp.Or(tc.conf.v4, "10.5.0.0/16")
 		} else {
-			tc.conf.v6 = "fd00:5::/48"
+			tc.conf.v6 = gocmp.Or(tc.conf.v6, "fd00:5::/48")
 		}
 	}
 	cfg := lab.Config{Hosts: tc.hosts, Families: tc.families, Network: json.RawMessage(tc.conf.String())}
@@ -338,6 +378,10 @@ func (tc hostileCase) survive(t *testing.T) {
 	var users, keys []string
 	if !tc.unrestricted {
 		users, keys = giveKeys(t, l)
+	}
+	if tc.first {
+		slices.Reverse(users)
+		slices.Reverse(keys)
 	}
 	var base lab.FlanneldOptions
 	var v *cloudBed
@@ -382,17 +426,22 @@ func (tc hostileCase) survive(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var values []any
-		for _, lease := range all {
-			values = append(values, decoded(lease.Value))
-		}
-		a := newHostile(t, l, seed, values)
 		user, key := "", "/coreos.com/network/subnets/"
 		if users == nil {
 			key += leaseOf(t, l, last).Key
 		} else {
 			user, key = users[len(users)-1], keys[len(keys)-1]
 		}
+		var values []any
+		var own any
+		for _, lease := range all {
+			if lease.Key == path.Base(key) {
+				own = decoded(lease.Value)
+			} else {
+				values = append(values, decoded(lease.Value))
+			}
+		}
+		a := newHostile(t, l, seed, append(values, own))
 		t.Logf("%d values were written", a.attack(t, l, user, key, tc.d))
 	})
 	if v == nil {
