@@ -136,7 +136,7 @@ func testSituations(t *testing.T, backend string, families []prefix.Family, all 
 	// The VPN drops packets to pods. On the peer, the next prefix is on the same link.
 	vpn := shell(t, p.peer.Namespace, `ip link add tun0 type veth peer name tun0 netns `+p.host.NetNS()+`; ip link set tun0 up
 		iptables -t raw -A PREROUTING -i tun0 -d 10.5.0.0/16 -j DROP; ip6tables -t raw -A PREROUTING -i tun0 -d fd00:5::/48 -j DROP
-		ip -br link show tun0 | tr -s " " | cut -d" " -f3`)
+		ip -br link show tun0 | { read -r _ _ mac _; echo $mac; }`)
 	p.script(t, `ip link set tun0 up; ip link add dead0 type veth peer name far0; ip link set dead0 up
 		sysctl -w net.ipv4.conf.dead0.ignore_routes_with_linkdown=1 net.ipv6.conf.dead0.ignore_routes_with_linkdown=1
 		each: {ip} addr add {vpn} dev tun0{nodad}; {ip} neigh add {peer} lladdr `+strings.TrimSpace(vpn)+` dev tun0
