@@ -14,8 +14,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/pkg/oneline"
@@ -56,8 +54,8 @@ func printed(from subnet.Lease, err error) lease {
 }
 
 // listNodes prints the leases of Nodes.
-func listNodes(cmd *cobra.Command, o options.Options, out output) error {
-	entries, err := kube.Entries(cmd.Context(), kubeConfig(o))
+func listNodes(cmd *cobra.Command, o storeOptions, out output) error {
+	entries, err := kube.Entries(cmd.Context(), o.kubeConfig())
 	if err != nil {
 		return err
 	}
@@ -89,7 +87,7 @@ annotations.`,
 			if o, err := store.options(); err == nil && o.KubeSubnetMgr {
 				if watch {
 					return watchLeases(cmd.Context(), cmd.OutOrStdout(), func(ctx context.Context, sink func(subnet.Update)) error {
-						return kube.Watch(ctx, kubeConfig(o), sink)
+						return kube.Watch(ctx, o.kubeConfig(), sink)
 					})
 				}
 				return listNodes(cmd, o, out)

@@ -15,7 +15,6 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/flanneld/flanneld/pkg/mesh"
-	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
@@ -190,15 +189,15 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 
 // onKubernetes returns the hosts of the Nodes that flannel manages. ask sends its requests through the API
 // server to flanneld's pods.
-func (f *meshFlags) onKubernetes(ctx context.Context, o options.Options) (cluster, error) {
-	d, err := kube.FindDaemons(ctx, kubeConfig(o), f.namespace, f.selector)
+func (f *meshFlags) onKubernetes(ctx context.Context, o storeOptions) (cluster, error) {
+	d, err := kube.FindDaemons(ctx, o.kubeConfig(), f.namespace, f.selector)
 	if err != nil {
 		return cluster{}, err
 	}
 	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
 		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query())
 	}}
-	entries, err := kube.Entries(ctx, kubeConfig(o))
+	entries, err := kube.Entries(ctx, o.kubeConfig())
 	if err != nil {
 		d.Close()
 		return cluster{}, err

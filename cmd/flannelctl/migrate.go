@@ -304,7 +304,7 @@ func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases [
 		if err != nil {
 			return nil, err
 		}
-		entries, err := kube.Entries(cmd.Context(), kubeConfig(o))
+		entries, err := kube.Entries(cmd.Context(), o.kubeConfig())
 		for _, e := range entries {
 			leases = append(leases, e.Lease)
 		}

@@ -29,6 +29,16 @@ type storeFlags struct {
 	// configMap is the value of the flag that names the ConfigMap with the network
 	// configuration on Kubernetes. It is nil for commands without that flag.
 	configMap *string
+	// context is the value of the flag for the context of the kubeconfig. It is nil for commands that work on
+	// etcd only.
+	context *string
+}
+
+// storeOptions are the options of a command, with what only flannelctl has.
+type storeOptions struct {
+	options.Options
+	place   // from which the options are that are not given
+	context string
 }
 
 const (
@@ -52,12 +62,13 @@ func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 	s.addTo(cmd)
 	s.kube = cmd.PersistentFlags().Bool("kube-subnet-mgr", false, "the store is the Kubernetes API (FLANNELD_KUBE_SUBNET_MGR)")
 	for _, f := range [][2]string{
-		{"kubeconfig-file", "kubeconfig file for the API; by default the pod's service account is used (FLANNELD_KUBECONFIG_FILE)"},
+		{"kubeconfig-file", "kubeconfig file for the API (FLANNELD_KUBECONFIG_FILE)"},
 		{"kube-api-url", "URL of the API (FLANNELD_KUBE_API_URL)"},
 		{"kube-annotation-prefix", "prefix of the annotations (FLANNELD_KUBE_ANNOTATION_PREFIX)"},
 	} {
 		s.values[f[0]] = cmd.PersistentFlags().String(f[0], "", f[1])
 	}
+	s.context = cmd.PersistentFlags().String("context", "", "context of the kubeconfig")
 }
 
 // addTo adds the flags for etcd to a command and all below it.
@@ -75,12 +86,12 @@ func (s *storeFlags) addTo(cmd *cobra.Command) {
 	}
 }
 
-// options returns the options from flags and variables. A flag that is only for
-// Kubernetes implies --kube-subnet-mgr. The password comes only from
-// FLANNELD_ETCD_PASSWORD, because flags are visible in the process list.
-func (s *storeFlags) options() (options.Options, error) {
+// options returns the options from flags and variables and, unless one of these locates the store, from the place
+// where that is found. A flag that is only for Kubernetes implies --kube-subnet-mgr. The password does not
+// come from a flag, because flags are visible in the process list.
+func (s *storeFlags) options() (storeOptions, error) {
 	var args []string
-	kubernetes := false
+	kubernetes := s.kube != nil && *s.kube || s.configMap != nil && *s.configMap != "" || s.context != nil && *s.context != ""
 	for name, value := range s.values {
 		if *value == "" {
 			continue
@@ -88,24 +99,46 @@ func (s *storeFlags) options() (options.Options, error) {
 		args = append(args, "--"+name+"="+*value)
 		kubernetes = kubernetes || !strings.HasPrefix(name, "etcd")
 	}
-	kubernetes = kubernetes || s.kube != nil && *s.kube || s.configMap != nil && *s.configMap != ""
 	if kubernetes {
 		args = append(args, "--kube-subnet-mgr")
 	}
-	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" {
+
+	var found storeOptions
+	if s.context != nil {
+		found.context = *s.context
+	}
+	if !s.located() {
+		found.place = findStore(s.kube != nil)
+	}
+	if s.configMap == nil || *s.configMap != "" {
+		delete(found.settings, netConfigPath)
+	}
+	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" && found.settings[netConfigPath] == "" {
 		args = append(args, "--"+netConfigPath+"="+os.DevNull) // no file is named, and the file that flanneld reads by default need not exist here
 	}
-	o, err := options.Parse(args, os.Environ())
-	if err != nil || *s.network == "" {
-		return o, err
+	var err error
+	if found.Options, err = options.Parse(args, append(found.variables(), os.Environ()...)); err != nil || *s.network == "" {
+		return found, err
 	}
-	if o.KubeSubnetMgr {
-		return o, fmt.Errorf("--%s is for etcd: in Kubernetes there is one network", networkFlag)
+	if found.KubeSubnetMgr {
+		return found, fmt.Errorf("--%s is for etcd: in Kubernetes there is one network", networkFlag)
 	}
 	if err := subnet.CheckNetworkName(*s.network); err != nil {
-		return o, fmt.Errorf("--%s %q is invalid: %w", networkFlag, *s.network, err)
+		return found, fmt.Errorf("--%s %q is invalid: %w", networkFlag, *s.network, err)
 	}
-	return o.Network(*s.network), nil
+	found.Options = found.Network(*s.network)
+	return found, nil
+}
+
+// located reports whether a flag or variable locates the store. Then no other place counts: neither may a password
+// that is found there reach the server that is named here.
+func (s *storeFlags) located() bool {
+	for _, name := range []string{"etcd-endpoints", "kubeconfig-file", "kube-api-url", "kube-subnet-mgr"} {
+		if os.Getenv(options.Variable(name)) != "" || s.values[name] != nil && *s.values[name] != "" {
+			return true
+		}
+	}
+	return s.kube != nil && *s.kube || s.context != nil && *s.context != ""
 }
 
 // onKubernetes reports whether the store is the Kubernetes API. It returns false if the
@@ -122,8 +155,15 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 		return nil, err
 	}
 	if o.KubeSubnetMgr {
-		return nil, fmt.Errorf("%s is set: this command works on etcd; on Kubernetes the API assigns subnets, "+
-			"as podCIDRs of Nodes, and the configuration is a ConfigMap", o.Source("kube-subnet-mgr"))
+		why := o.Source("kube-subnet-mgr") + " is set"
+		if o.name != "" {
+			why = "the store is the Kubernetes API, according to " + o.name
+		}
+		return nil, fmt.Errorf("%s: this command works on etcd; on Kubernetes the API assigns subnets, "+
+			"as podCIDRs of Nodes, and the configuration is a ConfigMap", why)
+	}
+	if err := o.check(o.EtcdEndpoints, s.kube != nil); err != nil {
+		return nil, err
 	}
 	return etcd.NewAdmin(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
@@ -132,16 +172,20 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 	})
 }
 
-// kubeConfig returns the options that package kube needs.
-func kubeConfig(o options.Options) kube.Config {
-	return kube.Config{APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix}
+// kubeConfig returns what package kube needs.
+func (s storeOptions) kubeConfig() kube.Config {
+	c := kube.Config{APIURL: s.KubeAPIURL, Kubeconfig: s.KubeconfigFile, AnnotationPrefix: s.KubeAnnotationPrefix, Context: s.context}
+	if c.APIURL == "" && c.Kubeconfig == "" && s.serviceAccount != "" {
+		c.APIURL, c.ServiceAccount = s.apiURL, s.serviceAccount
+	}
+	return c
 }
 
 // netConfig returns the network configuration as daemons on Kubernetes read it: from the
 // file or ConfigMap that a flag or variable names; otherwise from the file that flanneld
 // reads, which exists in its pod; otherwise from flannel's ConfigMap. The command must
 // have the flags of addConfigTo.
-func (s *storeFlags) netConfig(ctx context.Context, o options.Options) ([]byte, error) {
+func (s *storeFlags) netConfig(ctx context.Context, o storeOptions) ([]byte, error) {
 	if o.NetConfigPath != os.DevNull {
 		return os.ReadFile(o.NetConfigPath)
 	}
@@ -157,5 +201,5 @@ func (s *storeFlags) netConfig(ctx context.Context, o options.Options) ([]byte, 
 	if !ok || namespace == "" || name == "" || strings.Contains(name, "/") {
 		return nil, fmt.Errorf("--%s %q is invalid: expected NAMESPACE/NAME, such as %s", netConfigMap, *s.configMap, defaultConfigMap)
 	}
-	return kube.NetConfig(ctx, kubeConfig(o), namespace, name)
+	return kube.NetConfig(ctx, o.kubeConfig(), namespace, name)
 }

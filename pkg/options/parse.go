@@ -61,6 +61,28 @@ func Parse(args, env []string) (Options, error) {
 	return o, nil
 }
 
+// Given returns the text that a command line or an environment gives each flag, by the name of the flag. Like
+// Parse it prefers a flag to its variable, and ignores empty variables. It judges no text. The last of
+// several texts counts.
+func Given(args, env []string) (map[string]string, error) {
+	all := settings()
+	flags, err := commandLine(all, args)
+	if err != nil {
+		return nil, err
+	}
+	vars, _ := environment(all, env, flags)
+	texts := map[string]string{}
+	for _, from := range []values{vars, flags} {
+		for name, c := range from {
+			texts[name] = c.texts[len(c.texts)-1]
+		}
+	}
+	return texts, nil
+}
+
+// Variable returns the name of the variable that sets the flag.
+func Variable(flag string) string { return envName(flag) }
+
 // readPod reads the variables with which a manifest describes its pod.
 func (o *Options) readPod(env []string) {
 	for _, e := range env {

@@ -117,6 +117,10 @@ func parse(data []byte) Previous {
 	return p
 }
 
+// Variables parses another file in the format of the subnet file, such as an EnvironmentFile of systemd. It skips
+// lines that are not valid.
+func Variables(data []byte) map[string]string { return new(Previous).variables(data) }
+
 // variables parses the dot-env format: assignments, optionally exported and quoted, and
 // comments. If a variable is assigned twice, the last value counts.
 func (p *Previous) variables(data []byte) map[string]string {

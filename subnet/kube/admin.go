@@ -27,8 +27,8 @@ type Entry struct {
 
 // Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node. It
 // also lists those of these Nodes that have no lease, with the reason: the Node has no podCIDRs
-// yet, or its podCIDRs or annotations cannot be used. It uses only APIURL, Kubeconfig and
-// AnnotationPrefix of cfg.
+// yet, or its podCIDRs or annotations cannot be used. It uses only AnnotationPrefix of cfg
+// and what locates the API server.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
 	if err != nil {
@@ -61,7 +61,8 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 }
 
 func operatorClient(cfg Config) (*client, error) {
-	rc, err := restConfig(cfg.APIURL, cfg.Kubeconfig)
+	cfg.operator = true
+	rc, err := restConfig(cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -75,7 +76,7 @@ const readerName = "-"
 // after every change, until ctx ends. It waits for an API server that is unavailable. It uses the
 // same fields of cfg as Entries.
 func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
-	cfg.NodeName = readerName
+	cfg.NodeName, cfg.operator = readerName, true
 	m, err := New(cfg)
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/http/httptrace"
 	"net/url"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -58,20 +59,54 @@ type client struct {
 // connection, or that renew has closed the connection of a request.
 var errEnded = errors.New("watch has ended")
 
-// restConfig returns how to reach the API server, from flags or from the pod's service account.
-func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
-	if apiURL == "" && kubeconfig == "" {
-		cfg, err := rest.InClusterConfig()
+// restConfig returns how to reach the API server, from flags or from the pod's service account. A program of an
+// operator looks in more places.
+func restConfig(cfg Config) (*rest.Config, error) {
+	if cfg.operator {
+		return operatorConfig(cfg)
+	}
+	if cfg.APIURL == "" && cfg.Kubeconfig == "" {
+		rc, err := rest.InClusterConfig()
 		if err != nil {
 			return nil, fmt.Errorf("use the pod's service account (without --kubeconfig-file and --kube-api-url): %w", err)
 		}
-		return cfg, nil
+		return rc, nil
 	}
-	cfg, err := clientcmd.BuildConfigFromFlags(apiURL, kubeconfig)
+	rc, err := clientcmd.BuildConfigFromFlags(cfg.APIURL, cfg.Kubeconfig)
 	if err != nil {
-		return nil, fmt.Errorf("use kubeconfig %q: %w", kubeconfig, err)
+		return nil, fmt.Errorf("use kubeconfig %q: %w", cfg.Kubeconfig, err)
 	}
-	return cfg, nil
+	return rc, nil
+}
+
+// operatorConfig is restConfig for a program of an operator. With neither a URL nor a kubeconfig it looks like
+// kubectl: in KUBECONFIG, in ~/.kube/config, and then for a service account.
+func operatorConfig(cfg Config) (*rest.Config, error) {
+	if cfg.ServiceAccount != "" {
+		return &rest.Config{
+			Host: cfg.APIURL, BearerTokenFile: filepath.Join(cfg.ServiceAccount, "token"),
+			TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(cfg.ServiceAccount, "ca.crt")},
+		}, nil
+	}
+	rules := &clientcmd.ClientConfigLoadingRules{ExplicitPath: cfg.Kubeconfig}
+	if cfg.APIURL == "" && cfg.Kubeconfig == "" {
+		rules = clientcmd.NewDefaultClientConfigLoadingRules()
+		rules.WarnIfAllMissing = false // the error says it
+	}
+	overrides := &clientcmd.ConfigOverrides{CurrentContext: cfg.Context}
+	overrides.ClusterInfo.Server = cfg.APIURL
+	rc, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, overrides).ClientConfig()
+	switch {
+	case err == nil:
+		return rc, nil
+	case cfg.Kubeconfig != "":
+		return nil, fmt.Errorf("use kubeconfig %q: %w", cfg.Kubeconfig, err)
+	case clientcmd.IsEmptyConfig(err):
+		return nil, fmt.Errorf("no API server is known: there is no kubeconfig in %s, and this is no pod with a service account: name one with --kubeconfig-file",
+			strings.Join(rules.GetLoadingPrecedence(), " and "))
+	default:
+		return nil, fmt.Errorf("use the kubeconfig in %s: %w", strings.Join(rules.GetLoadingPrecedence(), " and "), err)
+	}
 }
 
 func newClient(cfg *rest.Config, agent string) (*client, error) {

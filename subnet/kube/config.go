@@ -9,6 +9,10 @@ type Config struct {
 	// APIURL and Kubeconfig, which is a path, say how to reach the API server. If both are empty,
 	// the manager uses the service account of the pod.
 	APIURL, Kubeconfig string
+	// Context is the context in the kubeconfig, and ServiceAccount the folder with the token and the CA of
+	// another pod, with its APIURL. Both are for the functions in admin.go and daemons.go only, and may be
+	// empty. If all four are empty, these functions look for a kubeconfig like kubectl.
+	Context, ServiceAccount string
 	// NodeName is the name of the own Node. If it is empty, the manager reads it from the pod that
 	// PodName and PodNamespace name.
 	NodeName, PodName, PodNamespace string
@@ -38,4 +42,6 @@ type Config struct {
 	// called with the reason when the API becomes unusable, and for each new kind of failure after
 	// that. It must not block, and must not call the manager.
 	OnStatus func(error)
+
+	operator bool // see operatorConfig
 }

@@ -26,7 +26,7 @@ type Daemons struct {
 	pods      map[string]string // names of the pods, by name of the Node
 }
 
-// FindDaemons lists the running pods with the labels of selector. It uses only APIURL and Kubeconfig of cfg. The
+// FindDaemons lists the running pods with the labels of selector. It uses only what locates the API server in cfg. The
 // caller must Close the result.
 func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*Daemons, error) {
 	c, err := operatorClient(cfg)

@@ -51,7 +51,7 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
 	}
-	rc, err := restConfig(cfg.APIURL, cfg.Kubeconfig)
+	rc, err := restConfig(cfg)
 	if err != nil {
 		return nil, err
 	}

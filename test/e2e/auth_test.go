@@ -165,6 +165,12 @@ func TestUserAndPassword(t *testing.T) {
 		}
 	}
 	expectMatrix(t, l)
+	for _, h := range l.Hosts()[:2] { // flannelctl has the password from the daemon, which has it from its arguments or environment
+		out, err := h.Exec(testContext(t), "env", "-i", built("flannelctl"), "leases")
+		if lines := strings.Count(string(out), "\n"); err != nil || lines != 3 || strings.Contains(string(out), password) {
+			t.Errorf("flannelctl leases on %s: %v: %s, want two leases", h.Name(), err, out)
+		}
+	}
 
 	late := expectRefused(t, l.Host(3), lab.FlanneldOptions{
 		Args: []string{"--etcd-username=late"}, Env: []string{"FLANNELD_ETCD_PASSWORD=" + wrong},

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+)
+
+// These are variables for tests only.
+var (
+	defaultSocket  = status.SocketPath("/run/flannel/subnet.env")
+	settingsFile   = "/etc/flannel/flanneld.env" // of the systemd unit
+	serviceAccount = "/var/run/secrets/kubernetes.io/serviceaccount"
+)
+
+// place is where the store was found. It is zero if a flag or variable of flannelctl locates the store.
+type place struct {
+	name     string            // for errors; empty if nothing was found
+	settings map[string]string // values of flanneld's flags, by name
+	looked   []string          // why each place before names no store
+	denied   bool              // a place could not be read, so the store is not known
+	// apiURL and serviceAccount are those of a daemon in the pod of another mount namespace.
+	apiURL, serviceAccount string
+}
+
+// storeSettings are the flags of flanneld that are about the store. The value is true if that of the flag is a path.
+var storeSettings = map[string]bool{
+	"etcd-endpoints": false, "etcd-prefix": false, "etcd-username": false, "etcd-password": false,
+	"etcd-cafile": true, "etcd-certfile": true, "etcd-keyfile": true,
+	"kube-subnet-mgr": false, "kube-api-url": false, "kube-annotation-prefix": false, "kubeconfig-file": true, netConfigPath: true,
+}
+
+// findStore looks for the store: in the running daemon, in the settings of the unit and then, if kubernetes is true, where
+// kubectl does.
+func findStore(kubernetes bool) place {
+	var p place
+	for _, look := range []func() (place, error){fromDaemon, fromSettings} {
+		found, err := look()
+		if err == nil {
+			found.looked = p.looked
+			return found
+		}
+		p.looked = append(p.looked, err.Error())
+		// A host whose daemon is not known may use another store than the kubeconfig of this user names.
+		if p.denied = errors.Is(err, fs.ErrPermission); p.denied {
+			return p
+		}
+	}
+	if !kubernetes {
+		return p
+	}
+
+	p.settings = map[string]string{"kube-subnet-mgr": "true"} // package kube finds the rest
+	home := clientcmd.RecommendedHomeFile
+	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) != "" {
+		p.name = clientcmd.RecommendedConfigPathEnvVar
+		return p
+	}
+	p.looked = append(p.looked, clientcmd.RecommendedConfigPathEnvVar+" is not set")
+	if _, err := os.Stat(home); err == nil {
+		p.name = home
+		return p
+	}
+	p.looked = append(p.looked, home+" does not exist")
+	if _, err := os.Stat(filepath.Join(serviceAccount, "token")); err == nil && os.Getenv("KUBERNETES_SERVICE_HOST") != "" {
+		p.name = "the service account of this pod"
+		return p
+	}
+	p.settings = nil
+	return p
+}
+
+// fromDaemon takes the settings from the arguments and the environment of the daemon of this host.
+func fromDaemon() (place, error) {
+	pid, err := listener(defaultSocket)
+	if err != nil {
+		return place{}, fmt.Errorf("no flanneld answers on %s: %w", defaultSocket, err)
+	}
+	if pid == 0 {
+		return place{}, fmt.Errorf("the flanneld on %s is in another PID namespace", defaultSocket)
+	}
+	proc := "/proc/" + strconv.Itoa(pid)
+	args, err := list0(proc + "/cmdline")
+	if err != nil {
+		return place{}, err
+	}
+	env, err := list0(proc + "/environ")
+	if err != nil {
+		return place{}, err
+	}
+	given, err := options.Given(args[min(1, len(args)):], env)
+	if err != nil { // which may contain a secret of another program
+		return place{}, fmt.Errorf("process %d, which listens on %s, has other flags than flanneld", pid, defaultSocket)
+	}
+
+	p := place{name: fmt.Sprintf("the flanneld of this host (process %d)", pid), settings: map[string]string{}}
+	root := ""
+	if here, err := os.Readlink("/proc/self/ns/mnt"); err == nil {
+		if there, err := os.Readlink(proc + "/ns/mnt"); err == nil && there != here {
+			root = proc + "/root"
+		}
+	}
+	if text, ok := given[netConfigPath]; given["kube-subnet-mgr"] != "" && !ok {
+		text = options.DefaultNetConfigPath
+		if _, err := os.Stat(root + text); err == nil {
+			given[netConfigPath] = text
+		}
+	}
+	for name, isPath := range storeSettings {
+		if text := given[name]; isPath && text != "" {
+			p.settings[name] = root + text
+		} else if text != "" {
+			p.settings[name] = text
+		}
+	}
+	if host := value(env, "KUBERNETES_SERVICE_HOST"); root != "" && host != "" {
+		p.apiURL = "https://" + net.JoinHostPort(host, value(env, "KUBERNETES_SERVICE_PORT"))
+		p.serviceAccount = root + serviceAccount
+	}
+	return p, nil
+}
+
+// listener returns the id of the process that listens on a local socket, or 0 if this process cannot see it.
+func listener(path string) (pid int, err error) {
+	conn, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "unix", path)
+	if err != nil {
+		return 0, reason(err)
+	}
+	defer conn.Close()
+	raw, err := conn.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	var failed error
+	err = raw.Control(func(fd uintptr) { cred, failed = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if err = errors.Join(err, failed); err != nil {
+		return 0, err
+	}
+	return int(cred.Pid), nil
+}
+
+// fromSettings takes the settings from the file of the systemd unit.
+func fromSettings() (place, error) {
+	text, err := os.ReadFile(settingsFile)
+	if err != nil {
+		return place{}, fmt.Errorf("%s: %w", settingsFile, reason(err))
+	}
+	p := place{name: settingsFile, settings: map[string]string{}}
+	vars := subnetfile.Variables(text)
+	for name := range storeSettings {
+		if text := vars[options.Variable(name)]; text != "" {
+			p.settings[name] = text
+		}
+	}
+	if len(p.settings) == 0 {
+		return place{}, fmt.Errorf("%s names no store", settingsFile)
+	}
+	return p, nil
+}
+
+// variables returns the settings as the environment of flanneld.
+func (p place) variables() []string {
+	var vars []string
+	for name, text := range p.settings {
+		vars = append(vars, options.Variable(name)+"="+text)
+	}
+	return vars
+}
+
+// check returns an error if the store was found nowhere, and no etcd listens on the endpoints that flanneld uses by
+// default.
+func (p place) check(endpoints []string, kubernetes bool) error {
+	switch {
+	case p.name != "" || len(p.looked) == 0:
+		return nil
+	case p.denied:
+		return fmt.Errorf("the store is not known: %s: run flannelctl as root, or name the store with flags", strings.Join(p.looked, "; "))
+	}
+	for _, e := range endpoints {
+		if u, err := url.Parse(e); err == nil {
+			if conn, err := net.DialTimeout("tcp", u.Host, time.Second); err == nil {
+				return conn.Close()
+			}
+		}
+	}
+	flags := "--etcd-endpoints"
+	if kubernetes {
+		flags += ", --kubeconfig-file or --context"
+	}
+	return fmt.Errorf("no store was found: %s; nothing listens on %s: name the store with %s", strings.Join(p.looked, "; "), oneline.List(endpoints, ", "), flags)
+}
+
+// reason returns the last error of a chain, such as fs.ErrNotExist, without the operation and the path.
+func reason(err error) error {
+	if e := unix.Errno(0); errors.As(err, &e) {
+		return e
+	}
+	return err
+}
+
+// list0 reads a file of texts that each end with a zero byte.
+func list0(path string) ([]string, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	return strings.Split(string(bytes.TrimSuffix(text, []byte{0})), "\x00"), nil
+}
+
+// value returns the value of a variable in an environment.
+func value(env []string, name string) string {
+	for _, e := range env {
+		if text, ok := strings.CutPrefix(e, name+"="); ok {
+			return text
+		}
+	}
+	return ""
+}
