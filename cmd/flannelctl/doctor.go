@@ -18,21 +18,42 @@ import (
 
 func newDoctorCommand() *cobra.Command {
 	var (
-		network *string
-		out     output
-		socket  string
+		network   *string
+		out       output
+		socket    string
+		preflight bool
 	)
 	cmd := &cobra.Command{
-		Use: "doctor", Short: "Find problems of this host that affect the network, and name a remedy", Args: cobra.NoArgs,
+		Use: "doctor [-- FLAGS-OF-FLANNELD]", Short: "Find problems of this host that affect the network, and name a remedy",
 		Long: `Asks the kernel how it carries packets between pods of this host and those of each
 peer, and checks peers, the bridges of pods, forwarding, reverse-path filtering, bridge
 filtering, other firewalls, Docker's rules, udev's MAC policy, ports, kernel modules, and
 public addresses that several leases have. It changes nothing. The exit code is 1 if
-there is a serious problem.`,
-		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
-		RunE: func(cmd *cobra.Command, _ []string) error {
+there is a serious problem.
+
+With --preflight it examines a host on which no flanneld runs yet, for one with the
+flags behind -- and the variables of this environment and of flanneld.env: also the
+kernel, the store and the rights there, the external interface, the programs for the
+firewall, ports that are taken, and routes of other networks to addresses of pods.`,
+		Example: "  flannelctl doctor\n  flannelctl doctor -o json\n  flannelctl doctor --preflight\n" +
+			"  flannelctl doctor --preflight -- --etcd-endpoints=http://192.0.2.21:2379 --iface=eth1",
+		RunE: func(cmd *cobra.Command, args []string) error {
 			reports, away := fetchAll(cmd.Context(), status.Client(socket), *network)
-			findings := examine(cmd.Context(), reports, away)
+			var findings []doctor.Finding
+			switch {
+			case preflight && away == nil:
+				return errors.New("a flanneld runs on this host: flannelctl doctor without --preflight examines it")
+			case preflight:
+				facts, err := before(cmd.Context(), args)
+				if err != nil {
+					return err
+				}
+				findings = doctor.Examine(facts)
+			case len(args) > 0:
+				return errors.New("the flags of flanneld need --preflight: a running daemon has its own")
+			default:
+				findings = examine(cmd.Context(), reports, away)
+			}
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
 				if len(findings) == 0 {
 					fmt.Fprintln(w, "nothing found")
@@ -53,7 +74,8 @@ there is a serious problem.`,
 	}
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	cmd.Flags().StringVar(&socket, "socket", defaultSocket, "local socket of the daemon")
+	cmd.Flags().BoolVar(&preflight, "preflight", false, "examine this host before flanneld is installed or started")
 	return cmd
 }
 

@@ -4,25 +4,24 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"net"
 	"net/url"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // These are variables for tests only.
@@ -40,6 +39,9 @@ type place struct {
 	denied   bool              // a place could not be read, so the store is not known
 	// apiURL and serviceAccount are those of a daemon in the pod of another mount namespace.
 	apiURL, serviceAccount string
+	// given are all flags of a daemon, and env is its environment.
+	given map[string]string
+	env   []string
 }
 
 // storeSettings are the flags of flanneld that are about the store. The value is true if that of the flag is a path.
@@ -69,23 +71,12 @@ func findStore(kubernetes bool) place {
 		return p
 	}
 
-	p.settings = map[string]string{"kube-subnet-mgr": "true"} // package kube finds the rest
-	home := clientcmd.RecommendedHomeFile
-	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) != "" {
-		p.name = clientcmd.RecommendedConfigPathEnvVar
+	name, missing := kube.Find()
+	if name == "" {
+		p.looked = append(p.looked, missing...)
 		return p
 	}
-	p.looked = append(p.looked, clientcmd.RecommendedConfigPathEnvVar+" is not set")
-	if _, err := os.Stat(home); err == nil {
-		p.name = home
-		return p
-	}
-	p.looked = append(p.looked, home+" does not exist")
-	if _, err := os.Stat(filepath.Join(serviceAccount, "token")); err == nil && os.Getenv("KUBERNETES_SERVICE_HOST") != "" {
-		p.name = "the service account of this pod"
-		return p
-	}
-	p.settings = nil
+	p.name, p.settings = name, map[string]string{"kube-subnet-mgr": "true"} // package kube finds the rest
 	return p
 }
 
@@ -112,17 +103,16 @@ func fromDaemon() (place, error) {
 		return place{}, fmt.Errorf("process %d, which listens on %s, has other flags than flanneld", pid, defaultSocket)
 	}
 
-	p := place{name: fmt.Sprintf("the flanneld of this host (process %d)", pid), settings: map[string]string{}}
+	p := place{name: fmt.Sprintf("the flanneld of this host (process %d)", pid), settings: map[string]string{}, given: maps.Clone(given), env: env}
 	root := ""
 	if here, err := os.Readlink("/proc/self/ns/mnt"); err == nil {
 		if there, err := os.Readlink(proc + "/ns/mnt"); err == nil && there != here {
 			root = proc + "/root"
 		}
 	}
-	if text, ok := given[netConfigPath]; given["kube-subnet-mgr"] != "" && !ok {
-		text = options.DefaultNetConfigPath
-		if _, err := os.Stat(root + text); err == nil {
-			given[netConfigPath] = text
+	if _, ok := given[netConfigPath]; given["kube-subnet-mgr"] != "" && !ok {
+		if _, err := os.Stat(root + options.DefaultNetConfigPath); err == nil {
+			given[netConfigPath] = options.DefaultNetConfigPath
 		}
 	}
 	for name, isPath := range storeSettings {
@@ -141,12 +131,12 @@ func fromDaemon() (place, error) {
 
 // listener returns the id of the process that listens on a local socket, or 0 if this process cannot see it.
 func listener(path string) (pid int, err error) {
-	conn, err := (&net.Dialer{Timeout: time.Second}).DialContext(context.Background(), "unix", path)
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path})
 	if err != nil {
 		return 0, reason(err)
 	}
 	defer conn.Close()
-	raw, err := conn.(*net.UnixConn).SyscallConn()
+	raw, err := conn.SyscallConn()
 	if err != nil {
 		return 0, err
 	}

@@ -14,21 +14,25 @@ import (
 	"syscall"
 	"testing"
 
-	"k8s.io/client-go/tools/clientcmd"
-
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// listenAt is the variable that makes this program a daemon that only opens its socket.
+// listenAt is the variable that makes this program a daemon that answers nothing on its socket.
 const listenAt = "FLANNELCTL_TEST_LISTEN"
 
 func TestMain(m *testing.M) {
 	if path := os.Getenv(listenAt); path != "" {
-		if _, err := status.Listen(context.Background(), path); err != nil {
-			fmt.Println(err)
+		ln, err := status.Listen(context.Background(), path)
+		if err != nil {
+			fmt.Fprintln(os.Stdout, err)
 			os.Exit(1)
 		}
-		fmt.Println("listening")
+		go func() {
+			for conn, err := ln.Accept(); err == nil; conn, err = ln.Accept() {
+				_ = conn.Close()
+			}
+		}()
+		fmt.Fprintln(os.Stdout, "listening")
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		os.Exit(0)
 	}
@@ -39,7 +43,7 @@ func TestMain(m *testing.M) {
 func fakeDaemon(t *testing.T, unshare uintptr, args, env []string) *os.Process {
 	t.Helper()
 	cmd := exec.Command(os.Args[0], args...)
-	cmd.Env = append(env, listenAt+"="+defaultSocket)
+	cmd.Env = append([]string{listenAt + "=" + defaultSocket}, env...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unshare}
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
@@ -67,12 +71,15 @@ func fakeDaemon(t *testing.T, unshare uintptr, args, env []string) *os.Process {
 func emptyHost(t *testing.T) (dir string) {
 	t.Helper()
 	dir = t.TempDir()
-	for _, path := range []*string{&defaultSocket, &settingsFile, &serviceAccount, &clientcmd.RecommendedHomeFile} {
+	for _, path := range []*string{&defaultSocket, &settingsFile, &serviceAccount} {
 		before := *path
 		t.Cleanup(func() { *path = before })
 	}
 	defaultSocket, settingsFile, serviceAccount = filepath.Join(dir, "sock"), filepath.Join(dir, "env"), filepath.Join(dir, "account")
-	clientcmd.RecommendedHomeFile = filepath.Join(dir, "config")
+	t.Setenv("HOME", dir)
+	if err := os.Mkdir(filepath.Join(dir, ".kube"), 0o700); err != nil {
+		t.Fatal(err)
+	}
 	for _, e := range os.Environ() {
 		if name, _, _ := strings.Cut(e, "="); strings.HasPrefix(name, "FLANNELD_") || strings.HasPrefix(name, "KUBE") {
 			t.Setenv(name, "")
@@ -101,7 +108,7 @@ func write(t *testing.T, path, text string) {
 
 // TestFindStore checks where flannelctl finds the store. Each place is found although those after it exist.
 func TestFindStore(t *testing.T) {
-	emptyHost(t)
+	home := filepath.Join(emptyHost(t), ".kube/config")
 	expect := func(name, endpoint, password string, kubernetes bool, args ...string) {
 		t.Helper()
 		o, err := leasesOptions(t, args...)
@@ -111,8 +118,8 @@ func TestFindStore(t *testing.T) {
 	}
 	const usual = "http://127.0.0.1:4001"
 	expect("", usual, "", false)
-	write(t, clientcmd.RecommendedHomeFile, "")
-	expect(clientcmd.RecommendedHomeFile, usual, "", true)
+	write(t, home, "")
+	expect(home, usual, "", true)
 	t.Setenv("KUBECONFIG", "/nowhere")
 	expect("KUBECONFIG", usual, "", true)
 	write(t, settingsFile, "# comment\nFLANNELD_ETCD_ENDPOINTS=http://192.0.2.1:2379\nFLANNELD_ETCD_USERNAME=u\nFLANNELD_ETCD_PASSWORD=\"of settings\"\nFLANNELD_IFACE=eth7\n")
@@ -154,7 +161,7 @@ func TestNoStoreFound(t *testing.T) {
 	}
 	defaults := "nothing listens on http://127.0.0.1:4001, http://127.0.0.1:2379: name the store with --etcd-endpoints"
 	expect([]string{"leases"}, "no flanneld answers on "+dir+"/sock: no such file or directory; "+dir+"/env: no such file or directory; "+
-		"KUBECONFIG is not set; "+dir+"/config does not exist; "+defaults+", --kubeconfig-file or --context")
+		"KUBECONFIG is not set; "+dir+"/.kube/config does not exist; this is no pod with a service account; "+defaults+", --kubeconfig-file or --context")
 	expect([]string{"reservations"}, dir+"/env: no such file or directory; "+defaults)
 
 	// A process with other flags may have secrets in them.

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
-	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -34,8 +33,8 @@ func newInterfaceCommand() *cobra.Command {
 		Use: "interface [-- FLAGS-OF-FLANNELD]", Short: "Show which external interface is chosen, and why",
 		Long: `Lists the interfaces of this host with what speaks for and against each as the external
 interface, best first. The one that flanneld uses has a star. With --no-daemon it shows what a flanneld
-with the flags behind -- and the variables of this environment would choose, so that you can check
-that before you replace flannel.`,
+with the flags behind -- and the variables of this environment and of flanneld.env would choose, so that
+you can check that before you replace flannel.`,
 		Example: "  flannelctl interface\n  flannelctl interface --no-daemon --published 192.0.2.11\n" +
 			"  flannelctl interface --no-daemon -- --kube-subnet-mgr --iface-regex='^10\\.'",
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -93,10 +92,15 @@ type localChoice struct {
 // candidates returns the interfaces of this host, and an error if none can be chosen. args are the flags
 // of flanneld.
 func (l localChoice) candidates(ctx context.Context, args []string) ([]status.Candidate, error) {
-	opts, err := options.Parse(args, os.Environ())
+	found, err := startOptions(args)
 	if err != nil {
 		return nil, err
 	}
+	return l.choose(ctx, found.Options)
+}
+
+// choose returns the interfaces of this host, and an error if a daemon with these options could choose none.
+func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status.Candidate, error) {
 	o := underlay.Options{
 		Ifaces: opts.Iface, IfaceRegexes: opts.IfaceRegex, CanReach: opts.IfaceCanReach,
 		PublicIP: opts.PublicIP, PublicIPv6: opts.PublicIPv6,

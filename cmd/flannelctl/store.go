@@ -130,10 +130,13 @@ func (s *storeFlags) options() (storeOptions, error) {
 	return found, nil
 }
 
+// locating are the flags of flanneld that locate the store.
+var locating = []string{"etcd-endpoints", "kubeconfig-file", "kube-api-url", "kube-subnet-mgr"}
+
 // located reports whether a flag or variable locates the store. Then no other place counts: neither may a password
 // that is found there reach the server that is named here.
 func (s *storeFlags) located() bool {
-	for _, name := range []string{"etcd-endpoints", "kubeconfig-file", "kube-api-url", "kube-subnet-mgr"} {
+	for _, name := range locating {
 		if os.Getenv(options.Variable(name)) != "" || s.values[name] != nil && *s.values[name] != "" {
 			return true
 		}
@@ -165,6 +168,10 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 	if err := o.check(o.EtcdEndpoints, s.kube != nil); err != nil {
 		return nil, err
 	}
+	return o.openEtcd()
+}
+
+func (o storeOptions) openEtcd() (*etcd.Admin, error) {
 	return etcd.NewAdmin(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
@@ -173,10 +180,10 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 }
 
 // kubeConfig returns what package kube needs.
-func (s storeOptions) kubeConfig() kube.Config {
-	c := kube.Config{APIURL: s.KubeAPIURL, Kubeconfig: s.KubeconfigFile, AnnotationPrefix: s.KubeAnnotationPrefix, Context: s.context}
-	if c.APIURL == "" && c.Kubeconfig == "" && s.serviceAccount != "" {
-		c.APIURL, c.ServiceAccount = s.apiURL, s.serviceAccount
+func (o storeOptions) kubeConfig() kube.Config {
+	c := kube.Config{APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix, Context: o.context}
+	if c.APIURL == "" && c.Kubeconfig == "" && o.serviceAccount != "" {
+		c.APIURL, c.ServiceAccount = o.apiURL, o.serviceAccount
 	}
 	return c
 }

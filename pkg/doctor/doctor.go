@@ -6,6 +6,7 @@
 //   - doctor.go judges the settings of the host, other firewalls and the report of the daemon.
 //   - ways.go judges how the kernel carries the packets of pods.
 //   - rules.go judges the rules of Docker and of other firewalls.
+//   - before.go judges a host on which no daemon has run yet.
 package doctor
 
 import (
@@ -39,6 +40,7 @@ type Facts struct {
 	Refusals []Refusal
 	Docker   []Docker
 	Blocks   []firewall.Block // rules that drop packets of the network
+	Before   *Before          // the facts of a host without a daemon; otherwise nil
 }
 
 // Finding is a problem of a host that affects the network.
@@ -72,7 +74,7 @@ func Examine(networks ...Facts) []Finding {
 	findings := []Finding{} // not nil, so that JSON contains [] if there is none
 	for _, h := range networks {
 		for _, check := range []func() []Finding{
-			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules,
+			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.before,
 		} {
 			for _, f := range check() {
 				// Both families, and several networks, may have the same finding.
@@ -376,12 +378,13 @@ func (h Facts) udev() []Finding {
 // port checks whether a process uses a UDP port that vxlan needs. /proc/net/udp also lists the
 // kernel's own vxlan socket. It causes no finding, because no process has it.
 func (h Facts) port() []Finding {
-	if h.backend() != "vxlan" {
+	// Other backends that receive UDP do not become ready without their port, so a running daemon says it.
+	if h.backend() != "vxlan" && h.Before == nil {
 		return nil
 	}
 	for _, port := range h.ports() {
 		if pid, ok := h.holder(port); ok {
-			return []Finding{serious(fmt.Sprintf("process %s uses UDP port %d, which vxlan needs", pid, port), fmt.Sprintf("ss -lunp 'sport = :%d'", port))}
+			return []Finding{serious(fmt.Sprintf("process %s uses UDP port %d, which %s needs", pid, port, h.backend()), fmt.Sprintf("ss -lunp 'sport = :%d'", port))}
 		}
 	}
 	return nil

@@ -77,6 +77,11 @@ var (
 	remote = netip.MustParseAddr("10.5.7.2")
 )
 
+// before makes it a host on which no daemon runs yet.
+func before(release string, ranges ...Range) func(*Facts) {
+	return func(h *Facts) { h.Release, h.Before = release, &Before{Ranges: ranges} }
+}
+
 // ruled puts a rule before the others, and changes the way out.
 func ruled(rule Rule, way Route) func(*Facts) {
 	return func(h *Facts) {
@@ -177,6 +182,15 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall may drop packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop", Doubtful: true}}
 		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},
+		{name: "before: nothing overlaps", facts: before("4.20.0-1", Range{To: netip.MustParsePrefix("192.0.2.0/24"), Dev: "eth0"}, Range{To: peer, Dev: "flannel.1"})},
+		{name: "before: old kernel", facts: before("4.19.0-27-amd64"), want: "the kernel is 4.19.0-27-amd64, and flanneld needs 4.20", fix: "update the kernel", serious: true},
+		{name: "before: a route into the network", facts: before("6.1", Range{To: peer, Dev: "virbr0"}), want: "10.5.7.0/24 dev virbr0 is in the network 10.5.0.0/16", fix: "choose another Network", serious: true},
+		{name: "before: a route around the network", facts: before("6.1", Range{To: netip.MustParsePrefix("10.0.0.0/8"), Dev: "tun0", Via: netip.MustParseAddr("192.0.2.9")}), want: "the network 10.5.0.0/16 is in 10.0.0.0/8 via 192.0.2.9 dev tun0", fix: "choose another Network"},
+		{name: "before: routes of a former daemon", facts: func(h *Facts) {
+			before("6.1", Range{To: peer, Dev: "eth0"})(h)
+			h.Before.Former = h.Report.Network.Prefixes
+		}},
+		{name: "before: port taken with wireguard", change: map[string]string{"proc/net/udp": udpSocket("CA6C", "4242"), "sys/module/wireguard/version": ""}, report: wireguard, facts: before("6.1"), want: "process 77 uses UDP port 51820, which wireguard needs", fix: "ss -lunp", serious: true},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"path"
 	"slices"
 	"time"
 
@@ -69,6 +70,20 @@ func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err er
 // Otherwise it returns ErrChanged, wrapped.
 func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) error {
 	return a.swap(ctx, "write", a.m.configKey(), revision, clientv3.OpPut(a.m.configKey(), string(text)))
+}
+
+// MayWrite reports whether the user may write the lease of any subnet. It changes nothing.
+func (a *Admin) MayWrite(ctx context.Context) (may bool, err error) {
+	key := path.Join(a.m.cfg.Prefix, "subnets", "any")
+	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
+		// No key has this revision. etcd checks the rights for the operations of a transaction before it compares.
+		_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", -1)).Then(clientv3.OpPut(key, "")).Commit()
+		if may = !errors.Is(err, rpctypes.ErrPermissionDenied); !may {
+			return nil
+		}
+		return err
+	})
+	return may && err == nil, err
 }
 
 // swap does op if key is still at revision, zero meaning absent. Otherwise it returns ErrChanged,

@@ -115,3 +115,20 @@ func TestRolesOfSingleKeys(t *testing.T) {
 	must(root.RoleGrantPermission(t.Context(), user(3), f.prefix+"/subnets/"+key(3), "", clientv3.PermissionType(clientv3.PermReadWrite)))
 	expectKey(host(3), 3, claim(addr(3)))
 }
+
+// TestMayWrite checks that an operator is told whether a user may write leases, and that nothing is written.
+func TestMayWrite(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	enableAuth(t, f)
+	root := f.root(t)
+	for user, want := range map[string]bool{"flannel": true, "nobody": false} {
+		a := &Admin{f.manager(t, func(c *Config) { c.Username, c.Password = user, "secret" })}
+		if may, err := a.MayWrite(t.Context()); may != want || err != nil {
+			t.Errorf("%s: %v, %v, want %v", user, may, err, want)
+		}
+	}
+	if resp, err := root.Get(t.Context(), f.prefix+"/subnets/", clientv3.WithPrefix()); err != nil || resp.Count != 0 {
+		t.Errorf("%v, %v, want no key", resp, err)
+	}
+}

@@ -8,9 +8,17 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/url"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"time"
+
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/util/homedir"
 
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/version"
@@ -67,6 +75,73 @@ func operatorClient(cfg Config) (*client, error) {
 		return nil, err
 	}
 	return newClient(rc, "flannelctl/"+version.Version)
+}
+
+// Find returns the name of the place where the functions in this file find the API server if a Config names none. If there
+// is none, missing says what each place lacks.
+func Find() (name string, missing []string) {
+	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) != "" {
+		return clientcmd.RecommendedConfigPathEnvVar, nil
+	}
+	missing = append(missing, clientcmd.RecommendedConfigPathEnvVar+" is not set")
+	_, err := os.Stat(homeConfig())
+	if err == nil {
+		return homeConfig(), nil
+	}
+	missing = append(missing, homeConfig()+" does not exist")
+	if _, err = rest.InClusterConfig(); err == nil {
+		return "the service account of this pod", nil
+	}
+	return "", append(missing, "this is no pod with a service account")
+}
+
+// homeConfig returns the path of the kubeconfig in the user's home.
+func homeConfig() string {
+	return filepath.Join(homedir.HomeDir(), clientcmd.RecommendedHomeDir, clientcmd.RecommendedFileName)
+}
+
+// rights are what a daemon does with Nodes.
+var rights = [][2]string{{"list", "nodes"}, {"watch", "nodes"}, {"patch", "nodes/status"}}
+
+// Missing returns the rights of a daemon that the API server does not grant to the user of cfg, such as "list
+// nodes".
+func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
+	c, err := operatorClient(cfg)
+	if err != nil {
+		return nil, err
+	}
+	defer c.renew()
+	for _, r := range rights {
+		resource, sub, _ := strings.Cut(r[1], "/")
+		var review struct {
+			APIVersion string `json:"apiVersion"`
+			Kind       string `json:"kind"`
+			Spec       struct {
+				Attributes map[string]string `json:"resourceAttributes"`
+			} `json:"spec"`
+			Status struct {
+				Allowed bool `json:"allowed"`
+			} `json:"status"`
+		}
+		review.APIVersion, review.Kind = "authorization.k8s.io/v1", "SelfSubjectAccessReview"
+		review.Spec.Attributes = map[string]string{"verb": r[0], "resource": resource, "subresource": sub}
+		body, err := json.Marshal(review)
+		if err == nil {
+			body, err = c.call(ctx, configMapTimeout, request{
+				method: http.MethodPost, group: "authorization.k8s.io", path: "selfsubjectaccessreviews", accept: acceptJSON, content: sendJSON, body: body,
+			})
+		}
+		if err == nil {
+			err = json.Unmarshal(body, &review)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("ask for the right to %s %s: %w", r[0], r[1], err)
+		}
+		if !review.Status.Allowed {
+			missing = append(missing, r[0]+" "+r[1])
+		}
+	}
+	return missing, nil
 }
 
 // readerName stands for the name of the own Node in a program that has none. No Node can have it.

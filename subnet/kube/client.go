@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/http/httptrace"
 	"net/url"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -92,6 +93,9 @@ func operatorConfig(cfg Config) (*rest.Config, error) {
 	if cfg.APIURL == "" && cfg.Kubeconfig == "" {
 		rules = clientcmd.NewDefaultClientConfigLoadingRules()
 		rules.WarnIfAllMissing = false // the error says it
+		if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) == "" {
+			rules.Precedence = []string{homeConfig()}
+		}
 	}
 	overrides := &clientcmd.ConfigOverrides{CurrentContext: cfg.Context}
 	overrides.ClusterInfo.Server = cfg.APIURL

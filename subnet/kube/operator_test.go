@@ -3,12 +3,14 @@
 package kube
 
 import (
+	"encoding/json"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
-
-	"k8s.io/client-go/tools/clientcmd"
 )
 
 const twoContexts = `{"apiVersion":"v1","kind":"Config","current-context":"one",
@@ -19,9 +21,10 @@ const twoContexts = `{"apiVersion":"v1","kind":"Config","current-context":"one",
 // TestOperatorConfig checks that programs of operators find the API server like kubectl.
 func TestOperatorConfig(t *testing.T) {
 	dir := t.TempDir()
-	home := clientcmd.RecommendedHomeFile
-	t.Cleanup(func() { clientcmd.RecommendedHomeFile = home })
-	clientcmd.RecommendedHomeFile = filepath.Join(dir, "home")
+	t.Setenv("HOME", dir)
+	if err := os.Mkdir(filepath.Join(dir, ".kube"), 0o700); err != nil {
+		t.Fatal(err)
+	}
 	t.Setenv("KUBECONFIG", "")
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	file := filepath.Join(dir, "file")
@@ -48,13 +51,13 @@ func TestOperatorConfig(t *testing.T) {
 		}
 	}
 
-	expectError(Config{}, "no API server is known: there is no kubeconfig in "+clientcmd.RecommendedHomeFile)
+	expectError(Config{}, "no API server is known: there is no kubeconfig in "+homeConfig())
 	expect(Config{Kubeconfig: file}, "https://192.0.2.1", "secret")
 	expect(Config{Kubeconfig: file, Context: "two"}, "https://192.0.2.2", "secret")
 	expect(Config{Kubeconfig: file, APIURL: "https://192.0.2.3"}, "https://192.0.2.3", "secret")
 	expectError(Config{Kubeconfig: file, Context: "three"}, `context "three" does not exist`)
 
-	write(clientcmd.RecommendedHomeFile, twoContexts)
+	write(homeConfig(), twoContexts)
 	expect(Config{}, "https://192.0.2.1", "secret")
 	expect(Config{Context: "two"}, "https://192.0.2.2", "secret")
 	expect(Config{APIURL: "https://192.0.2.3"}, "https://192.0.2.3", "") // the token is for another server
@@ -64,4 +67,23 @@ func TestOperatorConfig(t *testing.T) {
 	write(other, strings.Replace(twoContexts, `"current-context":"one"`, `"current-context":"two"`, 1))
 	t.Setenv("KUBECONFIG", other+":"+file)
 	expect(Config{}, "https://192.0.2.2", "secret")
+}
+
+// TestMissingRights checks that the rights are named that the API server does not grant.
+func TestMissingRights(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var review map[string]any
+		if err := json.NewDecoder(r.Body).Decode(&review); err != nil || r.Method != http.MethodPost || r.URL.Path != "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" {
+			t.Errorf("%s %s: %v", r.Method, r.URL.Path, err)
+		}
+		attributes, _ := review["spec"].(map[string]any)["resourceAttributes"].(map[string]any)
+		review["status"] = map[string]any{"allowed": attributes["verb"] == "list" && attributes["resource"] == "nodes"}
+		w.WriteHeader(http.StatusCreated)
+		_ = json.NewEncoder(w).Encode(review)
+	}))
+	defer server.Close()
+	missing, err := Missing(t.Context(), Config{APIURL: server.URL})
+	if want := []string{"watch nodes", "patch nodes/status"}; err != nil || !slices.Equal(missing, want) {
+		t.Errorf("%q, %v, want %q", missing, err, want)
+	}
 }

@@ -83,6 +83,51 @@ func dump[T any](list func() ([]T, error)) (all []T, err error) {
 	return nil, err
 }
 
+// Ranges returns the ranges of addresses that this host reaches through routes of any table or its own addresses, except
+// for default routes, loopback, multicast and link-local addresses.
+func Ranges() ([]doctor.Range, error) {
+	routes, err := dump(func() ([]netlink.Route, error) {
+		filter := &netlink.Route{Type: unix.RTN_UNICAST, Table: unix.RT_TABLE_UNSPEC}
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+	})
+	if err != nil {
+		return nil, err
+	}
+	links, err := dump(netlink.LinkList)
+	if err != nil {
+		return nil, err
+	}
+	names := map[int]string{}
+	for _, l := range links {
+		names[l.Attrs().Index] = l.Attrs().Name
+	}
+	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, err
+	}
+
+	var all []doctor.Range
+	add := func(r doctor.Range) {
+		a := r.To.Addr()
+		same := func(other doctor.Range) bool { return other.To == r.To && other.Dev == r.Dev }
+		if r.To.Bits() > 0 && !a.IsLoopback() && !a.IsMulticast() && !a.IsLinkLocalUnicast() && !slices.ContainsFunc(all, same) {
+			all = append(all, r)
+		}
+	}
+	for _, a := range addrs {
+		if to, ok := toPrefix(a.IPNet); ok {
+			add(doctor.Range{To: to.Masked(), Dev: names[a.LinkIndex]})
+		}
+	}
+	for _, r := range routes {
+		if to, ok := toPrefix(r.Dst); ok {
+			via, _ := netip.AddrFromSlice(r.Gw)
+			add(doctor.Range{To: to, Dev: names[r.LinkIndex], Via: via.Unmap()})
+		}
+	}
+	return all, nil
+}
+
 // bridges returns the bridges that have an address in the network, except for the external interface.
 func bridges(r status.Report) ([]doctor.Bridge, error) {
 	links, err := dump(netlink.LinkList)

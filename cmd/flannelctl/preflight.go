@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/doctor"
+	"github.com/flanneld/flanneld/pkg/doctor/linux"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube"
+)
+
+// startOptions returns the options of a flanneld that would start now with the flags in args, the variables of this
+// environment and those of the systemd unit. If none of them locates the store, it looks for it.
+func startOptions(args []string) (o storeOptions, err error) {
+	var env []string
+	if text, err := os.ReadFile(settingsFile); err == nil {
+		for name, value := range subnetfile.Variables(text) {
+			env = append(env, name+"="+value)
+		}
+	}
+	env = append(env, os.Environ()...)
+	given, err := options.Given(args, env)
+	if err != nil {
+		return o, err
+	}
+	if !slices.ContainsFunc(locating, func(name string) bool { return given[name] != "" }) {
+		o.place = findStore(true)
+		env = append(o.variables(), env...)
+	}
+	if given[netConfigPath] == "" && o.settings[netConfigPath] == "" {
+		args = append(slices.Clone(args), "--"+netConfigPath+"="+os.DevNull) // the file exists only in pods
+	}
+	o.Options, err = options.Parse(args, env)
+	return o, err
+}
+
+// before returns the facts about this host for a flanneld that would start now with the flags in args.
+func before(ctx context.Context, args []string) (doctor.Facts, error) {
+	o, err := startOptions(args)
+	if err != nil {
+		return doctor.Facts{}, err
+	}
+	b := &doctor.Before{}
+	fail := func(problem string, err error, fix string) {
+		if err != nil {
+			b.Findings = append(b.Findings, doctor.Finding{Problem: problem + ": " + err.Error(), Fix: fix, Serious: true})
+		}
+	}
+	note := func(problem, fix string) { b.Findings = append(b.Findings, doctor.Finding{Problem: problem, Fix: fix}) }
+
+	r := status.Report{Datastore: status.Datastore{Kind: o.StoreKind(), Connected: true}}
+	cfg, err := o.examineStore(ctx, fail, note)
+	if errors.Is(err, subnet.ErrNoConfig) {
+		fail("the network is not known", err, "flannelctl config set net-conf.json; on Kubernetes the ConfigMap "+defaultConfigMap)
+	} else {
+		fail("the store cannot be used", err, "flannelctl.md says where the store is looked for; see etcd.md and kubernetes.md")
+	}
+	for _, n := range cfg.Networks {
+		r.Network.Prefixes = append(r.Network.Prefixes, n.Prefix)
+	}
+	r.Network.BackendType, r.Network.Ports = cfg.BackendType, cfg.ports
+
+	previous, err := subnetfile.Read(o.SubnetFile)
+	fail("the subnet file cannot be read", err, "remove "+o.SubnetFile)
+	for _, e := range previous.Entries {
+		b.Former = append(b.Former, e.Network)
+		r.Lease.Subnets = append(r.Lease.Subnets, e.Subnet)
+	}
+	families := cfg.families()
+	choice := localChoice{ipv6: slices.Contains(families, prefix.IPv6)}
+	candidates, err := choice.choose(ctx, o.Options)
+	fail("there is no external interface", err, "flannelctl interface --no-daemon shows why; --iface chooses one")
+	for _, c := range candidates {
+		if !c.Chosen {
+			continue
+		}
+		note(fmt.Sprintf("%s (%s) would be the external interface: %s", c.Name, list(c.Addresses), cmp.Or(strings.Join(c.For, "; "), "nothing speaks for another one")),
+			"--iface chooses another one; flannelctl interface --no-daemon shows all")
+		r.Interface.Name = c.Name
+		for _, a := range c.Addresses {
+			// The rules for packets from another host are examined for a neighbour of this address.
+			r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a, Public: a})
+			r.Peers = append(r.Peers, status.Peer{Lease: status.Lease{PublicIPs: []netip.Addr{a.Next()}}})
+		}
+	}
+
+	if o.IPMasq || o.IPTablesForwardRules {
+		fail("the rules of the firewall cannot be written", writeRules(ctx, o.Options, cfg.NFTables, families), "install iptables, or set --firewall=auto")
+	}
+	for flag, address := range map[string]string{"--healthz-port": o.HealthzAddr(), "--statusz-address": o.StatuszAddress} {
+		if address != "" {
+			fail(flag+" cannot be used", free(ctx, address), "choose another port; ss -ltnp shows the program")
+		}
+	}
+	if b.Ranges, err = linux.Ranges(); err != nil {
+		fail("the routes of this host cannot be read", err, "run flannelctl as root")
+	}
+	facts := linux.Gather(ctx, r)
+	facts.Before = b
+	return facts, nil
+}
+
+// plan is a network configuration, with the UDP ports of its backend.
+type plan struct {
+	subnet.Config
+	ports []int
+}
+
+// families returns the families of the networks, or IPv4 if they are not known.
+func (p plan) families() (all []prefix.Family) {
+	for _, n := range p.Networks {
+		all = append(all, n.Family())
+	}
+	if len(all) == 0 {
+		return []prefix.Family{prefix.IPv4}
+	}
+	return all
+}
+
+// writeRules returns why the traffic rules cannot be written, or nil.
+func writeRules(ctx context.Context, o options.Options, inNFTables bool, families []prefix.Family) error {
+	switch {
+	case o.Firewall == options.FirewallAuto:
+		return nil // it takes what there is
+	case o.Firewall == options.FirewallNFTables, o.Firewall == options.FirewallConfig && inNFTables:
+		return nftables.Available()
+	}
+	programs := iptables.NewPrograms(iptables.Default)
+	for _, f := range families {
+		if _, err := programs.Variant(ctx, f); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// free returns why a program cannot listen on a TCP address, or nil.
+func free(ctx context.Context, address string) error {
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
+	if err != nil {
+		return err
+	}
+	return ln.Close()
+}
+
+// examineStore returns the network configuration in the store, and reports what the user may not do there.
+func (o storeOptions) examineStore(ctx context.Context, fail func(string, error, string), note func(string, string)) (p plan, err error) {
+	var text []byte
+	if o.KubeSubnetMgr {
+		missing, err := kube.Missing(ctx, o.kubeConfig())
+		if err != nil {
+			return p, err
+		}
+		if len(missing) > 0 {
+			fail("the API server refuses this user", errors.New(strings.Join(missing, ", ")), "kubectl apply the ClusterRole of the manifests; see kubernetes.md")
+		}
+		none := ""
+		s := storeFlags{configMap: &none}
+		if text, err = s.netConfig(ctx, o); err != nil {
+			return p, err
+		}
+	} else {
+		if err := o.check(o.EtcdEndpoints, true); err != nil {
+			return p, err
+		}
+		a, err := o.openEtcd()
+		if err != nil {
+			return p, err
+		}
+		defer a.Close()
+		var revision int64
+		if text, revision, err = a.Config(ctx); err != nil {
+			return p, err
+		}
+		if _, err := a.Entries(ctx, false); err != nil {
+			return p, err
+		}
+		switch may, err := a.MayWrite(ctx); {
+		case err != nil:
+			return p, err
+		case !may:
+			note("the user of etcd may not write all leases: flanneld needs the right to write that of this host", "flannelctl roles prints the commands for hosts with a key of their own; see etcd.md")
+		}
+		if revision == 0 {
+			return p, subnet.ErrNoConfig
+		}
+	}
+
+	backends, err := allBackends()
+	if err != nil {
+		return p, err
+	}
+	cfg, be, _, err := network.Validate("", text, !o.KubeSubnetMgr, backends.Registry)
+	if err != nil {
+		return p, fmt.Errorf("the network configuration is invalid: %w", err)
+	}
+	if !o.KubeSubnetMgr {
+		err := network.CheckRanges(ctx, cfg, subnet.Config{}, externalInterface(ctx, cfg), o.EtcdEndpoints)
+		fail("the network configuration is refused on this host", err, "choose another Network")
+	}
+	return plan{cfg, backend.Ports(be)}, nil
+}
