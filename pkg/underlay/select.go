@@ -166,15 +166,14 @@ const largestMTU = 65535
 // mtu returns the MTU of packets to other hosts. If l only holds an address, as lo does on hosts that
 // announce theirs by BGP, the links that carry the packets determine the MTU.
 func (s selector) mtu(l Link) int {
-	carriers := []Link{l}
-	if l.onlyHolds() {
-		carriers = slices.DeleteFunc(slices.Clone(s.facts.Links), func(c Link) bool {
-			return c.loopback() || !slices.ContainsFunc(slices.Concat(s.facts.Peers, s.facts.Elsewhere), func(r Reach) bool { return r.Link == c.Index })
-		})
-	}
 	mtu := min(l.MTU, largestMTU)
-	for _, c := range carriers {
-		mtu = min(mtu, c.MTU)
+	if !l.onlyHolds() {
+		return mtu
+	}
+	for _, r := range slices.Concat(s.facts.Peers, s.facts.Elsewhere) {
+		if c, err := s.facts.link(r.Link); err == nil {
+			mtu = min(mtu, c.MTU)
+		}
 	}
 	return mtu
 }
@@ -505,7 +504,7 @@ func (s selector) own(l Link, f prefix.Family) (netip.Addr, error) {
 		return ips[0], nil
 	}
 	for _, a := range l.Addrs {
-		if prefix.FamilyOf(a.IP) == f && a.IP.IsGlobalUnicast() && a.Tentative && !a.Duplicate && !a.Deprecated {
+		if prefix.FamilyOf(a.IP) == f && a.IP.IsGlobalUnicast() && a.Tentative && !a.Duplicate {
 			return netip.Addr{}, fmt.Errorf("%s: address %s is still tentative", l.Name, a.IP)
 		}
 	}

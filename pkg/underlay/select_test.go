@@ -220,6 +220,7 @@ func TestSelect(t *testing.T) {
 		"regex dual":                     {host(), regexes(dual, `^(10\.|fd)`), "eth1 10.1.0.2 fd01::3 | --iface-regex ^(10\\.|fd): address 10.1.0.2 and fd01::3", ""},
 		"regex dual skips half a match":  {host(), regexes(dual, `^192\.|^10\.1|^fd01`), "eth1 10.1.0.2 fd01::3 | --iface-regex ^192\\.|^10\\.1|^fd01: address 10.1.0.2 and fd01::3", ""},
 		"regex dual by one family":       {host(), regexes(dual, `^192\.`), "eth0 192.168.0.2 2001:db8::4 | --iface-regex ^192\\.: address 192.168.0.2", ""},
+		"regex dual, half of two":        {host(), regexes(dual, `^192\.|^10\.1`), "eth0 192.168.0.2 2001:db8::4 | --iface-regex ^192\\.|^10\\.1: address 192.168.0.2", ""},
 		"regex dual lacks a family":      {host(), regexes(dual, `^10\.2`), "", "--iface-regex ^10\\.2: eth2: address fd02::2 is still tentative"},
 		"regex dual name":                {host(), regexes(dual, `1$`), "eth1 10.1.0.2 fd01::3 | --iface-regex 1$: name eth1", ""},
 		"regex bad":                      {host(), regexes(v4, `[`), "", "--iface-regex [: error parsing regexp: missing closing ]: `[`"},
