@@ -5,7 +5,7 @@ package migration
 import (
 	"container/heap"
 	"context"
-	"math/rand/v2"
+	"errors"
 	"net/netip"
 	"slices"
 	"sync"
@@ -14,7 +14,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -42,15 +41,21 @@ const (
 	probePause = 2 * time.Millisecond
 )
 
+// answerTimeout is the time for an answer. The first request waits for the handshake of wireguard, which is repeated
+// after 5 seconds (REKEY_TIMEOUT in its paper).
+const answerTimeout = 7 * time.Second
+
 // prober sends echo requests to each peer until the peer has answered at all of its targets.
 type prober struct {
-	notify  func() // called when a peer has answered
-	changed wait.Signal
+	notify   func() // called when a peer has answered
+	changed  wait.Signal
+	pinger   *ping.Pinger
+	ping     func(ctx context.Context, to netip.Addr, path ping.Path, timeout time.Duration) (time.Duration, error) // of pinger; tests replace it
+	noSocket sync.Once                                                                                              // logs why nothing can be sent
 
 	mu       sync.Mutex
 	peers    map[string]*probed
-	order    queue // of peers
-	ids      map[uint32]attempt
+	order    queue               // of peers
 	answered map[string][]target // targets of the peers that have answered since the last take
 }
 
@@ -59,10 +64,8 @@ type probed struct {
 	key     string
 	index   int // in the queue
 	targets []target
-	missing map[netip.Addr]struct{} // addresses of the targets that have not answered
 	due     time.Time
 	pause   wait.Backoff
-	ids     []uint32 // of the requests whose answers count
 }
 
 // queue implements heap.Interface: the first peer is the one that is due first.
@@ -92,14 +95,10 @@ func (q *queue) Pop() any {
 	return p
 }
 
-// attempt is a request that was sent.
-type attempt struct {
-	key string
-	to  netip.Addr
-}
-
 func newProber(notify func()) *prober {
-	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}, answered: map[string][]target{}}
+	p := &prober{notify: notify, changed: wait.NewSignal(), pinger: ping.NewPinger(), peers: map[string]*probed{}, answered: map[string][]target{}}
+	p.ping = p.pinger.Ping
+	return p
 }
 
 // aim replaces the targets of a peer. Without targets, the peer is no longer probed. If the peer is
@@ -120,11 +119,8 @@ func (p *prober) aim(key string, targets []target) {
 	if len(targets) == 0 {
 		return
 	}
-	peer := &probed{key: key, targets: targets, missing: map[netip.Addr]struct{}{}, due: time.Now().Add(settling)}
+	peer := &probed{key: key, targets: targets, due: time.Now().Add(settling)}
 	peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
-	for _, t := range targets {
-		peer.missing[t.to] = struct{}{}
-	}
 	p.peers[key] = peer
 	heap.Push(&p.order, peer)
 	p.changed.Send()
@@ -140,49 +136,19 @@ func (p *prober) take() map[string][]target {
 }
 
 func (p *prober) drop(key string) {
-	peer := p.peers[key]
-	for _, id := range peer.ids {
-		delete(p.ids, id)
-	}
-	heap.Remove(&p.order, peer.index)
+	heap.Remove(&p.order, p.peers[key].index)
 	delete(p.peers, key)
 }
 
-// run sends the requests until ctx ends.
+// run probes peers until ctx ends.
 func (p *prober) run(ctx context.Context) {
-	sockets := map[prefix.Family]*ping.Socket{}
-	var receiving sync.WaitGroup
-	defer func() {
-		for _, s := range sockets {
-			_ = s.Close()
-		}
-		receiving.Wait()
-	}()
-	failed := map[prefix.Family]bool{}
-	send := func(t target, id uint32) {
-		f := prefix.FamilyOf(t.to)
-		s := sockets[f]
-		if s == nil {
-			var err error
-			if s, err = ping.OpenSocket(ctx, f); err != nil {
-				if !failed[f] {
-					failed[f] = true
-					klog.FromContext(ctx).Error(err, "cannot probe peers: packets go on by the present backend")
-				}
-				return
-			}
-			sockets[f] = s
-			receiving.Go(func() { p.receive(s) })
-		}
-		// A request that cannot be sent gets no answer.
-		if err := s.Send(ctx, t.to, ping.Path{Device: t.device, From: t.from, Size: t.size}, id); err != nil {
-			klog.FromContext(ctx).V(1).Info("cannot send a probe", "to", t.to, "device", t.device, "err", err)
-		}
-	}
+	defer func() { _ = p.pinger.Close() }()
+	var probes sync.WaitGroup
+	defer probes.Wait()
 	for {
-		requests, pause := p.next(time.Now())
-		for id, t := range requests {
-			send(t, id)
+		peer, pause := p.next(time.Now())
+		if peer != nil {
+			probes.Go(func() { p.probe(ctx, peer) })
 		}
 		if wait.ForOr(ctx, pause, p.changed) != nil {
 			return
@@ -190,68 +156,45 @@ func (p *prober) run(ctx context.Context) {
 	}
 }
 
-// next returns the requests to the peer that is due first, by id, and the time until next must be
-// called again. It returns no requests if no peer is due. The requests count as sent.
-func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Duration) {
+// next returns the peer that is due first, which then counts as probed, and the time until next must be called again.
+// It returns no peer if none is due.
+func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if len(p.order) == 0 {
 		return nil, mostProbe
 	}
-	peer := p.order[0]
+	peer = p.order[0]
 	if left := peer.due.Sub(now); left > 0 {
 		return nil, left
 	}
-	if len(peer.ids) > 2*len(peer.targets) { // answers to older requests are too late
-		for _, id := range peer.ids {
-			delete(p.ids, id)
-		}
-		peer.ids = nil
-	}
-	requests = map[uint32]target{}
-	for _, t := range peer.targets {
-		if _, missing := peer.missing[t.to]; missing {
-			id := rand.Uint32()
-			requests[id], p.ids[id] = t, attempt{peer.key, t.to}
-			peer.ids = append(peer.ids, id)
-		}
-	}
+
 	peer.due = now.Add(peer.pause.Next())
 	heap.Fix(&p.order, peer.index)
-	return requests, probePause
+	return peer, probePause
 }
 
-// receive handles answers until the socket is closed.
-func (p *prober) receive(s *ping.Socket) {
-	for {
-		a, err := s.Receive()
+// probe sends a request to each target of a peer, and records the peer as answered if all are answered.
+func (p *prober) probe(ctx context.Context, peer *probed) {
+	for _, t := range peer.targets {
+		_, err := p.ping(ctx, t.to, ping.Path{Device: t.device, From: t.from, Size: t.size}, answerTimeout)
+		if errors.Is(err, ping.ErrNoSocket) {
+			p.noSocket.Do(func() {
+				klog.FromContext(ctx).Error(err, "cannot probe peers: packets go on by the present backend")
+			})
+		}
 		if err != nil {
+			klog.FromContext(ctx).V(1).Info("a probe has not come back", "to", t.to, "device", t.device, "err", err)
 			return
 		}
-		if a.Err == nil { // otherwise the peer is asked again
-			p.answer(a.ID, a.From)
-		}
 	}
-}
 
-// answer handles the answer of the address from to the request with that id. Over IPv4 the target
-// itself must answer. Over IPv6 another address of the host may answer: the base address of a
-// subnet is also the subnet-router anycast address of the bridge of the pods, and the kernel never
-// answers from an anycast address. Which address the kernel chooses depends on routes and addresses
-// of the other host. So over IPv6 only the id is checked, which is random.
-func (p *prober) answer(id uint32, from netip.Addr) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	a, known := p.ids[id]
-	peer := p.peers[a.key]
-	if !known || peer == nil || a.to.Is4() && a.to != from {
+	if p.peers[peer.key] != peer { // it has answered before, or has other targets now
 		return
 	}
-	delete(peer.missing, a.to)
-	if len(peer.missing) > 0 {
-		return
-	}
-	p.drop(a.key)
-	p.answered[a.key] = peer.targets
+	p.drop(peer.key)
+	p.answered[peer.key] = peer.targets
 	p.notify()
 }

@@ -9,15 +9,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net"
 	"net/netip"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
@@ -33,10 +30,11 @@ type Options struct {
 	Size         int           // size of the IP packet with its headers, in bytes; 0 means 84
 	DontFragment bool          // forbid fragmentation by this host and by routers
 	Timeout      time.Duration // maximum time until the reply; 0 means 1 s
-	// Listen opens the socket. A caller sets it to send from another network namespace;
-	// nil means the current one.
-	Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
+	Listen       Listen        // nil means the present network namespace
 }
+
+// Listen opens a socket by lc. A caller passes another one to send from another network namespace.
+type Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
 
 // icmpKind contains the ICMP constants that differ between IPv4 and IPv6 (RFC 792,
 // RFC 4443), and the socket options.
@@ -90,8 +88,8 @@ func filter6(fd int, types ...byte) error {
 // errNoAnswer means that the time for an answer is over.
 var errNoAnswer = errors.New("no answer")
 
-// lastRead limits how long Ping and Pinger.Ping still read after the timeout. It is short, because they
-// then read only packets that have already arrived.
+// lastRead limits how long Ping still waits after the timeout. It is short: the answer may have arrived while this
+// process waited for a CPU.
 const lastRead = 10 * time.Millisecond
 
 const icmpHeader = 8
@@ -104,73 +102,18 @@ const leastBuffer = 1500
 // ErrTooBig or ErrUnreachable, wrapped, if this host or a router reports that. Without a
 // reply it returns an error after the timeout, or when ctx ends.
 func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error) {
-	kind := kindOf(prefix.FamilyOf(dst))
 	if o.Size == 0 {
 		o.Size = 84
-	}
-	if o.Size < kind.header+icmpHeader {
-		return 0, fmt.Errorf("a packet of %d bytes is too small for an echo request", o.Size)
 	}
 	if o.Timeout == 0 {
 		o.Timeout = time.Second
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, errNoAnswer)
-	defer cancel()
-	conn, err := o.listen(ctx, kind)
-	if err != nil {
-		return 0, err
+	p := NewPinger()
+	defer func() { _ = p.Close() }()
+	if o.Listen != nil {
+		p.listen = o.Listen
 	}
-	defer conn.Close()
-	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
-
-	id := rand.Uint32()
-	sent := time.Now()
-	if _, err := conn.WriteTo(kind.echo(id, o.Size-kind.header), &net.IPAddr{IP: dst.AsSlice()}); err != nil {
-		if errors.Is(err, unix.EMSGSIZE) {
-			return 0, fmt.Errorf("%w: %d bytes", ErrTooBig, o.Size)
-		}
-		return 0, err
-	}
-	buf := make([]byte, max(o.Size, leastBuffer))
-	for last := false; ; {
-		size, _, err := conn.ReadFrom(buf)
-		if err != nil && ctx.Err() != nil {
-			err = context.Cause(ctx)
-		}
-		switch {
-		case errors.Is(err, errNoAnswer) && !last: // the answer may have arrived while this process waited for a CPU
-			last = true
-			_ = conn.SetDeadline(time.Now().Add(lastRead)) // if it fails, so does the next read
-		case err != nil:
-			return 0, err
-		default:
-			if of, ok, err := kind.parse(buf[:size]); ok && of == id {
-				return time.Since(sent), err
-			}
-		}
-	}
-}
-
-func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, error) {
-	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		mode := unix.IP_PMTUDISC_DONT
-		if o.DontFragment {
-			// With IP_PMTUDISC_DO a forged "fragmentation needed" for the destination would count, which a pod
-			// with CAP_NET_RAW can send.
-			mode = unix.IP_PMTUDISC_PROBE
-		}
-		cerr := c.Control(func(fd uintptr) {
-			// Without a filter each socket would also receive the requests of all peers.
-			if err = kind.filter(int(fd), kind.reply, kind.unreachable, kind.tooBig); err == nil {
-				err = kind.discoverMode(int(fd), mode)
-			}
-		})
-		return oneline.Join(cerr, err)
-	}}
-	if o.Listen == nil {
-		return lc.ListenPacket(ctx, kind.network, kind.any)
-	}
-	return o.Listen(ctx, lc, kind.network, kind.any)
+	return p.Ping(ctx, dst, Path{Size: o.Size, Whole: o.DontFragment, Split: !o.DontFragment}, o.Timeout)
 }
 
 // discoverMode sets how a socket treats packets that are larger than the MTU of their path. mode is a
@@ -179,7 +122,7 @@ func (k icmpKind) discoverMode(fd, mode int) error {
 	if err := unix.SetsockoptInt(fd, k.level, k.discover, mode); err != nil {
 		return err
 	}
-	if k.level != unix.IPPROTO_IPV6 || mode == unix.IP_PMTUDISC_DONT {
+	if k.level != unix.IPPROTO_IPV6 || mode != unix.IP_PMTUDISC_PROBE {
 		return nil
 	}
 	return unix.SetsockoptInt(fd, k.level, unix.IPV6_DONTFRAG, 1)

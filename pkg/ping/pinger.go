@@ -21,16 +21,17 @@ import (
 // ErrNoSocket means that this process cannot open a socket for echo requests.
 var ErrNoSocket = errors.New("open a socket for echo requests")
 
-// Pinger sends all echo requests of a family from one Socket, and gives each answer to the caller that
+// Pinger sends all echo requests of a family from one socket, and gives each answer to the caller that
 // waits for it. If each request had a socket of its own, every socket would receive the answers to all
 // requests. A Pinger is safe for concurrent use.
 type Pinger struct {
+	listen    Listen
 	receiving sync.WaitGroup
-	sending   sync.Mutex // held for Send and Close of a socket, and taken before mu
+	sending   sync.Mutex // held for send and close of a socket, and taken before mu
 
 	mu      sync.Mutex
 	closed  bool
-	sockets map[prefix.Family]*Socket
+	sockets map[prefix.Family]*socket
 	waiting map[uint32]request // by id
 }
 
@@ -41,7 +42,10 @@ type request struct {
 
 // NewPinger returns a Pinger. It opens its sockets when it needs them. The caller must Close it.
 func NewPinger() *Pinger {
-	return &Pinger{sockets: map[prefix.Family]*Socket{}, waiting: map[uint32]request{}}
+	listen := func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error) {
+		return lc.ListenPacket(ctx, network, address)
+	}
+	return &Pinger{listen: listen, sockets: map[prefix.Family]*socket{}, waiting: map[uint32]request{}}
 }
 
 // Ping sends one echo request and returns the time to its reply, or the same errors as the function Ping.
@@ -89,14 +93,14 @@ func await(ctx context.Context, answer <-chan error, timeout time.Duration) erro
 	return errNoAnswer
 }
 
-func (p *Pinger) send(ctx context.Context, s *Socket, to netip.Addr, path Path, id uint32) error {
+func (p *Pinger) send(ctx context.Context, s *socket, to netip.Addr, path Path, id uint32) error {
 	p.sending.Lock()
 	defer p.sending.Unlock()
-	return s.Send(ctx, to, path, id)
+	return s.send(ctx, to, path, id)
 }
 
 // socket returns the socket of a family. It opens the socket if there is none.
-func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
+func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if s := p.sockets[f]; s != nil {
@@ -105,7 +109,7 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	if p.closed {
 		return nil, net.ErrClosed
 	}
-	s, err := OpenSocket(ctx, f)
+	s, err := openSocket(ctx, f, p.listen)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)
 	}
@@ -116,9 +120,9 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*Socket, error) {
 
 // receive passes the answers to the callers that wait for them, until the socket is closed or fails. After
 // a failure it closes the socket, so that the next request opens another one.
-func (p *Pinger) receive(s *Socket, f prefix.Family) {
+func (p *Pinger) receive(s *socket, f prefix.Family) {
 	for {
-		a, err := s.Receive()
+		a, err := s.receive()
 		if err != nil {
 			p.drop(s, f)
 			return
@@ -127,21 +131,21 @@ func (p *Pinger) receive(s *Socket, f prefix.Family) {
 	}
 }
 
-func (p *Pinger) drop(s *Socket, f prefix.Family) {
+func (p *Pinger) drop(s *socket, f prefix.Family) {
 	p.sending.Lock()
 	defer p.sending.Unlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.sockets[f] == s {
 		delete(p.sockets, f)
-		_ = s.Close()
+		_ = s.close()
 	}
 }
 
 // answer gives an answer to the caller that waits for it. Over IPv4 a reply must come from the destination
 // of the request. Over IPv6 it may come from another address of the host, because the destination may be an
 // anycast address of the pods' bridge. So only the random id shows to which request the reply belongs.
-func (p *Pinger) answer(a Answer) {
+func (p *Pinger) answer(a reply) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	r, ok := p.waiting[a.ID]
@@ -161,7 +165,7 @@ func (p *Pinger) Close() error {
 	var errs []error
 	for f, s := range p.sockets {
 		delete(p.sockets, f)
-		errs = append(errs, s.Close())
+		errs = append(errs, s.close())
 	}
 	p.mu.Unlock()
 	p.sending.Unlock()

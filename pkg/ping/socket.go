@@ -17,19 +17,19 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Socket sends echo requests of one family on chosen paths, and receives all answers. It is
-// for callers that wait for the answers of many hosts at a time. One goroutine may call Send
-// while another one calls Receive.
-type Socket struct {
+// socket sends echo requests of one family on chosen paths, and receives all answers. One goroutine may call
+// send while another one calls receive.
+type socket struct {
 	kind    icmpKind
-	receive *net.IPConn
+	listen  Listen
+	conn    net.PacketConn // receives
 	senders map[sender]*net.IPConn
 }
 
-// sender contains the properties of a Path for which Send needs a separate socket.
+// sender contains the properties of a Path for which send needs a separate socket.
 type sender struct {
 	device string
-	whole  bool
+	mode   int // see discoverMode
 }
 
 // Path is the way of an echo request.
@@ -41,26 +41,51 @@ type Path struct {
 	From   netip.Addr // source address; an address of this host, on any device; if zero, the kernel chooses
 	Size   int        // size of the IP packet with its headers, in bytes; a size that is too small counts as the smallest one
 	// Whole forbids fragmentation. Then only the MTU of the device limits the size, and not the MTU of
-	// the route or an MTU that a router has reported.
+	// the route or an MTU that a router has reported: a pod with CAP_NET_RAW can forge such a report.
 	Whole bool
+	// Split permits routers to fragment the packet. If neither is set, the kernel decides.
+	Split bool
 }
 
-// sendTimeout limits how long Send waits for a device that sends no packets.
+// mode returns how the kernel treats the size of packets.
+func (p Path) mode() int {
+	switch {
+	case p.Whole:
+		return unix.IP_PMTUDISC_PROBE
+	case p.Split:
+		return unix.IP_PMTUDISC_DONT
+	}
+	return unix.IP_PMTUDISC_WANT
+}
+
+// sendTimeout limits how long send waits for a device that sends no packets.
 const sendTimeout = time.Second
 
-// OpenSocket opens a socket for family f, which the caller must close.
-func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
+// openSocket opens a socket for family f, which the caller must close.
+func openSocket(ctx context.Context, f prefix.Family, listen Listen) (*socket, error) {
 	kind := kindOf(f)
-	conn, err := Options{}.listen(ctx, kind)
+	conn, err := kind.open(ctx, listen, func(fd int) error {
+		// Without a filter each socket would also receive the requests of all peers.
+		return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[sender]*net.IPConn{}}, nil
+	return &socket{kind: kind, listen: listen, conn: conn, senders: map[sender]*net.IPConn{}}, nil
 }
 
-// Send sends an echo request with the given id. It returns EMSGSIZE, wrapped, if the packet is too big.
-func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
-	key := sender{path.Device, path.Whole}
+// open opens a socket with the options that set sets.
+func (k icmpKind) open(ctx context.Context, listen Listen, set func(fd int) error) (net.PacketConn, error) {
+	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		cerr := c.Control(func(fd uintptr) { err = set(int(fd)) })
+		return oneline.Join(cerr, err)
+	}}
+	return listen(ctx, lc, k.network, k.any)
+}
+
+// send sends an echo request with the given id. It returns EMSGSIZE, wrapped, if the packet is too big.
+func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
+	key := sender{path.Device, path.mode()}
 	conn := s.senders[key]
 	if conn == nil {
 		var err error
@@ -90,50 +115,48 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 // openSender opens a socket that is bound to a device. Over IPv6 a device that is chosen for a
 // single packet is not sufficient, because the kernel prefers the best route. The bound socket would
 // not get answers that arrive on other devices, so it only sends.
-func (s *Socket) openSender(ctx context.Context, of sender) (*net.IPConn, error) {
-	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		cerr := c.Control(func(fd uintptr) {
-			if err = s.kind.filter(int(fd)); err == nil && of.device != "" { // the filter admits no message types
-				err = unix.BindToDevice(int(fd), of.device)
-			}
-			if err == nil && of.whole {
-				err = s.kind.discoverMode(int(fd), unix.IP_PMTUDISC_PROBE)
-			}
-		})
-		return oneline.Join(cerr, err)
-	}}
-	conn, err := lc.ListenPacket(ctx, s.kind.network, s.kind.any)
+func (s *socket) openSender(ctx context.Context, of sender) (*net.IPConn, error) {
+	conn, err := s.kind.open(ctx, s.listen, func(fd int) error {
+		err := s.kind.filter(fd) // admits no message types
+		if err == nil && of.device != "" {
+			err = unix.BindToDevice(fd, of.device)
+		}
+		if err != nil {
+			return err
+		}
+		return s.kind.discoverMode(fd, of.mode)
+	})
 	if err != nil {
 		return nil, err
 	}
 	return conn.(*net.IPConn), nil
 }
 
-// Answer is the answer to an echo request.
-type Answer struct {
+// reply is the answer to an echo request, or to its failure.
+type reply struct {
 	ID   uint32     // of the request
 	From netip.Addr // host that has replied, or router that has reported the error
 	Err  error      // ErrTooBig or ErrUnreachable, wrapped, if a router has reported that; nil for a reply
 }
 
-// Receive waits for an answer. It returns an error after Close.
-func (s *Socket) Receive() (Answer, error) {
+// receive waits for an answer. It returns an error after close.
+func (s *socket) receive() (reply, error) {
 	buf := make([]byte, leastBuffer) // the beginning of a longer answer is sufficient
 	for {
-		size, addr, err := s.receive.ReadFromIP(buf)
+		size, addr, err := s.conn.ReadFrom(buf)
 		if err != nil {
-			return Answer{}, err
+			return reply{}, err
 		}
 		id, ok, failure := s.kind.parse(buf[:size])
-		if from, valid := netip.AddrFromSlice(addr.IP); ok && valid {
-			return Answer{id, from.Unmap(), failure}, nil
+		if from, valid := netip.AddrFromSlice(addr.(*net.IPAddr).IP); ok && valid {
+			return reply{id, from.Unmap(), failure}, nil
 		}
 	}
 }
 
-// Close closes the socket. Receive then returns an error.
-func (s *Socket) Close() error {
-	errs := []error{s.receive.Close()}
+// close closes the socket. receive then returns an error.
+func (s *socket) close() error {
+	errs := []error{s.conn.Close()}
 	for _, sender := range s.senders {
 		errs = append(errs, sender.Close())
 	}

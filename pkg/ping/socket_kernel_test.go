@@ -64,14 +64,14 @@ func TestKernelSocketTakesTheDevice(t *testing.T) {
 			if tt.family == prefix.IPv6 {
 				sh("ip -6 route del fd00:5:2:: dev two metric 1")
 			}
-			s, err := OpenSocket(t.Context(), tt.family)
+			s, err := openSocket(t.Context(), tt.family, NewPinger().listen)
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer s.Close()
+			defer s.close()
 			for _, device := range []string{"two", "one"} {
 				received := listen(t, "peer-"+device, netip.MustParseAddr(tt.from), netip.MustParseAddr(tt.dst))
-				if err := s.Send(t.Context(), netip.MustParseAddr(tt.dst), Path{Device: device, From: netip.MustParseAddr(tt.from)}, 0x01020304); err != nil {
+				if err := s.send(t.Context(), netip.MustParseAddr(tt.dst), Path{Device: device, From: netip.MustParseAddr(tt.from)}, 0x01020304); err != nil {
 					t.Fatal(err)
 				}
 				select {

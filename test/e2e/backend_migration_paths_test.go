@@ -228,12 +228,13 @@ func eventuallyByNext(t *testing.T, h, to *lab.Host) {
 	})
 }
 
-// TestBackendMigrationWithFamily aborts a migration and disables IPv6 in one edit, and takes that back a moment later,
+// TestAloneBackendMigrationWithFamily aborts a migration and disables IPv6 in one edit, and takes that back a moment later,
 // again and again. Each host gets a lease with another key then, three times in the shortest pause. IPv4 must not lose a
-// packet, although hosts read these leases late and the tunnel of the aborted migration still answers.
+// packet, although hosts read these leases late and the tunnel of the aborted migration still answers. A host must not
+// read them later than a second, so the test needs the whole machine.
 //
 //stages:rest it makes many changes, one after the other
-func TestBackendMigrationWithFamily(t *testing.T) {
+func TestAloneBackendMigrationWithFamily(t *testing.T) {
 	dualMigrating := netConf{v4: "10.5.0.0/16", v6: "fd00:5::/48", backend: `{"Type":"vxlan"}`, next: `{"Type":"wireguard","Implementation":"userspace"}`}
 	v4Alone := netConf{v4: dualMigrating.v4, backend: dualMigrating.backend}
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: json.RawMessage(dualMigrating.String())}, "")
