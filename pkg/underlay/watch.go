@@ -157,6 +157,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	if s.down {
 		f.lastDown = s.at
 	}
+
 	if s.err == nil && worse(s.choice, f.now) {
 		s.err = fmt.Errorf("%s has no address in its place but a link-local one", s.choice.Name)
 	}
@@ -171,6 +172,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		f.missing = false
 		log.Info("the external interface can be used again", "name", s.choice.Name)
 	}
+
 	if same(s.choice, f.now) {
 		f.next = Interface{}
 		return false, checkPeriod
@@ -178,8 +180,9 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	if !same(s.choice, f.next) {
 		f.next, f.since = s.choice, s.at
 	}
+	elsewhere := !slices.Equal(f.next.Addrs, f.now.Addrs)
 	due := f.since.Add(stable)
-	if f.next.Name != f.now.Name || !slices.Equal(f.next.Addrs, f.now.Addrs) {
+	if elsewhere || f.next.Name != f.now.Name {
 		from := f.lastDown // if the interface is back, some of its addresses may still be missing
 		if s.down {
 			from = f.downSince
@@ -191,7 +194,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	if s.at.Before(due) {
 		return false, due.Sub(s.at)
 	}
-	elsewhere := !slices.Equal(f.next.Addrs, f.now.Addrs)
+
 	if calm := f.calm(s.at); elsewhere && s.works && calm > 0 {
 		if !f.unsteady {
 			log.Error(nil, "the external interface has changed too often and is kept, although another one would be chosen", "name", f.now.Name, "other", f.next.Name,

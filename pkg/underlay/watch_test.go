@@ -189,14 +189,15 @@ func TestKernelWatch(t *testing.T) {
 func TestKernelWatchStays(t *testing.T) {
 	for name, tt := range map[string]struct {
 		opts  Options
+		why   string // part of the reason of the move
 		leave func(k kernel, inUse ...string)
 	}{
-		"until removed": {Options{Families: dual, Ifaces: []string{"d1"}}, func(k kernel, inUse ...string) {
+		"until removed": {Options{Families: dual, Ifaces: []string{"d1"}}, "; 10.1.0.2 is gone", func(k kernel, inUse ...string) {
 			for _, a := range inUse {
 				k.must(k.h.AddrDel(k.link("d1"), address(a)))
 			}
 		}},
-		"until deprecated": {Options{Families: dual, IfaceRegexes: []string{`^10\.|^fd01:`}}, func(k kernel, inUse ...string) {
+		"until deprecated": {Options{Families: dual, IfaceRegexes: []string{`^10\.|^fd01:`}}, "; 10.1.0.2 is deprecated", func(k kernel, inUse ...string) {
 			for _, a := range inUse {
 				old := address(a)
 				old.ValidLft = 3600
@@ -219,11 +220,11 @@ func TestKernelWatchStays(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			go func() {
 				defer cancel()
-				expect := func(what string, want Interface) {
+				expect := func(what string, want Interface, why string) {
 					select {
 					case got := <-changes:
-						if !same(got, want) {
-							t.Errorf("%s: changed called with %+v, want %+v", what, got, want)
+						if !same(got, want) || !strings.Contains(got.Reason, why) {
+							t.Errorf("%s: changed called with %+v, want %+v because of %q", what, got, want, why)
 						}
 					case <-time.After(prompt):
 						t.Errorf("%s: changed not called", what)
@@ -232,9 +233,9 @@ func TestKernelWatchStays(t *testing.T) {
 				k.addAddr("d1", "10.2.0.10/24", 0)
 				k.addAddr("d1", "fd01::100/64", unix.IFA_F_NODAD)
 				k.must(k.h.LinkSetMTU(k.link("d1"), 1300))
-				expect("other addresses and another MTU", onD1(first.Index, 1300, "10.1.0.2", "fd01::2"))
+				expect("other addresses and another MTU", onD1(first.Index, 1300, "10.1.0.2", "fd01::2"), "")
 				tt.leave(k, "10.1.0.2/24", "fd01::2/64")
-				expect("only other addresses", onD1(first.Index, 1300, "10.2.0.10", "fd01::100"))
+				expect("only other addresses", onD1(first.Index, 1300, "10.2.0.10", "fd01::100"), tt.why)
 			}()
 			if err := Watch(ctx, tt.opts, first, func(i Interface) { changes <- i }, func(error) {}); err != nil {
 				t.Error(err)
