@@ -521,13 +521,20 @@ func survive(t *testing.T, l *lab.Lab, options func(*lab.Host) lab.FlanneldOptio
 //stages:rest it repeats TestHostileHostVXLAN in Kubernetes
 func TestKubeHostileNode(t *testing.T) {
 	t.Parallel()
-	for name, backend := range map[string]string{"vxlan": `{"Type":"vxlan"}`, "wireguard": backendConfig(userspace)} {
+	for name, tc := range map[string]struct {
+		backend string
+		args    []string
+	}{
+		"vxlan":           {`{"Type":"vxlan"}`, nil},
+		"wireguard":       {backendConfig(userspace), nil},
+		"with a location": {`{"Type":"wireguard","Implementation":"userspace","SameLocation":{"Type":"vxlan"}}`, []string{"--location=here"}},
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			c := newCluster(t, lab.Config{Hosts: strongAttack.hosts, Families: dual}, backend)
+			c := newCluster(t, lab.Config{Hosts: strongAttack.hosts, Families: dual}, tc.backend)
 			seed := seedOf(t)
 			hosts, last := c.Hosts(), len(c.Hosts())
-			options := func(h *lab.Host) lab.FlanneldOptions { return c.options(slices.Index(hosts, h) + 1) }
+			options := func(h *lab.Host) lab.FlanneldOptions { return c.options(slices.Index(hosts, h)+1, tc.args...) }
 			survive(t, c.Lab, options, strongAttack.rate, func() {}, func() {
 				var values []any
 				for i := range hosts {
