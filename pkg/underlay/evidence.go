@@ -205,9 +205,12 @@ func (s selector) bestDefault(f prefix.Family) []int {
 
 // byEvidence returns the best candidate, and an error if nothing speaks for one.
 func (s selector) byEvidence() (found, error) {
-	all := s.candidates()
-	c := all[0]
+	c := s.candidates()[0]
 	w := found{link: c.link}
+	var split error
+	if c.defaults < len(s.opts.Families) {
+		split = s.splitDefault()
+	}
 	switch {
 	case c.inUse > 0:
 		w.note = "address in use"
@@ -220,26 +223,22 @@ func (s selector) byEvidence() (found, error) {
 			w.lastResort = c.Name + " has no carrier"
 		}
 		w.note = "default route"
-		return w, s.splitDefault(all)
+		return w, split
 	}
-	if c.defaults == len(s.opts.Families) {
+	if split == nil {
 		w.note += ", default route"
 	}
 
 	// A link-local address alone does not prove that the family leads to other hosts: every
 	// interface has one.
 	if c.poor > 0 {
-		return w, s.splitDefault(all)
+		return w, split
 	}
 	return w, nil
 }
 
-// splitDefault returns an error if the best candidate does not have the default routes of all
-// families.
-func (s selector) splitDefault(all []candidate) error {
-	if all[0].defaults == len(s.opts.Families) {
-		return nil
-	}
+// splitDefault returns an error that says why no interface has the default routes of all families.
+func (s selector) splitDefault() error {
 	var ways []string
 	for _, f := range s.opts.Families {
 		links := s.bestDefault(f)
