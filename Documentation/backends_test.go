@@ -27,20 +27,7 @@ func TestBackendFolders(t *testing.T) {
 		}
 	}
 
-	var sources strings.Builder
-	for _, pattern := range []string{"../backend/*/*_test.go", "../test/e2e/*_test.go"} {
-		files, err := filepath.Glob(pattern)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, f := range files {
-			raw, err := os.ReadFile(f)
-			if err != nil {
-				t.Fatal(err)
-			}
-			sources.Write(raw)
-		}
-	}
+	sources := testSources(t, "../backend/*/*_test.go", "../test/e2e/*_test.go")
 	readmes, err := filepath.Glob("../backend/*/README.md")
 	if err != nil || len(readmes) == 0 {
 		t.Fatalf("no README of a backend: %v", err)
@@ -51,9 +38,29 @@ func TestBackendFolders(t *testing.T) {
 			t.Errorf("%s names no test", path)
 		}
 		for _, name := range names {
-			if !strings.Contains(sources.String(), "func "+name) {
+			if !strings.Contains(sources, "func "+name) {
 				t.Errorf("%s names %s, which does not exist", path, name)
 			}
 		}
 	}
+}
+
+// testSources returns the text of all files that match the patterns.
+func testSources(t *testing.T, patterns ...string) string {
+	t.Helper()
+	var all strings.Builder
+	for _, pattern := range patterns {
+		files, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			raw, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all.Write(raw)
+		}
+	}
+	return all.String()
 }
