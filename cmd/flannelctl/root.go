@@ -19,7 +19,7 @@ func newRoot() *cobra.Command {
 	}
 	root.AddCommand(
 		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(), newRolesCommand(),
-		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newCleanupCommand(), newVersionCommand(),
+		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newSysdumpCommand(), newCleanupCommand(), newVersionCommand(),
 	)
 	addCompletion(root)
 	for _, cmd := range root.Commands() {

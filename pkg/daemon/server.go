@@ -6,6 +6,7 @@ import (
 	"context"
 	"net/http"
 	"net/netip"
+	"runtime/pprof"
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
@@ -43,7 +44,10 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "continuing without the status socket: flannelctl status will not work")
 		} else {
-			group.Go(func() error { return health.Serve(members, ln, with(page)) })
+			local := http.NewServeMux()
+			local.HandleFunc("/debug/goroutines", goroutines)
+			local.Handle("/", with(page))
+			group.Go(func() error { return health.Serve(members, ln, local) })
 		}
 	}
 	serve := func(addr string, h http.Handler) error {
@@ -60,6 +64,13 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 		return err
 	}
 	return serve(o.StatuszAddress, with(throttled(page)))
+}
+
+// goroutines writes the stacks of all goroutines. They contain no values except for numbers, but show what the daemon
+// does, so only the local socket serves them.
+func goroutines(w http.ResponseWriter, _ *http.Request) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	_ = pprof.Lookup("goroutine").WriteTo(w, 2) // a failed write means that the client has gone
 }
 
 // Limits of throttled. With thousands of peers a report takes milliseconds of CPU time.

@@ -170,6 +170,7 @@ func TestUserAndPassword(t *testing.T) {
 		if lines := strings.Count(string(out), "\n"); err != nil || lines != 3 || strings.Contains(string(out), password) {
 			t.Errorf("flannelctl leases on %s: %v: %s, want two leases", h.Name(), err, out)
 		}
+		expectSysdump(t, h, password)
 	}
 
 	late := expectRefused(t, l.Host(3), lab.FlanneldOptions{
@@ -228,4 +229,24 @@ func TestProxyOfTheEnvironment(t *testing.T) {
 	expectLog(t, d, "through the proxy http://user:xxxxx@192.168.77.254:9 of HTTPS_PROXY; is 192.168.77.254:2379 missing in NO_PROXY?")
 	expectStop(t, d)
 	startOne(t, h, lab.FlanneldOptions{Env: append(env, "NO_PROXY=192.168.77.0/24")})
+}
+
+// expectSysdump checks that the archive of a host has what its daemon and its kernel say, and no secret.
+func expectSysdump(t *testing.T, h *lab.Host, secret string) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "host.tar.gz")
+	out, err := h.Exec(testContext(t), "sh", "-c", "env -i PATH="+os.Getenv("PATH")+" "+built("flannelctl")+" sysdump --file="+file+" >&2 && tar -xzO -f "+file)
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for _, want := range []string{
+		"ready, version", "main.main()", "flannel_ready 1", "etcd-password=[redacted]", "flannel.1 type vxlan", "SUBNET  ", `"Type":"vxlan"`, "mac ", " table 254 ", "net/ipv4/ip_forward = 1",
+	} {
+		if !strings.Contains(string(out), want) {
+			t.Errorf("%s: no %q in the archive", h.Name(), want)
+		}
+	}
+	if strings.Contains(string(out), secret) {
+		t.Errorf("%s: a password is in the archive", h.Name())
+	}
 }

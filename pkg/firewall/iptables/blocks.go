@@ -23,7 +23,7 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 		if len(of) == 0 {
 			continue
 		}
-		for _, v := range variants(f) {
+		for _, v := range Present(f) {
 			text, err := save(ctx, v, f)
 			if err != nil {
 				errs = append(errs, err)
@@ -40,9 +40,9 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 	return blocks, oneline.Join(errs...)
 }
 
-// variants returns the variants NFT and Legacy, as far as they are installed and have tables, or Default if neither is
+// Present returns the variants NFT and Legacy, as far as they are installed and have tables, or Default if neither is
 // installed.
-func variants(f prefix.Family) []Variant {
+func Present(f prefix.Family) []Variant {
 	all := slices.DeleteFunc([]Variant{NFT, Legacy}, func(v Variant) bool { return !installed(v.Program(f) + "-save") })
 	if len(all) == 0 && installed(Default.Program(f)+"-save") {
 		return []Variant{Default}

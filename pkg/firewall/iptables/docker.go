@@ -18,7 +18,7 @@ import (
 // incomplete.
 func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
 	f := prefix.FamilyOf(b.Subnet.Addr())
-	for _, v := range variants(f) {
+	for _, v := range Present(f) {
 		d, _, err := New(v).save(ctx, f, kind{nft: v == NFT})
 		if err != nil {
 			return cut, err

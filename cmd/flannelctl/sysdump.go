@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/flanneld/flanneld/pkg/doctor/linux"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
+)
+
+const (
+	// partTimeout limits the time for one part of the archive.
+	partTimeout = 30 * time.Second
+	// maxPart limits the size of a part in bytes. The end counts, because the newest lines of a log are there.
+	maxPart = 32 << 20
+)
+
+// part is one file of the archive. The file has the text that collect returns, even with an error.
+type part struct {
+	name    string
+	collect func(ctx context.Context) ([]byte, error)
+}
+
+func newSysdumpCommand() *cobra.Command {
+	var file, socket string
+	cmd := &cobra.Command{
+		Use: "sysdump", Short: "Write an archive with everything about this host that helps to find a problem", Args: cobra.NoArgs,
+		Long: `Writes a tar.gz with the reports of flannelctl about this host and its store, and with
+links, addresses, routes of all tables, rules, neighbours, the FDB, the firewall,
+sysctls, versions, metrics, goroutines and logs. Each part is a file. If a part cannot be collected,
+its file says why, and the rest is collected all the same. Passwords, tokens and keys are taken out.
+Names, addresses and what other programs have written in their rules stay: look at the archive before you publish it.`,
+		Example: "  flannelctl sysdump\n  flannelctl sysdump --file=/tmp/host1.tar.gz\n  kubectl exec POD -- flannelctl sysdump --file=- >host1.tar.gz",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			host, _ := os.Hostname()
+			name := "flannel-sysdump-" + cmp.Or(host, "host") + "-" + time.Now().UTC().Format("20060102T150405Z")
+			to, report := io.WriteCloser(nopCloser{cmd.OutOrStdout()}), cmd.ErrOrStderr()
+			if file != "-" {
+				path := cmp.Or(file, name+".tar.gz")
+				f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+				if err != nil {
+					return err
+				}
+				to, report = f, cmd.OutOrStdout()
+				defer func() { fmt.Fprintln(report, path) }()
+			}
+			incomplete, err := sysdump(cmd.Context(), to, name, socket)
+			if err = errors.Join(err, to.Close()); err != nil {
+				return err
+			}
+			if len(incomplete) > 0 {
+				fmt.Fprintf(report, "incomplete: %s\n", strings.Join(incomplete, ", "))
+			}
+			return nil
+		},
+	}
+	cmd.Flags().StringVar(&file, "file", "", "path of the archive, - for standard output (default flannel-sysdump-HOST-TIME.tar.gz)")
+	cmd.Flags().StringVar(&socket, "socket", defaultSocket, "local socket of the daemon")
+	return cmd
+}
+
+type nopCloser struct{ io.Writer }
+
+func (nopCloser) Close() error { return nil }
+
+// collected is the outcome of a part.
+type collected struct {
+	text []byte
+	err  error
+}
+
+// collectAll collects some parts at a time: each may wait until its time is over, if the daemon or the store hangs.
+func collectAll(ctx context.Context, all []part) ([]collected, error) {
+	results := make([]collected, len(all))
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(8)
+	for i, p := range all {
+		group.Go(func() error {
+			within, cancel := context.WithTimeout(ctx, partTimeout)
+			defer cancel()
+			results[i].text, results[i].err = p.collect(within)
+			return ctx.Err()
+		})
+	}
+	return results, group.Wait()
+}
+
+// sysdump writes the archive, with all files in the folder name. It returns the names of the parts that are not complete.
+func sysdump(ctx context.Context, to io.Writer, name, socket string) (incomplete []string, err error) {
+	secrets, all := knownSecrets(ctx), parts(ctx, socket)
+	results, err := collectAll(ctx, all)
+	if err != nil {
+		return nil, err
+	}
+	packed := gzip.NewWriter(to)
+	archive := tar.NewWriter(packed)
+	for i, p := range all {
+		text, failed := results[i].text, results[i].err
+		if n := len(text); n > maxPart {
+			text, failed = text[n-maxPart:], errors.Join(failed, fmt.Errorf("the first %d bytes are left out", n-maxPart))
+		}
+		if failed != nil {
+			incomplete = append(incomplete, p.name)
+			text = fmt.Appendf(text, "\nincomplete: %v\n", failed)
+		}
+		text = []byte(secrets.scrub(string(text)))
+		header := &tar.Header{Name: name + "/" + p.name, Mode: 0o600, Size: int64(len(text)), ModTime: time.Now()}
+		if err := archive.WriteHeader(header); err != nil {
+			return nil, err
+		}
+		if _, err := archive.Write(text); err != nil {
+			return nil, err
+		}
+	}
+	return incomplete, errors.Join(archive.Close(), packed.Close())
+}
+
+// knownSecrets returns a scrubber that knows the secrets of this host: those in the settings and the environment of the
+// daemon, in the network configuration, and in its files.
+func knownSecrets(ctx context.Context) *scrubber {
+	s := &scrubber{known: map[string]bool{}}
+	p, _ := fromDaemon()
+	unit, _ := os.ReadFile(settingsFile)
+	config, _ := self(ctx, "config", "get")
+	for _, text := range slices.Concat([]string{string(unit), string(config)}, p.variables(), p.env, os.Environ()) {
+		s.learn(text)
+	}
+	// WireGuard's keys, and the tokens of pods, have no name before them.
+	keys, _ := filepath.Glob(filepath.Join(cmp.Or(p.given["state-dir"], "/var/lib/flannel"), "wgkey*"))
+	for _, path := range append(keys, value(p.env, "WIREGUARD_KEY_FILE"), filepath.Join(serviceAccount, "token"), filepath.Join(p.serviceAccount, "token")) {
+		if text, err := os.ReadFile(path); err == nil {
+			s.add(string(text))
+		}
+	}
+	return s
+}
+
+// parts returns all parts in the order in which they are collected.
+func parts(ctx context.Context, socket string) []part {
+	client := status.Client(socket)
+	var all []part
+	own := func(name string, args ...string) {
+		all = append(all, part{"flannelctl/" + name + ".txt", func(ctx context.Context) ([]byte, error) { return self(ctx, args...) }})
+	}
+	get := func(name, path string) {
+		all = append(all, part{name, func(ctx context.Context) ([]byte, error) { return fetchText(ctx, client, path) }})
+	}
+
+	own("version", "version")
+	own("doctor", "doctor", "--socket="+socket)
+	networks := []status.NetworkSummary{{}}
+	if r, err := fetch(ctx, client, socketURL, ""); err == nil && len(r.Networks) > 0 {
+		own("networks", "networks", "--socket="+socket)
+		networks = r.Networks
+	}
+	for _, n := range networks {
+		suffix, network := "", "--network="+n.Name
+		if n.Name != "" {
+			suffix = "-" + n.Name
+		}
+		own("status"+suffix, "status", "--peers", "--socket="+socket, network)
+		own("check"+suffix, "check", "--socket="+socket, network)
+		own("interface"+suffix, "interface", "--socket="+socket, network)
+		own("config"+suffix, "config", "get", network)
+		own("leases"+suffix, "leases", network)
+		get("daemon/statusz"+suffix+".json", "statusz.json?network="+n.Name)
+	}
+	own("interface-without-daemon", "interface", "--no-daemon")
+	get("daemon/metrics.txt", "metrics")
+	get("daemon/readyz.txt", "readyz")
+	get("daemon/goroutines.txt", "debug/goroutines")
+	all = append(all, part{"daemon/settings.txt", settings})
+
+	dumps := linux.Dumps()
+	for _, name := range slices.Sorted(maps.Keys(dumps)) {
+		all = append(all, part{"kernel/" + name + ".txt", func(context.Context) ([]byte, error) {
+			lines, err := dumps[name]()
+			return []byte(strings.Join(lines, "\n") + "\n"), err
+		}})
+	}
+	all = append(all, part{"kernel/sysctl.txt", sysctls})
+	for _, c := range [][]string{
+		{"kernel/links-details.txt", "ip", "-details", "-statistics", "link"},
+		{"firewall/nft.txt", "nft", "list", "ruleset"},
+		{"logs/flanneld.txt", "journalctl", "--unit=flanneld", "--no-pager", "--lines=20000"},
+		{"logs/kernel.txt", "dmesg"},
+	} {
+		all = append(all, part{c[0], program(c[1], c[2:]...)})
+	}
+	var saved []string
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		for _, v := range iptables.Present(f) {
+			saved = append(saved, v.Program(f))
+			all = append(all, part{"firewall/" + v.Program(f) + "-save.txt", program(v.Program(f)+"-save", "-c")})
+		}
+	}
+	all = append(all, part{"firewall/iptables.txt", func(context.Context) ([]byte, error) {
+		return []byte("These variants of iptables are installed and have tables: " + strings.Join(saved, ", ") + "\n"), nil
+	}})
+	for _, pattern := range []string{
+		"/etc/os-release", "/proc/version", "/proc/modules", "/proc/net/snmp", "/proc/net/snmp6", "/proc/net/netstat", "/proc/net/softnet_stat", "/proc/net/udp", "/proc/net/udp6",
+		settingsFile, "/run/flannel/subnet.env", "/run/flannel/networks/*.env", "/etc/cni/net.d/*.conf*", "/var/log/pods/*flannel*/*/*.log",
+	} {
+		paths, _ := filepath.Glob(pattern)
+		for _, path := range paths {
+			all = append(all, part{"files" + path, func(context.Context) ([]byte, error) { return os.ReadFile(path) }})
+		}
+	}
+	return all
+}
+
+// self runs a command of flannelctl, and returns what it prints.
+func self(ctx context.Context, args ...string) ([]byte, error) {
+	var out bytes.Buffer
+	root := newRoot() //nolint:contextcheck // the commands get ctx from ExecuteContext
+	root.SetArgs(args)
+	root.SetOut(&out)
+	root.SetErr(&out)
+	if err := root.ExecuteContext(ctx); err != nil {
+		fmt.Fprintf(&out, "flannelctl: %v (exit code %d)\n", err, exitCode(err))
+	}
+	return out.Bytes(), nil // an error is an answer too
+}
+
+// program returns a function that runs a program and returns what it prints.
+func program(name string, args ...string) func(context.Context) ([]byte, error) {
+	return func(ctx context.Context) ([]byte, error) {
+		cmd := exec.CommandContext(ctx, name, args...) //nolint:gosec // all callers pass names of programs of the system
+		cmd.WaitDelay = time.Second
+		return cmd.CombinedOutput()
+	}
+}
+
+// fetchText returns what the daemon serves at a path.
+func fetchText(ctx context.Context, client *http.Client, path string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, socketURL+"/"+path, http.NoBody)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, cause(err)
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReport))
+	if err == nil && resp.StatusCode == http.StatusNotFound {
+		err = errors.New("this flanneld does not serve it")
+	}
+	return text, err
+}
+
+// settings returns the flags of the daemon, also those from variables.
+func settings(context.Context) ([]byte, error) {
+	p, err := fromDaemon()
+	var out bytes.Buffer
+	for _, name := range slices.Sorted(maps.Keys(p.given)) {
+		fmt.Fprintf(&out, "%s=%s\n", name, p.given[name])
+	}
+	return out.Bytes(), err
+}
+
+// sysctls returns all settings of the network that can be read.
+func sysctls(context.Context) ([]byte, error) {
+	var out bytes.Buffer
+	const root = "/proc/sys"
+	err := fs.WalkDir(os.DirFS(root), "net", func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		if text, err := os.ReadFile(filepath.Join(root, path)); err == nil { // some can only be written
+			fmt.Fprintf(&out, "%s = %s\n", path, strings.ReplaceAll(strings.TrimSpace(string(text)), "\n", "; "))
+		}
+		return nil
+	})
+	return out.Bytes(), err
+}
