@@ -317,7 +317,7 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 	}
 	// Some systems keep an unreachable default route as a backstop. It carries no
 	// traffic, so it does not count.
-	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 && rt.Flags&unix.RTM_F_CLONED == 0 {
+	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 {
 		*defaults = append(*defaults, r)
 	}
 	return f == prefix.IPv4 && !zero, nil
