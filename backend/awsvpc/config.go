@@ -16,11 +16,11 @@ import (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	// id of the route table, or a list of ids. If RouteTableFilter is absent too, flanneld uses the table of the
-	// VPC's subnet in which the host is, or the main table of the VPC if that subnet has none
+	// id of the route table, or a list of ids. Without it and RouteTableFilter: the table of the host's subnet, or
+	// else the main table of the VPC
 	RouteTableID tableIDs
-	// filters of EC2 that choose the route tables of the VPC, such as "tag:cluster=blue"; a table must match all
-	// names, and one value of each name
+	// filters of EC2 that choose the route tables, such as "tag:cluster=blue"; a table must match all names, and one
+	// value of each
 	RouteTableFilter []string
 	Overflow         backend.Overflow // tunnel to hosts that the routes of the cloud do not reach
 }

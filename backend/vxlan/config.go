@@ -29,8 +29,7 @@ type config struct {
 	// like 0, and each host also finds the MTU of the path to each peer
 	MTU int
 	GBP bool // group-based policy extension of VXLAN; must be the same on all hosts
-	// the device also learns from packets which host has a MAC address; not needed, because flanneld
-	// tells the device
+	// the device also learns from packets which host has a MAC address; not needed
 	Learning      bool
 	DirectRouting bool // plain routes, without the tunnel, to peers on the same network as this host
 	// where checksums are computed: by the network card (on), by the host's CPU (off), or as the kernel
