@@ -14,7 +14,7 @@
 //   - samelocation.go is the contract of networks with one backend inside of a location and
 //     another one between locations.
 //   - side.go is the contract of the two backends of a migration. It also contains the interfaces
-//     of networks that change their data in the own lease.
+//     of networks that change their data in this host's lease.
 //   - leftover.go, listener.go and tunneler.go contain interfaces that only some backends implement.
 //
 // The smallest backend that writes routes to peers is backend/hostgw.
@@ -49,7 +49,7 @@ type Env struct {
 	// StateDir is the folder for files that must survive a reboot. If it is empty,
 	// nothing is stored.
 	StateDir string
-	// Blackhole requests an unreachable route to the own subnet.
+	// Blackhole requests an unreachable route to this host's subnet.
 	Blackhole bool
 	// Elsewhere is set if packets to peers may take routes that are not on this host: those of a cloud.
 	Elsewhere bool
@@ -110,8 +110,8 @@ func (e Env) Direct(ctx context.Context, dst netip.Addr) (dev string, err error)
 	return e.Kernel.OnLink(ctx, dst, e.Underlay.Name)
 }
 
-// Base returns the state that the kernel should have for the own lease with any backend: unreachable
-// routes to the own subnets if Blackhole is set, and otherwise nothing.
+// Base returns the state that the kernel should have for this host's lease with any backend: unreachable
+// routes to this host's subnets if Blackhole is set, and otherwise nothing.
 func (e Env) Base(own subnet.Lease) dataplane.State {
 	base := dataplane.NewState()
 	if e.Blackhole {
@@ -123,7 +123,7 @@ func (e Env) Base(own subnet.Lease) dataplane.State {
 }
 
 // TunnelBase replaces Base for a backend that has a route to each peer: it contains an unreachable
-// route to each network, which includes the own subnet. So a packet to a pod never follows another
+// route to each network, which includes this host's subnet. So a packet to a pod never follows another
 // route, such as the default route: in clear text if the tunnel's device is gone, or in a loop if no
 // host has the subnet. TunnelBase is Base if packets may have to follow other routes: to peers by way
 // of a cloud, or to hosts with addresses in the network, which flannel accepts.
@@ -207,7 +207,7 @@ type Backend interface {
 	// Claim does not try again, but returns an error for which cloud.Transient is true, because a
 	// later call may succeed.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
-	// Start prepares the backend's devices for the own lease and returns the network. It removes
+	// Start prepares the backend's devices for this host's lease and returns the network. It removes
 	// only objects that it replaces. The caller closes the network.
 	Start(ctx context.Context, own subnet.Lease) (Network, error)
 }

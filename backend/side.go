@@ -70,17 +70,17 @@ type Sized interface {
 }
 
 // Reclaimer is a Network that can find out that Claim of its backend may now return more data than
-// the own lease has, or that no peer keeps this host from the next subnet.Stage.
+// this host's lease has, or that no peer keeps this host from the next subnet.Stage.
 type Reclaimer interface {
 	// Reclaim returns a channel that receives when the network finds that out. The owner of the
 	// network then publishes the new claim, and replaces the network by one with the new lease or stage.
 	Reclaim() <-chan struct{}
 }
 
-// Publisher is a Network whose data in the own lease changes while it runs.
+// Publisher is a Network whose data in this host's lease changes while it runs.
 type Publisher interface {
 	// Republish returns a channel that receives when Claim of the backend returns other data than
-	// the own lease has. The owner of the network then publishes the new claim, and does not
+	// this host's lease has. The owner of the network then publishes the new claim, and does not
 	// restart the network.
 	Republish() <-chan struct{}
 	// Published tells the network that the store now has the claim c. It may be called at any time.

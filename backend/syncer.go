@@ -219,7 +219,7 @@ func (s *Syncer) again(o Outcome) error {
 
 // advance passes the published changes to the arbiter. It returns the set of peers that can be
 // served, and what the pass knows before it begins. It refuses leases of another backend, leases with unusable
-// data, and leases that conflict with the own lease or an older one. A refusal does not affect
+// data, and leases that conflict with this host's lease or an older one. A refusal does not affect
 // other leases.
 func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	s.mu.Lock()

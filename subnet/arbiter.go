@@ -61,14 +61,14 @@ type Arbiter struct {
 	refused      map[string][]string // reasons, by key
 }
 
-// NewArbiter returns an arbiter that knows only the own lease.
+// NewArbiter returns an arbiter that knows only this host's lease.
 func NewArbiter(cfg Config, own Claimant) *Arbiter {
 	a := &Arbiter{cfg: cfg, own: own, shared: newSharedPublicIPs()}
 	a.Reset(nil)
 	return a
 }
 
-// SetOwn replaces the own lease. It does not decide again about others.
+// SetOwn replaces this host's lease. It does not decide again about others.
 func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 
 // Reset replaces all claimants and decides about each of them.
@@ -441,7 +441,7 @@ func (a *Arbiter) validate(n Network, e Endpoint) string {
 	return a.conflictWithOwn(e)
 }
 
-// conflictWithOwn returns how e contradicts the own lease, or an empty string.
+// conflictWithOwn returns how e contradicts this host's lease, or an empty string.
 func (a *Arbiter) conflictWithOwn(e Endpoint) string {
 	for _, own := range a.own.Lease.Endpoints {
 		switch s, public := e.Subnet, e.PublicIP; {

@@ -330,7 +330,7 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 			refused: []subnet.Refusal{{"second", "its MAC 2 is that of first"}},
 		},
 		{
-			name: "of the next backend, in the own lease", want: []string{"second"},
+			name: "of the next backend, in this host's lease", want: []string{"second"},
 			all:     []subnet.Claimant{migrating(claimant("second", 1, 30, 2, "MAC 1"), "own key")},
 			refused: []subnet.Refusal{{"second", "its own key is that of this node"}},
 		},

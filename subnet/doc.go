@@ -14,7 +14,7 @@
 //   - pool.go: the Pool of subnets that a Network gives to hosts, and how to pick one
 //   - allocate.go: chooses a free subnet of each family from the pools; usage.go counts the free and
 //     the leased subnets
-//   - manager.go: the Manager, which acquires and keeps the own lease in a store, and publishes
+//   - manager.go: the Manager, which acquires and keeps this host's lease in a store, and publishes
 //     Updates with the leases of other nodes; optional.go: interfaces that not every manager
 //     implements
 //   - ledger.go: the Ledger, the daemon's cache of the leases of other nodes; it decides when a

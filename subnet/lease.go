@@ -42,9 +42,9 @@ type Lease struct {
 	BackendType string            // as stored; empty for backends that store none
 	NextType    string            `json:",omitempty"` // type of the next backend in the configuration, during a migration; otherwise empty
 	Endpoints   []Endpoint        // one for each family that the lease has, IPv4 first
-	Permanent   bool              // it does not expire: a reservation, or the own lease of a Kubernetes node
-	Expires     time.Time         // known only of the own lease; zero if Permanent
-	LeaseID     int64             `json:",omitempty"` // of etcd's lease; known only of the own lease
+	Permanent   bool              // it does not expire: a reservation, or this host's lease of a Kubernetes node
+	Expires     time.Time         // known only of this host's lease; zero if Permanent
+	LeaseID     int64             `json:",omitempty"` // of etcd's lease; known only of this host's lease
 }
 
 // Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.

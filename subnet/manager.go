@@ -110,7 +110,7 @@ type Manager interface {
 	// all leases. Watch continues after compactions and outages. A snapshot's slices belong to the
 	// receiver, and the leases in them are shared and read-only.
 	Watch(ctx context.Context, sink func(Update)) error
-	// Keep blocks and keeps the own lease alive. If this node has lost its subnet, Keep returns
+	// Keep blocks and keeps this host's lease alive. If this node has lost its subnet, Keep returns
 	// ErrLeaseLost, wrapped in an error that names the new owner, or the new podCIDRs of the Node.
 	Keep(ctx context.Context, own Lease) error
 }

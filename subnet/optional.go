@@ -44,7 +44,7 @@ type ConfigWatcher interface {
 	WatchConfig(ctx context.Context, sink func(text []byte)) error
 }
 
-// Resumer is a Manager that cannot recognize the own lease by the node's name, but only by its
+// Resumer is a Manager that cannot recognize this host's lease by the node's name, but only by its
 // public address, which may have changed while the store was unavailable.
 type Resumer interface {
 	// Resumed tells the manager, before Acquire, that this node had the lease own, from its last
@@ -58,13 +58,13 @@ type Resumer interface {
 
 // Observer is a Manager that can serve one of several networks in a store.
 type Observer interface {
-	// Observe reads the configuration of the network and the own lease from the store, both at the
+	// Observe reads the configuration of the network and this host's lease from the store, both at the
 	// same moment. The Observation is zero if the store does not have the configuration. Observe retries
 	// failures that can pass, and returns when ctx ends, with its error.
 	Observe(ctx context.Context, own Lease) (Observation, error)
 }
 
-// Releaser is a Manager that can give up the own lease.
+// Releaser is a Manager that can give up this host's lease.
 type Releaser interface {
 	// Release deletes the lease own of this node from the store, unless it is a reservation, or another
 	// node has taken its subnets since. It does not retry. The manager has no lease after that, even

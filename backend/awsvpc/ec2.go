@@ -336,7 +336,7 @@ func (t routeTable) main(vpc string) bool {
 // follow none of them.
 func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error) {
 	if !v.config.choosesTables() {
-		return chosen[0].ID, nil // the table of the own subnet
+		return chosen[0].ID, nil // the table of this host's subnet
 	}
 	main := ""
 	for _, t := range chosen {
@@ -360,7 +360,7 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 }
 
 // chosen returns the tables that the configuration chooses. If it chooses none, chosen returns the
-// table that the own subnet follows, which may be the main table. It returns an error if there is
+// table that this host's subnet follows, which may be the main table. It returns an error if there is
 // no such table.
 func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}

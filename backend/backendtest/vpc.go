@@ -113,7 +113,7 @@ func (v VPC) OwnTable(t *testing.T, own, other string) {
 	s.AddTable("rtb-z", own)
 	tables, err := v.Joined(t).Tables(t.Context())
 	if err != nil || len(tables) != 1 || tables[0].ID != "rtb-z" {
-		t.Errorf("tables %v, error %v, want that of the own subnet", tables, err)
+		t.Errorf("tables %v, error %v, want that of this host's subnet", tables, err)
 	}
 }
 

@@ -232,7 +232,7 @@ func (b *Backend) outdated(prev subnet.Claim) bool {
 // prepare runs PreStartupCommand and records its output. If another setup has run since the boot,
 // prepare first undoes that. It does nothing if the recorded command is the same, and has run for
 // the same external interface and addresses. It returns an error if the command fails, or if its
-// output is too large for the lease. own is the part of the own lease that is known.
+// output is too large for the lease. own is the part of this host's lease that is known.
 func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	b.host.setting.Lock()
 	defer b.host.setting.Unlock()

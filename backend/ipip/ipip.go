@@ -179,7 +179,7 @@ func (b *Backend) MTU() int {
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 // base returns the wanted state without any peers: that of Env.TunnelBase, and for each family a
-// device with the base address of the own subnet.
+// device with the base address of this host's subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.TunnelBase(own)
 	for _, e := range own.Endpoints {

@@ -200,7 +200,7 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	return &own, ""
 }
 
-// ownInside returns the own lease as the backend inside uses it. It calls Claim for the data,
+// ownInside returns this host's lease as the backend inside uses it. It calls Claim for the data,
 // because the last known lease may be from a time at which this host had no location.
 func (b *Backend) ownInside(ctx context.Context, own subnet.Lease) (subnet.Lease, error) {
 	claim, err := b.claimInside(ctx, own.Claim())

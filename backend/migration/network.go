@@ -135,10 +135,10 @@ func (n *network) Republish() <-chan struct{} { return n.republish }
 // nothing.
 func (*network) Published(subnet.Claim) {}
 
-// errNoData means that the own lease has no data for a backend.
-var errNoData = errors.New("the own lease has no data for it")
+// errNoData means that this host's lease has no data for a backend.
+var errNoData = errors.New("this host's lease has no data for it")
 
-// lackOfData returns why the own lease has no data for the next backend. If the next backend has a
+// lackOfData returns why this host's lease has no data for the next backend. If the next backend has a
 // claim by now, lackOfData asks for the new claim to be published. The network ends when that has
 // happened.
 func (n *network) lackOfData(ctx context.Context) error {

@@ -137,7 +137,7 @@ func pages(one func(offset int) (got, total int, err error)) error {
 	}
 }
 
-// table reads all tables of the VPC into v.all, and returns the table of the own subnet. It returns an
+// table reads all tables of the VPC into v.all, and returns the table of this host's subnet. It returns an
 // error if there is none.
 func (v *vpc) table(ctx context.Context) (table, error) {
 	var all []table

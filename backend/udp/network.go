@@ -34,7 +34,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// base returns the wanted state: that of Env.TunnelBase, the device with the base addresses of the own
+// base returns the wanted state: that of Env.TunnelBase, the device with the base addresses of this host's
 // subnets, and a route to each network through the device.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.TunnelBase(own)

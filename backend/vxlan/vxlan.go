@@ -68,7 +68,7 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 }
 
 // Matches implements backend.Matcher. It compares the VNI in the backend data of the lease with
-// the own VNI, because in a migration from one VNI to another both backends have the type vxlan.
+// this host's VNI, because in a migration from one VNI to another both backends have the type vxlan.
 // A lease also matches if its data contains no VNI, as older daemons write it, or VNI 0. A lease
 // whose data cannot be decoded matches too: the method Check of the network refuses it later.
 func (b *Backend) Matches(l subnet.Lease) bool {
@@ -206,7 +206,7 @@ func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error)
 }
 
 // base returns the wanted state without any peers: that of Env.TunnelBase, and for each family a
-// device with the MAC in the own lease and the base address of the own subnet.
+// device with the MAC in this host's lease and the base address of this host's subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.TunnelBase(own)
 	offload, _ := b.config.txChecksum()

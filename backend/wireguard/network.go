@@ -163,7 +163,7 @@ func (n *network) learn(ctx context.Context, now time.Duration, set backend.Set)
 	if shared, changed := n.discovery.Publish(now); changed {
 		n.published.Store(&shared)
 		n.republish.Send()
-		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in the own lease", "endpoints", len(shared))
+		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in this host's lease", "endpoints", len(shared))
 	}
 }
 

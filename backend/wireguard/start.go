@@ -195,7 +195,7 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 }
 
 // base returns the wanted state without peers: that of Env.TunnelBase, the devices with the base
-// addresses of the own subnets, and one route for each network.
+// addresses of this host's subnets, and one route for each network.
 func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
 	want := b.env.TunnelBase(own)
 	for _, t := range b.tunnels() {

@@ -240,7 +240,7 @@ func TestZombieBesideALostRoute(t *testing.T) {
 }
 
 // TestRouteAppears adds a route to another host between the reading of the table and the call that
-// puts the own route. It expects that the route is replaced only if the store is connected.
+// puts this host's route. It expects that the route is replaced only if the store is connected.
 func TestRouteAppears(t *testing.T) {
 	for _, connected := range []bool{false, true} {
 		run(t, func(b *bed) {
@@ -515,8 +515,8 @@ func TestManyRemovals(t *testing.T) {
 	}, routes...)
 }
 
-// TestSlowRemovals deletes the own route by hand while the keeper removes routes, and each removal takes long. It
-// expects that the own route is put before all removals are done.
+// TestSlowRemovals deletes this host's route by hand while the keeper removes routes, and each removal takes long. It
+// expects that this host's route is put before all removals are done.
 func TestSlowRemovals(t *testing.T) {
 	routes := []cloud.Route{routeTo(1, 1)}
 	for n := 100; n < 119; n++ {
@@ -532,7 +532,7 @@ func TestSlowRemovals(t *testing.T) {
 		b.after(2 * time.Minute)
 		b.Do(func() {
 			if !slices.Contains(b.Tabs[0].Routes, routeTo(1, 1)) {
-				b.Error("the own route waits for the removals")
+				b.Error("this host's route waits for the removals")
 			}
 		})
 		b.hour()
@@ -671,7 +671,7 @@ func TestWriteIsSeenLater(t *testing.T) {
 	})
 }
 
-// TestContestedRoute lets another program replace the own route every second. It expects that the
+// TestContestedRoute lets another program replace this host's route every second. It expects that the
 // pauses of the keeper grow, so that it does not use up the calls that the cloud allows for all hosts.
 func TestContestedRoute(t *testing.T) {
 	run(t, func(b *bed) {

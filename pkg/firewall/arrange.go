@@ -10,7 +10,7 @@ import (
 )
 
 // Arrangement is the content that a chain should have: the common rules at its head, the
-// rules of other daemons unchanged, and the own rules in their order. The rules of other
+// rules of other daemons unchanged, and this host's rules in their order. The rules of other
 // daemons may be anywhere after the common rules.
 type Arrangement struct {
 	Common, Own []Rule

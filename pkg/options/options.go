@@ -109,7 +109,7 @@ type Options struct {
 	// IPTablesResync is the interval at which the traffic rules are checked if the kernel
 	// does not announce their changes, as with legacy iptables.
 	IPTablesResync time.Duration
-	// IPBlackholeRoute maintains an unreachable route for the own subnet.
+	// IPBlackholeRoute maintains an unreachable route for this host's subnet.
 	IPBlackholeRoute bool
 	// Firewall is "config", "auto", "iptables" or "nftables".
 	Firewall string

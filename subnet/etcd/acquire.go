@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// Acquire takes or renews the own lease. It keeps the subnet that the node had if that is possible.
+// Acquire takes or renews this host's lease. It keeps the subnet that the node had if that is possible.
 // At a start, a reservation for the node comes first. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(sourceLease)
@@ -94,7 +94,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 // errPartial means that subnets have to be chosen, and the listing may lack leases that have them.
 var errPartial = errors.New("leases may be missing")
 
-// acquireFrom takes or renews the own lease, given a listing that may be up to stashTime old. It
+// acquireFrom takes or renews this host's lease, given a listing that may be up to stashTime old. It
 // returns errPartial if only a complete listing tells which subnets are free. spare is the etcd
 // lease for all tries of one Acquire: see ensureGrant.
 func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant, may *rights) error {
@@ -188,7 +188,7 @@ func (m *Manager) completeOwn(ctx context.Context, l *listing, relationOf func(e
 	return nil
 }
 
-// update makes the own lease publish c, if the manager has a lease with the subnets of c, these fit
+// update makes this host's lease publish c, if the manager has a lease with the subnets of c, these fit
 // the pools, the store has that lease as the manager wrote it, and no other write is unanswered.
 // Otherwise done is false, and update changes nothing. It does not list other leases, because after a change of the network
 // configuration all hosts call it at once.
@@ -205,7 +205,7 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	}
 	found, _, err := m.read(ctx, m.own.key)
 	if err != nil {
-		return false, fmt.Errorf("read own lease: %w", err)
+		return false, fmt.Errorf("read this host's lease: %w", err)
 	}
 	if found == nil || !m.isOwn(*found) {
 		return false, nil

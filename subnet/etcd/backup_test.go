@@ -131,7 +131,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 	f.put(t, "subnets/"+older, own, f.grant(t, 60))
 	spared[reserved], spared[younger] = own, own
 	f.put(t, "subnets/"+reserved, own)
-	again, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1", "2001:db8::1")) // creates the own lease after older
+	again, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1", "2001:db8::1")) // creates this host's lease after older
 	if err != nil || again.Key != l.Key {
 		t.Fatalf("took %s again, %v, want %s", again.Key, err, l.Key)
 	}
@@ -141,7 +141,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 	f.put(t, "subnets/"+younger, own, f.grant(t, 60))
 	k := startKeep(t, m, again)
 	f.delete(t, "subnets/"+l.Key)
-	waittest.Until(t, patience, "the own lease again, and the older one gone", func() bool {
+	waittest.Until(t, patience, "this host's lease again, and the older one gone", func() bool {
 		k.stillRuns(t)
 		old, _, _ := f.get(t, "subnets/"+older)
 		now, _, _ := f.get(t, "subnets/"+l.Key)

@@ -66,7 +66,7 @@ func newCluster(t *testing.T, election time.Duration) []*server {
 }
 
 // TestLeaderLoss stops the member that is the leader of three. A watch must bring a write that the
-// next leader accepts, and the own lease must stay.
+// next leader accepts, and this host's lease must stay.
 func TestLeaderLoss(t *testing.T) {
 	members := newCluster(t, time.Second)
 	leader := members[0]

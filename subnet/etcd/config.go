@@ -31,7 +31,7 @@ type Config struct {
 	// Former returns the subnets that this node had in earlier configurations, last first. The node
 	// takes one again if the configuration has it, and it is free. Former may be nil.
 	Former func() []netip.Prefix
-	// Own and Known are the last known state of an earlier run, with the own lease as the store had
+	// Own and Known are the last known state of an earlier run, with this host's lease as the store had
 	// it. If the store is the same and still has the changes since then, the manager reads only
 	// these changes at the start, and does not list all leases. Both may be zero.
 	Own   subnet.Lease
@@ -46,7 +46,7 @@ type Config struct {
 	// is called with the reason when the store becomes unusable, and for each new kind of failure
 	// after that. It must not block, and must not call the manager.
 	OnStatus func(error)
-	// OnLease is called with the own lease whenever it was acquired, written again or renewed. It
+	// OnLease is called with this host's lease whenever it was acquired, written again or renewed. It
 	// must not block, and must not call the manager.
 	OnLease func(subnet.Lease)
 	// OnConfig is called with the text of the configuration, or nil if there is none, when Watch

@@ -10,7 +10,7 @@
 //   - Recall: recall.go
 //   - Acquire: acquire.go, with the choice of the subnets in plan.go. exhausted.go waits for a free
 //     subnet.
-//   - Keep: keep.go. Acquire and Keep write the own lease with write.go, get and renew etcd leases
+//   - Keep: keep.go. Acquire and Keep write this host's lease with write.go, get and renew etcd leases
 //     with grants.go, and encode values with package codec.
 //   - Watch: watch.go, with the cache in leasecache.go, to which events.go applies events.
 //     graceperiod.go retains leases that the store has deleted after an outage. compare.go finds out

@@ -68,7 +68,7 @@ func (m *Manager) changesConfig(resp *pb.WatchResponse, after int64) bool {
 }
 
 // applyToExhausted applies a response to the listing. It reports whether the host should try again,
-// because a lease was deleted, or was written with the own address.
+// because a lease was deleted, or was written with this host's address.
 func (m *Manager) applyToExhausted(full *exhaustedPool, resp *pb.WatchResponse) (again bool) {
 	next := full.store.Revision + 1
 	for _, ev := range resp.Events {

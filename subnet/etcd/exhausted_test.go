@@ -93,7 +93,7 @@ func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 	full("192.0.2.1")
 	full("192.0.2.2")
 	if l := acquire(t, m, claim("192.0.2.9")); l.Key != "10.5.0.12-30" {
-		t.Errorf("got %s, want the own lease", l.Key)
+		t.Errorf("got %s, want this host's lease", l.Key)
 	}
 	m = f.manager(t)
 	full("192.0.2.1")

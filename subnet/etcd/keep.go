@@ -16,10 +16,10 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// errOwnChanged ends a watch of the own key because the key has to be read again.
+// errOwnChanged ends a watch of this host's key because the key has to be read again.
 var errOwnChanged = errors.New("own key has changed")
 
-// Keep keeps the own lease alive. It reads the key at the start, after every outage, when the key
+// Keep keeps this host's lease alive. It reads the key at the start, after every outage, when the key
 // may have changed, and when the lease has to be renewed. It corrects the key if necessary. See
 // subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
@@ -65,7 +65,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 }
 
-// ensure reads the own key and corrects it: it creates the key again, writes its value again, or
+// ensure reads this host's key and corrects it: it creates the key again, writes its value again, or
 // renews the lease. restored means that the key was gone or had another value, perhaps because
 // another program has written it. If restored is false, checked is the revision up to which the key
 // needs no correction. ensure returns subnet.ErrLeaseLost, wrapped, if the key belongs to another
@@ -82,7 +82,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	}
 	found, checked, err := m.read(ctx, own.key)
 	if err != nil {
-		return 0, false, fmt.Errorf("read own lease: %w", err)
+		return 0, false, fmt.Errorf("read this host's lease: %w", err)
 	}
 	if found != nil {
 		if err := m.yieldIfOlder(ctx, *found); err != nil {
@@ -100,7 +100,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		if err != nil {
 			return 0, false, err
 		}
-		logger.Info("own lease was gone, taken again")
+		logger.Info("this host's lease was gone, taken again")
 		return checked, true, nil
 	case m.isCurrent(*found, own):
 		return checked, false, nil
@@ -109,16 +109,16 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	}
 	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil, spare) })
 	if err != nil {
-		return 0, false, fmt.Errorf("renew own lease: %w", err)
+		return 0, false, fmt.Errorf("renew this host's lease: %w", err)
 	}
 	if string(found.value) == string(own.value) {
 		return max(checked, m.own.revision), false, nil
 	}
-	logger.Info("own lease was changed, written again")
+	logger.Info("this host's lease was changed, written again")
 	return checked, true, nil
 }
 
-// yieldIfOlder completes a recreate that has written the own key as found, but failed before it
+// yieldIfOlder completes a recreate that has written this host's key as found, but failed before it
 // compared the key with those of other nodes. If another node was first, yieldIfOlder deletes the
 // own key and returns errConflict. It returns nil if found is a reservation or belongs to another
 // node, or if it was compared before.
@@ -134,7 +134,7 @@ func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	return m.yieldToOlder(ctx, made, 0, nil)
 }
 
-// ownOr returns the own lease of the manager, which may be a later one than l. If there is none, it
+// ownOr returns this host's lease of the manager, which may be a later one than l. If there is none, it
 // derives one from l, without the revision of the last write and without an etcd lease.
 func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	if m.own.exists() {
@@ -146,7 +146,7 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	return own, err
 }
 
-// isCurrent reports whether found, the own key as it was read, needs neither a write nor a renewal
+// isCurrent reports whether found, this host's key as it was read, needs neither a write nor a renewal
 // yet.
 func (m *Manager) isCurrent(found entry, own ownLease) bool {
 	return m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
@@ -181,10 +181,10 @@ func lost(key string, by entry) error {
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
-// recreate creates the own key again. It returns errConflict if the own key exists, or if another
-// client was faster. It deletes what this host has written besides, and leases with the own address
-// that are older than the own lease was, or that overlap the own subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
-// reservation overlaps the own subnets. A restored backup can bring such leases back: see
+// recreate creates this host's key again. It returns errConflict if this host's key exists, or if another
+// client was faster. It deletes what this host has written besides, and leases with this host's address
+// that are older than this host's lease was, or that overlap this host's subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
+// reservation overlaps this host's subnets. A restored backup can bring such leases back: see
 // plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may *rights) error {
 	l, err := m.list(ctx)
@@ -212,7 +212,7 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may 
 	return m.create(ctx, own, l.store.Revision, stale, spare)
 }
 
-// await blocks until the own key may have changed after revision checked, or has to be renewed. It
+// await blocks until this host's key may have changed after revision checked, or has to be renewed. It
 // returns errOwnChanged in both cases, and also if the watch is silent or cannot continue from that
 // revision. It returns another error if the watch fails. It calls alive for every response of the
 // store.

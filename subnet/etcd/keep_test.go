@@ -199,7 +199,7 @@ func TestOwnKeyTakenOver(t *testing.T) {
 }
 
 // TestOwnKeyTakenOverAtTheSameRevision empties the store, so that revisions start again. Another
-// node then writes the own key at the revision that it had before. Keep must notice that the subnet
+// node then writes this host's key at the revision that it had before. Keep must notice that the subnet
 // is lost.
 func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
 	f := newFixture(t, newServer(t))
@@ -285,7 +285,7 @@ func TestTwoOfOneAddress(t *testing.T) {
 	}
 }
 
-// TestStoreWipedUnderKeep empties the store while Keep runs. Keep must create the own key again, so
+// TestStoreWipedUnderKeep empties the store while Keep runs. Keep must create this host's key again, so
 // that others see the lease.
 func TestStoreWipedUnderKeep(t *testing.T) {
 	f := newFixture(t, newServer(t))

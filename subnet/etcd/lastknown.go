@@ -18,15 +18,15 @@ import (
 // that store.
 type lastKnown struct {
 	store   subnet.StoreID
-	own     string            // key of the own lease; empty: none
-	created int64             // revision at which the own lease was created
+	own     string            // key of this host's lease; empty: none
+	created int64             // revision at which this host's lease was created
 	entries map[string]*entry // of other nodes, by key; leases have unknownLeaseID
 	mark
 	ended bool // restore has failed for good, so the state is only compared with a list of all leases
 }
 
 // newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
-// valid mark or revision, a lease that does not match its key, or the own lease among the peers.
+// valid mark or revision, a lease that does not match its key, or this host's lease among the peers.
 func newLastKnown(cfg Config) *lastKnown {
 	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
 	var ok bool

@@ -59,7 +59,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 			t.Fatal(err)
 		}
 		if len(resp.Kvs) != 1 {
-			t.Fatal("the own lease is gone")
+			t.Fatal("this host's lease is gone")
 		}
 		return clientv3.LeaseID(resp.Kvs[0].Lease)
 	}

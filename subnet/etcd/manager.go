@@ -29,8 +29,8 @@ type Manager struct {
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease           // writes of the own key since own was set, without an answer: the store may have executed one of them, or may still do so
-	writes     int                  // number of writes of the own key, with or without an answer
+	unanswered []ownLease           // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
+	writes     int                  // number of writes of this host's key, with or without an answer
 	self       atomic.Pointer[self] // this host's part of the store; never nil
 	// forAcquire contains the listing that the next Acquire uses, and forWatch the one that the
 	// next Watch uses.
@@ -86,7 +86,7 @@ func (m *Manager) Reconnect() { m.client.renew() }
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
 
-// lock waits until no other goroutine reads or writes the own lease. The caller must call unlock.
+// lock waits until no other goroutine reads or writes this host's lease. The caller must call unlock.
 // lock returns the error of ctx if ctx ends first.
 func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
 	select {

@@ -274,7 +274,7 @@ func TestObserveDuringAnOutage(t *testing.T) {
 // TestNetworkMissingAfterAnAbsence makes a network lose its configuration while a host does not
 // watch. Networks must report the network as deleted if its configuration was deleted, and not if
 // the store was emptied or replaced. If the store has no history of that time, a deletion must be
-// recognized by the own lease. It is not recognized if that lease is gone or a reservation.
+// recognized by this host's lease. It is not recognized if that lease is gone or a reservation.
 func TestNetworkMissingAfterAnAbsence(t *testing.T) {
 	const lease, config = "red/subnets/10.5.7.0-24", `{"Network":"10.5.0.0/16"}`
 	age := func(t *testing.T, f *fixture, beyond int64) {
@@ -349,7 +349,7 @@ func TestNetworkMissingAfterAnAbsence(t *testing.T) {
 			own := acquire(t, red, claim("192.0.2.1"))
 			seen, err := red.Observe(t.Context(), own)
 			if err != nil || seen.Revision == 0 || "red/subnets/"+own.Key != lease {
-				t.Fatalf("the own lease is %s, recorded as %+v, %v", own.Key, seen, err)
+				t.Fatalf("this host's lease is %s, recorded as %+v, %v", own.Key, seen, err)
 			}
 			tc.absence(t, f, seen.Revision, backup)
 

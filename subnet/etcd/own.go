@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// ownLease is the own lease, as this manager last wrote it or found it in the store. The zero
+// ownLease is this host's lease, as this manager last wrote it or found it in the store. The zero
 // ownLease means that there is none.
 type ownLease struct {
 	key      string
@@ -57,7 +57,7 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 // exists reports whether there is an own lease.
 func (o ownLease) exists() bool { return o.key != "" }
 
-// isNewerThan reports whether e was created before the own lease. The result is also right for an
+// isNewerThan reports whether e was created before this host's lease. The result is also right for an
 // entry of a restored backup, because it has a lower revision than an own lease that was created
 // after the backup.
 func (o ownLease) isNewerThan(e entry) bool { return e.createRevision < o.create }

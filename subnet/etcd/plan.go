@@ -11,15 +11,15 @@ import (
 
 // plan is the decision of Acquire, made from the leases in the store.
 type plan struct {
-	keep      *entry         // the own lease to continue with; nil: take subnets
+	keep      *entry         // this host's lease to continue with; nil: take subnets
 	subnets   []netip.Prefix // the subnets to take; only if keep is nil
 	stale     []entry        // other own leases and reservations, which the transaction that writes the lease deletes
-	duplicate string         // key of the first other lease that has the own address and stays; empty: none
+	duplicate string         // key of the first other lease that has this host's address and stays; empty: none
 	other     bool           // the node takes subnets although a usable lease has its address
 }
 
 // choose decides which lease the node uses. It is pure. wanted are the subnets that the node had
-// before, best first, and former those of earlier configurations. running is the own lease of the
+// before, best first, and former those of earlier configurations. running is this host's lease of the
 // manager, and zero at the start of the daemon. If it is not zero, the node runs, and a reservation
 // of another subnet does not come before the subnet that the node has. Other leases that this host
 // has written are stale: they come from a configuration that was superseded. choose returns

@@ -57,7 +57,7 @@ func TestChoose(t *testing.T) {
 		stale   int
 		twin    string
 	}{
-		{name: "lease with the own public IP", entries: []entry{a, other}, keep: a.key},
+		{name: "lease with this host's public IP", entries: []entry{a, other}, keep: a.key},
 		{name: "first of two own leases", entries: []entry{a, b}, keep: a.key, twin: b.key},
 		{name: "of two own leases the former one", wanted: b.subnets, entries: []entry{a, b, other}, keep: b.key, twin: a.key},
 		{name: "former subnet, not another own lease", wanted: b.subnets, entries: []entry{a, other}, take: b.subnets, stale: 1},

@@ -9,7 +9,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Recall finds the own lease by its public address, or as the lease that was passed to Resumed. If the
+// Recall finds this host's lease by its public address, or as the lease that was passed to Resumed. If the
 // public address is not known yet, it finds the lease with the subnet that the node had. It leaves its
 // listing to Acquire. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
@@ -66,7 +66,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	return found.lease.Claim(), nil
 }
 
-// recalled returns the own entry to continue with, or nil if there is none: one that this host has
+// recalled returns this host's entry to continue with, or nil if there is none: one that this host has
 // written rather than another, then one that overlaps before, the subnets that the node had, and
 // then the first one.
 func recalled(entries []entry, relationOf func(entry) relation, before []netip.Prefix) *entry {

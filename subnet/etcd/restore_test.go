@@ -170,7 +170,7 @@ func TestRestartReceivesWhatHasChanged(t *testing.T) {
 					f.put(tb, "other", "x")
 				}
 			},
-			"the own lease": func(f *fixture, tb testing.TB) { f.delete(tb, "subnets/10.5.200.0-28") },
+			"this host's lease": func(f *fixture, tb testing.TB) { f.delete(tb, "subnets/10.5.200.0-28") },
 			"a lease that cannot be read": func(f *fixture, tb testing.TB) {
 				f.put(tb, "subnets/10.5.4.0-28", "{", f.grant(tb, 60))
 			},
@@ -201,7 +201,7 @@ func TestRestartReceivesWhatHasChanged(t *testing.T) {
 					t.Errorf("leases (-store +known):\n%s", diff)
 				}
 				if k.own.Key != "10.5.200.0-28" {
-					t.Errorf("the own lease is %s", k.own.Key)
+					t.Errorf("this host's lease is %s", k.own.Key)
 				}
 				if sent > list/10 {
 					t.Errorf("the store sent %d bytes, and %d for a start with a list: it was listed", sent, list)

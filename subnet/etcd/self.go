@@ -20,7 +20,7 @@ import (
 // process was killed, or the key has no address in common with the present configuration. A self
 // does not change.
 type self struct {
-	keys   []string // of the own lease, and of a write that was not answered yet
+	keys   []string // of this host's lease, and of a write that was not answered yet
 	grants []clientv3.LeaseID
 }
 

@@ -15,7 +15,7 @@ type timing struct {
 	back                     time.Duration // time after which a host tries its preferred endpoint again; see comeBack
 	dead                     time.Duration // the time in which pings detect a dead connection
 	backoffMin, backoff      time.Duration
-	restoreMin, restored     time.Duration // shortest and longest pause after the own key had to be written again
+	restoreMin, restored     time.Duration // shortest and longest pause after this host's key had to be written again
 	gracePeriod              time.Duration // see the type gracePeriod
 	catchUp                  time.Duration // see the method catchUp
 	unconfirmed              time.Duration // how long Watch waits at least before it lists the leases because a restored cache is still partial

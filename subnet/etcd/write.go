@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// create writes own, whose key does not exist, and makes it the own lease of the manager. It
+// create writes own, whose key does not exist, and makes it this host's lease of the manager. It
 // deletes stale keys in the same transaction. If one of them is a reservation of the same subnets,
 // the new key becomes a reservation too. Otherwise it gets the etcd lease of this host. since is the
 // revision of the listing in which the subnets were free. create returns errConflict if another
@@ -46,9 +46,9 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 	return nil
 }
 
-// yieldToOlder deletes the own key, which was just created, and returns errConflict, if another
+// yieldToOlder deletes this host's key, which was just created, and returns errConflict, if another
 // host was first: it has created a lease with one of the subnets after revision since. It also
-// returns errConflict if the own key has changed or is gone. The keys of the two hosts can differ
+// returns errConflict if this host's key has changed or is gone. The keys of the two hosts can differ
 // although they have a subnet in common, because a key names the subnets of both families: while a
 // network gets its second family, some hosts still write keys of one family, and hosts may choose
 // the same subnet of one family only.
@@ -82,12 +82,12 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, s
 }
 
 // createdSince returns the leases that were created after revision since and may share a subnet
-// with own, including the own lease as the store has it now. If own has only an IPv4 subnet,
+// with own, including this host's lease as the store has it now. If own has only an IPv4 subnet,
 // createdSince reads only keys with that subnet, otherwise all leases created since then.
 func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
 	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
 	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
-		// The key of a lease with the same IPv4 subnet is the own key, or the own key with "&" and
+		// The key of a lease with the same IPv4 subnet is this host's key, or this host's key with "&" and
 		// an IPv6 subnet behind it.
 		from, end = m.dir+own.key, m.dir+own.key+string(rune('&'+1))
 	}
@@ -109,7 +109,7 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 	return found, nil
 }
 
-// refresh makes the key that was found as e equal to own, and own the own lease of the manager. It
+// refresh makes the key that was found as e equal to own, and own this host's lease of the manager. It
 // keeps the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL.
 // It writes the key only if its value or its etcd lease changes, if a write is unanswered, or if
 // there are stale keys, which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
@@ -142,8 +142,8 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 	return nil
 }
 
-// write puts the own key and deletes stale keys in one transaction. The transaction requires that
-// the own key is still at revision, zero meaning absent, and that the stale keys have not changed.
+// write puts this host's key and deletes stale keys in one transaction. The transaction requires that
+// this host's key is still at revision, zero meaning absent, and that the stale keys have not changed.
 // write returns the new revision, or errConflict if one of these conditions is false. After any
 // other error, the store may have executed the transaction, so write adds own to m.unanswered. Only
 // a refusal for lack of permission proves that it has not.
@@ -212,7 +212,7 @@ func (m *Manager) attempt(e entry) int {
 	return slices.IndexFunc(m.unanswered, found.sameAs)
 }
 
-// recognize makes e the own lease if it is the result of an unanswered write of this manager.
+// recognize makes e this host's lease if it is the result of an unanswered write of this manager.
 func (m *Manager) recognize(ctx context.Context, e entry) {
 	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
@@ -221,7 +221,7 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 	}
 }
 
-// remember makes own, which the store has, the own lease of the manager, calls OnLease, and forgets
+// remember makes own, which the store has, this host's lease of the manager, calls OnLease, and forgets
 // the unanswered writes. Then it revokes the etcd leases of the former own lease and of the keys in
 // replaced, unless own or a key in the store uses them.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {

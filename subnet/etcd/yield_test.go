@@ -65,7 +65,7 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	}
 }
 
-// TestRecreatedLeaseIsComparedLater puts the own key as if an earlier try of Keep had created it
+// TestRecreatedLeaseIsComparedLater puts this host's key as if an earlier try of Keep had created it
 // again, but had failed before it compared the key with older leases. Keep must make that
 // comparison, and must leave the subnet to the older lease.
 func TestRecreatedLeaseIsComparedLater(t *testing.T) {
@@ -87,7 +87,7 @@ func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 		t.Errorf("error is %v", err)
 	}
 	if v, _, _ := f.get(t, "subnets/"+l.Key); v != "" {
-		t.Errorf("the own key has %s yet", v)
+		t.Errorf("this host's key has %s yet", v)
 	}
 }
 

@@ -13,7 +13,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Acquire publishes c on the own Node and returns the lease on its podCIDRs.
+// Acquire publishes c on this host's Node and returns the lease on its podCIDRs.
 // It waits for the Node, and for its podCIDRs. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(starting)
@@ -48,7 +48,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	}
 }
 
-// acquire publishes c on the own Node, of which s is the present state, and returns the lease. It
+// acquire publishes c on this host's Node, of which s is the present state, and returns the lease. It
 // returns errNoPodCIDR, wrapped, if the Node does not exist or has no podCIDRs yet, and
 // subnet.ErrUnfit, wrapped, if the podCIDRs cannot be used, or if they or the public addresses in c
 // do not fit cfg. If something does not fit cfg, acquire also creates an Event.

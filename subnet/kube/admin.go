@@ -144,7 +144,7 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 	return missing, nil
 }
 
-// readerName stands for the name of the own Node in a program that has none. No Node can have it.
+// readerName stands for the name of this host's Node in a program that has none. No Node can have it.
 const readerName = "-"
 
 // Watch calls sink with the leases of all Nodes that flannel manages, and again

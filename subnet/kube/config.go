@@ -13,7 +13,7 @@ type Config struct {
 	// another pod, with its APIURL. Both are for the functions in admin.go and daemons.go only, and may be
 	// empty. If all four are empty, these functions look for a kubeconfig like kubectl.
 	Context, ServiceAccount string
-	// NodeName is the name of the own Node. If it is empty, the manager reads it from the pod that
+	// NodeName is the name of this host's Node. If it is empty, the manager reads it from the pod that
 	// PodName and PodNamespace name.
 	NodeName, PodName, PodNamespace string
 	// NetConfig is the path of the file with the network configuration.
@@ -21,7 +21,7 @@ type Config struct {
 	// AnnotationPrefix is the argument of annotation.Prefix. Empty means
 	// annotation.DefaultPrefix.
 	AnnotationPrefix string
-	// LocationLabel is the key of the label of the own Node whose value is its location. If it is
+	// LocationLabel is the key of the label of this host's Node whose value is its location. If it is
 	// empty, Location must not be called.
 	LocationLabel string
 	// Own and Known are the last known state. If the store is the same and still has the revision

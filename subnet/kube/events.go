@@ -19,12 +19,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// eventSender creates Events about the own Node, for operators. It drops an Event that cannot be
+// eventSender creates Events about this host's Node, for operators. It drops an Event that cannot be
 // created because the role does not permit it or the server is unavailable.
 type eventSender struct {
 	client    *client
 	timing    *timing
-	name, uid *atomic.Pointer[string] // of the own Node: see Manager
+	name, uid *atomic.Pointer[string] // of this host's Node: see Manager
 	nodes     *atomic.Int64           // see Manager
 	queue     chan event
 	limit     *rate.Limiter

@@ -18,10 +18,10 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// errOwnChanged ends a watch of the own Node because the Node has to be read again.
+// errOwnChanged ends a watch of this host's Node because the Node has to be read again.
 var errOwnChanged = errors.New("own node has changed")
 
-// Keep corrects the own Node whenever it has changed: its annotations and, when the network is
+// Keep corrects this host's Node whenever it has changed: its annotations and, when the network is
 // ready, the condition NetworkUnavailable. While it runs it also creates the Events of Warn. It
 // returns ErrLeaseLost, wrapped, when the Node has other podCIDRs or podCIDRs that cannot be used.
 // See subnet.Manager.
@@ -72,11 +72,11 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 // keeper is the state of a Keep.
 type keeper struct {
 	*Manager
-	missing bool    // Keep has logged that the own Node is gone
+	missing bool    // Keep has logged that this host's Node is gone
 	label   *string // value of the label Config.LocationLabel when it was read last; nil before
 }
 
-// round reads the own Node and corrects it. If the Node needed no correction, round watches it
+// round reads this host's Node and corrects it. If the Node needed no correction, round watches it
 // until it may need one. restored means that the Node had to be written, and was not watched. round
 // calls alive when the server has accepted the watch. It returns the error of await, so
 // errOwnChanged if the Node needs a correction.
@@ -100,7 +100,7 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	})
 }
 
-// noteLocation logs when the location label of the own Node changes to another value than the one
+// noteLocation logs when the location label of this host's Node changes to another value than the one
 // in use, which was read at the start.
 func (k *keeper) noteLocation(ctx context.Context, s *ownNode) {
 	used := k.location.Load()
@@ -114,7 +114,7 @@ func (k *keeper) noteLocation(ctx context.Context, s *ownNode) {
 	k.label = &s.location
 }
 
-// todo contains the corrections that the own Node needs.
+// todo contains the corrections that this host's Node needs.
 type todo struct {
 	annotate map[string]*string
 	announce bool
@@ -122,7 +122,7 @@ type todo struct {
 	wrong    error // why annotations are ignored; nil if none is
 }
 
-// todo returns what has to be done about the own Node, or nil if there is nothing to do.
+// todo returns what has to be done about this host's Node, or nil if there is nothing to do.
 func (m *Manager) todo(s *ownNode) *todo {
 	if !s.exists || errors.Is(s.cidrsErr, errNoPodCIDR) {
 		return nil // there is nothing to correct until the Node is back and has podCIDRs
@@ -150,7 +150,7 @@ func lostPodCIDRs(own subnet.Claim, s *ownNode) bool {
 	return s.cidrsErr != nil
 }
 
-// ensure corrects the own Node, of which s is the present state. restored means that the Node had
+// ensure corrects this host's Node, of which s is the present state. restored means that the Node had
 // to be written. ensure returns subnet.ErrLeaseLost, wrapped, and creates an Event, if the Node has
 // other podCIDRs than the lease, or podCIDRs that cannot be used.
 func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err error) {
@@ -160,9 +160,9 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 	log := klog.FromContext(ctx).WithValues("node", name)
 	if !s.exists != k.missing {
 		if k.missing = !s.exists; k.missing {
-			log.Error(nil, "the own Node is gone, waiting for it to come back")
+			log.Error(nil, "this host's Node is gone, waiting for it to come back")
 		} else {
-			log.Info("the own Node is back")
+			log.Info("this host's Node is back")
 		}
 	}
 	t := k.todo(s)
@@ -199,7 +199,7 @@ func subnets(c subnet.Claim) []netip.Prefix {
 	return ps
 }
 
-// await watches the own Node from the revision of s, the Node as it was read before. It returns
+// await watches this host's Node from the revision of s, the Node as it was read before. It returns
 // errOwnChanged when changed returns true for a new state of the Node, when the Node is deleted,
 // and when the network becomes ready after s was read. Otherwise it returns the result of
 // client.watch, which is nil if the watch has ended after the requested time.

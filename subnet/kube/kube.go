@@ -20,9 +20,9 @@
 //     continues from the last known state in lastknown.go, and audit.go compares that state with a
 //     list later.
 //
-// These methods use readnode.go and writenode.go, which read and write the own Node, and retry.go,
+// These methods use readnode.go and writenode.go, which read and write this host's Node, and retry.go,
 // which repeats requests and makes pauses between them. All of them share the state of the Manager in
-// manager.go. These files do not need the Manager: ownnode.go says what is known of the own Node,
+// manager.go. These files do not need the Manager: ownnode.go says what is known of this host's Node,
 // podcidrs.go reads the subnets of a Node, stream.go lists and watches, and client.go sends requests.
 // Package annotation converts between annotations and leases, and package wire decodes Nodes.
 // Functions for operators are in admin.go and daemons.go.

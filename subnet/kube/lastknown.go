@@ -17,7 +17,7 @@ type lastKnown struct {
 }
 
 // mark is what restore needs to recognize the store at the revision of the last known state:
-// the uid of the own Node, and the Node that had changed last. Nodes change all the time, so
+// the uid of this host's Node, and the Node that had changed last. Nodes change all the time, so
 // it is unlikely that another history of the store has that Node at that version.
 type mark struct {
 	uid string

@@ -23,12 +23,12 @@ type Manager struct {
 	outage  *outage.Tracker
 	events  *eventSender
 
-	name atomic.Pointer[string] // name of the own Node; nil until it is known
-	uid  atomic.Pointer[string] // uid of the own Node when it was read last; empty if there was none
-	// internal has the InternalIPs of the own Node when it was seen last.
+	name atomic.Pointer[string] // name of this host's Node; nil until it is known
+	uid  atomic.Pointer[string] // uid of this host's Node when it was read last; empty if there was none
+	// internal has the InternalIPs of this host's Node when it was seen last.
 	internal atomic.Pointer[[]netip.Addr]
 	nodes    atomic.Int64 // number of Nodes when they were last listed, counted or restored
-	// justRead is the own Node as one method has just read it, for the next method that needs it.
+	// justRead is this host's Node as one method has just read it, for the next method that needs it.
 	justRead atomic.Pointer[ownNode]
 
 	// lastKnown is the last known state in Config, for the first Watch. cache is the cache of a Watch
@@ -36,11 +36,11 @@ type Manager struct {
 	lastKnown atomic.Pointer[lastKnown]
 	cache     atomic.Pointer[nodeCache]
 
-	writing      sync.Mutex  // locked while the own Node is written
+	writing      sync.Mutex  // locked while this host's Node is written
 	policiesSeen atomic.Bool // warnPolicies has got an answer and does not ask again
 
 	own      atomic.Pointer[subnet.Claim]
-	ignores  atomic.Pointer[string] // the last message about ignored annotations of the own Node; empty if none was ignored
+	ignores  atomic.Pointer[string] // the last message about ignored annotations of this host's Node; empty if none was ignored
 	location atomic.Pointer[string] // value of the label Config.LocationLabel as Location has read it; nil before
 }
 
@@ -73,7 +73,7 @@ func (m *Manager) ready() bool {
 	}
 }
 
-// Warn implements subnet.Warner: it queues an Event about the own Node. The sender runs during
+// Warn implements subnet.Warner: it queues an Event about this host's Node. The sender runs during
 // Keep. It drops the Event if the same one was created within eventRepeat, if there are many
 // others, or if there is no own Node.
 func (m *Manager) Warn(reason, message string) { m.events.enqueue(reason, message) }

@@ -218,7 +218,7 @@ func TestPublicIPOverwrite(t *testing.T) {
 	c.Endpoints = append(c.Endpoints, endpoint("2001:db8::1"))
 	own := acquire(t, m, c)
 	if got := own.Endpoints[0].PublicIP.String(); got != "192.0.2.1" {
-		t.Errorf("the own lease has %s, want what was detected", got)
+		t.Errorf("this host's lease has %s, want what was detected", got)
 	}
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "198.51.100.1", "public-ipv6": "2001:db8::1"})
 	keep(t, m, own)
@@ -299,7 +299,7 @@ func TestNodePublicIP(t *testing.T) {
 	}
 }
 
-// TestLocation reads the location from a label of the own Node. PublicIPs, Location and Recall
+// TestLocation reads the location from a label of this host's Node. PublicIPs, Location and Recall
 // together must send one request.
 func TestLocation(t *testing.T) {
 	const zone = "topology.kubernetes.io/zone"
@@ -331,7 +331,7 @@ func TestLocation(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := p.requests(); len(got) != 1 {
-		t.Errorf("it asks %q, want one read of the own Node", got)
+		t.Errorf("it asks %q, want one read of this host's Node", got)
 	}
 	label("")
 	if got, err := f.manager(t, "n1", func(c *Config) { c.LocationLabel = zone }).Location(t.Context()); err != nil || got != "" {
@@ -472,7 +472,7 @@ func TestReadyAsTheAPIReturns(t *testing.T) {
 
 func status500(w http.ResponseWriter) bool { return status(http.StatusInternalServerError)(w, nil) }
 
-// TestNothingToWrite starts a manager whose Node needs no correction. The manager must read the own Node
+// TestNothingToWrite starts a manager whose Node needs no correction. The manager must read this host's Node
 // once, and write nothing.
 func TestNothingToWrite(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
@@ -489,7 +489,7 @@ func TestNothingToWrite(t *testing.T) {
 	}
 	acquire(t, m, vxlanClaim("192.0.2.1"))
 	if got := p.requests(); len(got) != 1 || !strings.HasPrefix(got[0], "GET ") {
-		t.Errorf("it asks %q, want one read of the own Node", got)
+		t.Errorf("it asks %q, want one read of this host's Node", got)
 	}
 }
 
@@ -705,7 +705,7 @@ func TestRestartIsCheap(t *testing.T) {
 			asked[strings.TrimPrefix(one, "metadata.name=")] = true
 		}
 	}
-	delete(asked, "node1") // the own Node is requested again if it was read too long ago
+	delete(asked, "node1") // this host's Node is requested again if it was read too long ago
 	if diff := cmp.Diff(map[string]bool{"node3": true, "node7": true}, asked); diff != "" {
 		t.Errorf("which Nodes it asks for: the two new ones (-want +got):\n%s", diff)
 	}

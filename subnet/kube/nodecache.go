@@ -26,7 +26,7 @@ import (
 // server's own cache.
 type nodeCache struct {
 	keys    *annotation.Keys
-	own     string            // name of the own Node
+	own     string            // name of this host's Node
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
 	// problems limits the log lines about Nodes that cannot be read.
@@ -88,7 +88,7 @@ func (e *entry) hasGainedFamily() bool {
 func (e *entry) managed() bool { return e.notes[annotation.Managed].Text == "true" }
 
 // required returns the revision that a list must have reached: the latest one that is known, of the
-// cache or of the own Node s. If neither has one, it returns the store's present revision. Later
+// cache or of this host's Node s. If neither has one, it returns the store's present revision. Later
 // changes come by the watch. A list does not require the present revision if another is known,
 // because changes of other objects raise it and do not reach the server's cache of Nodes for
 // minutes.
@@ -152,7 +152,7 @@ func (e *entry) isNode(n *wire.Node) bool {
 }
 
 // complete sets what a new cache contains besides the Nodes of a list: l is the rest of the list,
-// and s the own Node. The store counts as the same as before if one Node still exists, because uids
+// and s this host's Node. The store counts as the same as before if one Node still exists, because uids
 // are unique and two Nodes rarely have the same name and creation time.
 func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) {
 	c.own, c.revision, c.behind = own, l.Revision, l.behind || c.stale
@@ -324,7 +324,7 @@ func (c *nodeCache) missing() []string {
 }
 
 // publish publishes the state of the Node with that name, if it has changed since it was published
-// last. It logs a problem with the Node. It does not publish the own Node.
+// last. It logs a problem with the Node. It does not publish this host's Node.
 func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.Update)) {
 	if name == "" {
 		return

@@ -73,7 +73,7 @@ func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, er
 	return a, nil
 }
 
-// endpointsOn returns the endpoints of c on cidrs, the podCIDRs of the own Node: one for each
+// endpointsOn returns the endpoints of c on cidrs, the podCIDRs of this host's Node: one for each
 // network of the configuration. It returns an error if a network has no podCIDR inside of it, or c
 // has no public address of its family.
 func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]subnet.Endpoint, error) {

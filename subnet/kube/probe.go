@@ -12,7 +12,7 @@ import (
 )
 
 // probe finds out whether a silent watch is stale. An API server whose cache has stopped, or is far
-// behind, continues to serve watches, but sends no events. So the probe reads the own Node, which
+// behind, continues to serve watches, but sends no events. So the probe reads this host's Node, which
 // kubelet writes every few minutes, and which the server reads from the store. A watch that does
 // not reach the last change of that Node is stale. The server sends a bookmark every minute, if its
 // etcd reports progress. So a healthy watch is never silent for long, and the probe reads nothing.
@@ -21,7 +21,7 @@ type probe struct {
 	cache    *nodeCache
 	due      *time.Timer // fires if the watch is silent for too long
 	got      chan *ownNode
-	required int64 // the revision that the watch has to reach, of the last change of the own Node; 0: none yet
+	required int64 // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
 }
 
 func newProbe(m *Manager, cache *nodeCache) *probe {
@@ -68,7 +68,7 @@ func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	return nil
 }
 
-// applyAnswer takes the own Node that was sent on p.got. If the watch has not reached the last
+// applyAnswer takes this host's Node that was sent on p.got. If the watch has not reached the last
 // change of the Node, it has timing.late to reach it.
 func (p *probe) applyAnswer(s *ownNode) {
 	p.required = s.version
@@ -84,11 +84,11 @@ func (p *probe) applyAnswer(s *ownNode) {
 func (c *client) stale(have, want int64) error {
 	return &apiError{
 		host: c.host, kind: "stale", cause: errStale,
-		message: fmt.Sprintf("its watch is behind: it has come to resource version %d, and the own Node has %d", have, want),
+		message: fmt.Sprintf("its watch is behind: it has come to resource version %d, and this host's Node has %d", have, want),
 	}
 }
 
-// errStale means that a watch is behind the store. The probe has read the own Node from the store, and
+// errStale means that a watch is behind the store. The probe has read this host's Node from the store, and
 // within timing.late after that the watch has not reached the last change of that Node. kubelet makes
 // most of these changes.
 var errStale = errors.New("watch is stale")

@@ -40,7 +40,7 @@ func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s
 	return l, err
 }
 
-// readOwn reads the own Node, and the revision of the store, in one small request: the server reads
+// readOwn reads this host's Node, and the revision of the store, in one small request: the server reads
 // only this key from its store. It keeps the Node in m.justRead.
 func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	name, err := m.nodeName(ctx)
@@ -56,7 +56,7 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	return s, err
 }
 
-// recent returns the own Node. If another method has read the Node less than timing.fresh ago, and
+// recent returns this host's Node. If another method has read the Node less than timing.fresh ago, and
 // no earlier call of recent has returned the result, recent returns that result. If not, it reads
 // the Node.
 func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
@@ -66,7 +66,7 @@ func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
 	return m.readOwn(ctx)
 }
 
-// nodeName returns the name of the own Node. If Config does not contain it, nodeName reads it from
+// nodeName returns the name of this host's Node. If Config does not contain it, nodeName reads it from
 // this pod.
 func (m *Manager) nodeName(ctx context.Context) (string, error) {
 	if name := m.name.Load(); name != nil {

@@ -15,7 +15,7 @@ import (
 )
 
 // PublicIPs implements subnet.AddressSource: it returns the addresses in the annotations
-// node-public-ip and node-public-ipv6 of the own Node, which replace the values of the flags. It
+// node-public-ip and node-public-ipv6 of this host's Node, which replace the values of the flags. It
 // omits and reports an address that cannot be used.
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	defer m.outage.Forget(starting)
@@ -53,7 +53,7 @@ func (m *Manager) NodeIPs() []netip.Addr {
 }
 
 // Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel
-// of the own Node. If the value is not the name of a location, Location logs it and returns "".
+// of this host's Node. If the value is not the name of a location, Location logs it and returns "".
 func (m *Manager) Location(ctx context.Context) (string, error) {
 	defer m.outage.Forget(starting)
 	var name string
@@ -74,7 +74,7 @@ func (m *Manager) Location(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// Recall returns the claim that the own Node publishes. See subnet.Manager.
+// Recall returns the claim that this host's Node publishes. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(starting)
 	var c subnet.Claim

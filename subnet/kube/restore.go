@@ -74,7 +74,7 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	sink(u)
 }
 
-// restore compares the last known state, which cache contains, with the store. s is the own Node as
+// restore compares the last known state, which cache contains, with the store. s is this host's Node as
 // the store has it now. If ok is true, a watch can continue from the revision of that state. If ok
 // is false, the Nodes have to be listed, because the state is incomplete or has no mark, its
 // revision was compacted, or the store is another one.

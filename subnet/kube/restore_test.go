@@ -259,12 +259,12 @@ func TestRestartAtAnotherStore(t *testing.T) {
 		"the server does not know requests": {answer: exact(http.StatusBadRequest)},
 		"the state has no mark":             {state: func(s *subnet.LedgerState) { s.Store.Mark = "" }},
 		"the mark is damaged":               {state: func(s *subnet.LedgerState) { s.Store.Mark = "x y" }},
-		"the own Node is another one":       {state: func(s *subnet.LedgerState) { s.Store.Mark = "u" + s.Store.Mark }},
+		"this host's Node is another one":   {state: func(s *subnet.LedgerState) { s.Store.Mark = "u" + s.Store.Mark }},
 		"the history is another one":        {state: func(s *subnet.LedgerState) { s.Store.Mark = strings.Replace(s.Store.Mark, " ", " 1", 1) }},
 		"the state is of a later revision":  {state: func(s *subnet.LedgerState) { s.Store.Revision += 1_000_000 }},
 		"the state is of a compacted one":   {state: func(s *subnet.LedgerState) { s.Store.Revision = 1 }},
 		"the watch is refused as too old":   {answer: goneOnce()},
-		"the own Node was made again":       {change: func(f *fixture, t *testing.T) { f.deleteNode(t, "node1"); f.addNode(t, "node1", cidrs(1)...) }},
+		"this host's Node was made again":   {change: func(f *fixture, t *testing.T) { f.deleteNode(t, "node1"); f.addNode(t, "node1", cidrs(1)...) }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t, sharedServer(t))

@@ -8,7 +8,7 @@ import "time"
 type timing struct {
 	request              time.Duration // deadline of a request
 	backoffMin, backoff  time.Duration
-	restoreMin, restored time.Duration // shortest and longest pause after the own Node had to be written again
+	restoreMin, restored time.Duration // shortest and longest pause after this host's Node had to be written again
 	fresh                time.Duration // the age up to which justRead is used
 	spread               time.Duration // multiplied by the number of Nodes, the time over which the lists of all nodes are spread; see turns too
 	requestPause         time.Duration // multiplied by the number of Nodes, the pause between requests for new Nodes

@@ -54,7 +54,7 @@ func (m *Manager) reportIgnored(ctx context.Context, wrong error) {
 	m.Warn("FlannelAnnotationIgnored", wrong.Error())
 }
 
-// patch sends a patch of the own Node's status, which may also change annotations. flannel's role
+// patch sends a patch of this host's Node's status, which may also change annotations. flannel's role
 // permits only that.
 func (m *Manager) patch(ctx context.Context, name string, body any) error {
 	text, err := json.Marshal(body)
@@ -68,7 +68,7 @@ func (m *Manager) patch(ctx context.Context, name string, body any) error {
 	return err
 }
 
-// annotate writes annotations of the own Node.
+// annotate writes annotations of this host's Node.
 func (m *Manager) annotate(ctx context.Context, name string, changes map[string]*string) error {
 	if err := m.patch(ctx, name, map[string]any{"metadata": map[string]any{"annotations": changes}}); err != nil {
 		return fmt.Errorf("annotate node %s: %w", name, err)
@@ -86,7 +86,7 @@ type nodeCondition struct {
 	Message            string    `json:"message"`
 }
 
-// announce sets the condition NetworkUnavailable of the own Node to False.
+// announce sets the condition NetworkUnavailable of this host's Node to False.
 func (m *Manager) announce(ctx context.Context, name string) error {
 	now := time.Now().UTC().Truncate(time.Second)
 	c := nodeCondition{

@@ -284,7 +284,7 @@ func testMigration(t *testing.T, b Backing) {
 	}{{"before", claim(configDual, 1)}, {"in the migration", migrating}, {"after it", finished}} {
 		own, err := Acquire(t.Context(), b.Manager(t, 1), step.claim)
 		if err != nil || own.NextType != step.claim.NextType || !sameData(own.Endpoints, step.claim.Endpoints) {
-			t.Fatalf("%s: the own lease is %+v, %v, want one for %+v", step.name, own, err, step.claim)
+			t.Fatalf("%s: this host's lease is %+v, %v, want one for %+v", step.name, own, err, step.claim)
 		}
 		w.Until(t, "the lease "+step.name, func(s subnet.Snapshot) bool {
 			return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool {

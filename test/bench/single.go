@@ -26,7 +26,7 @@ func (b *bed) udpPair() (configs []string) {
 // runUDP carries packets between a TUN device and one peer, one by one, like the
 // program of flannel's udp backend: it polls, and then reads and writes until there is
 // no packet left. Like that program it uses the kernel's default buffer sizes. config
-// contains the own address and that of the peer.
+// contains this host's address and that of the peer.
 func runUDP(config string) error {
 	own, peer, _ := strings.Cut(config, " ")
 	local, err := netip.ParseAddr(own)

@@ -57,7 +57,7 @@ func testFaults(t *testing.T, backend string, survives bool) {
 	before, c, one := keys(t, l), etcdClient(t, l), l.Host(1)
 	own := subnets + leaseOf(t, l, one).Key
 	removeKey(t, c, own)
-	expectLog(t, one.Daemon(), "own lease was gone, taken again")
+	expectLog(t, one.Daemon(), "this host's lease was gone, taken again")
 	// Host 2 may remove its routes to host 1 for a moment, because the lease was deleted. Wait
 	// until this is over before packets are counted: hosts handle leases in order, so it is over
 	// when host 2 has refused a later lease.

@@ -298,7 +298,7 @@ func linesMissing(a, b []string) []string {
 // testRepair applies a damage for one family. It waits until the kernel's state is the same as before,
 // and checks that pods reach each other.
 func (p *damagedHost) testRepair(t *testing.T, d damage, f prefix.Family) {
-	const moved = `"own lease is up to date"`
+	const moved = `"this host's lease is up to date"`
 	before, moves := kernelState(t, p.host), len(linesWith(p.host.Daemon(), moved))
 	script := p.expandScript(t, d.do, f)
 	start := time.Now()
@@ -734,7 +734,7 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 		return fmt.Sprintf(`"lease refused" lease=%q reason="%s has public IP 192.168.77.1, which is our own"`, key, strings.Replace(key, "-", "/", 1))
 	}
 	expectLog(t, second, fmt.Sprintf(`"another lease of this node was deleted" lease=%q kept=%q`, one.Key, two.Key))
-	expectLog(t, first, fmt.Sprintf(`"own lease was gone, taken again" key=%q`, one.Key))
+	expectLog(t, first, fmt.Sprintf(`"this host's lease was gone, taken again" key=%q`, one.Key))
 	expectLog(t, first, refused(two.Key))
 	expectLog(t, second, refused(one.Key))
 }

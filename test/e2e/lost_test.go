@@ -66,7 +66,7 @@ func TestStoreOutageLongerThanALease(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, h := range l.Hosts() {
-		expectLog(t, h.Daemon(), "own lease was gone, taken again")
+		expectLog(t, h.Daemon(), "this host's lease was gone, taken again")
 	}
 	expectLeases(t, l, before)
 
@@ -101,7 +101,7 @@ func TestStoreWiped(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, h := range l.Hosts()[:2] {
-		expectLog(t, h.Daemon(), "own lease was gone, taken again")
+		expectLog(t, h.Daemon(), "this host's lease was gone, taken again")
 		expectLog(t, h.Daemon(), "the store has forgotten peers")
 	}
 	// The store does not even contain a configuration yet.
@@ -168,7 +168,7 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	expectLog(t, l.Host(3).Daemon(), "own lease was gone, taken again")
+	expectLog(t, l.Host(3).Daemon(), "this host's lease was gone, taken again")
 	for _, h := range l.Hosts() {
 		expectLog(t, h.Daemon(), "the store has forgotten peers")
 		// Hosts keep a peer whose lease is not in the backup, and also serve one whose

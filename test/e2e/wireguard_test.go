@@ -154,7 +154,7 @@ func TestUserspaceWireGuardIdleClient(t *testing.T) {
 	}
 	idle()
 	shell(t, h.Namespace, "ip addr flush dev eth0 scope global; ip addr add 192.168.77.77/24 dev eth0; ip route add default via 192.168.77.254")
-	expectLog(t, h.Daemon(), "own lease is up to date")
+	expectLog(t, h.Daemon(), "this host's lease is up to date")
 	expectMatrix(t, l)
 	idle()
 	expectStop(t, h.Daemon())

@@ -430,7 +430,7 @@ func (h *host) onStatus(err error) {
 	h.said = err.Error()
 }
 
-// onLease is called by the manager of etcd when it acquires the own lease and when it renews it.
+// onLease is called by the manager of etcd when it acquires this host's lease and when it renews it.
 // onLease records only renewals. With Kubernetes, hosts renew no leases.
 func (h *host) onLease(subnet.Lease) {
 	h.mu.Lock()

@@ -87,7 +87,7 @@ type observation struct {
 	registry *registry
 
 	mu      sync.Mutex
-	own     int  // number of the own lease; -1 before it is acquired
+	own     int  // number of this host's lease; -1 before it is acquired
 	have    bits // numbers of the leases that the host knows, without its own
 	changed time.Time
 	store   subnet.StoreID // id of the store in the last update

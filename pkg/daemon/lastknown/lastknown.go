@@ -66,7 +66,7 @@ type Former struct {
 	Interface underlay.Interface `json:"interface"`
 }
 
-// Renewed records own, the own lease as the store has it. If Stored is set, the addresses or backend
+// Renewed records own, this host's lease as the store has it. If Stored is set, the addresses or backend
 // data have changed here and the store does not have the new ones yet. Own then keeps the new ones. If
 // own has another key, Renewed records only the etcd lease: the host has taken that key for another
 // configuration, and the state is still that of the former configuration.
@@ -121,7 +121,7 @@ func (last *State) Attempt(next State) {
 	last.Peers, last.Fresh = next.Peers, next.Fresh
 }
 
-// Usable returns nil if the own lease has not run out at the time now, and ErrExpired if it has. It
+// Usable returns nil if this host's lease has not run out at the time now, and ErrExpired if it has. It
 // returns another error if now is more than clockSlack earlier than the time at which the state was
 // written, because the clock is then wrong and cannot tell whether the lease has run out. Such a clock
 // is that of a host without a real-time clock that has just booted. A permanent lease is always usable.

@@ -212,7 +212,7 @@ func (s *Store) Remove() error {
 	return s.file.Remove()
 }
 
-// LeaseEnd returns the time at which the own lease ends. The time is zero if there is no lease yet, and for a lease
+// LeaseEnd returns the time at which this host's lease ends. The time is zero if there is no lease yet, and for a lease
 // that never ends.
 func (s *Store) LeaseEnd() time.Time {
 	now, _ := s.Get()

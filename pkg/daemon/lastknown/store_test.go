@@ -119,7 +119,7 @@ func TestStateIsSavedWithTheTime(t *testing.T) {
 	}
 }
 
-// TestRenewalOfAnAddressThatIsGone expects that a renewal of the own lease as the store has it
+// TestRenewalOfAnAddressThatIsGone expects that a renewal of this host's lease as the store has it
 // does not bring back public addresses that the host has lost since.
 func TestRenewalOfAnAddressThatIsGone(t *testing.T) {
 	lease := func(public string, end time.Time) subnet.Lease {

@@ -105,7 +105,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			// If due is set, its pause must pass first. Otherwise a store that does not answer would get a call
 			// for each change.
 			if due == nil {
-				stored = published // two goroutines must not write the own lease
+				stored = published // two goroutines must not write this host's lease
 			}
 		case <-stored:
 			stored, due = nil, time.After(s.turn())
@@ -116,7 +116,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 				return err
 			}
 			if err != nil && ctx.Err() == nil && !failed {
-				klog.FromContext(ctx).Error(err, "cannot publish the own lease as it is now")
+				klog.FromContext(ctx).Error(err, "cannot publish this host's lease as it is now")
 			}
 			failed = err != nil
 			if s.behind = failed; failed {
@@ -156,7 +156,7 @@ func (r *runner) prepareClaim(ctx context.Context, s *session) *change {
 		c.claim, err = c.be.Claim(ctx, now.Own.Claim())
 	}
 	if err != nil { // the backend's network asks again
-		klog.FromContext(ctx).Error(err, "cannot publish more data in the own lease")
+		klog.FromContext(ctx).Error(err, "cannot publish more data in this host's lease")
 		return nil
 	}
 	if reflect.DeepEqual(c.claim, now.Own.Claim()) {
@@ -231,7 +231,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 		return c, err
 	}
 	select {
-	case <-published: // two goroutines must not write the own lease
+	case <-published: // two goroutines must not write this host's lease
 	case <-ctx.Done():
 		return c, ctx.Err()
 	}
@@ -289,7 +289,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 		return nil, err
 	}
 	if c.same {
-		klog.FromContext(ctx).Error(err, "cannot publish more data in the own lease")
+		klog.FromContext(ctx).Error(err, "cannot publish more data in this host's lease")
 	} else {
 		r.config.giveUp(ctx, c.config, err)
 	}
@@ -302,7 +302,7 @@ func (r *runner) changed(ctx context.Context, c *change) {
 	log := klog.FromContext(ctx).WithValues("backend", c.config.BackendType, "next", c.config.NextType)
 	switch {
 	case c.same:
-		log.Info("the own lease gets more data")
+		log.Info("this host's lease gets more data")
 		return
 	case c.config.Stage == subnet.Finished:
 		log.Info("the migration is finished: this host keeps the former backend for peers that it does not reach by the next one")
@@ -323,7 +323,7 @@ func (r *runner) changed(ctx context.Context, c *change) {
 
 // serveChanged starts a session with the configuration of c. before is the state that the last session
 // has left. The objects of the new session exist before those that only the last session needed are
-// removed. pause is the time to wait before the own lease is published.
+// removed. pause is the time to wait before this host's lease is published.
 func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change, pause time.Duration) (*session, error) {
 	now := before
 	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)

@@ -14,7 +14,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// claimAndAcquire calls acquire with the claim of be, and returns the own lease. prev is the last claim
+// claimAndAcquire calls acquire with the claim of be, and returns this host's lease. prev is the last claim
 // of this host. If the lease has another subnet than the claim, and be has other data for that subnet,
 // claimAndAcquire calls acquire again with this data.
 func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim, acquire func(subnet.Claim) (subnet.Lease, error)) (own subnet.Lease, err error) {

@@ -32,7 +32,7 @@ func (r *runner) work(ctx, attending context.Context, m Store, s *session, chang
 	}
 }
 
-// attend passes the leases of other hosts to s, and the own lease to the store, until ctx
+// attend passes the leases of other hosts to s, and this host's lease to the store, until ctx
 // ends, the external interface changes, or the network can change to another configuration.
 // It returns the changed interface or the change, and nil for the other one.
 func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
@@ -43,7 +43,7 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 	published, prepared := make(chan struct{}), make(chan *change, 1)
 	group.Go(func() error {
 		defer close(published)
-		if s.begin.Load().Stored == nil { // the store has the own lease as it is
+		if s.begin.Load().Stored == nil { // the store has this host's lease as it is
 			return nil
 		}
 		return ended(ctx, r.publish(ctx, m, s))
@@ -111,7 +111,7 @@ func follow(ctx context.Context, m Store, from, to underlay.Interface) {
 	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to), "reason", to.Reason)
 }
 
-// serveOn starts a session on interface to. It keeps the own subnets and backend data,
+// serveOn starts a session on interface to. It keeps this host's subnets and backend data,
 // and uses the new public addresses.
 func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
 	now, _ := r.state.Get() // the lease may have been renewed, and Former cleared, since the last session began

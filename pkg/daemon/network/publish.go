@@ -15,7 +15,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// publish writes the own lease with its new addresses and data to the store. It returns
+// publish writes this host's lease with its new addresses and data to the store. It returns
 // ErrLeaseLost, wrapped, if the store has another key or other subnets for this host. It compares
 // the subnets too, because the same key may get other subnets.
 func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error {
@@ -34,7 +34,7 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 		}
 	}
 	var published subnet.Lease
-	err := retry(ctx, "cannot publish the own lease as it is now", func() (err error) {
+	err := retry(ctx, "cannot publish this host's lease as it is now", func() (err error) {
 		published, err = m.Acquire(ctx, cfg, own.Claim())
 		return err
 	})
@@ -45,11 +45,11 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 		return err
 	}
 	p.state.Update(func(now *lastknown.State) { now.Stored = nil })
-	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
+	klog.FromContext(ctx).Info("this host's lease is up to date", "lease", own.Key)
 	return nil
 }
 
-// storedNext returns the type of the next backend in the field Stored of the state, which is the own lease
+// storedNext returns the type of the next backend in the field Stored of the state, which is this host's lease
 // as the store has it. It returns "" if Stored is nil or has no next backend.
 func (p *parts) storedNext() string {
 	if now, _ := p.state.Get(); now.Stored != nil {
@@ -58,11 +58,11 @@ func (p *parts) storedNext() string {
 	return ""
 }
 
-// republishTimeout limits the time for publishing changed data of the own lease. Meanwhile the network
+// republishTimeout limits the time for publishing changed data of this host's lease. Meanwhile the network
 // does not notice a changed configuration.
 const republishTimeout = 30 * time.Second
 
-// republish writes the own lease with the data that the backend has by now, while s goes on. If the data
+// republish writes this host's lease with the data that the backend has by now, while s goes on. If the data
 // has not changed, it writes nothing. In both cases it tells the backend what the store has. It returns
 // ErrLeaseLost, wrapped, like publish, and an error if the backend wants another next backend.
 func (p *parts) republish(ctx context.Context, m subnet.Manager, s *session) error {
@@ -87,7 +87,7 @@ func (p *parts) republish(ctx context.Context, m subnet.Manager, s *session) err
 		}
 		s.begin.Store(&now)
 		p.state.Update(func(to *lastknown.State) { to.Own.Endpoints = claim.Endpoints })
-		klog.FromContext(ctx).Info("own lease is up to date", "lease", now.Own.Key)
+		klog.FromContext(ctx).Info("this host's lease is up to date", "lease", now.Own.Key)
 	}
 	s.publisher.Published(claim)
 	return nil

@@ -31,7 +31,7 @@ type readiness struct {
 	health   *health.Status
 	announce func(context.Context) // called once; may be nil
 	grace    time.Duration         // --readyz-datastore-grace
-	leaseEnd func() time.Time      // of the own lease; zero if it does not end, or there is none yet
+	leaseEnd func() time.Time      // of this host's lease; zero if it does not end, or there is none yet
 	once     sync.Once
 	up       chan struct{} // closed when all components are good for the first time
 }

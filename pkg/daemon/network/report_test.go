@@ -91,7 +91,7 @@ func TestReasonsAreDocumented(t *testing.T) {
 	}
 }
 
-// TestPoolUse checks that the own lease counts as a used subnet, and that the lease of a held peer
+// TestPoolUse checks that this host's lease counts as a used subnet, and that the lease of a held peer
 // does not, because the store does not have that lease any more. poolUse must return the numbers of
 // the family with the fewest free subnets.
 func TestPoolUse(t *testing.T) {

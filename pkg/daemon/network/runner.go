@@ -31,7 +31,7 @@ type runner struct {
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
 // subnet file, and the removal of what former configurations have left. serve calls change, perhaps
 // more than once, to turn the last known state into the state of the session. pause is the time to
-// wait before the own lease is published. The session lasts until ctx ends or its stop is called.
+// wait before this host's lease is published. The session lasts until ctx ends or its stop is called.
 func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Duration, change func(now *lastknown.State)) (*session, error) {
 	now, running, err := r.startNetwork(ctx, be, change)
 	if err != nil {

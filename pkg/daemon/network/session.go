@@ -30,7 +30,7 @@ type session struct {
 	syncer *backend.Syncer
 
 	compared  chan struct{}                      // closed after the first complete pass
-	pause     time.Duration                      // before the own lease is published
+	pause     time.Duration                      // before this host's lease is published
 	reclaim   <-chan struct{}                    // see backend.Reclaimer; nil never receives
 	publisher backend.Publisher                  // nil if the backend's network does not implement it
 	republish <-chan struct{}                    // see backend.Publisher; nil never receives
@@ -62,7 +62,7 @@ func (s *session) inspect(ctx context.Context, objects bool) (backend.Inspection
 	return in, err
 }
 
-// own returns the own lease in begin. republish changes its data, but a renewal does not change its end.
+// own returns this host's lease in begin. republish changes its data, but a renewal does not change its end.
 func (s *session) own() subnet.Lease { return s.begin.Load().Own }
 
 // leave ends the session and stores its last state for inspect.

@@ -232,7 +232,7 @@ func TestUplinkOfAnotherHost(t *testing.T) {
 	}
 }
 
-// TestRenewalWhileMoving renews the own lease, and records an observation of the configuration, while a
+// TestRenewalWhileMoving renews this host's lease, and records an observation of the configuration, while a
 // session on another interface begins. The state must have both.
 func TestRenewalWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -467,7 +467,7 @@ func TestPublishAfterTheFirstPass(t *testing.T) {
 				}
 				s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{} }})
 				if err := <-published; err != nil || len(store.written) != 1 {
-					t.Errorf("publish returns %v, and the store has %q, want the own lease once", err, store.written)
+					t.Errorf("publish returns %v, and the store has %q, want this host's lease once", err, store.written)
 				}
 			})
 		})

@@ -49,7 +49,7 @@ type attempt struct {
 	waits  bool           // the attempt waits for a free subnet even if there is another configuration to try
 }
 
-// prepare obtains the configuration, the interface, a backend and the own lease. It waits for the
+// prepare obtains the configuration, the interface, a backend and this host's lease. It waits for the
 // configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
 // the store changes while prepare waits for a subnet or for a cloud.
 //
@@ -223,7 +223,7 @@ func (s *startup) recall(ctx context.Context, be backend.Backend, env backend.En
 	}
 	prev, err := s.store.Recall(ctx, env.Claim("", subnet.Claim{}))
 	if err != nil {
-		return prev, fmt.Errorf("recall the own lease: %w", err)
+		return prev, fmt.Errorf("recall this host's lease: %w", err)
 	}
 	if len(prev.Endpoints) == 0 && same {
 		prev = last.Own.Claim()
@@ -242,7 +242,7 @@ func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) [
 	return []lastknown.Former{{Config: cfg, Interface: iface}}
 }
 
-// acquire takes the own lease. It waits for a free subnet like waitForSubnet, and for a cloud that
+// acquire takes this host's lease. It waits for a free subnet like waitForSubnet, and for a cloud that
 // does not answer. If the configuration in the store changes meanwhile, acquire returns
 // ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
 // configuration, because the network can go on with that one.

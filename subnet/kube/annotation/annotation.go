@@ -30,7 +30,7 @@ const (
 	NextBackendType // this one and the next two only during a migration
 	NextBackendData
 	NextBackendV6Data
-	// The annotations from here on are read from the own Node only, and never written.
+	// The annotations from here on are read from this host's Node only, and never written.
 	PublicIPOverwrite
 	PublicIPv6Overwrite
 	NodePublicIP
