@@ -165,3 +165,24 @@ func TestBackendPages(t *testing.T) {
 		}
 	}
 }
+
+// TestRunbooks checks that each alert links to a heading that tells what to do about it.
+func TestRunbooks(t *testing.T) {
+	rules, err := os.ReadFile("../dist/prometheus/flannel-rules.yml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := pages(t)
+	alerts := strings.Split(string(rules), "- alert: ")[1:]
+	for _, alert := range alerts {
+		name, _, _ := strings.Cut(alert, "\n")
+		m := regexp.MustCompile(`runbook_url: \S+/Documentation/([\w-]+\.md)#?(\S*)`).FindStringSubmatch(alert)
+		if m == nil {
+			t.Errorf("%s has no runbook_url", name)
+			continue
+		}
+		if text, ok := all["../Documentation/"+m[1]]; !ok || m[2] != "" && !anchors(text)[m[2]] {
+			t.Errorf("%s links to %s#%s, which does not exist", name, m[1], m[2])
+		}
+	}
+}
