@@ -264,7 +264,7 @@ func TestGuardVXLAN(t *testing.T) {
 			restart("--guard-tunnel=false")
 			send() // host 2 still drops datagrams from a pod's address to the address of its VXLAN device
 			expectArrived(t, "without the guard on host 1", arrived(), []string{
-				"to this host's address of host 1", "to the public address of host 1", "to the public address of host 2",
+				"to the own address of host 1", "to the public address of host 1", "to the public address of host 2",
 			})
 		})
 	}
