@@ -112,7 +112,8 @@ type RouteKeeper struct {
 // since the last call.
 func (r *RouteKeeper) SetPeers(peers Set) {
 	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
-		r.complete, r.unreadable = peers.Complete, peers.Unreadable
+		r.complete = peers.Complete
+		r.unreadable = peers.Unreadable
 		r.routes.SetPeers(cloud.Peers{Hosts: cloudHosts(peers), Complete: r.complete, Unreadable: r.unreadable})
 	}
 }

@@ -117,7 +117,8 @@ func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base data
 		}
 		path, onDevice := pathBy(r, e, base)
 		if ok && onDevice {
-			paths, routes = append(paths, path), append(routes, r)
+			paths = append(paths, path)
+			routes = append(routes, r)
 		}
 	}
 	n.prober.Aim(l.Key, paths)

@@ -111,7 +111,8 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 		n.retain(peers.Leases)
 	}
 	keys := slices.Collect(maps.Keys(peers.Leases))
-	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
+	objects := make([][]dataplane.Object, len(keys))
+	errs := make([]error, len(keys))
 	var failed atomic.Bool // one error is sufficient
 	parallel.For(len(keys), func(i int) {
 		if !failed.Load() {

@@ -144,7 +144,8 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 	}
 	env := c.Env
 	env.Elsewhere = true
-	env.Config.BackendType, env.Config.Backend = c.Overflow.Type, c.Overflow.Raw
+	env.Config.BackendType = c.Overflow.Type
+	env.Config.Backend = c.Overflow.Raw
 	tunnel, more, err := r.one(env)
 	if err != nil {
 		return nil, nil, fmt.Errorf("Overflow: %w", err)
@@ -176,7 +177,8 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
 	}
 	inside := func(env Env) (Backend, []string, error) {
-		env.Config.BackendType, env.Config.Backend = same.Type, same.Raw
+		env.Config.BackendType = same.Type
+		env.Config.Backend = same.Raw
 		return r.one(env)
 	}
 	return r.locate(env, same, between, inside)

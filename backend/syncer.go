@@ -241,8 +241,10 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	if set.All {
 		s.validateAll()
 	}
-	set.Leases, set.Refused = s.arbiter.Accepted(), s.refusedLeases
-	s.all, s.news = false, false
+	set.Leases = s.arbiter.Accepted()
+	set.Refused = s.refusedLeases
+	s.all = false
+	s.news = false
 	clear(s.changed)
 	s.log.held(ctx, s.Ledger.NumHeld(), s.Ledger.Held)
 	return set, pass

@@ -115,7 +115,8 @@ func (a *Arbiter) Change(c Claimant) bool {
 	}
 	// An endpoint that is refused may still be the reason why another one is.
 	if c, contested := a.contested[key]; contested {
-		old, had = c, true
+		old = c
+		had = true
 	}
 	delete(a.contested, key)
 	delete(a.refused, key)
@@ -460,7 +461,8 @@ func (a *Arbiter) conflictWithOwn(e Endpoint) string {
 
 // unusable returns the reason why packets cannot be sent to e, or an empty string.
 func unusable(e Endpoint) string {
-	s, public := e.Subnet, e.PublicIP
+	s := e.Subnet
+	public := e.PublicIP
 	switch {
 	case !public.IsValid() || public.IsUnspecified():
 		return fmt.Sprintf("%s has no public %s address", s, e.Family())

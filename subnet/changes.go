@@ -26,7 +26,8 @@ func Changes(from, to Config) []string {
 		}
 	}
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		a, b := networkOf(from, f), networkOf(to, f)
+		a := networkOf(from, f)
+		b := networkOf(to, f)
 		note(f.String()+" network", a.net, b.net)
 		if a.net == b.net {
 			note(f.String()+" subnets", a.pool, b.pool)
@@ -69,7 +70,8 @@ func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
 // backendChanges compares two objects of key, which is "Backend" or "NextBackend", without their
 // Type. It shows the two values of a key only if Public returns true for both.
 func backendChanges(key string, from, to json.RawMessage) []string {
-	a, b := backendKeys(from), backendKeys(to)
+	a := backendKeys(from)
+	b := backendKeys(to)
 	names := map[string]string{}
 	for _, keys := range []map[string]backendKey{a, b} {
 		for folded, key := range keys {
@@ -78,7 +80,8 @@ func backendChanges(key string, from, to json.RawMessage) []string {
 	}
 	var changes []string
 	for _, folded := range slices.Sorted(maps.Keys(names)) {
-		old, now := a[folded], b[folded]
+		old := a[folded]
+		now := b[folded]
 		if folded == "type" || reflect.DeepEqual(old.value, now.value) {
 			continue
 		}

@@ -65,7 +65,8 @@ func (l Lease) Claim() Claim {
 // Next returns the lease that the node would have if it used only its next backend. backendType
 // becomes the BackendType of the lease.
 func (l Lease) Next(backendType string) Lease {
-	l.BackendType, l.NextType = backendType, ""
+	l.BackendType = backendType
+	l.NextType = ""
 	l.Endpoints = nextEndpoints(l.Endpoints)
 	return l
 }
@@ -100,7 +101,8 @@ func (c Claim) Next(backendType string) Claim {
 func nextEndpoints(es []Endpoint) []Endpoint {
 	next := slices.Clone(es)
 	for i := range next {
-		next[i].Data, next[i].NextData = next[i].NextData, nil
+		next[i].Data = next[i].NextData
+		next[i].NextData = nil
 	}
 	return next
 }

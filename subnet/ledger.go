@@ -41,7 +41,10 @@ type LedgerState struct {
 // Restore replaces the content of the ledger by state. The caller must not change state
 // afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	l.store, l.synced, l.held, l.unreadable = state.Store, false, heldPeers{}, nil
+	l.store = state.Store
+	l.synced = false
+	l.held = heldPeers{}
+	l.unreadable = nil
 	l.peers = make(map[string]knownLease, len(state.Peers))
 	for i := range state.Peers {
 		p := &state.Peers[i]
@@ -82,7 +85,8 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := !s.Another && s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
-	peers, held := make(map[string]knownLease, len(s.Leases)), heldPeers{}
+	peers := make(map[string]knownLease, len(s.Leases))
+	held := heldPeers{}
 	for _, lease := range s.Leases {
 		peers[lease.Key] = knownLease{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
@@ -112,7 +116,9 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			held.add(peer.Lease, until)
 		}
 	}
-	l.peers, l.synced, l.held = peers, true, held
+	l.peers = peers
+	l.synced = true
+	l.held = held
 	l.held.countAll(l.peers)
 }
 

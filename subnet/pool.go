@@ -28,7 +28,8 @@ func (n Network) Pool() (Pool, error) {
 		return Pool{}, invalid("%w", err)
 	}
 	f := prefix.FamilyOf(n.Prefix.Addr())
-	first, last := n.Min, n.Max
+	first := n.Min
+	last := n.Max
 	if !first.IsValid() {
 		one := new(big.Int).Lsh(big.NewInt(1), uint(f.Bits()-length))
 		first, _ = prefix.Add(n.Prefix.Addr(), one)
@@ -74,9 +75,11 @@ func (n Network) gives(s netip.Prefix) bool {
 // /64 for IPv6 if at least four such subnets fit, otherwise the length of which exactly four fit.
 func (n Network) subnetLen() (int, error) {
 	f := prefix.FamilyOf(n.Prefix.Addr())
-	usual, longest := 24, 30
+	usual := 24
+	longest := 30
 	if f == prefix.IPv6 {
-		usual, longest = 64, 126
+		usual = 64
+		longest = 126
 	}
 	bits := n.Prefix.Bits()
 	switch {
@@ -188,7 +191,8 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 		if !t.IsValid() || t.Addr().BitLen() != p.first.Addr().BitLen() {
 			continue
 		}
-		low, high := t.Masked().Addr(), prefix.Last(t)
+		low := t.Masked().Addr()
+		high := prefix.Last(t)
 		if high.Less(p.first.Addr()) || prefix.Last(p.last).Less(low) {
 			continue
 		}

@@ -29,7 +29,8 @@ func (p Pool) Usage(leases []Lease) Usage {
 			}
 		}
 	}
-	kept, taken := p.covered(reserved), p.covered(all)
+	kept := p.covered(reserved)
+	taken := p.covered(all)
 	return Usage{
 		Free: saturated(new(big.Int).Sub(p.Size(), taken)), Leased: saturated(new(big.Int).Sub(taken, kept)), Reserved: saturated(kept),
 	}

@@ -123,7 +123,8 @@ func (v *vpc) connected(ctx context.Context) (*client, error) {
 		if err != nil {
 			return nil, err
 		}
-		v.api, v.instance = api, instance
+		v.api = api
+		v.instance = instance
 	}
 	return v.api, nil
 }

@@ -18,9 +18,11 @@ import (
 func Env(mtu int, families ...prefix.Family) backend.Env {
 	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
 	for _, f := range families {
-		network, addr := "10.5.0.0/16", "192.168.77.1"
+		network := "10.5.0.0/16"
+		addr := "192.168.77.1"
 		if f == prefix.IPv6 {
-			network, addr = "fd00:10:5::/48", "fd00:77::1"
+			network = "fd00:10:5::/48"
+			addr = "fd00:77::1"
 		}
 		a := netip.MustParseAddr(addr)
 		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})

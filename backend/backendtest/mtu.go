@@ -30,7 +30,8 @@ type MTU struct {
 func (m MTU) Run(t *testing.T) {
 	const large = 9000
 	for _, families := range [][]prefix.Family{{prefix.IPv4}, {prefix.IPv6}, {prefix.IPv4, prefix.IPv6}} {
-		overhead, smallest := 0, 0
+		overhead := 0
+		smallest := 0
 		for _, f := range families {
 			overhead, smallest = max(overhead, m.Overhead[f]), max(smallest, m.Overhead[f]+f.MinMTU())
 		}
@@ -46,7 +47,8 @@ func (m MTU) Run(t *testing.T) {
 			}...)
 		}
 		for _, tc := range cases {
-			raw, name := `{}`, fmt.Sprintf("%v on a link with MTU %d", families, tc.link)
+			raw := `{}`
+			name := fmt.Sprintf("%v on a link with MTU %d", families, tc.link)
 			if tc.key != 0 {
 				raw, name = fmt.Sprintf(`{"MTU":%d}`, tc.key), name+fmt.Sprintf(", configured %d", tc.key)
 			}

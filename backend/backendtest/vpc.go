@@ -154,7 +154,8 @@ func (v VPC) RoutesOfOthers(t *testing.T) {
 		s.AddRoute(vpctest.MainTable, r)
 	}
 	c := v.Joined(t)
-	before, writes := s.Routes(vpctest.MainTable), s.Writes()
+	before := s.Routes(vpctest.MainTable)
+	writes := s.Writes()
 	if err := c.Check(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -201,7 +202,8 @@ func (v VPC) Clusters(t *testing.T) {
 		name := fmt.Sprintf("cluster %q, present %+v", test.cluster, test.present)
 		if test.present != nil {
 			r := *test.present
-			r.Dst, r.Kind = Subnet(), vpctest.Custom
+			r.Dst = Subnet()
+			r.Kind = vpctest.Custom
 			s.AddRoute(vpctest.MainTable, r)
 		}
 		c := v.Backend(t, `{"Cluster":"`+test.cluster+`"}`).Cloud
@@ -339,9 +341,11 @@ func (v VPC) Claims(t *testing.T) {
 	t.Helper()
 	var held subnet.Claim
 	for _, f := range v.Families {
-		dst, own := Subnet(), "192.168.77.1"
+		dst := Subnet()
+		own := "192.168.77.1"
 		if f == prefix.IPv6 {
-			dst, own = netip.MustParsePrefix("fd00:10:5:1::/64"), "fd00:77::1"
+			dst = netip.MustParsePrefix("fd00:10:5:1::/64")
+			own = "fd00:77::1"
 		}
 		held.Endpoints = append(held.Endpoints, subnet.Endpoint{Subnet: dst, PublicIP: netip.MustParseAddr(own)})
 	}

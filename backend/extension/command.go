@@ -56,7 +56,8 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	}
 	cmd := exec.CommandContext(ctx, words[0], words[1:]...)
 	out := &buffer{}
-	cmd.Stdout, cmd.Stderr = out, out
+	cmd.Stdout = out
+	cmd.Stderr = out
 	cmd.Stdin = strings.NewReader(in.Stdin + "\n")
 	cmd.Env = env
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

@@ -237,7 +237,8 @@ func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	b.host.setting.Lock()
 	defer b.host.setting.Unlock()
 
-	store, iface := b.host.store, b.env.Underlay
+	store := b.host.store
+	iface := b.env.Underlay
 	store.load(ctx)
 	var addrs []string
 	for _, a := range iface.Addrs {

@@ -127,7 +127,8 @@ func data(l subnet.Lease) (text string, err error) {
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	kernel, failed := n.kernel.Sync(ctx, peers)
 	o, err := n.runCommands(ctx, peers)
-	o.Retry, o.Repaired = kernel.Retry, kernel.Repaired
+	o.Retry = kernel.Retry
+	o.Repaired = kernel.Repaired
 	return o, oneline.Join(failed, err)
 }
 
@@ -164,7 +165,8 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	var gone, fresh, again []job
-	have, now := n.host.store.entries(), time.Now()
+	have := n.host.store.entries()
+	now := time.Now()
 	owners := map[string]string{} // keys in have that are not wanted, by all subnets of their entries
 	for s, e := range have {
 		if _, ok := want[s]; !ok {
@@ -198,7 +200,8 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		j := job{subnet: s, want: &t, old: map[string]entry{}}
 		for _, one := range t.input.subnets() {
 			if owner, ok := owners[one]; ok {
-				j.old[owner], replaced[owner] = have[owner], true
+				j.old[owner] = have[owner]
+				replaced[owner] = true
 			}
 		}
 		add(&fresh, j)

@@ -131,7 +131,8 @@ func (s *stateStore) setup() setup {
 func (s *stateStore) setSetup(next setup) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.now.Setup, s.changed = next, true
+	s.now.Setup = next
+	s.changed = true
 }
 
 // entries returns a copy of the subnets whose SubnetAddCommand has run, or may have run.
@@ -144,7 +145,8 @@ func (s *stateStore) entries() map[string]entry {
 func (s *stateStore) setEntry(subnet string, e entry) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.now.Subnets[subnet], s.changed = e, true
+	s.now.Subnets[subnet] = e
+	s.changed = true
 }
 
 func (s *stateStore) removeEntry(subnet string) {
@@ -159,7 +161,8 @@ func (s *stateStore) removeEntry(subnet string) {
 func (s *stateStore) markUndone() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.now.Setup, s.changed = setup{Number: s.now.Setup.Number}, true
+	s.now.Setup = setup{Number: s.now.Setup.Number}
+	s.changed = true
 	for subnet, e := range s.now.Subnets {
 		e.Sure = false
 		s.now.Subnets[subnet] = e
@@ -171,7 +174,8 @@ func (s *stateStore) markUndone() {
 func (s *stateStore) invalidateSetup() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.now.Setup.Key, s.changed = "", true
+	s.now.Setup.Key = ""
+	s.changed = true
 }
 
 // flush writes the state to disk if it has changed. If that fails, the next call tries again. If
@@ -191,7 +195,8 @@ func (s *stateStore) flush(ctx context.Context) {
 	if err != nil && !s.failing {
 		klog.FromContext(ctx).Error(err, "cannot record which commands have run, the next start will run them again")
 	}
-	s.failing, s.changed = err != nil, err != nil
+	s.failing = err != nil
+	s.changed = err != nil
 }
 
 // remove deletes the state, in memory and on disk. If it cannot delete the file, it returns an
@@ -199,7 +204,8 @@ func (s *stateStore) flush(ctx context.Context) {
 func (s *stateStore) remove() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.now, s.changed = appliedState{Boot: s.boot, Subnets: map[string]entry{}}, false
+	s.now = appliedState{Boot: s.boot, Subnets: map[string]entry{}}
+	s.changed = false
 	file, err := state.Open[appliedState](s.dir, s.name)
 	if err != nil {
 		return err

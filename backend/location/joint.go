@@ -59,7 +59,8 @@ func (v *view) report(r dataplane.Report) dataplane.Report {
 	for _, other := range []*view{v.between, v.inside} {
 		other.rerouted = other.rerouted || r.Rerouted
 	}
-	r.Rerouted, v.rerouted = v.rerouted, false
+	r.Rerouted = v.rerouted
+	v.rerouted = false
 	r.Refused = slices.DeleteFunc(r.Refused, func(refused dataplane.Refusal) bool { return !v.want.HasRoute(refused.Route) })
 	return r
 }

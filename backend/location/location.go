@@ -171,7 +171,8 @@ func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Cl
 		if prev.BackendType != b.LeaseType() || !ok || d.Type != b.sides.inside.Type {
 			d.Data = nil
 		}
-		before.Endpoints[i].Data, before.Endpoints[i].NextData = d.Data, nil
+		before.Endpoints[i].Data = d.Data
+		before.Endpoints[i].NextData = nil
 	}
 	return b.inside.Claim(ctx, before)
 }
@@ -181,7 +182,9 @@ func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Cl
 // data of a host at the location cannot be used, and otherwise empty.
 func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	own := *l
-	own.BackendType, own.NextType, own.Endpoints = b.sides.inside.LeaseType, "", nil
+	own.BackendType = b.sides.inside.LeaseType
+	own.NextType = ""
+	own.Endpoints = nil
 	for _, e := range l.Endpoints {
 		d, ok := decode(e.Data)
 		switch {
@@ -194,7 +197,9 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 		case prefix.FamilyOf(d.Address) != e.Family() || d.Address.Zone() != "" || !b.env.Reachable(d.Address):
 			return nil, fmt.Sprintf("its address %q at the location is not one of another host", subnet.Shorten(d.Address.String()))
 		}
-		e.PublicIP, e.Data, e.NextData = d.Address, d.Data, nil
+		e.PublicIP = d.Address
+		e.Data = d.Data
+		e.NextData = nil
 		own.Endpoints = append(own.Endpoints, e)
 	}
 	return &own, ""
@@ -204,6 +209,8 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 // because the last known lease may be from a time at which this host had no location.
 func (b *Backend) ownInside(ctx context.Context, own subnet.Lease) (subnet.Lease, error) {
 	claim, err := b.claimInside(ctx, own.Claim())
-	own.BackendType, own.NextType, own.Endpoints = b.sides.inside.LeaseType, "", claim.Endpoints
+	own.BackendType = b.sides.inside.LeaseType
+	own.NextType = ""
+	own.Endpoints = claim.Endpoints
 	return own, err
 }

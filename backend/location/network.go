@@ -64,7 +64,8 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 	if p, ok := n.running.between.(backend.Publisher); ok {
 		n.republish = p.Republish()
 	}
-	log, between := klog.FromContext(ctx), n.sides.between.Type
+	log := klog.FromContext(ctx)
+	between := n.sides.between.Type
 	if n.env.Location == "" {
 		log.Info("this host has no location: packets to all peers go by the backend between locations", "backend", between)
 		return nil
@@ -130,7 +131,8 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 		out.Repaired += report.Repaired
 		return err
 	}
-	set.Leases, set.Changed = n.near, keys
+	set.Leases = n.near
+	set.Changed = keys
 	more, err := n.running.inside.Sync(ctx, set)
 	out.Repaired, out.Retry = out.Repaired+more.Repaired, out.Retry || more.Retry
 	if more.Again > 0 && (out.Again == 0 || more.Again < out.Again) {

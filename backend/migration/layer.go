@@ -71,7 +71,8 @@ func (l *layer) view(side int) *view {
 // deferred, at the next apply.
 func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error) {
 	v.gone = append(v.gone, lacking(v.want, want)...)
-	v.want, v.all = want, true
+	v.want = want
+	v.all = true
 	return v.pass(ctx)
 }
 
@@ -113,7 +114,8 @@ func (l *layer) sweepGone() {
 // apply makes the common Reconciler apply all changes since the last call of apply. If sweep is
 // set, objects in scope that no backend wants are deleted.
 func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report, err error) {
-	all, delta := l.all, l.delta
+	all := l.all
+	delta := l.delta
 	l.all, l.delta = false, newDelta()
 	if sweep {
 		l.gone = nil

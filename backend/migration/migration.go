@@ -76,7 +76,8 @@ func New(env backend.Env, create func(backend.Env) (backend.Backend, []string, e
 
 // check returns an error if the two backends cannot run at the same time.
 func (b *Backend) check() error {
-	from, to := b.parts[present], b.parts[next]
+	from := b.parts[present]
+	to := b.parts[next]
 	for _, p := range b.parts {
 		switch p.side.Type {
 		case "alloc", "extension":
@@ -226,7 +227,8 @@ func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error
 	own, ok := p.side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints})
 	before := subnet.Claim{BackendType: p.side.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
 	for i := range before.Endpoints {
-		before.Endpoints[i].Data, before.Endpoints[i].NextData = nil, nil
+		before.Endpoints[i].Data = nil
+		before.Endpoints[i].NextData = nil
 		if ok {
 			before.Endpoints[i].Data = own.Endpoints[i].Data
 		}

@@ -259,7 +259,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		set.All = set.All || started // the next backend knows no peers yet
 	}
 	n.layer.deferred = true
-	changed, probed := n.update(set), n.prober.take()
+	changed := n.update(set)
+	probed := n.prober.take()
 	answered := slices.Collect(maps.Keys(probed))
 	out, err := n.syncParts(ctx, set, answered)
 	n.decide(changed, probed)
@@ -277,7 +278,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	}
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
-	out.Refused, out.Recheck = n.refusals(), started
+	out.Refused = n.refusals()
+	out.Recheck = started
 	if set.Complete && err == nil && n.env.Config.Stage != "" && !n.held() {
 		n.claimable.Send()
 	}
@@ -371,7 +373,8 @@ func (n *network) forget(key string) []netip.Prefix {
 	}
 	delete(n.onlyNext, key)
 	delete(n.senders, key)
-	p.subnets, p.unusable = nil, ""
+	p.subnets = nil
+	p.unusable = ""
 	return subnets
 }
 
@@ -508,7 +511,8 @@ func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Durat
 	}
 	klog.FromContext(ctx).Info("peers have changed their backend", "peers", n.moved, "next", n.parts[next].side.Type,
 		"byNext", n.byNext, "byPresent", len(n.peers)-n.byNext)
-	n.moved, n.movedLogged = 0, now
+	n.moved = 0
+	n.movedLogged = now
 	return 0
 }
 
@@ -605,7 +609,8 @@ func (n *network) refusals() (all []subnet.Refusal) {
 // waiting returns the reason why the next backend does not carry the packets to a peer, or "" if it
 // does or if there is no such peer.
 func (n *network) waiting(key string) string {
-	p, name := n.peers[key], n.parts[next].side.Type
+	p := n.peers[key]
+	name := n.parts[next].side.Type
 	switch {
 	case p == nil || p.side == next:
 		return ""
@@ -658,7 +663,8 @@ func (n *network) aim(keys []string) {
 // address, and the peer's kernel then sends it through the device of the request. The probes have
 // the size of the largest packets of pods.
 func (n *network) targets(key string) (all []target) {
-	p, l := n.peers[key], n.leases[next][key]
+	p := n.peers[key]
+	l := n.leases[next][key]
 	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {
 		return nil
 	}

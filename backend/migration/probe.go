@@ -76,7 +76,8 @@ func (q queue) Less(i, j int) bool { return q[i].due.Before(q[j].due) }
 
 func (q queue) Swap(i, j int) {
 	q[i], q[j] = q[j], q[i]
-	q[i].index, q[j].index = i, j
+	q[i].index = i
+	q[j].index = j
 }
 
 // Push implements heap.Interface.
@@ -120,7 +121,8 @@ func (p *prober) aim(key string, targets []target) {
 		return
 	}
 	peer := &probed{key: key, targets: targets, due: time.Now().Add(settling)}
-	peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
+	peer.pause.Least = leastProbe
+	peer.pause.Most = mostProbe
 	p.peers[key] = peer
 	heap.Push(&p.order, peer)
 	p.changed.Send()

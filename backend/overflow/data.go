@@ -94,10 +94,13 @@ func reasons() map[string]string {
 func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 	next := data{Table: d.Table, Routed: d.Routed, Overflow: d.Overflow}
 	if r.Dropped { // the packets are dropped even if the last comparison has failed for another reason
-		r, next.Table, next.Routed = cloud.Report{}, "", nil
+		r = cloud.Report{}
+		next.Table = ""
+		next.Routed = nil
 	}
 	if len(r.Tables) > 0 {
-		next.Table, next.Routed = "", nil
+		next.Table = ""
+		next.Routed = nil
 	}
 	for _, t := range r.Tables {
 		if t.Own {

@@ -55,7 +55,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		if err != nil {
 			return nil, err
 		}
-		n.data[e.Family()], n.published[e.Family()] = d, d
+		n.data[e.Family()] = d
+		n.published[e.Family()] = d
 	}
 	var err error
 	if n.tunnel, err = b.tunnel.Start(ctx, *b.tunnelled(&own, func(subnet.Endpoint) bool { return true })); err != nil {
@@ -113,7 +114,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	for _, key := range keys {
 		n.choose(key, set.Leases[key])
 	}
-	set.Leases, set.Changed = n.leases, keys
+	set.Leases = n.leases
+	set.Changed = keys
 	out, err := n.tunnel.Sync(ctx, set)
 	out.Repaired += repaired
 	for key, reason := range n.refused {
@@ -141,8 +143,10 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 	if !compared {
 		return 0, false, nil
 	}
-	first, changed := !n.compared, false
-	n.compared, n.failed = true, failed
+	first := !n.compared
+	changed := false
+	n.compared = true
+	n.failed = failed
 	report := n.CloudRoutes()
 	own := n.own
 	own.Endpoints = slices.Clone(own.Endpoints)
@@ -152,7 +156,8 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 		if err != nil {
 			return repaired, false, err
 		}
-		n.data[e.Family()], own.Endpoints[i].Data = d, raw
+		n.data[e.Family()] = d
+		own.Endpoints[i].Data = raw
 		soon := n.published[e.Family()].Table == "" && d.Table != "" && !d.routed() && failed == nil // the next comparison sees its first route
 		changed = changed || string(raw) != string(e.Data) && !soon
 	}

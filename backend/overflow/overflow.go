@@ -77,14 +77,16 @@ func (b *Backend) MTU() int {
 // the cloud uses the tunnel. A host that already had a lease publishes the same data about its
 // routes until the first comparison, unless its address has changed.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	before, addresses := map[prefix.Family]data{}, map[prefix.Family]netip.Addr{}
+	before := map[prefix.Family]data{}
+	addresses := map[prefix.Family]netip.Addr{}
 	if prev.BackendType == b.LeaseType() {
 		tunnel := subnet.Claim{BackendType: b.side.LeaseType}
 		for _, e := range prev.Endpoints {
 			f := prefix.FamilyOf(e.PublicIP)
 			before[f], _, _ = decode(e.Data) // data that cannot be read is replaced
 			addresses[f] = e.PublicIP
-			e.Data, e.NextData = before[f].Overflow, nil
+			e.Data = before[f].Overflow
+			e.NextData = nil
 			tunnel.Endpoints = append(tunnel.Endpoints, e)
 		}
 		prev = tunnel
@@ -93,7 +95,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	claim.BackendType, claim.NextType = b.LeaseType(), ""
+	claim.BackendType = b.LeaseType()
+	claim.NextType = ""
 	if now := b.present.Load(); now != nil {
 		before = *now
 	}
@@ -115,11 +118,14 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 // returns true.
 func (b *Backend) tunnelled(l *subnet.Lease, chosen func(subnet.Endpoint) bool) *subnet.Lease {
 	own := *l
-	own.BackendType, own.NextType, own.Endpoints = b.side.LeaseType, "", nil
+	own.BackendType = b.side.LeaseType
+	own.NextType = ""
+	own.Endpoints = nil
 	for _, e := range l.Endpoints {
 		if chosen(e) {
 			d, _, _ := decode(e.Data) // Check has refused data that cannot be read
-			e.Data, e.NextData = d.Overflow, nil
+			e.Data = d.Overflow
+			e.NextData = nil
 			own.Endpoints = append(own.Endpoints, e)
 		}
 	}

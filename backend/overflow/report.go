@@ -57,7 +57,8 @@ type journal struct {
 // problem logs a problem with the routes to this host, or the end of one, and warns of a problem.
 // An error of the same kind is not logged again, because its text may differ each time.
 func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, failed error) {
-	text, kind := problem(own, failed, j.tunnel), ""
+	text := problem(own, failed, j.tunnel)
+	kind := ""
 	if text != "" {
 		kind = fmt.Sprint(cloud.Kind(failed), allRouted(own))
 	}
@@ -88,7 +89,8 @@ func (j *journal) peers(ctx context.Context, obstacles map[string]string, now ti
 	if left := j.peersAt.Add(peersPause).Sub(now); left > 0 {
 		return left
 	}
-	j.changed, j.peersAt = false, now
+	j.changed = false
+	j.peersAt = now
 	var keys []string
 	for key, obstacle := range obstacles {
 		if obstacle != "" {

@@ -280,7 +280,8 @@ func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error
 	}), 0)
 	if c, _ := v.convert(present[keep], r.Table); c != r {
 		now := v.write(r)
-		now.ID, now.Item = present[keep].ID, present[keep].Item
+		now.ID = present[keep].ID
+		now.Item = present[keep].Item
 		if err := v.change(ctx, "ReplaceRoutes", r.Table, now); err != nil {
 			return err
 		}

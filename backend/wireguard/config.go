@@ -196,7 +196,8 @@ func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 	for _, f := range have {
 		t := tunnel{name: name("flannel-wg", c.ListenPort), port: c.ListenPort, families: []prefix.Family{f}, outer: []prefix.Family{f}}
 		if f == prefix.IPv6 {
-			t.name, t.port = name("flannel-wg-v6", c.ListenPortV6), c.ListenPortV6
+			t.name = name("flannel-wg-v6", c.ListenPortV6)
+			t.port = c.ListenPortV6
 		}
 		ts = append(ts, t)
 	}

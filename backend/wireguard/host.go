@@ -59,7 +59,11 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 		d = &hostDevice{userspaceDevice: userspaceDevice{name: t.name}}
 		h.devices[t.name] = d
 	}
-	d.mtu, d.port, d.iface, d.local, d.used = mtu, t.port, u.Index, local, true
+	d.mtu = mtu
+	d.port = t.port
+	d.iface = u.Index
+	d.local = local
+	d.used = true
 	return &d.userspaceDevice, nil
 }
 

@@ -138,7 +138,8 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 	if err != nil {
 		return nil
 	}
-	had, of := map[string]bool{}, ""
+	had := map[string]bool{}
+	of := ""
 	for line := range strings.Lines(state) {
 		switch name, value, _ := strings.Cut(strings.TrimSpace(line), "="); name {
 		case "public_key":

@@ -26,7 +26,8 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 			continue
 		}
 		if key, _, err := decodeData(e.Data); err == nil && !ok {
-			p.Key, ok = key, true
+			p.Key = key
+			ok = true
 		}
 		p.Allowed = append(p.Allowed, e.Subnet)
 	}
@@ -185,10 +186,12 @@ func (d diff) add(w discovery.Peer) wgtypes.PeerConfig {
 func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.Key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
-		p.PresharedKey, differs = &d.psk, true
+		p.PresharedKey = &d.psk
+		differs = true
 	}
 	if h.PersistentKeepaliveInterval != d.keepalive {
-		p.PersistentKeepaliveInterval, differs = &d.keepalive, true
+		p.PersistentKeepaliveInterval = &d.keepalive
+		differs = true
 	}
 	before, known := d.known[w.Key]
 	moved := known && before.Endpoint != w.Endpoint
@@ -197,14 +200,16 @@ func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.
 		to = tried
 	}
 	if discovery.EndpointOf(h) != to && (moved || d.ages[h.PublicKey] > discovery.SessionLife) {
-		p.Endpoint, differs = net.UDPAddrFromAddrPort(to), true
+		p.Endpoint = net.UDPAddrFromAddrPort(to)
+		differs = true
 	}
 	missing, surplus := networkChanges(h.AllowedIPs, w.Allowed)
 	switch {
 	case mustRemove(surplus, allowed):
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.Allowed), true
 	case len(missing) > 0:
-		p.AllowedIPs, differs = ipNets(missing), true
+		p.AllowedIPs = ipNets(missing)
+		differs = true
 	}
 	if moved && d.fromMemory { // add works even if the peer is missing on the device, but overwrites the endpoint
 		return d.add(w), true

@@ -65,7 +65,8 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 		s.waiting = true
 	}
 	s.rotating = s.rotating || !s.known || key != s.key
-	s.key, s.known = key, true
+	s.key = key
+	s.known = true
 	return key, nil
 }
 

@@ -75,6 +75,7 @@ func completeUDP6(b []byte) {
 		sum += uint32(words[0]) << 8
 	}
 	if sum%0xffff == 0 { // sum is not 0, so its one's complement sum is 0xffff and the checksum is 0
-		b[checksum], b[checksum+1] = 0xff, 0xff
+		b[checksum] = 0xff
+		b[checksum+1] = 0xff
 	}
 }

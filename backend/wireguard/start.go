@@ -66,7 +66,8 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	err = n.kernelSupported(ctx, links)
 	switch {
 	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
-		kind, n.implementation = dataplane.KindTUN, implUserspace
+		kind = dataplane.KindTUN
+		n.implementation = implUserspace
 		if err := n.removeKernelDevices(ctx, links); err != nil {
 			return err
 		}

@@ -167,7 +167,10 @@ func (u *userspaceDevice) close() error {
 		u.dev.Close()
 	}
 	u.clients.Wait()
-	u.dev, u.packets, u.socket, u.initiator = nil, nil, nil, nil
+	u.dev = nil
+	u.packets = nil
+	u.socket = nil
+	u.initiator = nil
 	if errors.Is(err, net.ErrClosed) {
 		return nil
 	}

@@ -191,7 +191,8 @@ func (c config) addressManagement(host subnetfile.File) (object, error) {
 	}
 	var ranges [][]object
 	for _, e := range host.Entries {
-		subnet, route := object{}, object{}
+		subnet := object{}
+		route := object{}
 		subnet.set("subnet", e.Subnet)
 		route.set("dst", e.Network)
 		ranges = append(ranges, []object{subnet})

@@ -77,7 +77,8 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 			RTT: float64(c.RTT) / float64(time.Millisecond), Throughput: c.BitsPerSecond,
 		}
 		if c.Err != nil {
-			cell.Error, r.OK = c.Err.Error(), false
+			cell.Error = c.Err.Error()
+			r.OK = false
 		}
 		r.Matrix = append(r.Matrix, cell)
 	}
@@ -210,7 +211,8 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 		}
 		cells[[2]string{c.From, c.To}] = c
 		if _, seen := address[c.From]; !seen {
-			pods, address[c.From] = append(pods, c.From), c.FromAddress
+			pods = append(pods, c.From)
+			address[c.From] = c.FromAddress
 		}
 		if !c.OK {
 			failures = append(failures, c.Error)
@@ -272,7 +274,8 @@ func (r report) span(family string) string {
 	var rtt, bps []float64
 	for _, c := range r.Matrix {
 		if c.Family == family && c.OK {
-			rtt, bps = append(rtt, c.RTT), append(bps, c.Throughput)
+			rtt = append(rtt, c.RTT)
+			bps = append(bps, c.Throughput)
 		}
 	}
 	if len(rtt) == 0 {

@@ -96,7 +96,8 @@ func parsePeers(texts []string) ([]netip.Prefix, error) {
 	for _, text := range texts {
 		p, err := netip.ParsePrefix(text)
 		if a, e := netip.ParseAddr(text); e == nil && a.Zone() == "" {
-			p, err = prefix.Host(a.Unmap()), nil
+			p = prefix.Host(a.Unmap())
+			err = nil
 		}
 		if err != nil {
 			return nil, fmt.Errorf("--peer %q is invalid: expected the public address or the subnet of a peer", text)

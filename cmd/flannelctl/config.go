@@ -332,7 +332,8 @@ func (l leaf) String() string {
 // difference returns a line for each value that differs between two network
 // configurations, with the path of its key, such as Backend.Type.
 func difference(old, text []byte) []string {
-	before, after := map[string]leaf{}, map[string]leaf{}
+	before := map[string]leaf{}
+	after := map[string]leaf{}
 	flatten(old, before)
 	flatten(text, after)
 	var lines []string

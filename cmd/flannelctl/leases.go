@@ -170,7 +170,8 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), sign, p.Key, what)
 	}
 	err := watch(ctx, func(u subnet.Update) {
-		s, now := u.Snapshot(), map[string]watched{}
+		s := u.Snapshot()
+		now := map[string]watched{}
 		for _, l := range s.Leases {
 			now[l.Key] = watched{Lease: l}
 		}

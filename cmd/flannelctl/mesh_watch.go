@@ -123,7 +123,8 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	printChanges(w, "!", begun)
 	printChanges(w, "+", ended)
 	printChanges(w, "-", gone)
-	r.known, r.unlisted = now, unlisted
+	r.known = now
+	r.unlisted = unlisted
 }
 
 func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }

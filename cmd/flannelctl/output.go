@@ -24,7 +24,8 @@ type output struct {
 // addTo adds the flag --output to cmd. more contains the formats that only this
 // command has, besides table, json and yaml.
 func (o *output) addTo(cmd *cobra.Command, more ...string) {
-	o.format, o.forms = "table", append([]string{"table", "json", "yaml"}, more...)
+	o.format = "table"
+	o.forms = append([]string{"table", "json", "yaml"}, more...)
 	last := len(o.forms) - 1
 	cmd.Flags().VarP(o, "output", "o", strings.Join(o.forms[:last], ", ")+" or "+o.forms[last])
 }

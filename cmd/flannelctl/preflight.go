@@ -76,7 +76,8 @@ func before(ctx context.Context, args []string) (doctor.Facts, error) {
 	for _, n := range cfg.Networks {
 		r.Network.Prefixes = append(r.Network.Prefixes, n.Prefix)
 	}
-	r.Network.BackendType, r.Network.Ports = cfg.BackendType, cfg.ports
+	r.Network.BackendType = cfg.BackendType
+	r.Network.Ports = cfg.ports
 
 	previous, err := subnetfile.Read(o.SubnetFile)
 	fail("the subnet file cannot be read", err, "remove "+o.SubnetFile)

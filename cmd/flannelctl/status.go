@@ -35,7 +35,8 @@ flannelctl doctor finds. The exit code is 1 if the daemon is not ready, and 2 if
 cannot be asked.`,
 		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			client, base := status.Client(socket), socketURL
+			client := status.Client(socket)
+			base := socketURL
 			if where != "" {
 				if u, err := url.Parse(where); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
 					return fmt.Errorf("--url %q is invalid: expected a URL such as http://host:port", where)
@@ -232,7 +233,8 @@ func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool)
 			fmt.Fprintln(w, "\nPATH TO\tPUBLIC IP\tRESULT\tRTT\tADVICE")
 			header = true
 		}
-		result, rtt := "ok", "-"
+		result := "ok"
+		rtt := "-"
 		if !one.OK {
 			result = one.Broken
 		}

@@ -183,7 +183,8 @@ func (o storeOptions) openEtcd() (*etcd.Admin, error) {
 func (o storeOptions) kubeConfig() kube.Config {
 	c := kube.Config{APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix, Context: o.context}
 	if c.APIURL == "" && c.Kubeconfig == "" && o.serviceAccount != "" {
-		c.APIURL, c.ServiceAccount = o.apiURL, o.serviceAccount
+		c.APIURL = o.apiURL
+		c.ServiceAccount = o.serviceAccount
 	}
 	return c
 }

@@ -56,7 +56,8 @@ Names, addresses and what other programs have written in their rules stay: look 
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			host, _ := os.Hostname()
 			name := "flannel-sysdump-" + cmp.Or(host, "host") + "-" + time.Now().UTC().Format("20060102T150405Z")
-			to, report := io.WriteCloser(nopCloser{cmd.OutOrStdout()}), cmd.ErrOrStderr()
+			to := io.WriteCloser(nopCloser{cmd.OutOrStdout()})
+			report := cmd.ErrOrStderr()
 			if file != "-" {
 				path := cmp.Or(file, name+".tar.gz")
 				f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
@@ -109,7 +110,8 @@ func collectAll(ctx context.Context, all []part) ([]collected, error) {
 
 // sysdump writes the archive, with all files in the folder name. It returns the names of the parts that are not complete.
 func sysdump(ctx context.Context, to io.Writer, name, socket string) (incomplete []string, err error) {
-	secrets, all := knownSecrets(ctx), parts(ctx, socket)
+	secrets := knownSecrets(ctx)
+	all := parts(ctx, socket)
 	results, err := collectAll(ctx, all)
 	if err != nil {
 		return nil, err
@@ -117,7 +119,8 @@ func sysdump(ctx context.Context, to io.Writer, name, socket string) (incomplete
 	packed := gzip.NewWriter(to)
 	archive := tar.NewWriter(packed)
 	for i, p := range all {
-		text, failed := results[i].text, results[i].err
+		text := results[i].text
+		failed := results[i].err
 		if n := len(text); n > maxPart {
 			text, failed = text[n-maxPart:], errors.Join(failed, fmt.Errorf("the first %d bytes are left out", n-maxPart))
 		}
@@ -176,7 +179,8 @@ func parts(ctx context.Context, socket string) []part {
 		networks = r.Networks
 	}
 	for _, n := range networks {
-		suffix, network := "", "--network="+n.Name
+		suffix := ""
+		network := "--network=" + n.Name
 		if n.Name != "" {
 			suffix = "-" + n.Name
 		}

@@ -186,14 +186,17 @@ func (v view) puts() (steps []step) {
 			wrong := func(r Route) bool { return r.ours() && !r.fulfils(w) }
 			switch {
 			case at(func(r Route) bool { return r.ByCall && r.Foreign != "" && (!t.Several || !r.Lost()) }):
-				s.verb, s.reason = refuse, errForeign
+				s.verb = refuse
+				s.reason = errForeign
 			case at(func(r Route) bool { return r.ours() && r.State == Changing }):
-				s.verb, s.reason = refuse, errChanging
+				s.verb = refuse
+				s.reason = errChanging
 			// If several routes are replaced, the one that counts is the one that serves another host.
 			case at(func(r Route) bool { return wrong(r) && s.serves(r) }):
 				s.verb = replace
 				if !v.answered {
-					s.verb, s.reason = refuse, errUnanswered
+					s.verb = refuse
+					s.reason = errUnanswered
 				}
 			case at(wrong):
 				s.verb = replace

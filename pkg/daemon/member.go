@@ -86,7 +86,12 @@ func (m *member) recall(last lastknown.State) error {
 	m.roster.recall(m.name, claimed...)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.config, m.used, m.admitted, m.recalled, m.seen, m.began = last.Config, last.Config, true, make(chan struct{}), last.Seen, true
+	m.config = last.Config
+	m.used = last.Config
+	m.admitted = true
+	m.recalled = make(chan struct{})
+	m.seen = last.Seen
+	m.began = true
 	return nil
 }
 
@@ -107,7 +112,8 @@ func (m *member) offer(text []byte) {
 	if m.recalled != nil && text != nil && m.confirm() {
 		return
 	}
-	m.admitted, m.refused = false, nil
+	m.admitted = false
+	m.refused = nil
 	m.roster.withdraw(m.name)
 	m.decided()
 }
@@ -147,7 +153,8 @@ func (m *member) admit(ctx context.Context) {
 	if err != nil && (m.refused == nil || m.refused.Error() != err.Error()) {
 		klog.FromContext(ctx).Error(err, "network refused", "network", m.name)
 	}
-	m.refused, m.admitted = err, err == nil
+	m.refused = err
+	m.admitted = err == nil
 	if m.admitted { // otherwise m goes on with its last configuration
 		m.config, m.generation = cfg, m.generation+1
 		m.yields = false // otherwise its session would end at each wake, and never be retired
@@ -335,7 +342,10 @@ func (m *member) begin(t task, n *network.Network) bool {
 		return false
 	}
 	m.roster.begin(m.name)
-	m.began, m.net, m.last, m.used = true, n, nil, t.config
+	m.began = true
+	m.net = n
+	m.last = nil
+	m.used = t.config
 	return true
 }
 
@@ -400,7 +410,9 @@ func (m *member) closed(n *network.Network) {
 	if now, ok := n.State(); ok {
 		m.used = now.Config
 	}
-	m.seen, m.net, m.last = m.lastSeen(), nil, n
+	m.seen = m.lastSeen()
+	m.net = nil
+	m.last = n
 	m.progress.Stopped()
 	m.mu.Unlock()
 	n.Close()

@@ -50,7 +50,8 @@ func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 func ofOtherMode(o options.Options, file string, last lastknown.State) (former options.Options, ok bool) {
 	former = o
 	if o.Several() {
-		former.Networks, former.WatchNetworks = nil, false
+		former.Networks = nil
+		former.WatchNetworks = false
 	} else {
 		former = o.Network(last.Name)
 	}

@@ -103,7 +103,8 @@ type Tunnel struct {
 // the underlay device, learning, the MTU, the MAC, the checksum offload, and whether the
 // device is up. Any other difference requires a new device.
 func (l Link) Compatible(want Link) bool {
-	a, b := l.VXLAN, want.VXLAN
+	a := l.VXLAN
+	b := want.VXLAN
 	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
 		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign
 }
@@ -263,14 +264,21 @@ func (r Route) same(want Route) bool {
 	if want.MTU == 0 && r.Protocol != Protocol {
 		r.MTU = 0
 	}
-	r.Protocol, r.OnLink, r.NexthopID, r.Plain = want.Protocol, want.OnLink, want.NexthopID, want.Plain
+	r.Protocol = want.Protocol
+	r.OnLink = want.OnLink
+	r.NexthopID = want.NexthopID
+	r.Plain = want.Plain
 	return r == want
 }
 
 // canonical returns r without the attributes that same ignores in some cases: protocol,
 // onlink flag, nexthop object, Plain and MTU.
 func (r Route) canonical() Route {
-	r.Protocol, r.OnLink, r.NexthopID, r.Plain, r.MTU = 0, false, 0, false, 0
+	r.Protocol = 0
+	r.OnLink = false
+	r.NexthopID = 0
+	r.Plain = false
+	r.MTU = 0
 	return r
 }
 

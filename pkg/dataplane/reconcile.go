@@ -178,7 +178,8 @@ func (r *Reconciler) Counts() map[string]Count {
 // passes, including those that failed.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
 	r.Record(want)
-	r.want, r.all = want, true
+	r.want = want
+	r.all = true
 	return r.converge(ctx, sweep)
 }
 
@@ -223,7 +224,8 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	}
 	clear(r.unreachable)
 	puts, read := r.start.run(ctx, r.want, sweep)
-	report.Puts, r.all = puts, r.all || read
+	report.Puts = puts
+	r.all = r.all || read
 	var named Keys // places that the caller has named
 	named.merge(r.dirty)
 	everywhere := r.all
@@ -254,7 +256,8 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 // with the deletes that SweepAt has asked for, and without the puts that reachable omits.
 func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	r.dirty.merge(drifted)
-	have, want := r.cache.State, r.want
+	have := r.cache.State
+	want := r.want
 	if r.all || len(r.dirty.links) > 0 { // objects disappear with their link
 		clear(r.refused)
 	} else {
@@ -307,14 +310,18 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 		}
 		r.dropped = nil
 	}
-	r.dirty, r.gone, r.all, r.swept = Keys{}, Keys{}, false, sweep
+	r.dirty = Keys{}
+	r.gone = Keys{}
+	r.all = false
+	r.swept = sweep
 	for _, refusals := range []map[Route]Refusal{r.refused, r.unreachable} {
 		for _, refusal := range refusals {
 			report.Refused = append(report.Refused, refusal)
 		}
 	}
 	report.Unreachable = len(r.unreachable) > 0
-	report.Rerouted, r.cache.rerouted = r.cache.rerouted, false
+	report.Rerouted = r.cache.rerouted
+	r.cache.rerouted = false
 }
 
 // apply executes ops and updates or invalidates the cache. A route that the kernel refuses

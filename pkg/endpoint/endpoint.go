@@ -31,7 +31,8 @@ func Parse(text string) (Named, error) {
 	}
 	host, port, err := net.SplitHostPort(text)
 	if err != nil { // there is no port
-		host, port = text, ""
+		host = text
+		port = ""
 	} else if port == "" {
 		return Named{}, errForm
 	}

@@ -236,7 +236,8 @@ func (t *Table) append(c Chain, rules ...Rule) {
 // host and pods of any host, those from pods to destinations in NonMasquerade, and, unless p.Several is
 // set, those from outside to pods of this host.
 func (p Policy) keepSource(n Network) []Rule {
-	network, subnet := In(n.Network), In(n.Subnet)
+	network := In(n.Network)
+	subnet := In(n.Subnet)
 	rules := []Rule{
 		{Src: subnet, Dst: network, Action: Return},
 		{Src: network, Dst: subnet, Action: Return},

@@ -31,7 +31,8 @@ text{font:12px ui-monospace,monospace;fill:var(--text)}
 // ones.
 func (m *Matrix) SVG(w io.Writer) error {
 	var b bytes.Buffer
-	shown, s := m.drawn(MaxCells), m.Summary()
+	shown := m.drawn(MaxCells)
+	s := m.Summary()
 	longest := 0
 	for _, i := range shown {
 		longest = max(longest, len([]rune(m.label(i))))
@@ -51,7 +52,8 @@ func (m *Matrix) SVG(w io.Writer) error {
 	fmt.Fprintf(&b, `<rect class="page" width="%d" height="%d"/>`+"\n", width, height)
 	fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", cellSize, lineHeight, escape(title))
 	for n, i := range shown {
-		x, y := left+n*cellSize, top+n*cellSize
+		x := left + n*cellSize
+		y := top + n*cellSize
 		fmt.Fprintf(&b, `<text class="row" x="%d" y="%d">%s</text>`+"\n", left-4, y+cellSize-4, escape(m.label(i)))
 		fmt.Fprintf(&b, `<text transform="translate(%d %d) rotate(-90)">%s</text>`+"\n", x+cellSize-4, top-4, escape(m.label(i)))
 	}

@@ -214,7 +214,8 @@ func (*collector) Describe(ch chan<- *prometheus.Desc) {
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	ctx, cancel := context.WithTimeout(context.Background(), readTimeout)
 	defer cancel()
-	values, all := c.read(ctx), gauges()
+	values := c.read(ctx)
+	all := gauges()
 	set := func(name string, value float64, labels ...string) {
 		//nolint:promlinter // promlinter does not find the description; a test lints the names
 		ch <- prometheus.MustNewConstMetric(all[name].Desc, all[name].kind, value, labels...)

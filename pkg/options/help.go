@@ -65,7 +65,8 @@ func wrap(words []string, width int) []string {
 		case line == "":
 			line = word
 		case len(line)+1+len(word) > width:
-			lines, line = append(lines, line), word
+			lines = append(lines, line)
+			line = word
 		default:
 			line += " " + word
 		}

@@ -186,7 +186,8 @@ func (o Options) Several() bool { return len(o.Networks) > 0 || o.WatchNetworks 
 func (o Options) Network(name string) Options {
 	o.EtcdPrefix = strings.TrimRight(o.EtcdPrefix, "/") + "/" + name
 	o.SubnetFile = filepath.Join(o.SubnetDir, name+".env")
-	o.Networks, o.WatchNetworks = nil, false
+	o.Networks = nil
+	o.WatchNetworks = false
 	return o
 }
 

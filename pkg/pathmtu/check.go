@@ -35,9 +35,12 @@ const (
 // The caller has already waited for the limit for the first packet.
 func (p *Prober) check(ctx context.Context, s *state) {
 	p.mu.Lock()
-	key, before, raised := s.key, s.size, s.raised
+	key := s.key
+	before := s.size
+	raised := s.raised
 	p.mu.Unlock()
-	path, now := s.path, before
+	path := s.path
+	now := before
 	if _, ok := p.echo(ctx, path, before, firstPatience); ok {
 		if before < path.Full && time.Since(raised) >= raiseEvery {
 			p.mu.Lock()

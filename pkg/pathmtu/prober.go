@@ -96,7 +96,8 @@ func (p *Prober) add(key string, path Path) {
 	before := p.Before[path.Subnet]
 	delete(p.Before, path.Subnet)
 	if other := p.paths[path.Subnet]; other != nil {
-		before, s.searches = other.size, other.searches
+		before = other.size
+		s.searches = other.searches
 		p.remove(other)
 	}
 	if before >= path.Least && before < path.Full {

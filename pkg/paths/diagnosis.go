@@ -52,7 +52,9 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	inner := n.end(p.Subnet)
 	fail := func(part Part, err error, advice string) Verdict {
 		if ctx.Err() != nil { // perhaps only the end of ctx has prevented the answer
-			part, advice, v.Largest = Unknown, "the check was interrupted", 0
+			part = Unknown
+			advice = "the check was interrupted"
+			v.Largest = 0
 		}
 		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
 		return v

@@ -104,7 +104,8 @@ func NewProber(c Config) *Prober {
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
 	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
-		dst, way := c.Network.end(path.Subnet), ping.Path{Size: c.Network.mtu(path), Whole: true}
+		dst := c.Network.end(path.Subnet)
+		way := ping.Path{Size: c.Network.mtu(path), Whole: true}
 		rtt, err := p.ping(ctx, dst, way, answerTimeout)
 		if err != nil && retry && p.send.await(ctx) == nil { // the first packet may wait for neighbour resolution
 			rtt, err = p.ping(ctx, dst, way, answerTimeout)
@@ -153,7 +154,8 @@ func (p *Prober) Run(ctx context.Context) {
 		if now, ok := p.Peers(ctx); ok {
 			peers = now
 		}
-		due, next := p.refresh(peers), time.Now()
+		due := p.refresh(peers)
+		next := time.Now()
 		for _, path := range due {
 			next = next.Add(p.member.pause()) // from the planned time, even if the last check had to wait for the limit
 			if early := time.Until(next); early > burst && wait.For(ctx, early) != nil {
@@ -178,7 +180,8 @@ func (p *Prober) refresh(peers []Peer) []Path {
 			now[path] = peer.Key
 		}
 	}
-	all, split := len(now), p.member.split(len(now))
+	all := len(now)
+	split := p.member.split(len(now))
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var due []Path
@@ -213,9 +216,11 @@ func (p *Prober) responsible(peer netip.Prefix) bool {
 		return true
 	}
 	own := p.Own[i]
-	first, second := own, peer
+	first := own
+	second := peer
 	if peer.Compare(own) < 0 {
-		first, second = peer, own
+		first = peer
+		second = own
 	}
 	h := fnv.New32a()
 	fmt.Fprint(h, first, second)
@@ -300,8 +305,11 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 		p.mu.Unlock()
 		return
 	}
-	before, failing := s.Result, s.failing
-	s.busy, s.Verdict, s.Checked = false, v, now
+	before := s.Result
+	failing := s.failing
+	s.busy = false
+	s.Verdict = v
+	s.Checked = now
 	if before.OK != v.OK || before.Checked.IsZero() {
 		s.Since = now
 	}
@@ -319,7 +327,8 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	if s.OK || s.broken() {
 		s.failing = v.Broken
 	}
-	after, changed := s.Result, s.failing != failing
+	after := s.Result
+	changed := s.failing != failing
 	p.mu.Unlock()
 	if changed {
 		p.tell(ctx, after)
@@ -371,7 +380,9 @@ func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
 			continue
 		}
 		if !ok || s.due.Before(first) {
-			path, first, ok = candidate, s.due, true
+			path = candidate
+			first = s.due
+			ok = true
 		}
 	}
 	return path, ok, len(p.broken) > 0

@@ -56,7 +56,8 @@ func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout tim
 	if err != nil {
 		return 0, err
 	}
-	id, answer := rand.Uint32(), make(chan error, 1)
+	id := rand.Uint32()
+	answer := make(chan error, 1)
 	p.mu.Lock()
 	p.waiting[id] = request{to, answer}
 	p.mu.Unlock()

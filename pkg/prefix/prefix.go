@@ -117,7 +117,8 @@ func Merge(all []netip.Prefix) []netip.Prefix {
 		}
 		merged = append(merged, p)
 		for n := len(merged); n > 1; n-- { // the last two may be the halves of a prefix
-			low, high := merged[n-2], merged[n-1]
+			low := merged[n-2]
+			high := merged[n-1]
 			both := netip.PrefixFrom(low.Addr(), low.Bits()-1).Masked()
 			if low.Bits() != high.Bits() || both.Addr() != low.Addr() || !Contains(both, high) {
 				break

@@ -45,7 +45,8 @@ func (l *Limiter) Note(ctx context.Context, repaired int) {
 		return
 	}
 	klog.FromContext(ctx).Info(l.message, l.unit, l.repaired)
-	l.repaired, l.logged = 0, now
+	l.repaired = 0
+	l.logged = now
 }
 
 // Pause returns the time until the next pass. It is zero if the passes with repairs so far

@@ -48,7 +48,8 @@ func path(device string) string { return "/proc/sys/net/ipv4/conf/" + device + "
 // strict reports whether the filter of a device is strict. The kernel uses the higher one
 // of the values for the device and for all devices.
 func strict(device string) bool {
-	own, all := read(device), read("all")
+	own := read(device)
+	all := read("all")
 	return max(own, all) == strictFilter
 }
 

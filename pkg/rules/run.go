@@ -101,7 +101,8 @@ func (r *run) maintain(ctx context.Context) {
 // kernel announces. If ctx ends, it returns early, and the caller must not use r.
 func (r *run) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
 	period = r.keeper.config.Resync
-	host, of := r.keeper.host, families(r.policy)
+	host := r.keeper.host
+	of := families(r.policy)
 	var inUse map[prefix.Family]iptables.Variant
 	switch wanted := r.policy.Wanted(); {
 	case !wanted && r.flavour == NFTables: // there is nothing to watch
@@ -164,7 +165,8 @@ func (r *run) step(ctx context.Context) error {
 // reports only a change that has succeeded.
 func (r *run) pass(ctx context.Context) error {
 	w := r.rules.apply(ctx, r.keeper, r.policy)
-	changed, err := w.changed, w.err
+	changed := w.changed
+	err := w.err
 	if ctx.Err() != nil && err != nil && changed {
 		r.keeper.unreported = true
 	}
@@ -178,7 +180,8 @@ func (r *run) pass(ctx context.Context) error {
 // note logs and reports the result of a pass. If there are too many repairs, it then
 // pauses.
 func (r *run) note(ctx context.Context, w written) {
-	log, err := klog.FromContext(ctx), w.err
+	log := klog.FromContext(ctx)
+	err := w.err
 	repaired := w.changed && r.inPlace && !w.joined // a pass with a new policy writes anyway
 	switch {
 	case err != nil && !r.failing:
@@ -188,7 +191,8 @@ func (r *run) note(ctx context.Context, w written) {
 			"forward", r.policy.Forward, "written", w.changed || r.keeper.unreported)
 		r.keeper.unreported = false
 	}
-	r.failing, r.inPlace = err != nil, err == nil
+	r.failing = err != nil
+	r.inPlace = err == nil
 	n := 0
 	if repaired {
 		n = 1
@@ -206,7 +210,8 @@ func (r *run) clean(ctx context.Context) error {
 		w := r.keeper.host.writer("leftovers in "+l.name, nil, l.applier)
 		result := w.apply(ctx, r.keeper, l.gone)
 		w.leave(r.keeper)
-		removed, err := result.changed, result.err
+		removed := result.changed
+		err := result.err
 		if removed && (err == nil || ctx.Err() == nil) {
 			log.Info("removed traffic rules from another firewall", "firewall in use", string(r.flavour))
 		}

@@ -13,7 +13,8 @@ func Nearest(word string, candidates []string) (near string, distance int) {
 	of := fold(word)
 	for i, c := range candidates {
 		if d := between(of, fold(c)); i == 0 || d < distance {
-			near, distance = c, d
+			near = c
+			distance = d
 		}
 	}
 	return near, distance
@@ -36,7 +37,8 @@ func fold(s string) []rune { return []rune(strings.ReplaceAll(strings.ToLower(s)
 // neighbour to turn a into b.
 func between(a, b []rune) int {
 	// Rows of the table of edit distances: before is the row two above row.
-	before, above := make([]int, len(b)+1), make([]int, len(b)+1)
+	before := make([]int, len(b)+1)
+	above := make([]int, len(b)+1)
 	for j := range above {
 		above[j] = j
 	}
@@ -53,7 +55,8 @@ func between(a, b []rune) int {
 				row[j] = min(row[j], before[j-2]+1)
 			}
 		}
-		before, above = above, row
+		before = above
+		above = row
 	}
 	return above[len(b)]
 }

@@ -226,9 +226,11 @@ func paths(r Report) markup {
 		bar += when(n > 0, `<span class="%s" style="flex-grow: %s">%s %s</span>`, result, n, n, result)
 	}
 	rows := each(r.Paths.Worst, "", func(p Path) markup {
-		class, result := "bad", p.Broken
+		class := "bad"
+		result := p.Broken
 		if p.OK {
-			class, result = "good", "ok"
+			class = "good"
+			result = "ok"
 		}
 		return tag(`<tr><td data-name="Path to">%s</td><td data-name="Public IP">%s</td><td data-name="Result" class="%s">%s</td>`+
 			`<td data-name="Round trip">%s</td><td data-name="Since">%s</td><td data-name="Advice">%s</td></tr>`+"\n",

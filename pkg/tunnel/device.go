@@ -132,7 +132,8 @@ func (d *Device) setOffloads(fd int) error {
 	var err error
 	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} {
 		if err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offloads); err == nil {
-			d.tcp, d.udp = offloads&tcp != 0, offloads&udp != 0
+			d.tcp = offloads&tcp != 0
+			d.udp = offloads&udp != 0
 			return nil
 		}
 	}
@@ -143,7 +144,8 @@ func (d *Device) setOffloads(fd int) error {
 // device, like a kernel without offloads. It must be called before a tunnel starts on
 // the device.
 func (d *Device) WithoutOffloads() error {
-	d.tcp, d.udp = false, false
+	d.tcp = false
+	d.udp = false
 	return d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, 0) })
 }
 

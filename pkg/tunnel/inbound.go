@@ -50,7 +50,8 @@ const maxFailures = 100
 
 // read implements direction.
 func (i *inbound) read(fd uintptr) error {
-	at, before := i.nextOffset(), i.receiver.lost
+	at := i.nextOffset()
+	before := i.receiver.lost
 	n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
 	switch {
 	case err == nil:
@@ -91,13 +92,16 @@ func (i *inbound) nextOffset() int {
 func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	if now := i.Table.current.Load(); now != i.routes || from != i.from {
 		i.flush() // the merger contains packets of one sender only, because datagram does not check packets that the merger adds
-		i.routes, i.from, i.src = now, from, netip.Addr{}
+		i.routes = now
+		i.from = from
+		i.src = netip.Addr{}
 		i.reason, i.refused = i.refusal(from)
 	}
 	if size == 0 {
 		size = max(n, 1)
 	}
-	end, taken := at+n, false
+	end := at + n
+	taken := false
 	for ; at+size < end; at += size {
 		taken = i.datagram(at, at+size) || taken
 	}

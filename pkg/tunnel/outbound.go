@@ -149,7 +149,8 @@ func (o *outbound) add(b []byte) bool {
 // address of that peer.
 func (o *outbound) route(dst netip.Addr) bool {
 	if now := o.Table.current.Load(); now != o.routes || dst != o.dst {
-		o.routes, o.dst = now, dst
+		o.routes = now
+		o.dst = dst
 		o.public, o.known = now.subnets.Lookup(dst)
 	}
 	return o.known
@@ -171,7 +172,9 @@ func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 		o.flush()
 	}
 	if b.count == 0 {
-		b.size, b.to, b.socket = n, to, s
+		b.size = n
+		b.to = to
+		b.socket = s
 	}
 	start := b.n
 	b.n += n
@@ -191,7 +194,9 @@ func (o *outbound) flush() {
 	} else {
 		o.sendEach(err)
 	}
-	b.n, b.count, b.full = 0, 0, false
+	b.n = 0
+	b.count = 0
+	b.full = false
 }
 
 // singlePeriod is the time during which a peer gets single datagrams, before the tunnel

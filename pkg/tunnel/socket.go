@@ -77,7 +77,8 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 	if s.raw, err = s.conn.SyscallConn(); err != nil {
 		return nil, oneline.Join(err, conn.Close())
 	}
-	s.sender, s.room = newSender(s.raw), make([]unix.PollFd, 1)
+	s.sender = newSender(s.raw)
+	s.room = make([]unix.PollFd, 1)
 	s.pollRoom = func(fd uintptr) {
 		s.room[0] = unix.PollFd{Fd: int32(fd), Events: unix.POLLOUT}
 		_, _ = unix.Poll(s.room, 0)
@@ -193,7 +194,8 @@ func (s *socket) release() error { return unix.Close(s.probe) }
 func newControl(level, typ int32, size int) []byte {
 	b := make([]byte, unix.CmsgSpace(size))
 	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
-	h.Level, h.Type = level, typ
+	h.Level = level
+	h.Type = typ
 	h.SetLen(unix.CmsgLen(size))
 	return b
 }
@@ -277,7 +279,8 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	} else {
 		v4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(&s.to))
 		*v4 = unix.RawSockaddrInet4{Family: unix.AF_INET, Addr: to.Addr().As4()}
-		s.header.Namelen, port = unix.SizeofSockaddrInet4, &v4.Port
+		s.header.Namelen = unix.SizeofSockaddrInet4
+		port = &v4.Port
 	}
 	binary.BigEndian.PutUint16((*[2]byte)(unsafe.Pointer(port))[:], to.Port())
 	return s.write()

@@ -58,7 +58,9 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if ctx.Err() != nil {
 			return nil
 		}
-		facts, err, start := read.facts, read.err, spent()
+		facts := read.facts
+		err := read.err
+		start := spent()
 		var c choice
 		if err == nil {
 			c, err = choose(facts, o)
@@ -165,7 +167,8 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		if !f.missing {
 			log.Error(s.err, "the external interface cannot be used now, waiting for it to return", "name", f.now.Name)
 		}
-		f.missing, f.next = true, Interface{}
+		f.missing = true
+		f.next = Interface{}
 		return false, checkAgain
 	}
 	if f.missing {
@@ -178,7 +181,8 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		return false, checkPeriod
 	}
 	if !same(s.choice, f.next) {
-		f.next, f.since = s.choice, s.at
+		f.next = s.choice
+		f.since = s.at
 	}
 	elsewhere := !slices.Equal(f.next.Addrs, f.now.Addrs)
 	due := f.since.Add(stable)
@@ -207,7 +211,10 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	if elsewhere {
 		f.moves = append(f.moves[max(0, len(f.moves)+1-mostMoves):], s.at)
 	}
-	f.now, f.next, f.downSince, f.lastDown = f.next, Interface{}, time.Time{}, time.Time{}
+	f.now = f.next
+	f.next = Interface{}
+	f.downSince = time.Time{}
+	f.lastDown = time.Time{}
 	return true, checkPeriod
 }
 

@@ -61,8 +61,10 @@ func (b *Batch[T]) join(ctx context.Context) (r, before *run[T], first bool) {
 	if b.next == nil {
 		r = &run[T]{done: make(chan struct{})}
 		r.ctx, r.cancel = context.WithCancel(context.WithoutCancel(ctx))
-		before, first = b.last, true
-		b.next, b.last = r, r
+		before = b.last
+		first = true
+		b.next = r
+		b.last = r
 	}
 	b.next.callers++
 	return b.next, before, first

@@ -72,7 +72,8 @@ type Backoff struct {
 
 // Next returns the next pause, and doubles the one after it.
 func (b *Backoff) Next() time.Duration {
-	least, most := cmp.Or(b.Least, defaultLeast), cmp.Or(b.Most, defaultMost)
+	least := cmp.Or(b.Least, defaultLeast)
+	most := cmp.Or(b.Most, defaultMost)
 	b.pause = min(max(2*b.pause, least), most)
 	return Vary(b.pause, cmp.Or(b.Share, defaultShare))
 }

@@ -56,7 +56,8 @@ func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err er
 	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.configKey())
 		if err == nil && len(resp.Kvs) > 0 {
-			text, revision = resp.Kvs[0].Value, resp.Kvs[0].ModRevision
+			text = resp.Kvs[0].Value
+			revision = resp.Kvs[0].ModRevision
 		}
 		return err
 	})
@@ -114,7 +115,8 @@ func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	found := make([]Entry, 0, len(l.entries))
 	for _, e := range l.entries {
 		out := Entry{Lease: e.lease, Err: e.err}
-		out.Lease.Key, out.Lease.Permanent = e.key, e.leaseID == 0
+		out.Lease.Key = e.key
+		out.Lease.Permanent = e.leaseID == 0
 		if ttl && e.leaseID != 0 {
 			if out.TTL, err = a.left(ctx, e.leaseID); err != nil {
 				return nil, fmt.Errorf("ask how long %s is good for: %w", e.key, err)

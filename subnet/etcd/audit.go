@@ -115,7 +115,8 @@ func alike(was, is *entry) bool {
 	if was.modRevision != 0 {
 		return was.is(is.modRevision, is.leaseID)
 	}
-	x, y := was.lease, is.lease
+	x := was.lease
+	y := is.lease
 	return is.err == nil && was.createRevision == is.createRevision && x.BackendType == y.BackendType && x.NextType == y.NextType && x.Permanent == y.Permanent &&
 		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
 			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)

@@ -132,7 +132,8 @@ func failFastStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientC
 func checkEndpoint(endpoint string) error {
 	scheme, host, isURL := strings.Cut(endpoint, "://")
 	if !isURL {
-		scheme, host = "", endpoint
+		scheme = ""
+		host = endpoint
 	}
 	switch scheme {
 	case "", "http", "https", "unix", "unixs":
@@ -311,7 +312,8 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 	}
 	c.mu.Lock()
 	i := slices.Index(c.endpoints, c.preferred)
-	c.endpoints, c.back = slices.Concat(c.endpoints[i:], c.endpoints[:i]), time.Time{}
+	c.endpoints = slices.Concat(c.endpoints[i:], c.endpoints[:i])
+	c.back = time.Time{}
 	c.mu.Unlock()
 	c.renew()
 }
@@ -411,7 +413,8 @@ func (c *client) renew() {
 func (c *client) close() error {
 	c.mu.Lock()
 	conn := c.conn
-	c.conn, c.done = nil, true
+	c.conn = nil
+	c.done = true
 	c.mu.Unlock()
 	c.end()
 	if c.login != nil {

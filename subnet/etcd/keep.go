@@ -24,8 +24,10 @@ var errOwnChanged = errors.New("own key has changed")
 // subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(sourceLease)
-	b, restores := m.backoff(), m.backoff()
-	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
+	b := m.backoff()
+	restores := m.backoff()
+	restores.Least = m.timing.restoreMin
+	restores.Most = m.timing.restored
 	var lastRestore time.Time
 	var spare grant // an etcd lease that no key uses yet, for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()

@@ -106,7 +106,8 @@ func parseMark(text string) (w mark, ok bool) {
 	if n, err := fmt.Sscanf(head, "%d %d %x", &w.count, &w.newest.revision, &id); n != 3 || err != nil || w.count < 1 || w.newest.revision < 1 {
 		return mark{}, false
 	}
-	w.newest.key, w.newest.lease = key, clientv3.LeaseID(id)
+	w.newest.key = key
+	w.newest.lease = clientv3.LeaseID(id)
 	return w, true
 }
 

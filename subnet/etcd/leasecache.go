@@ -45,7 +45,8 @@ const spareAges = 100
 
 // written adds an entry that was just written, and so is the newest one.
 func (c *leaseCache) written(e *entry) {
-	c.entries[e.key], c.newest = e, e
+	c.entries[e.key] = e
+	c.newest = e
 	if c.byAge != nil {
 		c.byAge = append(c.byAge, e)
 	}

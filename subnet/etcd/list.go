@@ -39,7 +39,9 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Claimed: uint64(kv.ModRevision), Permanent: kv.Lease == 0}
 	var c subnet.Claim
 	c, e.err = codec.Decode(e.subnets, kv.Value)
-	e.lease.BackendType, e.lease.NextType, e.lease.Endpoints = c.BackendType, c.NextType, c.Endpoints
+	e.lease.BackendType = c.BackendType
+	e.lease.NextType = c.NextType
+	e.lease.Endpoints = c.Endpoints
 	return e
 }
 

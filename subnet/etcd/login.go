@@ -79,7 +79,8 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		case l.before: // the last login failed, or no request has succeeded with its token
 			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
-		l.before, l.worked = true, false
+		l.before = true
+		l.worked = false
 		go l.run(life, pause)
 	}
 	return l.valid, l.token, l.running
@@ -93,7 +94,9 @@ func (l *login) run(life context.Context, pause func(context.Context) error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.token, l.valid, l.err = token, err == nil, err
+	l.token = token
+	l.valid = err == nil
+	l.err = err
 	close(l.running)
 	l.running = nil
 }

@@ -30,7 +30,9 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	}
 	cfg.Endpoints, cfg.Prefix = m.cfg.Endpoints, path.Join(m.cfg.Prefix, name)
 	n := newManager(cfg)
-	n.client, n.guest, n.timing = m.client, true, m.timing
+	n.client = m.client
+	n.guest = true
+	n.timing = m.timing
 	return n, nil
 }
 
@@ -124,7 +126,8 @@ func (m *Manager) Observe(ctx context.Context, own subnet.Lease) (s subnet.Obser
 		if err != nil {
 			return err
 		}
-		config, lease := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
+		config := resp.Responses[0].GetResponseRange().Kvs
+		lease := resp.Responses[1].GetResponseRange().Kvs
 		switch {
 		case len(config) == 0:
 			s = subnet.Observation{}
@@ -300,7 +303,8 @@ func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 		return err
 	}
 	defer unlock()
-	m.own, m.unanswered = ownLease{}, nil
+	m.own = ownLease{}
+	m.unanswered = nil
 	if own.LeaseID != 0 { // the store deletes all keys with it, also one of a superseded configuration
 		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 			_, err := c.Revoke(ctx, clientv3.LeaseID(own.LeaseID))

@@ -69,7 +69,8 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}
-	l.store, l.head = cache.store, cache.head
+	l.store = cache.store
+	l.head = cache.head
 	l.read = time.Now()
 	l.restored = max(cache.restored, 1)
 	return l, true, nil

@@ -98,7 +98,8 @@ func (m *Manager) rights(ctx context.Context) (*rights, error) {
 		if err != nil {
 			return err
 		}
-		r.roles, r.keys = user.Roles, nil
+		r.roles = user.Roles
+		r.keys = nil
 		for _, name := range user.Roles {
 			role, err := c.RoleGet(ctx, name)
 			if err != nil {

@@ -31,7 +31,8 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 	if err != nil {
 		return forgetIfGone(spare, err)
 	}
-	own.create, own.revision = revision, revision
+	own.create = revision
+	own.revision = revision
 	if err := m.yieldToOlder(ctx, own, since, stale); err != nil {
 		if !errors.Is(err, errConflict) {
 			m.noteUnanswered(own)
@@ -85,11 +86,13 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, s
 // with own, including this host's lease as the store has it now. If own has only an IPv4 subnet,
 // createdSince reads only keys with that subnet, otherwise all leases created since then.
 func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
-	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
+	from := m.dir
+	end := clientv3.GetPrefixRangeEnd(m.dir)
 	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
 		// The key of a lease with the same IPv4 subnet is this host's key, or this host's key with "&" and
 		// an IPv6 subnet behind it.
-		from, end = m.dir+own.key, m.dir+own.key+string(rune('&'+1))
+		from = m.dir + own.key
+		end = m.dir + own.key + string(rune('&'+1))
 	}
 	var found []entry
 	err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) error {
@@ -115,7 +118,9 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 // there are stale keys, which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
 // returns errConflict if one of the keys has changed.
 func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
-	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
+	own.create = e.createRevision
+	own.revision = e.modRevision
+	own.grant = grant{}
 	if e.leaseID != 0 {
 		id := e.leaseID
 		if m.relationTo(own.claim, nil, nil)(e) != proven {
@@ -216,7 +221,8 @@ func (m *Manager) attempt(e entry) int {
 func (m *Manager) recognize(ctx context.Context, e entry) {
 	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
-		own.create, own.revision = e.createRevision, e.modRevision
+		own.create = e.createRevision
+		own.revision = e.modRevision
 		m.remember(ctx, own)
 	}
 }
@@ -229,7 +235,8 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 	for _, e := range replaced {
 		unused = append(unused, e.leaseID)
 	}
-	m.own, m.unanswered = own, nil
+	m.own = own
+	m.unanswered = nil
 	m.claimKeys(own.key)
 	if m.cfg.OnLease != nil {
 		m.cfg.OnLease(own.lease())

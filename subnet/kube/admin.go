@@ -123,7 +123,8 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 				Allowed bool `json:"allowed"`
 			} `json:"status"`
 		}
-		review.APIVersion, review.Kind = "authorization.k8s.io/v1", "SelfSubjectAccessReview"
+		review.APIVersion = "authorization.k8s.io/v1"
+		review.Kind = "SelfSubjectAccessReview"
 		review.Spec.Attributes = map[string]string{"verb": r[0], "resource": resource, "subresource": sub}
 		body, err := json.Marshal(review)
 		if err == nil {
@@ -151,7 +152,8 @@ const readerName = "-"
 // after every change, until ctx ends. It waits for an API server that is unavailable. It uses the
 // same fields of cfg as Entries.
 func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
-	cfg.NodeName, cfg.operator = readerName, true
+	cfg.NodeName = readerName
+	cfg.operator = true
 	m, err := New(cfg)
 	if err != nil {
 		return err

@@ -104,7 +104,9 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 	}
 	l := *a.list
 	names := a.cache.differing(l)
-	a.list, a.cache.deleted, a.cache.restored = nil, nil, 0
+	a.list = nil
+	a.cache.deleted = nil
+	a.cache.restored = 0
 	if len(names) == 0 {
 		return
 	}
@@ -133,8 +135,11 @@ func (c *nodeCache) correct(is *entry, name string) {
 	if e := c.entries[name]; e != nil {
 		is.loggedProblem = e.loggedProblem
 		if e.order == is.order {
-			is.cidrs, is.cidrsErr, is.ofLease = e.cidrs, e.cidrsErr, e.ofLease
-			is.lease, is.fresh = e.lease, false
+			is.cidrs = e.cidrs
+			is.cidrsErr = e.cidrsErr
+			is.ofLease = e.ofLease
+			is.lease = e.lease
+			is.fresh = false
 		}
 	}
 	c.entries[name] = is
@@ -177,7 +182,8 @@ func (c *nodeCache) differs(e *entry, is *entry) bool {
 		return true
 	}
 	now := *e
-	now.notes, now.fresh = is.notes, false
+	now.notes = is.notes
+	now.fresh = false
 	c.decode(&now)
 	return now.fresh || textOf(now.err) != textOf(e.err) && e.lease != nil
 }

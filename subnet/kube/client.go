@@ -123,7 +123,8 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 		// every minute.
 		source := transport.NewCachedFileTokenSource(cfg.BearerTokenFile)
 		cfg.Wrap(transport.ResettableTokenSourceWrapTransport(source))
-		cfg.BearerToken, cfg.BearerTokenFile = "", ""
+		cfg.BearerToken = ""
+		cfg.BearerTokenFile = ""
 	}
 	base, _, err := rest.DefaultServerUrlFor(cfg)
 	if err != nil {
@@ -211,7 +212,8 @@ const slowAfter = 500 * time.Millisecond
 // hosts use the server at once, each would give up early and repeat its request, and the server
 // would never finish.
 func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
-	usual, late := deadline, c.late.Load()
+	usual := deadline
+	late := c.late.Load()
 	deadline <<= late
 	ctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()

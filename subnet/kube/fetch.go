@@ -153,7 +153,8 @@ func (m *Manager) requestOnce(ctx context.Context, a nodeRequest) (fetched, erro
 // requestAll sends requests, several at a time, and returns all answers. If requests fail, it also
 // returns the error of the first of them, and their answers are empty.
 func (m *Manager) requestAll(ctx context.Context, requests []nodeRequest) ([]fetched, error) {
-	answers, errs := make([]fetched, len(requests)), make([]error, len(requests))
+	answers := make([]fetched, len(requests))
+	errs := make([]error, len(requests))
 	slots := make(chan struct{}, fetchers)
 	var wg sync.WaitGroup
 	for i, a := range requests {
@@ -231,7 +232,8 @@ func (got fetched) isMissing(name string) bool { return got.hosts != nil && got.
 // applyAnswer puts the podCIDRs in the answer to a request for Nodes into the cache.
 func (c *nodeCache) applyAnswer(got fetched) {
 	for _, name := range got.names {
-		e, s := c.entries[name], got.found[name]
+		e := c.entries[name]
+		s := got.found[name]
 		switch {
 		case e == nil:
 		case s != nil && s.uid == e.uid:

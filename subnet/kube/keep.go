@@ -40,7 +40,8 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	k := keeper{Manager: m}
 	b := m.backoff()
 	restores := m.backoff()
-	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
+	restores.Least = m.timing.restoreMin
+	restores.Most = m.timing.restored
 	var last time.Time
 	for {
 		var begun time.Time

@@ -44,6 +44,7 @@ func parseMark(text string) *mark {
 	if m.version, err = strconv.ParseInt(parts[1], 10, 64); err != nil || m.version < 1 {
 		return nil
 	}
-	m.uid, m.name = parts[0], parts[2]
+	m.uid = parts[0]
+	m.name = parts[2]
 	return &m
 }

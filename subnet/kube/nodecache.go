@@ -171,7 +171,9 @@ func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 	changed := false
 	e.version = n.Revision
 	if e.uid != string(n.UID) {
-		e.uid, e.order, changed = string(n.UID), uint64(n.Created), true
+		e.uid = string(n.UID)
+		e.order = uint64(n.Created)
+		changed = true
 	}
 	changed = e.setNotes(n) || changed
 	if full {
@@ -209,9 +211,11 @@ func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 
 	switch {
 	case err == nil:
-		e.cidrs, e.cidrsErr = cidrs, nil
+		e.cidrs = cidrs
+		e.cidrsErr = nil
 	case errors.Is(err, errNoPodCIDR):
-		e.cidrs, e.cidrsErr = nil, nil
+		e.cidrs = nil
+		e.cidrsErr = nil
 	default:
 		e.cidrs, e.cidrsErr = []netip.Prefix{}, err // not nil: podCIDRs never change, so the Node is not requested again
 	}
@@ -234,7 +238,8 @@ func (c *nodeCache) decode(e *entry) {
 		e.err = err
 		return
 	}
-	e.err, e.partialErr = nil, err
+	e.err = nil
+	e.partialErr = err
 	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints}
 	if e.lease != nil && sameLease(*e.lease, *l) {
 		return
@@ -270,14 +275,16 @@ func sameJSON(x, y json.RawMessage) bool {
 // or the problem with it may have changed, or if the Node has to be requested. Otherwise it returns
 // "". It returns errRelist if the store is older than it was.
 func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
-	n, revision := ev.Node, ev.Node.Revision
+	n := ev.Node
+	revision := ev.Node.Revision
 	if revision < c.revision {
 		if ev.Type == wire.Bookmark {
 			return "", errRelist
 		}
 		return "", nil
 	}
-	c.revision, c.behind = revision, false
+	c.revision = revision
+	c.behind = false
 	if ev.Type == wire.Bookmark {
 		return "", nil
 	}

@@ -83,7 +83,8 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	if last == nil {
 		return false, nil
 	}
-	name, revision := *m.name.Load(), cache.store.Revision
+	name := *m.name.Load()
+	revision := cache.store.Revision
 	own := cache.entries[name]
 	is := own != nil && cache.full() && s.exists && s.uid == last.uid && revision > 0 && s.revision >= revision
 	if is {
@@ -101,7 +102,10 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	if s.version <= revision { // a later change comes as an event
 		own.version = s.version
 	}
-	cache.own, cache.revision, cache.restored, cache.lastChanged = name, revision, revision, last.lastChange
+	cache.own = name
+	cache.revision = revision
+	cache.restored = revision
+	cache.lastChanged = last.lastChange
 	cache.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
 	m.nodes.Store(int64(len(cache.entries)))
 	return true, nil

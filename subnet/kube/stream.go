@@ -172,7 +172,8 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 	r.query.Set("allowWatchBookmarks", "true")
 	r.query.Set("timeoutSeconds", strconv.Itoa(int(lasts.Seconds())))
 
-	outer, start := ctx, time.Now()
+	outer := ctx
+	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, lasts+watchGrace)
 	defer cancel()
 	resp, err := c.begin(ctx, r)

@@ -76,7 +76,9 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	}
 	each := time.Duration(n) * t.m.timing.spread
 	if t.begun.IsZero() {
-		t.begun, t.factor, t.most = time.Now(), minFactor, sumFactor*each
+		t.begun = time.Now()
+		t.factor = minFactor
+		t.most = sumFactor * each
 		klog.FromContext(ctx).Info("the API server is busy, waiting before all nodes are listed", "nodes", n, "most", t.most)
 	}
 	pause := rand.N(time.Duration(t.factor)*each + 1)

@@ -23,7 +23,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		cache = m.newNodeCache(ctx)
 	}
 	// The receiver may be a new one. It needs all leases, which a list brings.
-	cache.revision, cache.current, cache.stale = 0, false, false
+	cache.revision = 0
+	cache.current = false
+	cache.stale = false
 	defer func() {
 		cache.publishMark(sink)
 		m.cache.Store(cache)
@@ -174,7 +176,9 @@ func (m *Manager) listAs(ctx context.Context, cache *nodeCache, s *ownNode, q qu
 // and otherwise the result of client.watch.
 func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
-	events, taken, ended := make(chan wire.Event), make(chan struct{}), make(chan error, 1)
+	events := make(chan wire.Event)
+	taken := make(chan struct{})
+	ended := make(chan error, 1)
 	f := newFetcher(m, cache)
 	defer f.due.Stop()
 	p := newProbe(m, cache)

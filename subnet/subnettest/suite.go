@@ -307,7 +307,8 @@ func sameData(a, b []subnet.Endpoint) bool {
 
 func testKeep(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
-	m, onlooker := b.Manager(t, 1), b.Manager(t, 9)
+	m := b.Manager(t, 1)
+	onlooker := b.Manager(t, 9)
 	own, err := Acquire(t.Context(), m, claim(configV4, 1))
 	if err != nil {
 		t.Fatal(err)
@@ -350,7 +351,8 @@ func testCancel(t *testing.T, b Backing) {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	first, done := make(chan struct{}, 1), make(chan error, 2)
+	first := make(chan struct{}, 1)
+	done := make(chan error, 2)
 	go func() {
 		done <- m.Watch(ctx, func(subnet.Update) {
 			select {

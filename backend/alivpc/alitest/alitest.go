@@ -117,7 +117,8 @@ func answer(v *vpctest.View, version, name string, params url.Values) (any, erro
 	if params.Get("RegionId") != vpctest.Region {
 		return nil, vpctest.ErrInvalid
 	}
-	table, target := params.Get("RouteTableId"), params.Get("NextHopId")
+	table := params.Get("RouteTableId")
+	target := params.Get("NextHopId")
 	dst, err := netip.ParsePrefix(params.Get("DestinationCidrBlock"))
 	to := func(r vpctest.Route) bool { return r.Dst == dst }
 	writes := slices.Contains([]string{"CreateRouteEntry", "ModifyRouteEntry", "DeleteRouteEntry"}, name)
@@ -152,7 +153,8 @@ func entryID(r vpctest.Route) string { return fmt.Sprintf("rte-%d", r.Number) }
 // cut returns a page of items, and the token of the next one. The token is empty after the last page.
 // sizeName is the parameter with the size of a page. The error means that a parameter is invalid.
 func cut[T any](v *vpctest.View, params url.Values, sizeName string, items []T) (page []T, next string, err error) {
-	begin, size := 0, 0
+	begin := 0
+	size := 0
 	if token := params.Get("NextToken"); token != "" {
 		if begin, err = strconv.Atoi(token); err != nil || begin >= len(items) {
 			return nil, "", vpctest.ErrInvalid
@@ -234,7 +236,8 @@ func describeAll(v *vpctest.View, params url.Values, wanted func(vpctest.Instanc
 }
 
 func describe(i vpctest.Instance) object {
-	private, six := []object{}, []object{}
+	private := []object{}
+	six := []object{}
 	for _, a := range i.Addresses {
 		if a.Is4() {
 			private = append(private, object{"PrivateIpAddress": a.String(), "Primary": true})

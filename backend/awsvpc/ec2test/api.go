@@ -80,7 +80,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer = errorAnswer{Errors: []errorItem{{"NotInTheDescription", problem.Error()}}, RequestID: "test"}
 	}
 	if err != nil {
-		f, message := failures()[err], err.Error()
+		f := failures()[err]
+		message := err.Error()
 		if err == vpctest.ErrDenied { //nolint:errorlint // not wrapped
 			message += " Encoded authorization failure message: " + strings.Repeat("x", 500)
 		}
@@ -197,7 +198,9 @@ type interfaceItem struct {
 }
 
 func describeInstances(v *vpctest.View, form url.Values) (any, error) {
-	ids, chosen, known := list(form, "InstanceId"), filters(form), map[string]bool{}
+	ids := list(form, "InstanceId")
+	chosen := filters(form)
+	known := map[string]bool{}
 	var all []instanceItem
 	for _, i := range v.Instances() {
 		known[i.ID] = true
@@ -386,7 +389,8 @@ func owner(v *vpctest.View, networkInterface string) (i vpctest.Instance, ok boo
 }
 
 func changeRoute(v *vpctest.View, action string, form url.Values) error {
-	table, target := form.Get("RouteTableId"), form.Get("NetworkInterfaceId")
+	table := form.Get("RouteTableId")
+	target := form.Get("NetworkInterfaceId")
 	dst, err := netip.ParsePrefix(form.Get("DestinationCidrBlock") + form.Get("DestinationIpv6CidrBlock"))
 	if err != nil || dst != dst.Masked() || dst.Addr().Is4() != form.Has("DestinationCidrBlock") {
 		return vpctest.ErrInvalid

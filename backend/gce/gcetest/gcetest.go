@@ -181,7 +181,8 @@ type place struct {
 // forwarding returns the instances to which the routers deliver packets, by destination, in the
 // order of their names. Several instances of a destination share the packets.
 func (s *Server) forwarding() map[place][]Instance {
-	best, to := map[place]int{}, map[place][]Instance{}
+	best := map[place]int{}
+	to := map[place][]Instance{}
 	for _, r := range s.routes {
 		i, ok := s.instances[path.Base(r.Instance)]
 		if r.Instance == "" || !ok || len(r.Tags) > 0 || s.warning(r) != "" {
@@ -191,7 +192,8 @@ func (s *Server) forwarding() map[place][]Instance {
 		priority, found := best[key]
 		switch {
 		case !found || r.Priority < priority:
-			best[key], to[key] = r.Priority, []Instance{i}
+			best[key] = r.Priority
+			to[key] = []Instance{i}
 		case r.Priority == priority:
 			to[key] = append(to[key], i)
 		}

@@ -55,7 +55,8 @@ func (s *Server) bearer(instance string) string {
 func (i Instance) interfaces() string {
 	project, network, shared := strings.Cut(i.Network, "/")
 	if !shared {
-		project, network = Number, i.Network
+		project = Number
+		network = i.Network
 	}
 	n := map[string]any{"network": "projects/" + project + "/networks/" + network, "mac": "42:01:0a:80:00:02", "mtu": 1460}
 	var six []string

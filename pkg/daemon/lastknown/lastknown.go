@@ -78,7 +78,9 @@ func (last *State) Renewed(own subnet.Lease) {
 	if last.Stored != nil {
 		stored := own
 		last.Stored = &stored
-		own.BackendType, own.NextType, own.Endpoints = last.Own.BackendType, last.Own.NextType, last.Own.Endpoints
+		own.BackendType = last.Own.BackendType
+		own.NextType = last.Own.NextType
+		own.Endpoints = last.Own.Endpoints
 	}
 	last.Own = own
 }
@@ -118,7 +120,8 @@ func (last *State) Attempt(next State) {
 		last.Former = append(slices.Clone(last.Former), failed)
 	}
 	last.Stored = cmp.Or(next.Stored, &next.Own)
-	last.Peers, last.Fresh = next.Peers, next.Fresh
+	last.Peers = next.Peers
+	last.Fresh = next.Fresh
 }
 
 // Usable returns nil if this host's lease has not run out at the time now, and ErrExpired if it has. It

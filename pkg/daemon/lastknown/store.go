@@ -60,7 +60,8 @@ func (s *Store) Set(now State) { s.Change(func(to *State) { *to = now }) }
 func (s *Store) Change(change func(now *State)) State {
 	s.mu.Lock()
 	change(&s.now)
-	s.known, s.changed = true, true
+	s.known = true
+	s.changed = true
 	now := s.now
 	s.mu.Unlock()
 	if _, err := s.flush(); err != nil {
@@ -137,7 +138,8 @@ func (s *Store) flush() (wrote bool, err error) {
 	}
 	intact := s.file.Intact()
 	s.mu.Lock()
-	now, due := s.now, s.changed || s.known && !intact
+	now := s.now
+	due := s.changed || s.known && !intact
 	s.changed = false
 	s.mu.Unlock()
 	if !due {
@@ -204,7 +206,9 @@ func (s *Store) Remove() error {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	s.mu.Lock()
-	s.now, s.known, s.changed = State{}, false, false
+	s.now = State{}
+	s.known = false
+	s.changed = false
 	s.mu.Unlock()
 	if s.file == nil {
 		return nil

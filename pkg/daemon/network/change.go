@@ -259,7 +259,9 @@ func sameForwarding(from, to subnet.Config) bool {
 	if !slices.Equal(from.Prefixes(), to.Prefixes()) {
 		return false
 	}
-	to.Networks, to.NFTables, to.NonMasquerade = from.Networks, from.NFTables, from.NonMasquerade
+	to.Networks = from.Networks
+	to.NFTables = from.NFTables
+	to.NonMasquerade = from.NonMasquerade
 	return len(subnet.Changes(from, to)) == 0
 }
 
@@ -269,7 +271,8 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	if c.be == nil {
 		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // only this field, because s goes on and may change the others
 		now, _ := r.state.Get()
-		now.Peers, now.Fresh = subnet.LedgerState{}, nil
+		now.Peers = subnet.LedgerState{}
+		now.Fresh = nil
 		s.begin.Store(&now)
 		s.rules.Send()
 		r.changed(ctx, c)
@@ -279,7 +282,8 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	r.progress.change()
 	s.leave(ctx)
 	before, _ := r.state.Get() // only now, because the session may have cleared Former before its end
-	before.Peers, before.Fresh = s.ledger.State(), nil
+	before.Peers = s.ledger.State()
+	before.Fresh = nil
 	next, err := r.serveChanged(ctx, before, c, pause)
 	if err == nil {
 		r.changed(ctx, c)
@@ -327,7 +331,8 @@ func (r *runner) changed(ctx context.Context, c *change) {
 func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change, pause time.Duration) (*session, error) {
 	now := before
 	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)
-	now.Config, now.Interface = c.config, c.iface
+	now.Config = c.config
+	now.Interface = c.iface
 	switch {
 	case c.own != nil:
 		now.Take(*c.own)
@@ -336,7 +341,9 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 			stored := before.Own
 			now.Stored = &stored
 		}
-		now.Own.BackendType, now.Own.NextType, now.Own.Endpoints = c.claim.BackendType, c.claim.NextType, c.claim.Endpoints
+		now.Own.BackendType = c.claim.BackendType
+		now.Own.NextType = c.claim.NextType
+		now.Own.Endpoints = c.claim.Endpoints
 	}
 	return r.serve(ctx, c.be, pause, func(to *lastknown.State) { *to = now })
 }

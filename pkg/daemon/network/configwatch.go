@@ -47,7 +47,8 @@ func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, erro
 func (w *configWatch) use(cfg subnet.Config) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.used, w.running = cfg, true
+	w.used = cfg
+	w.running = true
 	w.compare()
 }
 
@@ -116,16 +117,21 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
-	wasMissing, wasRefused, before, news := w.missing, w.refused, w.differs, false
+	wasMissing := w.missing
+	wasRefused := w.refused
+	before := w.differs
+	news := false
 	w.missing = text == nil
 	switch {
 	case w.missing:
-		w.stored, w.refused = nil, ""
+		w.stored = nil
+		w.refused = ""
 	case err != nil:
 		w.stored = nil
 	default:
 		if news = !w.stores(cfg); news {
-			w.refused, w.failed = "", false
+			w.refused = ""
+			w.failed = false
 		}
 		w.stored = &cfg
 	}

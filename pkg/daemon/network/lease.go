@@ -70,7 +70,8 @@ func outside(cfg subnet.Config, own subnet.Lease) error {
 // lostTo returns ErrLeaseLost, wrapped, if published, which the store has returned for own, has another
 // key or other subnets.
 func lostTo(own, published subnet.Lease) error {
-	had, has := own.Subnets(), published.Subnets()
+	had := own.Subnets()
+	has := published.Subnets()
 	if published.Key != own.Key || !slices.Equal(has, had) {
 		return fmt.Errorf("%w: the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
 	}

@@ -40,7 +40,8 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	group.Go(func() error { return ended(ctx, m.Watch(ctx, s.syncer.Publish)) })
-	published, prepared := make(chan struct{}), make(chan *change, 1)
+	published := make(chan struct{})
+	prepared := make(chan *change, 1)
 	group.Go(func() error {
 		defer close(published)
 		if s.begin.Load().Stored == nil { // the store has this host's lease as it is
@@ -129,7 +130,8 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 		return nil, err
 	}
 	return r.serve(ctx, be, 0, func(now *lastknown.State) {
-		now.Peers, now.Fresh = peers, nil
+		now.Peers = peers
+		now.Fresh = nil
 		if stored := now.Own; now.Stored == nil {
 			now.Stored = &stored
 		}

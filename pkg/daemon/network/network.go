@@ -109,7 +109,8 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	if catalog.Close != nil {
 		opened.add(catalog.Close) // Close calls it before devices.ReleaseAll, after which another daemon may take the devices
 	}
-	counters, ready := metrics.New(c.Name, opts.Probe), newReadiness(opts, state.LeaseEnd, c.Announce)
+	counters := metrics.New(c.Name, opts.Probe)
+	ready := newReadiness(opts, state.LeaseEnd, c.Announce)
 	store, config, err := storeOpener{opts, catalog.Registry, past, state, ready, counters}.open(ctx, c.OpenStore)
 	if err != nil {
 		return nil, err
@@ -197,7 +198,9 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
 		n.config.giveUp(ctx, now.Config, err)
 	}
-	former.Peers, former.Fresh, former.Recalled = now.Peers, nil, false
+	former.Peers = now.Peers
+	former.Fresh = nil
+	former.Recalled = false
 	return n.goBack(ctx, former, &change{config: now.Config, iface: now.Interface, own: &now.Own})
 }
 

@@ -22,7 +22,8 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 	if err := wait.For(ctx, s.pause); err != nil {
 		return err
 	}
-	cfg, own := s.begin.Load().Config, s.own()
+	cfg := s.begin.Load().Config
+	own := s.own()
 	if own.NextType != "" && own.NextType != p.storedNext() {
 		// When peers see this lease, they probe the way through the next backend. An earlier use of that
 		// backend may have left objects for the peers, and the probes might use these. The first pass

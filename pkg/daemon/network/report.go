@@ -155,7 +155,10 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	if now.Config.Migrates() {
 		r.Network.NextBackendType = now.Config.NextType
 	}
-	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
+	r.Interface.Name = now.Interface.Name
+	r.Interface.Index = now.Interface.Index
+	r.Interface.MTU = now.Interface.MTU
+	r.Interface.Reason = now.Interface.Reason
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
 	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.refusal()
 	r.Ready, r.Reasons = o.ready.health.Ready()

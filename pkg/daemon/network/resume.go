@@ -44,7 +44,8 @@ func (r *runner) resume(ctx context.Context) *resumption {
 	choice := r.underlayOptions(last.Config, last)
 	ctx, cancel := context.WithCancel(ctx)
 	waiting, giveUp := context.WithCancel(ctx)
-	tried, decided := make(chan struct{}), make(chan struct{})
+	tried := make(chan struct{})
+	decided := make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		s, err := r.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
@@ -100,7 +101,8 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 		iface = last.Interface
 		iface.Index = 0
 	}
-	last.Interface, last.Recalled = iface, true
+	last.Interface = iface
+	last.Recalled = true
 	env := r.env(iface, last.Config)
 	env.Recalled = true
 	be, _, err := r.catalog.New(env)

@@ -51,7 +51,8 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 		now := *s.begin.Load()
 		present, _ := p.state.Get() // Former is cleared when the retirement is done
 		now.Former = present.Former
-		choice, policy := firewallChoice(p.opts.Firewall, now), p.rulePolicy(s.be, now)
+		choice := firewallChoice(p.opts.Firewall, now)
+		policy := p.rulePolicy(s.be, now)
 		var others <-chan struct{} // nil never receives
 		if p.others != nil {
 			var prefixes []netip.Prefix
@@ -80,7 +81,8 @@ func (p *parts) guardFirst(ctx context.Context, last *session, be backend.Backen
 	for _, n := range p.rulePolicy(last.be, *last.begin.Load()).Networks {
 		guarded = append(guarded, n.Tunnels...)
 	}
-	choice, policy := firewallChoice(p.opts.Firewall, now), p.rulePolicy(be, now)
+	choice := firewallChoice(p.opts.Firewall, now)
+	policy := p.rulePolicy(be, now)
 	opened := slices.ContainsFunc(policy.Networks, func(n firewall.Network) bool {
 		return slices.ContainsFunc(n.Tunnels, func(t firewall.Payload) bool { return !slices.Contains(guarded, t) })
 	})

@@ -105,7 +105,9 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 // prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
 // if no subnet is free and the attempt does not wait for one.
 func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, lastknown.State, error) {
-	log, last, cfg := klog.FromContext(ctx), s.past, a.config
+	log := klog.FromContext(ctx)
+	last := s.past
+	cfg := a.config
 	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
 	var err error
@@ -132,7 +134,8 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 		now.PublicIPs = last.PublicIPs
 		last = now // the session on the last known state may have changed the interface
 		if now.Fresh != nil {
-			last.Peers, last.Fresh = now.Fresh(), nil
+			last.Peers = now.Fresh()
+			last.Fresh = nil
 		}
 	}
 	if !s.proven() && lastknown.OtherHost(last.Interface, iface) {
@@ -157,7 +160,8 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	last.Take(own)
 	last.Config = cfg
 	last.Interface = iface
-	last.Location, last.LocationLabel = env.Location, s.opts.LocationLabel
+	last.Location = env.Location
+	last.LocationLabel = s.opts.LocationLabel
 	last.Recalled = false
 	if s.name != "" {
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
@@ -238,7 +242,8 @@ func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) [
 		return nil
 	}
 	cfg = cfg.Present()
-	cfg.BackendType, cfg.Backend = prev.BackendType, prev.Endpoints[0].Data
+	cfg.BackendType = prev.BackendType
+	cfg.Backend = prev.Endpoints[0].Data
 	return []lastknown.Former{{Config: cfg, Interface: iface}}
 }
 

@@ -47,7 +47,8 @@ func (o storeOpener) open(ctx context.Context, one func(etcd.Config) (Store, err
 		}
 		return m, newConfigWatch(o.follows(), o.validate, m.Warn), nil
 	}
-	config, c := newConfigWatch(o.follows(), o.validate, nil), o.etcdConfig(ctx)
+	config := newConfigWatch(o.follows(), o.validate, nil)
+	c := o.etcdConfig(ctx)
 	if one != nil {
 		store, err := one(c)
 		return store, config, err
@@ -90,7 +91,8 @@ func (o storeOpener) etcdConfig(ctx context.Context) etcd.Config {
 		}
 		return last.Subnets
 	}
-	c.Own, c.Known = *cmp.Or(o.past.Stored, &o.past.Own), o.past.Peers
+	c.Own = *cmp.Or(o.past.Stored, &o.past.Own)
+	c.Known = o.past.Peers
 	c.OnRepaired = o.metrics.Differed
 	c.OnStatus = func(err error) { o.ready.reportStore(ctx, err) }
 	c.OnLease = func(own subnet.Lease) {

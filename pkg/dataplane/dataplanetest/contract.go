@@ -377,7 +377,8 @@ func onLink(f *fixture) {
 	for n, typ := range []dataplane.RouteType{dataplane.Unreachable, 6, 8} { // blackhole, prohibit
 		r := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix(fmt.Sprintf("100.64.%d.0/24", n)), Type: typ}, Protocol: protoStatic}
 		f.must(f.Append(r))
-		r.Dst, r.Priority = netip.MustParsePrefix(fmt.Sprintf("2001:db9:%d::/48", n)), 1024
+		r.Dst = netip.MustParsePrefix(fmt.Sprintf("2001:db9:%d::/48", n))
+		r.Priority = 1024
 		f.must(f.Append(r))
 	}
 	for dst, want := range map[string]string{

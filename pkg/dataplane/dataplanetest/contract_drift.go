@@ -93,7 +93,8 @@ func driftCases() []contractCase {
 	add("an IPv6 route replaced by two of other programs with its metric, one of another type", func(f *fixture) {
 		// The put replaces one of the two routes. The kernel chooses which one.
 		other := directRoutes(3, 9)[1]
-		other.NexthopID, other.Protocol = 47, protoStatic
+		other.NexthopID = 47
+		other.Protocol = protoStatic
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
 		f.must(f.Append(unreachableLike(other), other))
 	})
@@ -108,7 +109,9 @@ func driftCases() []contractCase {
 	})
 	add("an IPv6 multipath route replaced, with another route between its next hops", func(f *fixture) {
 		// A dump of the kernel leaves out the route between the next hops.
-		first, hidden, last := directRoutes(3, 9)[1], directRoutes(3, 9)[1], directRoutes(3, 10)[1]
+		first := directRoutes(3, 9)[1]
+		hidden := directRoutes(3, 9)[1]
+		last := directRoutes(3, 10)[1]
 		hidden.Gateway = netip.Addr{}
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
 		f.must(f.Append(first, hidden, last))
@@ -120,7 +123,8 @@ func driftCases() []contractCase {
 		// A route through a nexthop object matches a delete request with any next hop. So
 		// deleting the unreachable route deletes the other route.
 		other := directRoutes(3, 9)[1]
-		other.NexthopID, other.Protocol = 47, protoStatic
+		other.NexthopID = 47
+		other.Protocol = protoStatic
 		f.must(f.Append(other, unreachableLike(other)))
 	})
 	return cases
@@ -155,10 +159,13 @@ func unreachableBehind(f *fixture) {
 func adoptedDuplicate(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(want, true)
-	own, duplicate := peer[dataplane.Route](3, 0)[1], directRoutes(3, 9)[1]
+	own := peer[dataplane.Route](3, 0)[1]
+	duplicate := directRoutes(3, 9)[1]
 	f.must(f.Remove(own))
 	theirs := own
-	theirs.NexthopID, theirs.Protocol, duplicate.Protocol = 47, protoStatic, protoStatic
+	theirs.NexthopID = 47
+	theirs.Protocol = protoStatic
+	duplicate.Protocol = protoStatic
 	f.must(f.Append(theirs))
 	f.reconcile(want, true)
 	f.must(f.Append(duplicate)) // a request to delete the duplicate deletes theirs
@@ -195,7 +202,9 @@ func peer[T dataplane.Object](i, variant int) []T {
 // does not allow that.
 func duplicates() map[string]func(*dataplane.Route) bool {
 	unreachable := func(r *dataplane.Route) bool {
-		r.Type, r.Gateway, r.Dev = dataplane.Unreachable, netip.Addr{}, ""
+		r.Type = dataplane.Unreachable
+		r.Gateway = netip.Addr{}
+		r.Dev = ""
 		return true
 	}
 	return map[string]func(*dataplane.Route) bool{
@@ -204,7 +213,9 @@ func duplicates() map[string]func(*dataplane.Route) bool {
 		"metric":  func(r *dataplane.Route) bool { r.Priority = 77; return true },
 		"TOS":     func(r *dataplane.Route) bool { r.TOS = 8; return r.Dst.Addr().Is4() },
 		"multipath": func(r *dataplane.Route) bool {
-			r.Gateway, r.Dev, r.Multipath = netip.Addr{}, "", true
+			r.Gateway = netip.Addr{}
+			r.Dev = ""
+			r.Multipath = true
 			return true
 		},
 		"no gateway":     func(r *dataplane.Route) bool { r.Gateway = netip.Addr{}; return true },

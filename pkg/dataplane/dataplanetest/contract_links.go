@@ -90,7 +90,9 @@ func adoptDevices(f *fixture) {
 func completeDevice(f *fixture) {
 	want := Base()
 	l := want.Links[dev4]
-	l.VXLAN.Local, l.VXLAN.Underlay, l.Up = netip.Addr{}, "", false
+	l.VXLAN.Local = netip.Addr{}
+	l.VXLAN.Underlay = ""
+	l.Up = false
 	f.must(f.Append(l))
 	f.reconcile(want, true)
 	f.expect(want)

@@ -34,13 +34,15 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 // otherNetwork returns a scope like Scope() and a state like Peers(n), but with two other
 // devices that have VNI 7.
 func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
-	scope, s := Scope(), dataplane.NewState()
+	scope := Scope()
+	s := dataplane.NewState()
 	scope.Devices = []string{"flannel.7", "flannel-v6.7"}
 	names := map[string]string{dev4: scope.Devices[0], dev6: scope.Devices[1]}
 	for _, o := range objectsOf(Peers(n)) {
 		switch o := o.(type) {
 		case dataplane.Link:
-			o.Name, o.VXLAN.VNI = names[o.Name], 7
+			o.Name = names[o.Name]
+			o.VXLAN.VNI = 7
 			s.Add(o)
 		case dataplane.Addr:
 			o.Dev = names[o.Dev]
@@ -129,7 +131,9 @@ func retireNetwork(f *fixture) {
 }
 
 func retireDirect(f *fixture) {
-	ours, theirs, outside := directRoutes(2, 9), directRoutes(3, 9), directRoutes(4, 9)
+	ours := directRoutes(2, 9)
+	theirs := directRoutes(3, 9)
+	outside := directRoutes(4, 9)
 	for i := range theirs {
 		theirs[i].Protocol = protoBoot
 		outside[i].Dst = []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00:11::/48")}[i]

@@ -139,7 +139,8 @@ func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
 		id := adoptedNexthop + uint32(i)
 		f.must(f.RemoveNexthop(id))
 		f.must(f.Remove(r))
-		r.NexthopID, r.Protocol = id, protoStatic
+		r.NexthopID = id
+		r.Protocol = protoStatic
 		f.must(f.Append(r))
 	}
 	f.spy.Take()
@@ -340,7 +341,8 @@ func takeOver(f *fixture) {
 // moveBetweenDevices checks that the routes to a peer move to the host's own L2 network and
 // back, as with direct routing, without a gap in either family.
 func moveBetweenDevices(f *fixture) {
-	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(directRoutes(3, 9))...)
+	tunnel := state(Base(), Peer(3, 0)...)
+	direct := state(Base(), objects(directRoutes(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
 		f.spy.Take()
 		f.reconcile(want, true)
@@ -364,7 +366,8 @@ func failedPut(f *fixture) {
 	f.reconcile(Base(), true)
 	var duplicates []dataplane.Route
 	for _, r := range directRoutes(3, 9) {
-		r.Priority, r.Protocol = 100, protoBoot
+		r.Priority = 100
+		r.Protocol = protoBoot
 		duplicates = append(duplicates, r)
 	}
 	f.must(f.Append(objects(duplicates)...))
@@ -415,9 +418,12 @@ func sweep(f *fixture) {
 // sharedDevices checks that the Reconciler deletes an unwanted route on a shared device only
 // with sweep, and only if the route has flanneld's protocol number or Record has named it.
 func sharedDevices(f *fixture) {
-	ours, theirs, recorded := directRoutes(2, 9), directRoutes(3, 9), directRoutes(4, 9)
+	ours := directRoutes(2, 9)
+	theirs := directRoutes(3, 9)
+	recorded := directRoutes(4, 9)
 	for i := range theirs {
-		theirs[i].Protocol, recorded[i].Protocol = protoBoot, protoBoot
+		theirs[i].Protocol = protoBoot
+		recorded[i].Protocol = protoBoot
 	}
 	f.put(objects(ours)...)
 	f.must(f.Append(objects(theirs)...))
@@ -486,7 +492,8 @@ func nexthopObjects(f *fixture) {
 	f.spy.Take()
 	for id, o := range Peer(3, 0) {
 		if r, ok := o.(dataplane.Route); ok {
-			r.NexthopID, r.Protocol = uint32(id+7), protoBoot
+			r.NexthopID = uint32(id + 7)
+			r.Protocol = protoBoot
 			o = r
 		}
 		f.must(f.Append(o))
@@ -541,7 +548,8 @@ func exclusivePut(f *fixture) {
 func routesBeside() []dataplane.Object {
 	var duplicates []dataplane.Object
 	for _, r := range directRoutes(5, 9) {
-		r.Protocol, r.Priority = protoStatic, 100
+		r.Protocol = protoStatic
+		r.Priority = 100
 		duplicates = append(duplicates, r)
 	}
 	return duplicates
@@ -646,7 +654,8 @@ func ownMTU(f *fixture) {
 			for _, have := range f.read().Routes[r.Dst] {
 				f.must(f.Remove(have))
 			}
-			r.Protocol, r.MTU = protocol, mtu
+			r.Protocol = protocol
+			r.MTU = mtu
 			f.must(f.Append(r))
 			replaced = append(replaced, r)
 		}

@@ -69,7 +69,8 @@ func isFamily6(p netip.Prefix) bool { return p.Addr().Is6() }
 func Peer(i, variant int) []dataplane.Object {
 	var objects []dataplane.Object
 	for _, p := range []netip.Prefix{subnet4(i), subnet6(i)} {
-		dev, dst := dev4, netip.AddrFrom4([4]byte{198, byte(18 + variant), byte(i >> 8), byte(i)})
+		dev := dev4
+		dst := netip.AddrFrom4([4]byte{198, byte(18 + variant), byte(i >> 8), byte(i)})
 		if isFamily6(p) {
 			dev, dst = dev6, netip.AddrFrom16([16]byte{0x20, 1, 0xd, 0xb8, byte(variant), 0, byte(i >> 8), byte(i)})
 		}
@@ -103,7 +104,10 @@ func directRoutes(i, n int) []dataplane.Route {
 // canonical returns r without the attributes that the Reconciler may ignore when it adopts
 // a route.
 func canonical(r dataplane.Route) dataplane.Route {
-	r.Protocol, r.OnLink, r.NexthopID, r.MTU = 0, false, 0, 0
+	r.Protocol = 0
+	r.OnLink = false
+	r.NexthopID = 0
+	r.MTU = 0
 	return r
 }
 

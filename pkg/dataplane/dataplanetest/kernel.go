@@ -216,8 +216,11 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	case d.MAC != want.MAC: // like NETDEV_CHANGEADDR
 		clear(d.neighs)
 	}
-	up, offload := d.Up, d.TxChecksum
-	d.Link, d.Up, d.acceptRA = want, up, "0"
+	up := d.Up
+	offload := d.TxChecksum
+	d.Link = want
+	d.Up = up
+	d.acceptRA = "0"
 	if want.TxChecksum == dataplane.OffloadAuto {
 		d.TxChecksum = offload
 	}

@@ -47,7 +47,9 @@ func (m *monitor) Close() error {
 // deleted, and one is created.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.kernel.mu.Lock()
-	foreign, silent, gone := m.kernel.foreign, m.kernel.silent, m.kernel.nexthopsGone[m.gone:]
+	foreign := m.kernel.foreign
+	silent := m.kernel.silent
+	gone := m.kernel.nexthopsGone[m.gone:]
 	m.kernel.mu.Unlock()
 	now, err := m.kernel.Read(context.Background(), m.scope)
 	if err != nil {
@@ -55,9 +57,11 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	}
 	before := m.seen
 	m.seen = now
-	rerouted, m.foreign = foreign != m.foreign, foreign
+	rerouted = foreign != m.foreign
+	m.foreign = foreign
 	m.gone += len(gone)
-	lost, m.silent = silent != m.silent, silent
+	lost = silent != m.silent
+	m.silent = silent
 	if m.muted {
 		m.muted = false
 		return nil, true, true

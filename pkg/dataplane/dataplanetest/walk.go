@@ -105,7 +105,8 @@ func (w *walk) step() {
 // update gives the Reconciler the wanted state, either all of it or the changes since the
 // last one. Both must have the same effect.
 func (w *walk) update(sweep bool) (dataplane.Report, error) {
-	before, now := w.last, state(w.want)
+	before := w.last
+	now := state(w.want)
 	w.last = now
 	if w.chance(30) {
 		return w.reconciler.Reconcile(w.Context(), state(now), sweep)
@@ -133,7 +134,8 @@ func (w *walk) recordWanted() bool {
 }
 
 func (w *walk) changeWant() {
-	i, variant := 2+w.rnd.IntN(hosts), w.rnd.IntN(2)
+	i := 2 + w.rnd.IntN(hosts)
+	variant := w.rnd.IntN(2)
 	for _, o := range objectsOf(w.want) { // remove the peer
 		switch o := o.(type) {
 		case dataplane.Neigh:
@@ -193,7 +195,8 @@ func (w *walk) anyLink() dataplane.Link {
 
 // disturb lets another program change something. The change may fail.
 func (w *walk) disturb() {
-	i, n := 2+w.rnd.IntN(hosts), w.rnd.IntN(20)
+	i := 2 + w.rnd.IntN(hosts)
+	n := w.rnd.IntN(20)
 	dev := Scope().Devices[w.rnd.IntN(2)]
 	switch w.rnd.IntN(20) {
 	case 0:
@@ -275,7 +278,9 @@ func (w *walk) useNexthops() {
 			for _, r := range w.want.Routes[dst] {
 				if w.chance(50) {
 					_ = w.Remove(r)
-					r.NexthopID, r.Protocol, r.MTU = id, protoStatic, 0
+					r.NexthopID = id
+					r.Protocol = protoStatic
+					r.MTU = 0
 					_ = w.Append(r)
 				}
 			}
@@ -371,7 +376,8 @@ func (w *walk) inNetworks(p netip.Prefix) bool {
 // that packets then pass if the world implements Traffic, and that the routes in w.kept stay.
 func (w *walk) converge() {
 	w.Helper()
-	w.failing, w.sweep = false, true
+	w.failing = false
+	w.sweep = true
 	report, err := w.update(w.recordWanted())
 	if err != nil {
 		w.Fatalf("the kernel no longer fails, but Reconcile: %v", err)

@@ -56,7 +56,9 @@ func Open(o Options) (*Kernel, error) {
 		return nil, oneline.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
 	}
 	k := &Kernel{sock: sock, buffers: o.Buffers, links: links}
-	k.nexthops.enabled, k.nexthops.threshold, k.nexthops.linger = o.NexthopObjects, nexthopThreshold, nexthopLinger
+	k.nexthops.enabled = o.NexthopObjects
+	k.nexthops.threshold = nexthopThreshold
+	k.nexthops.linger = nexthopLinger
 	k.nexthops.reset()
 	return k, nil
 }

@@ -190,13 +190,15 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 			return events, rerouted || lost, lost
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
-			lost, missed = true, true
+			lost = true
+			missed = true
 		case err != nil:
 			m.muted = true // announcements are missing from here on
 			return nil, true, true
 		default:
 			moved, void := m.decode((*buf)[:n], &events)
-			rerouted, lost = rerouted || moved, lost || void
+			rerouted = rerouted || moved
+			lost = lost || void
 		}
 	}
 }
@@ -236,7 +238,8 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 		if n < unix.NLMSG_HDRLEN || n > len(b) {
 			return true, true
 		}
-		typ, flags := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:])
+		typ := binary.NativeEndian.Uint16(b[4:])
+		flags := binary.NativeEndian.Uint16(b[6:])
 		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
 		lost = lost || void
 		rerouted = rerouted || typ != unix.RTM_NEWNEIGH && typ != unix.RTM_DELNEIGH
@@ -376,7 +379,8 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	case !known && !announced && !m.kernel.dependencies.hasDevice(index):
 		return false
 	case !known:
-		now, features = linkDetails{flags: now.flags}, false
+		now = linkDetails{flags: now.flags}
+		features = false
 		if !announced { // it was up when its routes were read, and no change was announced since
 			before.flags = upFlags
 		}

@@ -60,7 +60,10 @@ type nexthops struct {
 }
 
 func (t *nexthops) reset() {
-	t.byID, t.byHop, t.plain, t.idle = map[uint32]*object{}, map[hop]*object{}, map[int]int{}, nil
+	t.byID = map[uint32]*object{}
+	t.byHop = map[hop]*object{}
+	t.plain = map[int]int{}
+	t.idle = nil
 }
 
 func (t *nexthops) add(o *object) {
@@ -120,7 +123,9 @@ func (t *nexthops) complete(r *routeReply) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if o, ours := t.byID[r.route.NexthopID]; ours && r.oif == 0 {
-		r.route.Gateway, r.oif, r.route.OnLink = o.gateway, o.index, o.onLink
+		r.route.Gateway = o.gateway
+		r.oif = o.index
+		r.route.OnLink = o.onLink
 	}
 }
 
@@ -144,7 +149,8 @@ func (t *nexthops) markUsedByOthers(ids []uint32) {
 func (t *nexthops) selectUnused() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	now, before := time.Now(), t.unused
+	now := time.Now()
+	before := t.unused
 	t.unused = map[uint32]time.Time{}
 	for id, o := range t.byID {
 		if o.users > 0 {

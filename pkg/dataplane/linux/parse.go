@@ -38,9 +38,12 @@ func parseRoute(payload []byte) routeReply {
 		return routeReply{}
 	}
 	r := routeReply{table: uint32(payload[4]), fromSource: payload[2] != 0}
-	r.route.TOS, r.route.Protocol, r.route.Type = payload[3], payload[5], dataplane.RouteType(payload[7])
+	r.route.TOS = payload[3]
+	r.route.Protocol = payload[5]
+	r.route.Type = dataplane.RouteType(payload[7])
 	flags := binary.NativeEndian.Uint32(payload[8:])
-	r.route.OnLink, r.cloned = flags&unix.RTNH_F_ONLINK != 0, flags&unix.RTM_F_CLONED != 0
+	r.route.OnLink = flags&unix.RTNH_F_ONLINK != 0
+	r.cloned = flags&unix.RTM_F_CLONED != 0
 	var dst netip.Addr
 	for a := range attributes(payload[unix.SizeofRtMsg:]) {
 		switch a.typ {

@@ -242,7 +242,8 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	var others []uint32
 	err := k.sock.dump(ctx, func(m *message) {
 		body := make([]byte, unix.SizeofRtMsg)
-		body[0], body[4] = family, unix.RT_TABLE_MAIN
+		body[0] = family
+		body[4] = unix.RT_TABLE_MAIN
 		m.begin(unix.RTM_GETROUTE, 0, body...)
 	}, func() { found, others = nil, nil }, func(typ uint16, payload []byte) {
 		if typ != unix.RTM_NEWROUTE || elsewhere(payload, s) {

@@ -117,7 +117,8 @@ func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	failed := map[int]error{}
-	n, perDatagram := n*size, chunk-chunk%size
+	n = n * size
+	perDatagram := chunk - chunk%size
 	for start := 0; start < n; start += perDatagram {
 		end := min(start+perDatagram, n)
 		if err := ctx.Err(); err != nil {
@@ -205,7 +206,8 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 	if err := s.write(m.buf); err != nil {
 		return err
 	}
-	interrupted, done := false, false
+	interrupted := false
+	done := false
 	for !done {
 		err := s.receive(func(h header, payload []byte) error {
 			if h.Seq != s.seq {

@@ -63,10 +63,12 @@ func readTunnel(link netlink.Link) dataplane.Tunnel {
 	var local, remote net.IP
 	switch l := link.(type) {
 	case *netlink.Iptun:
-		local, remote = l.Local, l.Remote
+		local = l.Local
+		remote = l.Remote
 		t.Foreign = l.FlowBased || l.EncapType != 0 || l.Proto != 0 && l.Proto != unix.IPPROTO_IPIP
 	case *netlink.Ip6tnl:
-		local, remote = l.Local, l.Remote
+		local = l.Local
+		remote = l.Remote
 		t.Foreign = l.FlowBased || l.EncapType != 0 || l.Proto != unix.IPPROTO_IPV6 || l.Flags&ignoreEncapLimit == 0
 	default:
 		return t

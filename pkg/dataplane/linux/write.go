@@ -113,7 +113,8 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 	}
 	const steps, put = 5, 2
 	failed := k.sock.sendGroups(ctx, len(again), steps, func(i int, m *message) {
-		op, before := ops[again[i/steps]], copies[i/steps]
+		op := ops[again[i/steps]]
+		before := copies[i/steps]
 		r := op.Object.(dataplane.Route)
 		index := indexes[r.Dev]
 		detour := dataplane.NewDetour(r.Gateway, r.Dev)
@@ -153,8 +154,11 @@ func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	if err != nil || now.table != unix.RT_TABLE_MAIN || now.route.Type != dataplane.Unicast || now.route.Multipath || now.route.NexthopID != 0 {
 		return before
 	}
-	before.oif, before.source = now.oif, now.source
-	before.route.Gateway, before.route.OnLink, before.route.MTU = now.route.Gateway, now.route.OnLink, now.route.MTU
+	before.oif = now.oif
+	before.source = now.source
+	before.route.Gateway = now.route.Gateway
+	before.route.OnLink = now.route.OnLink
+	before.route.MTU = now.route.MTU
 	return before
 }
 

@@ -54,13 +54,16 @@ func Shell(t testing.TB, script string) string {
 // as "ip filter". Ruleset runs one program, because the tests list rules hundreds of times.
 func Ruleset(t testing.TB) map[string]string {
 	t.Helper()
-	ruleset, table, chain := map[string]string{}, "", ""
+	ruleset := map[string]string{}
+	table := ""
+	chain := ""
 	for line := range strings.Lines(Shell(t, "nft --stateless list ruleset")) {
 		name := strings.TrimSuffix(line, " {\n")
 		switch {
 		case strings.HasPrefix(line, "#"), strings.HasPrefix(line, "\tcomment "), line == "}\n":
 		case strings.HasPrefix(line, "table "):
-			table, chain = strings.TrimPrefix(name, "table "), ""
+			table = strings.TrimPrefix(name, "table ")
+			chain = ""
 			ruleset[table] = ""
 		case strings.HasPrefix(line, "\tchain "):
 			chain = table + " " + strings.TrimPrefix(name, "\tchain ")

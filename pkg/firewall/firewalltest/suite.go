@@ -135,13 +135,22 @@ func (f Flavour) damage(t *testing.T) {
 // nothing.
 func (f Flavour) transitions(t *testing.T) {
 	Enter(t)
-	plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single := Policy(), Policy(), Policy(), Policy(), Policy(), Policy(), Policy()
-	masqueradeOnly.Forward, forwardOnly.Masquerade, fixedPorts.Random = false, false, false
+	plain := Policy()
+	masqueradeOnly := Policy()
+	forwardOnly := Policy()
+	fixedPorts := Policy()
+	exceptions := Policy()
+	moved := Policy()
+	single := Policy()
+	masqueradeOnly.Forward = false
+	forwardOnly.Masquerade = false
+	fixedPorts.Random = false
 	exceptions.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("2001:db8::/32")}
 	moved.Networks = []firewall.Network{network("10.5.0.0/16", "10.5.7.0/24"), network("fd00:10:5::/48", "fd00:10:5:7::/64")}
 	single.Networks, single.Former = single.Networks[:1], []netip.Prefix{single.Networks[1].Network}
 	protocols := guard(Policy(), firewall.Payload{Protocol: 4}, firewall.Payload{Protocol: 41})
-	protocols.Masquerade, protocols.Networks[0].HostsInside = false, true
+	protocols.Masquerade = false
+	protocols.Networks[0].HostsInside = true
 	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single, Guarded(), protocols}
 	a := f.New()
 	// iptables keeps an empty table, and lists tables in the order of their creation. So
@@ -169,7 +178,8 @@ func (f Flavour) transitions(t *testing.T) {
 // When both have removed their rules, nothing of flannel may remain.
 func (f Flavour) twoDaemons(t *testing.T) {
 	Enter(t)
-	one, two := f.New(), f.New()
+	one := f.New()
+	two := f.New()
 	expect(t, two, other(), true)
 	alone := f.listed(t)
 	expect(t, one, Guarded(), true)
@@ -205,7 +215,8 @@ func (f Flavour) residue(t *testing.T) {
 	expect(t, a, Guarded().Cleanup(), false)
 	expect(t, a, Guarded(), true)
 	off := Guarded()
-	off.Masquerade, off.Forward = false, false
+	off.Masquerade = false
+	off.Forward = false
 	expect(t, a, off, true)
 	f.same(t, "everything disabled", want)
 	expect(t, a, Guarded(), true)

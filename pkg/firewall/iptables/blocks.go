@@ -58,7 +58,8 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 		last = "INPUT"
 	}
 	for _, at := range [][2]string{{"raw", "PREROUTING"}, {"mangle", "PREROUTING"}, {"mangle", last}, {"filter", last}} {
-		table, hook := at[0], at[1]
+		table := at[0]
+		hook := at[1]
 		o := d[table].follow(hook, func(c condition) answer { return meets(c, p) }, nil)
 		b := firewall.Block{Packet: p, Table: table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
 		if o.verdict == unknown && policyOf(text, table, hook) == "DROP" {

@@ -74,7 +74,8 @@ type chooser struct {
 }
 
 func (c chooser) choose(ctx context.Context) (v Variant, because string, err error) {
-	hinted, rules := map[Variant][]string{}, map[Variant]int{}
+	hinted := map[Variant][]string{}
+	rules := map[Variant]int{}
 	for _, v := range []Variant{NFT, Legacy} {
 		err := c.each(ctx, v, []string{hintTable}, []string{"-t", hintTable}, func(d dump) {
 			for chain := range d[hintTable] {

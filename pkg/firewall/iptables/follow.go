@@ -45,7 +45,8 @@ func conditions(r rule) (all []condition) {
 				i++
 				c.value = words[i]
 			}
-			all, c = append(all, c), condition{}
+			all = append(all, c)
+			c = condition{}
 		}
 	}
 	return all

@@ -94,7 +94,9 @@ func (p *planner) jumpsHere(r rule) bool { return r.target == p.chain }
 // v0.20.
 func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	var rest []rule // the remaining rules, without the jump
-	jumps, at, right := 0, 0, false
+	jumps := 0
+	at := 0
+	right := false
 	for _, h := range p.have[p.parent] {
 		r, comment, ok := parse(h.spec)
 		switch {

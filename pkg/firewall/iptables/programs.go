@@ -143,7 +143,9 @@ func measure(ctx context.Context, stdin, name string, args ...string) (text stri
 	cmd := exec.CommandContext(ctx, path, args...)
 	cmd.WaitDelay = pipeDelay
 	var stdout, stderr bytes.Buffer
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), &stdout, &stderr
+	cmd.Stdin = strings.NewReader(stdin)
+	cmd.Stdout = &stdout
+	cmd.Stderr = &stderr
 	if err := cmd.Run(); err != nil {
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)

@@ -106,13 +106,16 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 			ok = false
 			return ""
 		}
-		w, words = words[0], words[1:]
+		w = words[0]
+		words = words[1:]
 		return w
 	}
 	for ok && len(words) > 0 {
-		w, not := next(), false
+		w := next()
+		not := false
 		if w == "!" {
-			w, not = next(), true
+			w = next()
+			not = true
 		}
 		switch {
 		case w == "-s":
@@ -207,7 +210,8 @@ func split(line string) (words []string, ok bool) {
 		}
 		if line[0] != '"' {
 			w, rest, _ := strings.Cut(line, " ")
-			words, line = append(words, w), rest
+			words = append(words, w)
+			line = rest
 			continue
 		}
 		var w strings.Builder
@@ -221,6 +225,7 @@ func split(line string) (words []string, ok bool) {
 		if i >= len(line) {
 			return nil, false
 		}
-		words, line = append(words, w.String()), line[i+1:]
+		words = append(words, w.String())
+		line = line[i+1:]
 	}
 }

@@ -165,7 +165,8 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 	registers := map[uint32][]byte{} // a register that is missing is unknown
 	certain = true
 	for _, e := range r.Exprs {
-		met, known := true, true
+		met := true
+		known := true
 		switch e := e.(type) {
 		case *expr.Counter, *expr.Log, *expr.Notrack:
 		case *expr.Verdict:

@@ -114,7 +114,8 @@ func mask(ones, length int) []byte {
 // decode parses the expressions of a rule. ok reports whether flannel creates such a
 // rule, in any of the forms in which nft writes it.
 func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
-	d, fits := decoding{family: f}, true
+	d := decoding{family: f}
+	fits := true
 	err := eachExpression(raw, func(name string, data []byte) bool {
 		fits = d.take(name, data)
 		return fits
@@ -179,7 +180,8 @@ func (d *decoding) take(name string, data []byte) bool {
 		if !idle || !read(&e) || e.SourceRegister {
 			return false
 		}
-		d.mark, d.protocol = e.Key == expr.MetaKeyMARK, e.Key == expr.MetaKeyL4PROTO
+		d.mark = e.Key == expr.MetaKeyMARK
+		d.protocol = e.Key == expr.MetaKeyL4PROTO
 		return d.mark || d.protocol
 	case "payload":
 		var e expr.Payload
@@ -220,21 +222,24 @@ func (d *decoding) compare(e expr.Cmp) bool {
 	if d.mark {
 		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
 		d.rule.Marked = e.Op == expr.CmpOpEq && bytes.Equal(e.Data, mark) && bytes.Equal(d.mask, mark)
-		d.mark, d.mask = false, nil
+		d.mark = false
+		d.mask = nil
 		return d.rule.Marked
 	}
 	equal := e.Op == expr.CmpOpEq && d.mask == nil
 	if d.protocol {
 		ok := equal && len(e.Data) == 1 && d.rule.Payload == firewall.Payload{}
 		if ok {
-			d.rule.Payload.Protocol, d.protocol = e.Data[0], false
+			d.rule.Payload.Protocol = e.Data[0]
+			d.protocol = false
 		}
 		return ok
 	}
 	if d.readsPort(*d.payload) {
 		ok := equal && len(e.Data) == portLength && d.rule.Payload.Port == 0
 		if ok {
-			d.rule.Payload.Port, d.payload = binary.BigEndian.Uint16(e.Data), nil
+			d.rule.Payload.Port = binary.BigEndian.Uint16(e.Data)
+			d.payload = nil
 		}
 		return ok
 	}
@@ -261,7 +266,9 @@ func (d *decoding) compare(e expr.Cmp) bool {
 		to = &d.rule.Dst
 	}
 	ok := (e.Op == expr.CmpOpEq || m.Not) && (d.payload.Offset == h.src || d.payload.Offset == h.dst) && !to.Prefix.IsValid()
-	*to, d.payload, d.mask = m, nil, nil
+	*to = m
+	d.payload = nil
+	d.mask = nil
 	return ok
 }
 

@@ -68,7 +68,8 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 	})
 	err := c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(ad *netlink.AttributeDecoder) error {
 		s.exists = true
-		is, policy := spec{name: want.name, comment: want.comment}, uint32(0)
+		is := spec{name: want.name, comment: want.comment}
+		policy := uint32(0)
 		for ad.Next() {
 			switch ad.Type() {
 			case unix.NFTA_CHAIN_TYPE:

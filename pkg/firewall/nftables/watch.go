@@ -115,9 +115,11 @@ func concerns(m netlink.Message, places []firewall.Place) bool {
 	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE:
 		table = unix.NFTA_TABLE_NAME
 	case unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN:
-		table, chain = unix.NFTA_CHAIN_TABLE, unix.NFTA_CHAIN_NAME
+		table = unix.NFTA_CHAIN_TABLE
+		chain = unix.NFTA_CHAIN_NAME
 	case unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
-		table, chain = unix.NFTA_RULE_TABLE, unix.NFTA_RULE_CHAIN
+		table = unix.NFTA_RULE_TABLE
+		chain = unix.NFTA_RULE_CHAIN
 	default:
 		return false
 	}

@@ -11,7 +11,9 @@ import (
 // order. RFC 1071 allows the order to be corrected at the end. An odd last byte counts as
 // if a zero followed, so only the last part of a sum may have an odd length.
 func sum(b []byte, partial uint64) uint64 {
-	s, carry, carries := partial, uint64(0), uint64(0)
+	s := partial
+	carry := uint64(0)
+	carries := uint64(0)
 	for ; len(b) >= 64; b = b[64:] {
 		w := (*[64]byte)(b)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[0:]), 0)
@@ -30,7 +32,8 @@ func sum(b []byte, partial uint64) uint64 {
 	}
 	var rest uint64
 	if len(b) >= 4 {
-		rest, b = uint64(binary.LittleEndian.Uint32(b))<<32, b[4:]
+		rest = uint64(binary.LittleEndian.Uint32(b)) << 32
+		b = b[4:]
 	}
 	switch len(b) {
 	case 3:

@@ -16,7 +16,8 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	}
 	const moreFragments, offsetMask = 0x2000, 0x1fff
 	field := binary.BigEndian.Uint16(b[6:])
-	base, more := field&offsetMask, field&moreFragments != 0
+	base := field & offsetMask
+	more := field&moreFragments != 0
 	for at := h.Len; at < h.Total; at += room {
 		n := min(room, h.Total-at)
 		f := buf[:h.Len+n]

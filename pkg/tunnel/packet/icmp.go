@@ -49,12 +49,15 @@ func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byt
 	quote := b[:min(h.Total, h.Len+f.quoted)]
 	dst = dst[:f.header+icmpHeader+len(quote)]
 	clear(dst)
-	dst[0], dst[f.ttl], dst[f.ttl+f.protocolAt] = f.first, icmpErrorTTL, f.protocol
+	dst[0] = f.first
+	dst[f.ttl] = icmpErrorTTL
+	dst[f.ttl+f.protocolAt] = f.protocol
 	copy(dst[f.addresses:], src.AsSlice())
 	copy(dst[f.addresses+src.BitLen()/8:], h.Src.AsSlice())
 	setTotal(dst, h.IPv6)
 	m := dst[f.header:]
-	m[0], m[1] = f.codes[e][0], f.codes[e][1]
+	m[0] = f.codes[e][0]
+	m[1] = f.codes[e][1]
 	if e == TooBig {
 		binary.BigEndian.PutUint32(m[4:], uint32(max(mtu, f.minMTU)))
 	}

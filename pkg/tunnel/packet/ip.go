@@ -159,7 +159,8 @@ func setTotal(b []byte, ipv6 bool) {
 }
 
 func setHeaderChecksum(b []byte) {
-	b[10], b[11] = 0, 0
+	b[10] = 0
+	b[11] = 0
 	binary.BigEndian.PutUint16(b[10:], ^fold(headerSum(b[:int(b[0]&0xf)*4])))
 }
 

@@ -32,12 +32,19 @@ type Merger struct {
 // discards the gathered packets. The merger owns buf from start to the end of the gathered
 // packets, and the OffloadLen bytes before start, until the next Begin.
 func (m *Merger) Begin(buf []byte, start, end int, h Header) {
-	m.buf, m.start, m.end, m.count, m.headers, m.full = buf, start, end, 1, 0, false
+	m.buf = buf
+	m.start = start
+	m.end = end
+	m.count = 1
+	m.headers = 0
+	m.full = false
 	plain := h.IPv6 || h.Len == header4
 	if !plain || h.Fragment {
 		return
 	}
-	m.tcp, m.ipv6, m.transport = h.Protocol == protoTCP, h.IPv6, h.Len
+	m.tcp = h.Protocol == protoTCP
+	m.ipv6 = h.IPv6
+	m.transport = h.Len
 	wanted := m.tcp && m.TCP || h.Protocol == protoUDP && m.UDP
 	if !wanted {
 		return
@@ -71,7 +78,8 @@ func (m *Merger) mergeable(t []byte) bool {
 // checked the packet, because all parts of the header that decide whether and where it may
 // go equal those of the earlier packets.
 func (m *Merger) Add(start, end int) bool {
-	a, b := m.buf[m.start:m.end], m.buf[start:end]
+	a := m.buf[m.start:m.end]
+	b := m.buf[start:end]
 	size := len(b) - m.headers
 	switch {
 	case m.headers == 0 || m.full || size <= 0 || size > m.size || len(a)+size > maxSuper,
@@ -113,7 +121,8 @@ func (m *Merger) continues(a, b []byte) bool {
 			return false // splitting would change the identification, which receivers of fragments need
 		}
 	}
-	x, y := a[m.transport:], b[m.transport:]
+	x := a[m.transport:]
+	y := b[m.transport:]
 	if [4]byte(x) != [4]byte(y) {
 		return false
 	}
@@ -156,7 +165,9 @@ func (m *Merger) Finish() (b []byte, count int) {
 	setTotal(p, m.ipv6)
 	t := p[m.transport:]
 	if m.tcp {
-		o.gso, o.checksumOffset, protocol = gsoTCP4, tcpChecksum, protoTCP
+		o.gso = gsoTCP4
+		o.checksumOffset = tcpChecksum
+		protocol = protoTCP
 		if m.ipv6 {
 			o.gso = gsoTCP6
 		}

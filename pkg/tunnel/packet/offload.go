@@ -43,7 +43,8 @@ func DecodeOffload(b []byte) Offload {
 // Encode writes the header to the start of b.
 func (o Offload) Encode(b []byte) {
 	_ = b[OffloadLen-1]
-	b[0], b[1] = o.flags, o.gso
+	b[0] = o.flags
+	b[1] = o.gso
 	binary.NativeEndian.PutUint16(b[2:], o.headerLen)
 	binary.NativeEndian.PutUint16(b[4:], o.size)
 	binary.NativeEndian.PutUint16(b[6:], o.checksumStart)
@@ -60,7 +61,8 @@ func (o Offload) Complete(b []byte) bool {
 	if o.flags&needsChecksum == 0 {
 		return true
 	}
-	start, at := int(o.checksumStart), int(o.checksumStart)+int(o.checksumOffset)
+	start := int(o.checksumStart)
+	at := int(o.checksumStart) + int(o.checksumOffset)
 	if start < header4 || at+2 > len(b) {
 		return false
 	}
@@ -143,7 +145,8 @@ func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 
 // addHeaders computes the sums of the headers. The IP header has n bytes.
 func (s *Segments) addHeaders(n int) {
-	ip, t := s.packet[:n], s.packet[s.transport:s.headers]
+	ip := s.packet[:n]
+	t := s.packet[s.transport:s.headers]
 	if !s.ipv6 {
 		s.ipSum = swap(fold(headerSum(ip))) + without(ip, 2, 4, 10) // length, identification and checksum differ
 	}
@@ -182,7 +185,8 @@ func (s Segments) Write(dst []byte, i int) {
 	if s.ipv6 {
 		binary.BigEndian.PutUint16(dst[4:], uint16(len(dst)-header6))
 	} else {
-		total, number := uint16(len(dst)), binary.BigEndian.Uint16(s.packet[4:])+uint16(i)
+		total := uint16(len(dst))
+		number := binary.BigEndian.Uint16(s.packet[4:]) + uint16(i)
 		binary.BigEndian.PutUint16(dst[2:], total)
 		binary.BigEndian.PutUint16(dst[4:], number)
 		binary.BigEndian.PutUint16(dst[10:], ^fold(s.ipSum+swap(total)+swap(number)))

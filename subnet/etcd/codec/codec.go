@@ -101,10 +101,14 @@ func Encode(c subnet.Claim) ([]byte, error) {
 		BackendType: c.BackendType, NextBackendType: c.NextType,
 	}
 	if e, ok := c.Endpoint(prefix.IPv4); ok {
-		w.PublicIP, w.BackendData, w.NextBackendData = quote(e.PublicIP), e.Data, e.NextData
+		w.PublicIP = quote(e.PublicIP)
+		w.BackendData = e.Data
+		w.NextBackendData = e.NextData
 	}
 	if e, ok := c.Endpoint(prefix.IPv6); ok && e.PublicIP.IsValid() {
-		w.PublicIPv6, w.BackendV6Data, w.NextBackendV6Data = quote(e.PublicIP), e.Data, e.NextData
+		w.PublicIPv6 = quote(e.PublicIP)
+		w.BackendV6Data = e.Data
+		w.NextBackendV6Data = e.NextData
 	}
 	value, err := json.Marshal(w)
 	if err != nil {
@@ -136,9 +140,13 @@ func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	c = subnet.Claim{BackendType: w.BackendType, NextType: w.NextBackendType, Endpoints: make([]subnet.Endpoint, 0, len(subnets))}
 	for _, s := range subnets {
 		e := subnet.Endpoint{Subnet: s, Data: w.BackendData, NextData: w.NextBackendData}
-		name, public := "PublicIP", w.PublicIP
+		name := "PublicIP"
+		public := w.PublicIP
 		if e.Family() == prefix.IPv6 {
-			name, public, e.Data, e.NextData = "PublicIPv6", w.PublicIPv6, w.BackendV6Data, w.NextBackendV6Data
+			name = "PublicIPv6"
+			public = w.PublicIPv6
+			e.Data = w.BackendV6Data
+			e.NextData = w.NextBackendV6Data
 		}
 		e.Data, e.NextData = detached(e.Data), detached(e.NextData)
 		if e.PublicIP, err = decodeAddr(e.Family(), public); err != nil {
@@ -175,7 +183,8 @@ func decodeAny(value []byte) (w wireLease, err error) {
 // parts of value.
 func decodePlain(value []byte) (w wireLease, ok bool) {
 	ok = plainjson.Object(value, func(key, value []byte) bool {
-		into, word := &w.BackendData, &w.BackendType
+		into := &w.BackendData
+		word := &w.BackendType
 		switch string(key) {
 		case "PublicIP":
 			into = &w.PublicIP

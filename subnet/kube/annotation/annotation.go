@@ -134,7 +134,8 @@ func Encode(c subnet.Claim) Notes {
 				n[of.NextData] = Note{string(e.NextData), true}
 			}
 		case f == prefix.IPv4 && c.BackendType != "vxlan":
-			n[of.Data], n[of.Public] = Note{"null", true}, Note{"0.0.0.0", true}
+			n[of.Data] = Note{"null", true}
+			n[of.Public] = Note{"0.0.0.0", true}
 		}
 	}
 	return n
@@ -200,7 +201,8 @@ func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subn
 
 // endpoint decodes the endpoint of one family on the subnet cidr.
 func (k *Keys) endpoint(n Notes, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, error) {
-	e, of := subnet.Endpoint{Subnet: cidr}, Of(f)
+	e := subnet.Endpoint{Subnet: cidr}
+	of := Of(f)
 	text, err := k.text(n, of.Public)
 	if err != nil {
 		return e, err

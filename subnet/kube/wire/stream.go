@@ -138,7 +138,8 @@ type Event struct {
 // between two events.
 func (d *Decoder) Events(from io.Reader) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
-		s, n := newStream(from, 32<<10), d.newNode()
+		s := newStream(from, 32<<10)
+		n := d.newNode()
 		var length [4]byte // the length of the next event, which is in the stream before it
 		for {
 			if _, err := io.ReadFull(s.Reader, length[:]); errors.Is(err, io.EOF) {
